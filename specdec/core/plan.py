@@ -1,0 +1,74 @@
+"""What the target is asked to do in one round, and what it answers. These cross the wire as they are.
+
+One round is one forward over a flat batch. Each `TargetWork` feeds `token_ids` at consecutive
+positions from `start`; prefill, prefill chunk, decode and chain verification differ only in numbers:
+
+    prefill chunk      num_sampled_rows 0
+    last chunk         num_sampled_rows 1
+    decode             1 token,      num_sampled_rows 1
+    verification       1 + k tokens, num_sampled_rows 1 + k   (the last committed token, then the draft)
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from specdec.core.ids import RequestId
+from specdec.core.outputs import TokenLogprobs
+from specdec.core.sampling_params import SamplingParams
+
+
+class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
+    """Registers a sequence with the target, once, before its first work."""
+
+    request_id: RequestId
+    seed: int
+    params: SamplingParams
+
+
+class TargetWork(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one sequence to run through the target."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    start: int
+    """Absolute position of `token_ids[0]`: K/V of everything before it are in the cache."""
+    num_sampled_rows: int
+    """The last so many rows are sampled. The row of the token at absolute position s gives token s + 1."""
+    table_start: int
+    """Entries of the target's block table for this sequence from here on are replaced by `block_ids`."""
+    block_ids: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+    """Tree verification: parent row (within this work) of every draft row; None for a chain."""
+
+
+class TargetStep(msgspec.Struct, frozen=True, array_like=True):
+    """One round for the target."""
+
+    step_id: int
+    works: tuple[TargetWork, ...]
+    admitted: tuple[AdmittedSequence, ...] = ()
+    released: tuple[RequestId, ...] = ()
+    """Sequences whose state the target forgets, before the step. A preempted sequence is released and
+    admitted anew."""
+
+
+class WorkResult(msgspec.Struct, frozen=True, array_like=True):
+    """The target's own tokens at the sampled rows of one work, in row order."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per sampled row, when the request asked for them."""
+    error: str | None = None
+    """Set when this sequence cannot go on (non-finite logits); `token_ids` is then empty."""
+
+
+class TargetResult(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to one `TargetStep`, works in the same order."""
+
+    step_id: int
+    results: tuple[WorkResult, ...]
+    forward_s: float = 0.0
+    """Seconds in the model's forward."""
+    sample_s: float = 0.0
+    """Seconds in sampling."""

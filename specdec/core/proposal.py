@@ -1,0 +1,57 @@
+"""What a drafter proposes for one sequence, and what verification makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from specdec.core.ids import RequestId
+
+if TYPE_CHECKING:
+    import torch
+
+NoiseStream = Literal["target", "accept", "residual", "draft"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Proposed tokens for one sequence: a chain, or a tree given by parents.
+
+    It belongs to exactly one committed prefix, named by (`committed_len`, `prefix_hash`).
+    """
+
+    request_id: RequestId
+    committed_len: int
+    """Number of committed tokens (prompt included) that the proposal continues."""
+    prefix_hash: int
+    """Hash of those tokens (`core.prefix_hash`)."""
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+    """Parent node of each token, -1 for the root (the last committed token); None for a chain.
+    Parents precede their children."""
+    noise_stream: NoiseStream | None = None
+    """Stream the tokens were sampled with; None when they are deterministic given the prefix."""
+    q_rows: torch.Tensor | None = None
+    """fp32 [num_tokens, vocab]: the distribution each token was sampled from, only for rules that need it."""
+    method: str = ""
+    """Name of the proposer, for metrics."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of proposed tokens (tree nodes)."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The accepted path of a proposal plus the token that the target adds to it."""
+
+    accepted_nodes: tuple[int, ...]
+    """Indices into the proposal, root to leaf; for a chain always 0..len-1."""
+    token_ids: tuple[int, ...]
+    """Tokens to commit: the accepted ones, then one correction or bonus token."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of drafted tokens that were accepted."""
+        return len(self.accepted_nodes)

@@ -1,0 +1,29 @@
+"""One generation stream as it is handed to an engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.sampling_params import SamplingParams
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine needs to start, or to continue elsewhere, one stream.
+
+    A replay after a failure is the same request with `delivered_token_ids` filled: by the token
+    function (see docs/architecture.md) the stream continues exactly where it was.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """The noise key of this stream, as an unsigned 64-bit number (already hashed with the choice index)."""
+    epoch: Epoch = Epoch(0)
+    delivered_token_ids: tuple[int, ...] = ()
+    """Generated tokens that the client already has; they count towards usage and max_tokens."""
+    priority: int = 0
+    """Smaller is served first; equal priorities are served in order of arrival."""
+    num_draft_tokens: int | None = None
+    """Per-request override of k; 0 switches speculation off for this request; None: the server decides."""

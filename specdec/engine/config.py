@@ -1,0 +1,22 @@
+"""Everything one engine needs to know."""
+
+from __future__ import annotations
+
+from specdec.core.config import StrictConfig
+from specdec.kv.config import CacheConfig
+from specdec.model.config import ModelConfig
+from specdec.proposers.config import SpeculativeConfig
+from specdec.scheduling.config import SchedulerConfig
+
+
+class EngineConfig(StrictConfig):
+    """Target, drafter, cache and scheduler of one engine."""
+
+    target: ModelConfig
+    """The model whose distribution the output follows."""
+    speculative_config: SpeculativeConfig = SpeculativeConfig()
+    """What drafts for it; without this block: ngram."""
+    cache: CacheConfig = CacheConfig()
+    """The target's KV cache."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Batching and queueing."""

@@ -1,0 +1,38 @@
+"""The contract between doors (HTTP, command line) and whatever generates: in process or a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from specdec.core.ids import RequestId
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
+from specdec.engine.target import TargetDescription
+
+
+class GenerationService(Protocol):
+    """Turns requests into streams of outputs."""
+
+    def description(self) -> TargetDescription | None:
+        """Facts about the loaded target; None while none is ready (the door answers 503)."""
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Yield the request's outputs; the last one, and only it, has a finish reason.
+
+        Closing the iterator early aborts the request and frees its memory within a round.
+
+        Raises:
+            CapacityError: before the first output, when the queue is full.
+            InputError: before the first output, when the request does not fit this target.
+        """
+        ...
+
+    async def abort(self, request_id: RequestId) -> None:
+        """End a request early. Unknown ids are ignored."""
+        ...
+
+    async def metrics(self) -> Mapping[str, float]:
+        """Current counters and gauges, by metric name without prefix."""
+        ...

@@ -1,0 +1,42 @@
+"""Configuration of one model: where it is, in what numbers it runs, how it is compiled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from specdec.core.config import StrictConfig
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class CompileConfig(StrictConfig):
+    """How the forward is compiled."""
+
+    mode: Literal["auto", "off"] = "auto"
+    """auto: compile shape buckets while idle where a compiler exists, run eagerly until they are ready
+    (and wherever none exists, with one log line); off: always eager."""
+    cache_dir: str | None = None
+    """Folder of compiled artefacts, reused by later starts; None: `~/.cache/drafthouse/compile`."""
+    max_frozen_bytes: int = Field(default=4 << 30, ge=0)
+    """Most bytes that weights prepacked for compiled buckets may take beside the model itself."""
+
+
+class ModelConfig(StrictConfig):
+    """One Hugging Face causal LM folder."""
+
+    model: str
+    """Path of a Hugging Face model folder (config.json, safetensors, tokenizer)."""
+    dtype: Dtype = "auto"
+    """auto takes the checkpoint's own dtype."""
+    device: str = "auto"
+    """auto: cuda when a GPU is visible, else cpu."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest sequence in tokens, prompt and output together; None: the model's own limit."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of this model's process; None: all cores of the process."""
+    compile: CompileConfig = CompileConfig()
+    """Compilation of this model's forward."""

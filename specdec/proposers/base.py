@@ -1,0 +1,62 @@
+"""The contract of everything that proposes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
+from specdec.core.sequence import SequenceView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerCapabilities:
+    """What a proposer needs and gives. Upper layers ask this, never which class it is."""
+
+    name: str
+    shape: Literal["chain", "tree"] = "chain"
+    sampled: bool = False
+    """Whether tokens are sampled from a q (else they are deterministic given the prefix)."""
+    gives_q_rows: bool = False
+    """Whether it can attach `q_rows`, which ratio rules need."""
+    kv: Literal["none", "own", "target"] = "none"
+    hidden_layers: tuple[int, ...] = ()
+    """Target layers whose hidden states it needs."""
+    remote: bool = False
+    """Whether proposing crosses a process border (and may therefore be late)."""
+    max_context: int | None = None
+    """Longest prefix it can continue, in tokens; None for no limit."""
+
+
+class Proposer(Protocol):
+    """Proposes continuations of committed prefixes. It sees sequences read-only.
+
+    A proposer is stateless towards its caller: `propose` may be called for any sequence at any committed
+    length, in any order, after any gap; state kept from earlier calls (K/V, tables) only makes it faster.
+    It never raises for one sequence's sake: a sequence it cannot serve simply gets no proposal.
+    """
+
+    @property
+    def capabilities(self) -> ProposerCapabilities:
+        """Constant over the life of the proposer."""
+        ...
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        """Propose at most `num_draft_tokens[id]` tokens for each sequence.
+
+        Sequences with a budget of 0, and those that it has nothing for, are absent from the answer.
+        Each proposal names the committed prefix it continues.
+        """
+        ...
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget everything about these sequences. Unknown ids are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Free all resources. Idempotent."""
+        ...

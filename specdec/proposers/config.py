@@ -1,0 +1,65 @@
+"""The `speculative_config` block, with vLLM's key names where the meaning is the same."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from specdec.core.config import StrictConfig
+from specdec.kv.config import CacheConfig
+from specdec.model.config import CompileConfig, Dtype
+
+Method = Literal["none", "ngram", "draft_model"]
+
+
+class SpeculativeConfig(StrictConfig):
+    """What drafts, and how much."""
+
+    method: Method = "ngram"
+    """none; ngram (prompt lookup); draft_model (a smaller model with the same tokenizer)."""
+    model: str | None = None
+    """Path of the draft model's folder; required by draft_model."""
+    num_speculative_tokens: int = Field(default=4, ge=1, le=64)
+    """k: draft tokens per request and round."""
+    draft_tensor_parallel_size: Literal[1] = 1
+    """GPUs per draft worker; only 1 is built so far."""
+    dtype: Dtype = "auto"
+    """Numbers that the draft model runs in; auto: the target's."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prefix the draft model continues, in tokens; None: its own limit."""
+    prompt_lookup_min: int = Field(default=2, ge=1)
+    """Shortest n-gram (tokens) that ngram looks up."""
+    prompt_lookup_max: int = Field(default=4, ge=1)
+    """Longest n-gram (tokens) that ngram looks up."""
+    rejection_sample_method: Literal["sample_and_match"] = "sample_and_match"
+    """Verification rule."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the draft model's process; None: all cores of the process."""
+    compile: CompileConfig = CompileConfig()
+    """Compilation of the draft model's forward."""
+    cache: CacheConfig = CacheConfig(memory_bytes=256 << 20)
+    """The draft model's own KV cache."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_tensor_parallel_size(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "tensor_parallel_size" in data:
+            raise ValueError(
+                "tensor_parallel_size is not a key of speculative_config: "
+                "write draft_tensor_parallel_size for the draft model"
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError("method draft_model needs `model`, the path of the draft model's folder")
+        if self.method != "draft_model" and self.model is not None:
+            raise ValueError(f"method {self.method} takes no `model`; did you mean method: draft_model?")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed "
+                f"prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+        return self

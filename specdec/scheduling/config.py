@@ -1,0 +1,18 @@
+"""Configuration of the scheduler."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from specdec.core.config import StrictConfig
+
+
+class SchedulerConfig(StrictConfig):
+    """How many requests and tokens enter one round, and how many may wait."""
+
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    """Most sequences in one round."""
+    max_num_batched_tokens: int = Field(default=512, ge=1)
+    """Most rows (prefill, decode and draft tokens together) in one round; longer prompts go in chunks."""
+    max_num_waiting: int = Field(default=1024, ge=0)
+    """Most requests in the queue; beyond it a request is refused with 429."""
