@@ -1,0 +1,1 @@
+"""The cluster: coordinator, membership, placement, routing, recovery, autoscaling policies."""

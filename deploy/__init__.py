@@ -1,0 +1,1 @@
+"""What users touch: Serve application, OpenAI ingress, command line, metrics."""

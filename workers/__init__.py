@@ -1,0 +1,1 @@
+"""Thin Ray actors around the engine: target worker, draft worker, channels, life cycle."""
