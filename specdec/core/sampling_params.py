@@ -82,7 +82,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise InputError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
+            raise InputError(
+                f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop"
+            )
         if any(not text for text in self.stop):
             raise InputError("stop strings must not be empty", param="stop")
         for token_id in self.stop_token_ids:

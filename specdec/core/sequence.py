@@ -20,16 +20,19 @@ class SequenceView(Protocol):
     def token_ids(self) -> Seq[int]:
         """Committed tokens, prompt included."""
         ...
+
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
     def committed_len(self) -> int:
         """`len(token_ids)`: also the absolute position of the next token."""
         ...
+
     @property
     def prefix_hash(self) -> int:
         """Hash of `token_ids` (`core.prefix_hash`)."""
         ...
+
     @property
     def params(self) -> SamplingParams: ...
     @property

@@ -1,0 +1,1 @@
+"""Measurements: paired, in one run, raw results committed."""
