@@ -1,0 +1,72 @@
+"""What every test stands on: threads, seeds, no network, hypothesis profiles, skipping of GPU tests.
+
+Markers and the rule that warnings are errors are in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Sequence
+
+import hypothesis
+import numpy as np
+import pytest
+
+SEED = 0x5EED
+
+
+def _num_threads() -> int:
+    """Two at most: the machines that tests run on have two cores, and idle OpenMP threads spin."""
+    return min(2, len(os.sched_getaffinity(0)))
+
+
+# Before anything imports torch, and inherited by the processes that tests start.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, str(_num_threads()))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+# `HYPOTHESIS_PROFILE=explore` looks for new examples; the others repeat theirs, so that a failure stays.
+_unhurried = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=50,
+    suppress_health_check=_unhurried,
+)
+hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("default"), max_examples=500)
+hypothesis.settings.register_profile(
+    "explore", deadline=None, max_examples=2_000, print_blob=True, suppress_health_check=_unhurried
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    # A test of pure bookkeeping need not pay for importing torch; torch's own first seed is fixed.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(SEED)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    needing_gpu = [item for item in items if "gpu" in item.keywords]
+    if not needing_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in needing_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_report_header() -> str:
+    profile = hypothesis.settings.get_current_profile_name()
+    return f"threads: {os.environ['OMP_NUM_THREADS']}, hypothesis profile: {profile}"
