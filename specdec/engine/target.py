@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+from specdec.core.description import TargetDescription as TargetDescription
 from specdec.core.plan import TargetResult, TargetStep
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetDescription:
-    """Facts about a loaded target that schedulers and doors need."""
-
-    model_id: str
-    revision: str
-    """Hash over config and weights: replay is only allowed onto the same one."""
-    dtype: str
-    vocab_size: int
-    max_model_len: int
-    """Longest sequence, prompt and output together, in tokens."""
-    eos_token_ids: tuple[int, ...]
-    num_blocks: int
-    block_size: int
 
 
 class Target(Protocol):
