@@ -1,0 +1,1 @@
+"""Recipes that make the demo model family (``python -m training --help``)."""

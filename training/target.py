@@ -1,0 +1,223 @@
+"""The target's recipe: next-token loss with LayerSkip (layer dropout, early-exit loss) and one MTP module."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from training import blocked_attention
+from training.checkpointing import load_checkpoint, save_checkpoint
+from training.layerskip import draw_kept_rows, exit_weights, layer_dropout_rates, rotating_exit
+from training.mtp import MultiTokenPrediction
+from training.optimization import learning_rate_factor, make_optimizers, set_learning_rates
+from training.packing import PackedBatches
+from training.progress import TrainingLog
+from training.tokenizer import CONTEXT_LENGTH, VOCAB_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRecipe:
+    """Everything that decides the target's weights."""
+
+    steps: int = 2600
+    """Optimizer steps; the learning rate reaches zero after the last."""
+    batch_tokens: int = 8192
+    """Tokens per step, at both lengths."""
+    short_length: int = 512
+    """Row length of the first nine tenths, in tokens."""
+    long_length: int = CONTEXT_LENGTH
+    long_share: float = 0.1
+    """Share of the steps, at the end, at ``long_length``."""
+    muon_lr: float = 3e-3
+    adamw_lr: float = 3e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 60
+    constant_share: float = 0.3
+    clip_norm: float = 1.0
+    layer_dropout: float = 0.1
+    """LayerSkip's p_max."""
+    exit_scale: float = 0.5
+    """LayerSkip's e_scale."""
+    mtp_weight: float = 0.3
+    """Weight of the MTP loss at the start ..."""
+    mtp_weight_end: float = 0.1
+    """... and in the last third of the run."""
+    seed: int = 1
+
+    @property
+    def short_steps(self) -> int:
+        """Steps before the switch to ``long_length``."""
+        return self.steps - round(self.long_share * self.steps)
+
+
+def target_config(separator: int, pad: int) -> LlamaConfig:
+    """The demo target's architecture."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=640,
+        max_position_embeddings=CONTEXT_LENGTH,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=separator,
+        eos_token_id=separator,
+        pad_token_id=pad,
+        initializer_range=0.02,
+    )
+
+
+def cross_entropy(normed: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean loss in nats of [N, H] normed hidden states against [N] labels through the [V, H] head."""
+    return F.cross_entropy((normed @ head.t()).float(), labels)
+
+
+class TargetTraining(nn.Module):
+    """Target and MTP module with the training losses; call ``compile_blocks`` once for speed."""
+
+    def __init__(self, config: LlamaConfig, recipe: TargetRecipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        config._attn_implementation = blocked_attention.NAME
+        self.target = LlamaForCausalLM(config)
+        self.mtp = MultiTokenPrediction(config)
+        self._cross_entropy = cross_entropy
+
+    def compile_blocks(self) -> None:
+        """Compile the decoder block (one graph for all layers) and the head loss."""
+        for block in (*self.target.model.layers, self.mtp.block):
+            block.compile(dynamic=False)
+        self._cross_entropy = torch.compile(cross_entropy, dynamic=False)
+
+    def _loss(self, normed: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        head = self.target.lm_head.weight
+        if torch.is_autocast_enabled("cpu"):
+            head = head.to(torch.bfloat16)
+            normed = normed.to(torch.bfloat16)
+        return self._cross_entropy(normed.flatten(0, 1), head, labels.flatten())
+
+    def losses(self, tokens: torch.Tensor, kept: torch.Tensor, early_layer: int) -> dict[str, torch.Tensor]:
+        """Losses of int64 [B, T + 2] tokens.
+
+        ``kept`` bool [L, B] says which rows run each layer; ``early_layer`` is the step's early exit.
+        Keys: ``final``, ``early``, ``mtp``.
+        """
+        model = self.target.model
+        inputs, labels, later_labels = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
+        embeddings = model.embed_tokens(tokens[:, :-1])
+        hidden = embeddings[:, :-1]
+        rotary = model.rotary_emb(hidden, torch.arange(inputs.shape[1]).unsqueeze(0))
+        early = hidden
+        for index, block in enumerate(model.layers):
+            output = block(hidden, position_embeddings=rotary)
+            keep = kept[index]
+            hidden = output if bool(keep.all()) else torch.where(keep[:, None, None], output, hidden)
+            if index == early_layer:
+                early = hidden
+        final = model.norm(hidden)
+        return {
+            "final": self._loss(final, labels),
+            "early": self._loss(model.norm(early), labels),
+            "mtp": self._loss(self.mtp(final, embeddings[:, 1:], rotary), later_labels),
+        }
+
+
+def total_loss(losses: dict[str, torch.Tensor], step: int, recipe: TargetRecipe, num_layers: int) -> torch.Tensor:
+    """LayerSkip's normalised sum plus the weighted MTP loss (weight 0.3, then 0.1 for the last third)."""
+    early, final = exit_weights(rotating_exit(step, num_layers), num_layers, recipe.exit_scale)
+    mtp = recipe.mtp_weight if step < 2 * recipe.steps / 3 else recipe.mtp_weight_end
+    return final * losses["final"] + early * losses["early"] + mtp * losses["mtp"]
+
+
+def _batch(short: PackedBatches, long: PackedBatches, step: int, recipe: TargetRecipe) -> torch.Tensor:
+    if step < recipe.short_steps:
+        return short.batch(step)
+    return long.batch(step - recipe.short_steps)
+
+
+def train_step(
+    training: TargetTraining,
+    optimizers: list[torch.optim.Optimizer],
+    tokens: torch.Tensor,
+    step: int,
+    generator: torch.Generator,
+) -> dict[str, float]:
+    """One optimizer step; returns the three losses in nats."""
+    recipe = training.recipe
+    num_layers = training.target.config.num_hidden_layers
+    progress = step / max(1, recipe.steps - 1)
+    kept = draw_kept_rows(layer_dropout_rates(num_layers, recipe.layer_dropout, progress), len(tokens), generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = training.losses(tokens, kept, rotating_exit(step, num_layers))
+    total_loss(losses, step, recipe, num_layers).backward()
+    nn.utils.clip_grad_norm_(training.parameters(), recipe.clip_norm)
+    set_learning_rates(
+        optimizers, learning_rate_factor(step, recipe.steps, recipe.warmup_steps, recipe.constant_share)
+    )
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {name: loss.item() for name, loss in losses.items()}
+
+
+def train_target(
+    recipe: TargetRecipe,
+    config: LlamaConfig,
+    documents: list[np.ndarray],
+    *,
+    work_folder: Path,
+    compiled: bool = True,
+    checkpoint_every_s: float = 180.0,
+    stop_after_step: int | None = None,
+) -> tuple[TargetTraining, float]:
+    """Train, or continue from ``work_folder/checkpoint.pt``; returns the modules and the seconds trained in all."""
+    torch.manual_seed(recipe.seed)
+    training = TargetTraining(config, recipe)
+    optimizers = make_optimizers(
+        [training], muon_lr=recipe.muon_lr, adamw_lr=recipe.adamw_lr, weight_decay=recipe.weight_decay
+    )
+    generator = torch.Generator().manual_seed(recipe.seed)
+    checkpoint = work_folder / "checkpoint.pt"
+    modules: dict[str, nn.Module] = {"target": training.target, "mtp": training.mtp}
+    first, before_s = load_checkpoint(checkpoint, modules=modules, optimizers=optimizers, generator=generator)
+    if compiled:
+        training.compile_blocks()
+    short, long = (
+        PackedBatches(
+            documents=documents,
+            separator=config.eos_token_id,
+            row_tokens=length + 2,
+            batch_rows=max(1, recipe.batch_tokens // length),
+            seed=recipe.seed,
+        )
+        for length in (recipe.short_length, recipe.long_length)
+    )
+    started = saved = time.monotonic()
+    last = recipe.steps if stop_after_step is None else min(recipe.steps, stop_after_step)
+    with TrainingLog("target", work_folder / "log.jsonl", first=first, total=recipe.steps) as log:
+        for step in range(first, last):
+            losses = train_step(training, optimizers, _batch(short, long, step, recipe), step, generator)
+            log.record(step, losses)
+            now = time.monotonic()
+            if now - saved > checkpoint_every_s or step + 1 == last:
+                saved = now
+                save_checkpoint(
+                    checkpoint,
+                    step=step + 1,
+                    elapsed_s=before_s + now - started,
+                    modules=modules,
+                    optimizers=optimizers,
+                    generator=generator,
+                )
+    return training, before_s + time.monotonic() - started
