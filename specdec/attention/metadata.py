@@ -30,9 +30,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-SCRATCH_BLOCK = 0
-"""Pool block that belongs to nobody: padding rows write here. Allocators hand out blocks from 1."""
-
 
 class RowSlice(Protocol):
     """What metadata need to know of `model.batch.SequenceSlice`."""

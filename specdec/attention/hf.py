@@ -1,0 +1,138 @@
+"""The only hook into `transformers`: an attention function that reads and writes a paged pool.
+
+A model is loaded with `attn_implementation=ATTENTION_NAME` and run on a flat batch, `input_ids` [1, T],
+with `position_ids` [1, T], `use_cache=False` and the keyword `paged=PagedBatch(...)`, which the model's own
+forward passes down to every attention layer. No mask function is registered under that name, so
+`transformers` builds no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from specdec.attention.base import LayerAttention
+
+ATTENTION_NAME = "drafthouse_paged"
+
+_HARMLESS_KEYWORDS = frozenset(
+    # Information that the paged batch already carries, or flags of other implementations.
+    {"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "layer_idx"}
+)
+
+
+class UnsupportedAttention(Exception):
+    """A layer asks its attention for something that the paged attention does not do."""
+
+
+class _Attends(Protocol):
+    def attend(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: _Attends | AttentionProbe | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function in the signature of `transformers`.
+
+    Args:
+        module: the attention layer; its `layer_idx` names the cache.
+        query: [1, H, T, D].
+        key: [1, G, T, D].
+        value: [1, G, T, D].
+        attention_mask: always None, because no mask function is registered.
+        paged: the step (`PagedBatch`), or the probe that records what the layers ask for.
+        scaling: factor on query-key products. Like the window and the softcap it is a constant of the
+            layer, which the probe has recorded.
+        dropout: 0 outside of training.
+        sliding_window: see `LayerAttention`.
+        softcap: see `LayerAttention`.
+        others: whatever else the layer passes; the probe has refused what would change the result.
+
+    Returns:
+        [1, T, H, D], and no attention weights.
+    """
+    assert paged is not None, "this model runs on a paged batch only"
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(paged, AttentionProbe):
+        paged.record(layer_idx, query, key, value, scaling, sliding_window, softcap, attention_mask, others)
+        return torch.zeros_like(query).transpose(1, 2), None
+    rows = paged.attend(layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return rows[None], None
+
+
+class AttentionProbe:
+    """Passed as `paged` through one forward, learns what every layer's attention is.
+
+    It sees only what reaches the hook: a model whose layers do not call it at all is found out by
+    `layers()`.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[int, LayerAttention] = {}
+
+    def record(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        attention_mask: torch.Tensor | None,
+        others: dict[str, Any],
+    ) -> None:
+        """Note one layer's call.
+
+        Raises:
+            UnsupportedAttention: naming the layer and what it asks for.
+        """
+        for name, argument in {"attention_mask": attention_mask, **others}.items():
+            if name not in _HARMLESS_KEYWORDS and argument is not None:
+                raise UnsupportedAttention(f"layer {layer_idx} passes `{name}` to its attention")
+        if layer_idx in self._layers:
+            raise UnsupportedAttention(f"layer {layer_idx} attends more than once")
+        if not query.shape[-1] == key.shape[-1] == value.shape[-1] or key.shape[1] != value.shape[1]:
+            raise UnsupportedAttention(f"layer {layer_idx} has keys and values of different shapes")
+        head_dim = query.shape[-1]
+        self._layers[layer_idx] = LayerAttention(
+            layer_idx=layer_idx,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=head_dim,
+            scaling=head_dim**-0.5 if scaling is None else float(scaling),
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+
+    def layers(self, num_layers: int) -> tuple[LayerAttention, ...]:
+        """Return the layers 0 .. num_layers - 1.
+
+        Raises:
+            UnsupportedAttention: some layer did not call the hook.
+        """
+        missing = [index for index in range(num_layers) if index not in self._layers]
+        if missing or len(self._layers) != num_layers:
+            raise UnsupportedAttention(
+                f"of {num_layers} layers, {len(self._layers)} use the attention interface"
+                + (f"; layer {missing[0]} does not" if missing else "")
+            )
+        return tuple(self._layers[index] for index in range(num_layers))
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

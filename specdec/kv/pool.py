@@ -1,0 +1,90 @@
+"""The memory of a paged KV cache: K and V of every layer, in blocks.
+
+Shape letters: N blocks, G key/value heads, P block size (tokens), D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.core.errors import ResourceError
+from specdec.kv.config import CacheConfig
+
+FIRST_BLOCK = 1
+"""Block 0 is scratch: padding rows write there. Allocators hand out blocks 1 .. N - 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """Shape of one layer's cache entries."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class KvPool:
+    """K and V of every layer, each [N, G, P, D], zero at the start."""
+
+    def __init__(
+        self,
+        shapes: Sequence[KvShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert num_blocks > FIRST_BLOCK, "a pool needs a block beside the scratch block"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        sizes = [(num_blocks, shape.num_kv_heads, block_size, shape.head_dim) for shape in shapes]
+        self.keys = tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+        self.values = tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all K and V."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy K and V of all layers from block `sources[i]` to block `destinations[i]`, on the device.
+
+        The two lists do not overlap.
+        """
+        device = self.keys[0].device
+        source_index = torch.tensor(sources, dtype=torch.long, device=device)
+        destination_index = torch.tensor(destinations, dtype=torch.long, device=device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, destination_index, tensor.index_select(0, source_index))
+
+
+def bytes_per_block(shapes: Sequence[KvShape], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of K and V of all layers in one block."""
+    entries = sum(shape.num_kv_heads * shape.head_dim for shape in shapes)
+    return 2 * entries * block_size * dtype.itemsize
+
+
+def plan_num_blocks(
+    config: CacheConfig, shapes: Sequence[KvShape], dtype: torch.dtype, *, max_tokens: int
+) -> int:
+    """Return how many blocks (scratch included) the pool shall have.
+
+    `config.num_blocks` if given; else what `config.memory_bytes` holds, but no more than `max_tokens`
+    (the sum over all sequences that may run at once) need.
+
+    Raises:
+        ResourceError: the memory does not hold one usable block.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    block_bytes = bytes_per_block(shapes, config.block_size, dtype)
+    affordable = config.memory_bytes // block_bytes
+    if affordable <= FIRST_BLOCK:
+        raise ResourceError(
+            f"cache.memory_bytes = {config.memory_bytes} holds {affordable} blocks of {block_bytes} bytes; "
+            f"at least {FIRST_BLOCK + 1} are needed (one is scratch)"
+        )
+    return min(affordable, FIRST_BLOCK - (-max_tokens // config.block_size))
