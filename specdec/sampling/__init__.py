@@ -1,1 +1,1 @@
-"""sampling"""
+"""How a token is chosen from a row of logits: noise, transforms, sampler."""

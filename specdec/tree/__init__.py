@@ -1,1 +1,1 @@
-"""tree"""
+"""The shape of proposals: chains and trees."""

@@ -1,0 +1,56 @@
+"""The noise of `specdec.sampling.noise` for rows of tensors, in ops that every device has.
+
+R rows, V token ids. 64-bit unsigned arithmetic runs in int64, where sums and products wrap alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.core.proposal import NoiseStream
+from specdec.sampling.noise import MULTIPLIER_1, MULTIPLIER_2, STREAM_TAGS, WEYL
+
+
+def as_signed(value: int) -> int:
+    """Return the int64 with the same bits as an unsigned 64-bit number."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_WEYL = as_signed(WEYL)
+_MULTIPLIER_1 = as_signed(MULTIPLIER_1)
+_MULTIPLIER_2 = as_signed(MULTIPLIER_2)
+_TAGS = {stream: as_signed(tag) for stream, tag in STREAM_TAGS.items()}
+
+
+def row_keys(seeds_R: torch.Tensor, positions_R: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
+    """Return the row keys, int64 [R], of int64 seeds (bits of the unsigned seed) and positions."""
+    streams_R = _mix64(_mix64(seeds_R + _WEYL) ^ _TAGS[stream])
+    return _mix64(streams_R + (positions_R + 1) * _WEYL)
+
+
+def hash_rows(row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int = 0) -> torch.Tensor:
+    """Return h as int64 [R, vocab_size] in [0, 2^32), for token ids from `first_token_id` on."""
+    ids_V = torch.arange(first_token_id + 1, first_token_id + 1 + vocab_size, device=row_keys_R.device)
+    return (_mix64(row_keys_R[:, None] + ids_V * _WEYL) >> 32) & 0xFFFFFFFF
+
+
+def uniforms_from_hash(hash_bits: torch.Tensor) -> torch.Tensor:
+    """Return u = (h + 0.5) 2^-32 in float64, exact."""
+    return (hash_bits.double() + 0.5) * 2.0**-32
+
+
+def gumbels_from_hash(hash_bits: torch.Tensor) -> torch.Tensor:
+    """Return g in fp32 for h of any shape."""
+    return uniforms_from_hash(hash_bits).neg_().log1p_().neg_().log_().neg_().float()
+
+
+def gumbel_rows(row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int = 0) -> torch.Tensor:
+    """Return g in fp32 [R, vocab_size]."""
+    return gumbels_from_hash(hash_rows(row_keys_R, vocab_size, first_token_id))
+
+
+def _mix64(bits: torch.Tensor) -> torch.Tensor:
+    # >> on int64 copies the sign bit: the masks make it the logical shift of the definition.
+    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * _MULTIPLIER_1
+    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * _MULTIPLIER_2
+    return bits ^ ((bits >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,147 @@
+"""The token function: from rows of logits to token ids, the same wherever and with whomever it runs.
+
+    y = argmax_v (log p_v + g(seed, t, v))      temperature > 0
+    y = argmax_v  log p_v                       temperature = 0
+
+It is evaluated as argmax_v (s_v + g_v) over the scores of `transforms`: s_v is log p_v plus a constant of
+the row, which moves no argmax, so no log-sum-exp is needed, and a token that is cut has s_v = -inf. Ties
+go to the lowest token id. Everything after the logits is fp32; each row depends on nothing but itself.
+
+R rows, V token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from specdec.core.outputs import TokenLogprobs
+from specdec.core.proposal import NoiseStream
+from specdec.core.sampling_params import LogprobsMode
+from specdec.sampling.noise_rows import gumbel_rows, row_keys
+from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.transforms import scores_of
+
+__all__ = [
+    "RowSpec",
+    "SampledRows",
+    "Sampler",
+    "SamplingRows",
+    "logprobs_of",
+    "noisy_scores",
+    "target_distribution",
+]
+
+
+class SampledRows(NamedTuple):
+    """What sampling made of R rows."""
+
+    token_ids: torch.Tensor
+    """int64 [R]; 0 where `finite` is false."""
+    finite: torch.Tensor
+    """bool [R]: false where the row holds NaN or +inf, or nothing above -inf. Its request cannot go on."""
+
+
+class Sampler:
+    """Evaluates the token function."""
+
+    def warm_up(self) -> None:
+        """Do what takes long on first use. Until it is called, and where there is no compiler, slower
+        ops give the same tokens.
+        """
+
+    def sample(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target"
+    ) -> SampledRows:
+        """Return each row's token.
+
+        Args:
+            logits_RV: any floating dtype, not written to.
+            rows: as many rows, on the same device.
+            stream: noise to use; "target" is the token function, others are for drafters of ratio rules.
+        """
+        _check_shapes(logits_RV, rows)
+        return sample_eager(logits_RV, rows, stream)
+
+
+def sample_eager(logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream) -> SampledRows:
+    """Evaluate the token function with ordinary tensor ops, on any device."""
+    logits_RV = logits_RV.float()
+    finite_R = logits_RV.amax(-1).isfinite()
+    if not rows.has_sampled:
+        token_ids_R = logits_RV.argmax(-1)
+    else:
+        token_ids_R = noisy_scores(logits_RV, rows, stream).argmax(-1)
+        if rows.has_greedy:
+            token_ids_R = torch.where(rows.reals[0] == 0.0, logits_RV.argmax(-1), token_ids_R)
+    return SampledRows(token_ids_R.masked_fill_(~finite_R, 0), finite_R)
+
+
+def noisy_scores(logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target") -> torch.Tensor:
+    """Return s + g in fp32 [R, V]: what a sampled row takes the argmax of. Greedy rows are of no use."""
+    scores_RV = scores_of(logits_RV.float(), rows)
+    return scores_RV.add_(gumbel_rows(row_keys(rows.seeds, rows.positions, stream), logits_RV.shape[1]))
+
+
+def target_distribution(logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Return what each row is sampled from, fp32 [R, V]: p after all transforms, one-hot in greedy rows."""
+    _check_shapes(logits_RV, rows)
+    logits_RV = logits_RV.float()
+    p_RV = scores_of(logits_RV, rows).softmax(-1)
+    if rows.has_greedy:
+        one_hot_RV = torch.zeros_like(p_RV).scatter_(1, logits_RV.argmax(-1, keepdim=True), 1.0)
+        p_RV = torch.where(rows.reals[0][:, None] == 0.0, one_hot_RV, p_RV)
+    return p_RV
+
+
+def logprobs_of(
+    logits_RV: torch.Tensor, token_ids: Sequence[int], num_top: int, mode: LogprobsMode, rows: SamplingRows
+) -> list[TokenLogprobs]:
+    """Return the log-probability of each row's token and of its `num_top` most likely ones.
+
+    Ties are ordered by token id; tokens of probability zero are not listed.
+
+    Args:
+        logits_RV: any floating dtype, not written to.
+        token_ids: chosen token of each row.
+        num_top: most entries in `top`; 0 for none.
+        mode: raw is the log-softmax of the logits as they are, processed that of the scores after the
+            transforms (a greedy row then gives all to its peak).
+        rows: parameters of the rows.
+    """
+    _check_shapes(logits_RV, rows)
+    logits_RV = logits_RV.float()
+    if mode == "processed":
+        logits_RV = target_distribution(logits_RV, rows).log_()
+    logprobs_RV = logits_RV.log_softmax(-1)
+    ids_R1 = torch.tensor(token_ids, device=logits_RV.device).view(-1, 1)
+    chosen: list[float] = logprobs_RV.gather(1, ids_R1).squeeze(1).tolist()
+    top_ids_RN = _most_likely(logits_RV, num_top)
+    top_logprobs: list[list[float]] = logprobs_RV.gather(1, top_ids_RN).tolist()
+    top_ids: list[list[int]] = top_ids_RN.tolist()
+    return [
+        TokenLogprobs(
+            token_id=token_id,
+            logprob=logprob,
+            top=tuple(pair for pair in zip(ids, values, strict=True) if pair[1] != float("-inf")),
+        )
+        for token_id, logprob, ids, values in zip(token_ids, chosen, top_ids, top_logprobs, strict=True)
+    ]
+
+
+def _most_likely(logits_RV: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Return int64 [R, num_top] token ids by falling logit, equal ones by rising id."""
+    # topk leaves the order of ties open, so the keys are made distinct: the float's bits, ordered like
+    # the float, above the complement of the id. Adding 0 turns -0 into +0.
+    bits_RV = (logits_RV + 0.0).view(torch.int32)
+    ordered_RV = (bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)).long()
+    ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    keys_RV = (ordered_RV << 32) + (0xFFFFFFFF - ids_V)
+    return 0xFFFFFFFF - (keys_RV.topk(min(num_top, logits_RV.shape[1]), dim=-1).values & 0xFFFFFFFF)
+
+
+def _check_shapes(logits_RV: torch.Tensor, rows: SamplingRows) -> None:
+    if logits_RV.dim() != 2 or logits_RV.shape[0] != rows.num_rows:
+        raise ValueError(f"logits of shape {tuple(logits_RV.shape)} for {rows.num_rows} rows")
