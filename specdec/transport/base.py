@@ -1,0 +1,114 @@
+"""The contract of a channel: typed messages between named peers, best effort, in order per link.
+
+A channel may lose what was in flight when a link broke; everything above keys its messages so that a lost,
+late or doubled one does no harm. Who may speak is decided by public keys, not by names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NewType, Protocol
+
+import msgspec
+
+from specdec.transport.messages import Message
+
+PeerId = NewType("PeerId", str)
+"""One process in one incarnation, as the directory knows it."""
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Default bound on one encoded message."""
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a peer, and how to know that it is the one."""
+
+    peer_id: PeerId
+    endpoint: str
+    """Transport's own form, such as `tcp://10.0.0.3:41123`."""
+    public_key: str
+    """The peer's CURVE public key (Z85 text)."""
+
+
+class PeerLost(msgspec.Struct, frozen=True):
+    """Never sent: a channel reports with it that the link to a connected peer broke.
+
+    The channel keeps trying to re-establish the link until `disconnect`.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """One arrival."""
+
+    sender: PeerId
+    message: Message | PeerLost
+
+
+@dataclass(slots=True)
+class ChannelCounters:
+    """What happened on one channel since it was opened."""
+
+    sent: int = 0
+    received: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Messages that were not delivered, by reason (malformed, version, foreign, full, too_large,
+    unknown_peer), and links that were not let in (refused_link)."""
+
+
+class Channel(Protocol):
+    """One process's end of its links. Owned by one thread, except where a method says otherwise."""
+
+    @property
+    def address(self) -> PeerAddress:
+        """How others reach this channel."""
+        ...
+
+    @property
+    def counters(self) -> ChannelCounters:
+        """Live counters; read them from any thread."""
+        ...
+
+    def connect(self, peer: PeerAddress) -> None:
+        """Open a link to a peer, or replace the one to an earlier address of it. Does not wait."""
+        ...
+
+    def disconnect(self, peer_id: PeerId) -> None:
+        """Close the link opened by `connect`, dropping what is queued on it. Unknown peers are ignored."""
+        ...
+
+    def admit(self, peers: Iterable[PeerAddress]) -> None:
+        """Let exactly these peers open links to this channel (any thread). Others are refused and unheard."""
+        ...
+
+    def send(self, peer_id: PeerId, message: Message) -> None:
+        """Queue a message for a connected peer, or for one that has spoken on a link of its own.
+
+        Never blocks: when the peer is unknown or its queue is full the message is dropped and counted.
+
+        Raises:
+            ChannelClosed: this end is closed.
+            ProtocolError: the message exceeds the size bound (a programmer's or a user's limit is missing).
+        """
+        ...
+
+    def receive(self, timeout_s: float | None) -> Envelope:
+        """Return the next arrival; wait at most `timeout_s` (0: do not wait, None: for ever).
+
+        Malformed, foreign and wrong-version arrivals are counted and dropped, never returned.
+
+        Raises:
+            ChannelTimeout: nothing arrived in time, or another thread called `wake`.
+            ChannelClosed: this end is closed.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Make a `receive` that waits now, or the next one, return early (any thread)."""
+        ...
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """Close all links, allowing `flush_s` for what is queued to leave. Idempotent."""
+        ...

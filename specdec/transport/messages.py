@@ -1,0 +1,261 @@
+"""Everything that peers say to each other, and how it is put into bytes.
+
+    coordinator -> target worker   Hello, RunStep
+    target worker -> coordinator   Welcome, StepDone, Fenced, Fatal
+    coordinator -> draft worker    ProposeRequest, Release
+    draft worker -> coordinator    ProposeReply
+    ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery
+    coordinator -> ingress         Welcome, Admitted, Refused, OutputFrame, Pong, MetricsReply
+
+A frame is three bytes (`DH`, protocol version) and a msgpack array whose first element is the message's tag.
+Fields may be added at the end of a message without a new version; anything else needs one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from specdec.core.description import TargetDescription
+from specdec.core.errors import ProtocolError
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.outputs import RequestOutput
+from specdec.core.plan import TargetResult, TargetStep
+from specdec.core.proposal import NoiseStream
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+_MAGIC = b"DH"
+_HEADER = _MAGIC + bytes([PROTOCOL_VERSION])
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Opens a conversation. At a target worker it takes possession: older incarnations are fenced off."""
+
+    incarnation: int
+    """Grows with every new owner or attempt; a smaller one than the receiver has seen is fenced."""
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Answer to `Hello`."""
+
+    incarnation: int
+    description: TargetDescription | None = None
+
+
+class Fenced(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The sender of `incarnation` no longer owns the receiver of its messages."""
+
+    incarnation: int
+    current: int
+
+
+class Fatal(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The sender cannot go on and is about to die."""
+
+    reason: str
+
+
+class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """One round for the target."""
+
+    incarnation: int
+    sequence: int
+    """0, 1, 2, ... within the incarnation: steps run once and in this order, whatever the network does."""
+    step: TargetStep
+
+
+class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Answer to `RunStep`."""
+
+    incarnation: int
+    sequence: int
+    result: TargetResult
+
+
+class DraftOpening(msgspec.Struct, frozen=True, array_like=True):
+    """What a draft worker must know once about a sequence."""
+
+    params: SamplingParams
+    seed: int
+    num_prompt_tokens: int
+
+
+class ProposeEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's turn. (request_id, epoch, committed_len, prefix_hash) names the prefix to continue."""
+
+    request_id: RequestId
+    epoch: int
+    """Attempt number of this sequence at this draft worker, counted by the coordinator."""
+    committed_len: int
+    prefix_hash: int
+    num_draft_tokens: int
+    base_len: int
+    """Tokens that the draft worker has already; 0 with `opening`."""
+    token_ids: tuple[int, ...]
+    """Committed tokens base_len .. committed_len - 1."""
+    opening: DraftOpening | None = None
+
+
+class ProposeRequest(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """One round's wishes to one draft worker."""
+
+    round_id: int
+    entries: tuple[ProposeEntry, ...]
+
+
+class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Proposed tokens (perhaps none) for exactly the prefix named, or a plea for all tokens from 0."""
+
+    request_id: RequestId
+    epoch: int
+    committed_len: int
+    prefix_hash: int
+    token_ids: tuple[int, ...]
+    noise_stream: NoiseStream | None = None
+    parents: tuple[int, ...] | None = None
+    needs_start: bool = False
+
+
+class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """Answers to some or all entries of one round."""
+
+    round_id: int
+    answers: tuple[ProposeAnswer, ...]
+    draft_s: float = 0.0
+    """Seconds the draft worker spent on them."""
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """The draft worker may forget these sequences, up to and including these epochs."""
+
+    sequences: tuple[tuple[RequestId, int], ...]
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=30):
+    """An ingress asks for a stream. Sending the same (request, epoch) again changes nothing."""
+
+    request: Request
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=31):
+    """The stream will be served, and will end in exactly one output with a finish reason."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+RefusalKind = Literal["capacity", "input", "draining", "stale"]
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """The stream will not be served."""
+
+    request_id: RequestId
+    epoch: Epoch
+    kind: RefusalKind
+    """capacity: try again later; input: never; draining: try another; stale: a newer epoch is known here."""
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class OutputFrame(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """All outputs of one round for one ingress."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Nobody waits for this stream any more. Applies to this epoch and older ones."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=40):
+    """An ingress is alive."""
+
+    nonce: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=41):
+    """Answer to `Ping`: what the coordinator is serving for this ingress.
+
+    Links may lose messages when they break; by comparing, both sides find streams that the other lost.
+    """
+
+    nonce: int
+    active: tuple[tuple[RequestId, Epoch], ...]
+    num_running: int = 0
+    num_waiting: int = 0
+    draining: bool = False
+
+
+class MetricsQuery(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    """Asks for current metrics."""
+
+    nonce: int
+
+
+class MetricsReply(msgspec.Struct, frozen=True, array_like=True, tag=43):
+    """Counters and gauges by name, without prefix."""
+
+    nonce: int
+    values: dict[str, float]
+
+
+Message = (
+    Hello
+    | Welcome
+    | Fenced
+    | Fatal
+    | RunStep
+    | StepDone
+    | ProposeRequest
+    | ProposeReply
+    | Release
+    | SubmitRequest
+    | Admitted
+    | Refused
+    | OutputFrame
+    | Abort
+    | Ping
+    | Pong
+    | MetricsQuery
+    | MetricsReply
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class WrongVersion(ProtocolError):
+    """The peer speaks another protocol version."""
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of a message."""
+    buffer = bytearray(_HEADER)
+    _encoder.encode_into(message, buffer, len(_HEADER))
+    return bytes(buffer)
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """Return the message in a frame.
+
+    Raises:
+        WrongVersion: the frame is of another protocol version.
+        ProtocolError: the frame is not one of ours, or its content is not a valid message.
+    """
+    header = bytes(frame[: len(_HEADER)])
+    if len(header) < len(_HEADER) or header[:2] != _MAGIC:
+        raise ProtocolError("not a Drafthouse frame")
+    if header != _HEADER:
+        raise WrongVersion(f"protocol version {header[2]}, expected {PROTOCOL_VERSION}")
+    try:
+        return _decoder.decode(memoryview(frame)[len(_HEADER) :])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed message: {error}") from error

@@ -1,0 +1,358 @@
+"""Channels over ZeroMQ with CURVE: encrypted, and open to current members only.
+
+Every channel binds one ROUTER, where admitted peers open links, and makes one DEALER per peer that it
+connects to; replies travel back on the link they were asked on. The kernel of trust is the public key: a
+peer's name is looked up from the key that CURVE has verified, never read from what the peer says of itself.
+A key that is no longer admitted is unheard at once, although its connection may stand a while.
+
+ZeroMQ's own I/O threads answer heartbeats, so a peer that computes for long is not taken for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.z85 import encode as z85_encode
+
+from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError, ResourceError
+from specdec.transport.base import (
+    MAX_MESSAGE_BYTES,
+    ChannelCounters,
+    Envelope,
+    PeerAddress,
+    PeerId,
+    PeerLost,
+)
+from specdec.transport.messages import Message, WrongVersion, decode, encode
+
+logger = logging.getLogger(__name__)
+
+_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN: Final = "drafthouse"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair (Z85 text). The secret is made in this process and stays in it."""
+
+    public: str
+    secret: str = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        """Return a fresh pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+    def __reduce__(self) -> str:
+        raise TypeError("a CURVE secret does not leave its process")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZmqOptions:
+    """Limits and times of a channel."""
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_queued_messages: int = 10_000
+    """Per link and direction; beyond it messages are dropped and counted."""
+    heartbeat_interval_s: float = 1.0
+    heartbeat_timeout_s: float = 4.0
+    """A link that is silent for so long counts as broken."""
+
+
+class ZmqChannel:
+    """A `Channel` over TCP."""
+
+    def __init__(
+        self,
+        peer_id: PeerId,
+        *,
+        host: str = "127.0.0.1",
+        keys: KeyPair | None = None,
+        options: ZmqOptions | None = None,
+    ) -> None:
+        """Bind an ephemeral port on `host`.
+
+        Raises:
+            ResourceError: the address cannot be bound.
+        """
+        self._keys = keys or KeyPair.generate()
+        self._options = options or ZmqOptions()
+        self._counters = ChannelCounters()
+        self._admitted: dict[str, PeerId] = {}
+        self._callers: dict[PeerId, bytes] = {}
+        self._links: dict[PeerId, _Link] = {}
+        self._ready: deque[Envelope] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = _Gate(self._context, self)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._closed = False
+        self._router = self._socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._router.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        try:
+            self._router.bind(f"tcp://{_bracketed(host)}:*")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ResourceError(f"cannot bind a channel to {host}: {error}") from error
+        self._poller.register(self._router, zmq.POLLIN)
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._address = PeerAddress(peer_id=peer_id, endpoint=endpoint, public_key=self._keys.public)
+
+    @property
+    def address(self) -> PeerAddress:
+        """How others reach this channel."""
+        return self._address
+
+    @property
+    def counters(self) -> ChannelCounters:
+        """Live counters."""
+        return self._counters
+
+    def connect(self, peer: PeerAddress) -> None:
+        """Open a link; see `Channel.connect`."""
+        self._require_open()
+        known = self._links.get(peer.peer_id)
+        if known is not None and known.address == peer:
+            return
+        self.disconnect(peer.peer_id)
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, peer.public_key.encode())
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(peer.endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        self._links[peer.peer_id] = _Link(peer, socket, monitor)
+
+    def disconnect(self, peer_id: PeerId) -> None:
+        """Close a link; see `Channel.disconnect`."""
+        link = self._links.pop(peer_id, None)
+        if link is not None:
+            self._poller.unregister(link.socket)
+            self._poller.unregister(link.monitor)
+            link.close(linger_ms=0)
+
+    def admit(self, peers: Iterable[PeerAddress]) -> None:
+        """Replace the set of peers that may open links (any thread)."""
+        self._admitted = {peer.public_key: peer.peer_id for peer in peers}
+
+    def send(self, peer_id: PeerId, message: Message) -> None:
+        """Queue a message; see `Channel.send`."""
+        self._require_open()
+        frame = encode(message)
+        if len(frame) > self._options.max_message_bytes:
+            raise ProtocolError(f"a message of {len(frame)} bytes exceeds {self._options.max_message_bytes}")
+        link = self._links.get(peer_id)
+        try:
+            if link is not None:
+                link.socket.send(frame, zmq.NOBLOCK)
+            elif (route := self._callers.get(peer_id)) is not None:
+                self._router.send_multipart((route, frame), zmq.NOBLOCK)
+            else:
+                self._counters.dropped["unknown_peer"] += 1
+                return
+        except zmq.Again:
+            self._counters.dropped["full"] += 1
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            # The peer's own link is gone; it will open another when it wants to hear from us.
+            self._callers.pop(peer_id, None)
+            self._counters.dropped["unknown_peer"] += 1
+        else:
+            self._counters.sent += 1
+
+    def receive(self, timeout_s: float | None) -> Envelope:
+        """Return the next arrival; see `Channel.receive`."""
+        self._require_open()
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ready:
+            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            # ZeroMQ waits in whole milliseconds: round up, so that short waits are waits.
+            events = self._poller.poll(None if left_s is None else math.ceil(left_s * 1000))
+            woken = self._drain({source for source, _ in events})
+            if not self._ready and (woken or (until_s is not None and time.monotonic() >= until_s)):
+                raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
+        self._counters.received += 1
+        return self._ready.popleft()
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return early (any thread)."""
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """Close all links; see `Channel.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        linger_ms = int(flush_s * 1000)
+        for link in self._links.values():
+            link.close(linger_ms)
+        self._links.clear()
+        self._router.close(linger_ms)
+        self._gate.close()
+        self._context.term()
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def allowed(self, public_key: str) -> bool:
+        """Whether a key belongs to an admitted peer (called by the gate's thread)."""
+        return public_key in self._admitted
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"channel {self._address.peer_id} is closed")
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        options = self._options
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, options.max_queued_messages)
+        socket.setsockopt(zmq.RCVHWM, options.max_queued_messages)
+        socket.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(options.heartbeat_interval_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(options.heartbeat_timeout_s * 1000))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        return socket
+
+    def _drain(self, sources: set[object]) -> bool:
+        """Move everything that has arrived into `_ready`; return whether another thread woke us."""
+        woken = False
+        if self._wake_fd in sources:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            woken = True
+        if self._router in sources:
+            self._drain_router()
+        for link in self._links.values():
+            if link.socket in sources:
+                self._drain_link(link)
+            if link.monitor in sources:
+                recv_monitor_message(link.monitor)
+                self._ready.append(Envelope(sender=link.address.peer_id, message=PeerLost()))
+        return woken
+
+    def _drain_router(self) -> None:
+        while True:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            sender = self._admitted.get(str(frames[-1].get("User-Id")))
+            if sender is None:
+                self._counters.dropped["foreign"] += 1
+            elif len(frames) != 2:
+                self._counters.dropped["malformed"] += 1
+            elif self._keep(sender, frames[1].buffer):
+                self._callers[sender] = frames[0].bytes
+
+    def _drain_link(self, link: _Link) -> None:
+        while True:
+            try:
+                frames = link.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) == 1:
+                self._keep(link.address.peer_id, frames[0])
+            else:
+                self._counters.dropped["malformed"] += 1
+
+    def _keep(self, sender: PeerId, frame: bytes | memoryview) -> bool:
+        try:
+            message = decode(frame)
+        except WrongVersion:
+            self._counters.dropped["version"] += 1
+            return False
+        except ProtocolError:
+            self._counters.dropped["malformed"] += 1
+            return False
+        self._ready.append(Envelope(sender=sender, message=message))
+        return True
+
+
+@dataclass(slots=True)
+class _Link:
+    address: PeerAddress
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+    def close(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
+
+
+class _Gate:
+    """Answers ZeroMQ's authentication requests (RFC 27, ZAP) from the channel's admitted keys."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], channel: ZmqChannel) -> None:
+        self._channel = channel
+        self._socket = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(_ZAP_ENDPOINT)
+        # A thread cannot wait on a socket that another closes: it is told to end by a message instead.
+        self._stop = context.socket(zmq.PAIR)
+        self._stop.setsockopt(zmq.LINGER, 0)
+        self._stop.bind("inproc://gate-stop")
+        self._stopped = context.socket(zmq.PAIR)
+        self._stopped.setsockopt(zmq.LINGER, 0)
+        self._stopped.connect("inproc://gate-stop")
+        self._thread = threading.Thread(target=self._run, name="zmq-gate", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._stop.send(b"")
+        self._thread.join()
+        self._stop.close(0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stopped, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._stopped in ready:
+                self._socket.close(0)
+                self._stopped.close(0)
+                return
+            self._answer(self._socket.recv_multipart())
+
+    def _answer(self, request: list[bytes]) -> None:
+        version, request_id, _domain, address, _identity, mechanism, *credentials = request
+        key = ""
+        if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
+            key = z85_encode(credentials[0]).decode()
+        if key and self._channel.allowed(key):
+            verdict = (b"200", b"OK", key.encode())
+        else:
+            logger.warning("refused a link from %s: not a member", address.decode(errors="replace"))
+            self._channel.counters.dropped["refused_link"] += 1
+            verdict = (b"400", b"not a member", b"")
+        self._socket.send_multipart((version, request_id, *verdict, b""))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,34 @@
+"""Both transports behind one face, for the contract suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from specdec.transport.base import Channel, PeerId
+from specdec.transport.memory import MemoryNetwork
+from specdec.transport.zmq import ZmqChannel, ZmqOptions
+
+OpenChannel = Callable[[str], Channel]
+MAX_BYTES = 1 << 20
+
+
+@pytest.fixture(params=["memory", "zmq"])
+def open_channel(request: pytest.FixtureRequest) -> Iterator[OpenChannel]:
+    """Opens channels of one kind that can reach each other; closes them at the end."""
+    network = MemoryNetwork()
+    opened: list[Channel] = []
+
+    def open_one(name: str) -> Channel:
+        channel: Channel
+        if request.param == "memory":
+            channel = network.open(PeerId(name), max_message_bytes=MAX_BYTES)
+        else:
+            channel = ZmqChannel(PeerId(name), options=ZmqOptions(max_message_bytes=MAX_BYTES))
+        opened.append(channel)
+        return channel
+
+    yield open_one
+    for channel in opened:
+        channel.close()

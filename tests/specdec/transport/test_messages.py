@@ -1,0 +1,117 @@
+"""The codec: every message survives, nothing else gets through."""
+
+from __future__ import annotations
+
+import contextlib
+import typing
+
+import hypothesis
+import hypothesis.strategies as st
+import msgspec
+import pytest
+
+from specdec.core.description import TargetDescription
+from specdec.core.errors import ProtocolError
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
+from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.transport import messages as m
+
+ID = RequestId("cmpl-1-0")
+BIG = (1 << 64) - 1
+PARAMS = SamplingParams(temperature=0.7, top_k=4, stop=("\n\n",), stop_token_ids=(7,), seed=3)
+OUTPUT = RequestOutput(
+    request_id=ID,
+    epoch=Epoch(2),
+    first_index=3,
+    token_ids=(5, 6),
+    text="\u00e9x",
+    logprobs=(TokenLogprobs(5, -0.5, ((5, -0.5), (9, -2.0))), TokenLogprobs(6, -0.25, ())),
+    finish_reason="stop",
+    stop_reason="\n\n",
+    stats=RequestStats(arrival_s=1.5),
+)
+EXAMPLES: list[m.Message] = [
+    m.Hello(7),
+    m.Welcome(
+        7,
+        TargetDescription(
+            model_id="demo",
+            revision="r",
+            dtype="float32",
+            vocab_size=11,
+            max_model_len=64,
+            eos_token_ids=(2,),
+            num_blocks=8,
+            block_size=16,
+        ),
+    ),
+    m.Fenced(1, 2),
+    m.Fatal("out of memory"),
+    m.RunStep(
+        1,
+        2,
+        TargetStep(
+            3,
+            (TargetWork(ID, (1, 2), 5, 2, 0, (3, 4), (-1, 0)),),
+            (AdmittedSequence(ID, BIG, PARAMS),),
+            (ID,),
+        ),
+    ),
+    m.StepDone(
+        1, 2, TargetResult(3, (WorkResult((4, 5)), WorkResult((), None, "non-finite logits")), 0.1, 0.2)
+    ),
+    m.ProposeRequest(4, (m.ProposeEntry(ID, 1, 9, BIG, 4, 0, (1, 2), m.DraftOpening(PARAMS, BIG, 2)),)),
+    m.ProposeReply(4, (m.ProposeAnswer(ID, 1, 9, BIG, (3, 4), "target"),), 0.25),
+    m.Release(((ID, 3),)),
+    m.SubmitRequest(Request(request_id=ID, prompt_token_ids=(1, 2, 3), params=PARAMS, seed=BIG)),
+    m.Admitted(ID, Epoch(1)),
+    m.Refused(ID, Epoch(1), "capacity", "full", None, 2.5),
+    m.OutputFrame((OUTPUT,)),
+    m.Abort(ID, Epoch(1)),
+    m.Ping(1),
+    m.Pong(1, ((ID, Epoch(1)),), 2, 3, True),
+    m.MetricsQuery(1),
+    m.MetricsReply(1, {"x": 1.5}),
+]
+
+
+def test_every_message_has_an_example() -> None:
+    assert {type(example) for example in EXAMPLES} == set(typing.get_args(m.Message))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: m.Message) -> None:
+    assert m.decode(m.encode(message)) == message
+
+
+def test_another_version_is_told_apart_from_rubbish() -> None:
+    frame = bytearray(m.encode(m.Ping(1)))
+    frame[2] += 1
+    with pytest.raises(m.WrongVersion, match="expected 1"):
+        m.decode(bytes(frame))
+    with pytest.raises(ProtocolError, match="not a Drafthouse frame"):
+        m.decode(b"GET / HTTP/1.1\r\n\r\n")
+
+
+def test_fields_added_by_a_newer_peer_are_ignored() -> None:
+    frame = m.encode(m.Ping(1))
+    tag_and_fields = msgspec.msgpack.decode(frame[3:])
+    assert m.decode(frame[:3] + msgspec.msgpack.encode([*tag_and_fields, "new"])) == m.Ping(1)
+
+
+@hypothesis.given(st.binary(max_size=200))
+def test_no_bytes_do_more_than_raise_a_protocol_error(body: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        m.decode(m.encode(m.Ping(1))[:3] + body)
+
+
+@hypothesis.given(st.integers(0, len(EXAMPLES) - 1), st.data())
+def test_a_damaged_frame_does_no_more_than_raise_a_protocol_error(index: int, data: st.DataObject) -> None:
+    frame = bytearray(m.encode(EXAMPLES[index]))
+    position = data.draw(st.integers(0, len(frame) - 1))
+    frame[position] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(ProtocolError):
+        m.decode(bytes(frame[: data.draw(st.integers(0, len(frame)))]))

@@ -1,0 +1,131 @@
+"""What only the ZeroMQ transport has: keys, the gate, raw hostile sockets."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from specdec.core.errors import ChannelTimeout, ResourceError
+from specdec.transport.base import PeerId
+from specdec.transport.messages import Ping, encode
+from specdec.transport.zmq import KeyPair, ZmqChannel, ZmqOptions
+
+
+@contextmanager
+def channels(*names: str) -> Iterator[list[ZmqChannel]]:
+    opened = [ZmqChannel(PeerId(name), options=ZmqOptions(max_message_bytes=1 << 16)) for name in names]
+    try:
+        yield opened
+    finally:
+        for channel in opened:
+            channel.close()
+
+
+@contextmanager
+def raw_dealer(server: ZmqChannel, keys: KeyPair | None) -> Iterator[zmq.Socket[bytes]]:
+    """A peer that uses none of our code; with keys it speaks CURVE, without it does not."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+            socket.setsockopt(zmq.CURVE_SERVERKEY, server.address.public_key.encode())
+        socket.connect(server.address.endpoint)
+        yield socket
+
+
+def unheard(server: ZmqChannel, seconds: float = 0.3) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with pytest.raises(ChannelTimeout):
+            server.receive(0.05)
+
+
+def test_a_secret_key_is_neither_shown_nor_pickled() -> None:
+    keys = KeyPair.generate()
+    assert keys.secret not in repr(keys)
+    with pytest.raises(TypeError, match="does not leave"):
+        pickle.dumps(keys)
+
+
+def test_a_peer_without_curve_is_not_heard() -> None:
+    with channels("server") as (server,), raw_dealer(server, None) as dealer:
+        dealer.send(encode(Ping(1)))
+        unheard(server)
+
+
+def test_a_peer_with_a_key_of_its_own_is_not_heard() -> None:
+    with channels("server") as (server,), raw_dealer(server, KeyPair.generate()) as dealer:
+        dealer.send(encode(Ping(1)))
+        unheard(server)
+        assert server.counters.dropped["refused_link"] >= 1
+
+
+def test_the_name_of_a_member_without_its_key_is_not_enough() -> None:
+    with channels("server", "member", "member") as (server, member, impostor):
+        server.admit([member.address])
+        impostor.connect(server.address)
+        impostor.send(PeerId("server"), Ping(666))
+        unheard(server)
+        member.connect(server.address)
+        member.send(PeerId("server"), Ping(1))
+        assert server.receive(10).message == Ping(1)
+
+
+def test_a_member_that_sends_rubbish_is_counted_and_harms_nobody() -> None:
+    keys = KeyPair.generate()
+    with channels("server", "good") as (server, good):
+        member = ZmqChannel(PeerId("member"), keys=keys)
+        server.admit([member.address, good.address])
+        member.close()
+        with raw_dealer(server, keys) as dealer:
+            old = bytearray(encode(Ping(1)))
+            old[2] = 9
+            dealer.send(b"rubbish")
+            dealer.send(b"")
+            dealer.send(bytes(old))
+            dealer.send_multipart([encode(Ping(1)), b"one part too many"])
+            dealer.send(encode(Ping(5)))
+            envelope = server.receive(10)
+            assert (envelope.sender, envelope.message) == ("member", Ping(5))
+            assert server.counters.dropped == {"malformed": 3, "version": 1}
+            dealer.send(b"x" * (1 << 17))  # over the bound: ZeroMQ cuts the link
+            good.connect(server.address)
+            good.send(PeerId("server"), Ping(6))
+            assert server.receive(10).sender == "good"
+            unheard(server, 0.1)
+
+
+def test_a_server_with_another_key_than_the_directory_says_is_not_spoken_to() -> None:
+    with channels("server", "client") as (server, client):
+        server.admit([client.address])
+        wrong = KeyPair.generate().public
+        client.connect(
+            type(server.address)(peer_id=PeerId("server"), endpoint=server.address.endpoint, public_key=wrong)
+        )
+        client.send(PeerId("server"), Ping(1))
+        unheard(server)
+
+
+def test_a_link_that_restarts_under_the_same_key_is_the_same_peer() -> None:
+    keys = KeyPair.generate()
+    with channels("server") as (server,):
+        for nonce in range(2):
+            client = ZmqChannel(PeerId("client"), keys=keys)
+            server.admit([client.address])
+            client.connect(server.address)
+            client.send(PeerId("server"), Ping(nonce))
+            assert server.receive(10).message == Ping(nonce)
+            server.send(PeerId("client"), Ping(nonce))
+            assert client.receive(10).message == Ping(nonce)
+            client.close()
+
+
+def test_an_address_that_cannot_be_bound_is_a_clear_error() -> None:
+    with pytest.raises(ResourceError, match=r"cannot bind a channel to 203\.0\.113\.7"):
+        ZmqChannel(PeerId("nowhere"), host="203.0.113.7")
