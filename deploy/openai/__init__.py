@@ -1,0 +1,1 @@
+"""The OpenAI-compatible door: HTTP in, `GenerationService` out."""

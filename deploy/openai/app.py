@@ -1,0 +1,185 @@
+"""The HTTP application: OpenAI's routes over any `GenerationService`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from deploy.openai.bodies import ModelCard, ModelList
+from deploy.openai.errors import ApiError, api_error_of, not_ready
+from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render
+from deploy.openai.middleware import ApiKeys, BodyLimit, Border
+from deploy.openai.outputs import ChoiceOutputs
+from deploy.openai.protocol import ChatBody, CompletionBody
+from deploy.openai.requests import (
+    PreparedRequest,
+    model_not_found,
+    parse_body,
+    prepare_chat,
+    prepare_completion,
+)
+from deploy.openai.responses import ChoiceResult, complete_body
+from deploy.openai.settings import DoorSettings
+from deploy.openai.streaming import ClientLeft, EventStream, EventStreamResponse, until_client_leaves
+from deploy.openai.tokenization import DoorTokenizer
+from specdec.core.description import TargetDescription
+from specdec.core.errors import DrafthouseError
+from specdec.engine.service import GenerationService
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status that is counted, never sent: there is nobody to send it to."""
+_METRICS_TIMEOUT_S = 5.0
+logger = logging.getLogger(__name__)
+
+
+def create_app(service: GenerationService, settings: DoorSettings, tokenizer: DoorTokenizer) -> FastAPI:
+    """Return the ASGI application that serves `service`.
+
+    The caller owns `service`; its event loop must be the one the application runs in.
+    """
+    door = _Door(service, settings, tokenizer)
+    app = FastAPI(
+        title="Drafthouse",
+        docs_url=None,
+        redoc_url=None,
+        middleware=[
+            Middleware(Border, metrics=door.metrics),
+            Middleware(ApiKeys, digests=settings.api_key_digests),
+            Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),
+        ],
+    )
+    app.add_api_route("/v1/completions", door.completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", door.chat_completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", door.models, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models/{model:path}", door.model, methods=["GET"], response_model=None)
+    app.add_api_route("/health", door.health, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", door.prometheus, methods=["GET"], response_model=None)
+    for kind in (ApiError, DrafthouseError):
+        app.add_exception_handler(kind, _expected_failure)
+    app.add_exception_handler(HTTPException, _http_failure)
+    return app
+
+
+class _Door:
+    """The routes."""
+
+    def __init__(self, service: GenerationService, settings: DoorSettings, tokenizer: DoorTokenizer) -> None:
+        self._service = service
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._start_s = int(time.time())
+        self.metrics = DoorMetrics()
+
+    async def completions(self, http: HttpRequest) -> Response:
+        """POST /v1/completions."""
+        description = self._description()
+        body = parse_body(await http.body(), CompletionBody)
+        prepared = await prepare_completion(body, description, self._tokenizer, self._settings)
+        return await self._respond(prepared, http.receive)
+
+    async def chat_completions(self, http: HttpRequest) -> Response:
+        """POST /v1/chat/completions."""
+        description = self._description()
+        body = parse_body(await http.body(), ChatBody)
+        prepared = await prepare_chat(body, description, self._tokenizer, self._settings)
+        return await self._respond(prepared, http.receive)
+
+    async def models(self) -> Response:
+        """GET /v1/models: what is loaded, which may be nothing yet."""
+        description = self._service.description()
+        return _json(ModelList(data=[self._card(description)] if description else []))
+
+    async def model(self, model: str) -> Response:
+        """GET /v1/models/{id}."""
+        description = self._description()
+        if model != self._settings.model_name(description):
+            raise model_not_found(model, self._settings.model_name(description))
+        return _json(self._card(description))
+
+    async def health(self) -> Response:
+        """GET /health: 200 exactly when a request would be tried."""
+        self._description()
+        return Response(b'{"status":"ok"}', media_type="application/json")
+
+    async def prometheus(self) -> Response:
+        """GET /metrics: the door's series, and those of the service when it answers in time."""
+        try:
+            async with asyncio.timeout(_METRICS_TIMEOUT_S):
+                snapshot = dict(await self._service.metrics())
+        except (TimeoutError, DrafthouseError) as error:
+            logger.warning("no metrics from the service: %s", error or type(error).__name__)
+            snapshot = {}
+        return Response(render(self.metrics, snapshot), media_type=CONTENT_TYPE)
+
+    def _description(self) -> TargetDescription:
+        description = self._service.description()
+        if description is None:
+            raise not_ready()
+        return description
+
+    def _card(self, description: TargetDescription) -> ModelCard:
+        return ModelCard(
+            id=self._settings.model_name(description),
+            created=self._start_s,
+            max_model_len=description.max_model_len,
+            revision=description.revision,
+        )
+
+    async def _respond(self, prepared: PreparedRequest, receive: Receive) -> Response:
+        outputs = ChoiceOutputs(
+            self._service, prepared.requests, self.metrics, timeout_s=self._settings.request_timeout_s
+        )
+        headers = {"X-Request-Id": prepared.response_id}
+        try:
+            if prepared.body.stream:
+                events = EventStream(prepared, outputs, self._tokenizer).events()
+                try:
+                    # The status waits for the first event: a refusal is a 4xx, not an event in a 200.
+                    first = await until_client_leaves(anext(events), receive)
+                except BaseException:
+                    await events.aclose()
+                    raise
+                return EventStreamResponse(first, events, headers)
+            body = await until_client_leaves(self._collect(prepared, outputs), receive)
+            return Response(body, headers=headers, media_type="application/json")
+        except ClientLeft:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def _collect(self, prepared: PreparedRequest, outputs: ChoiceOutputs) -> bytes:
+        results = [ChoiceResult() for _ in prepared.requests]
+        async with outputs:
+            async for index, output in outputs:
+                results[index].add(output)
+        return complete_body(prepared, results, self._tokenizer)
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _expected_failure(_: HttpRequest, error: Exception) -> Response:
+    api_error = api_error_of(error)
+    if api_error is None:
+        raise error
+    return api_error.response()
+
+
+async def _http_failure(http: HttpRequest, error: Exception) -> Response:
+    """Unknown paths and wrong methods."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message = f"Unknown request URL: {http.method} {http.url.path}."
+    elif error.status_code == 405:
+        message = f"Not allowed: {http.method} {http.url.path}."
+    else:
+        message = str(error.detail)
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()

@@ -1,0 +1,145 @@
+"""OpenAI's error body, and which failure becomes which status.
+
+Every error that leaves the server has one shape:
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+
+`message` is meant for the person who sent the request; nothing of the server's inside is in it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from specdec.core.errors import CapacityError, InputError, RequestFailed, TransportError
+
+NOT_READY_RETRY_AFTER_S = 2.0
+"""What a client is told to wait for while the model loads or its workers are replaced."""
+_MAX_SHOWN_INPUT = 80
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """The inside of OpenAI's error body."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's error body."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A failure with everything that the client is to see of it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",  # noqa: A002 - the field's name in the body
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(message=message, type=type, param=param, code=code)
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """Return the JSON body."""
+        return msgspec.json.encode(ErrorBody(error=self.detail))
+
+    def response(self) -> Response:
+        """Return the HTTP response."""
+        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+
+
+def not_ready() -> ApiError:
+    """The model is not loaded (yet, or any more)."""
+    return ApiError(
+        503,
+        "The model is not ready yet. Try again shortly.",
+        type="server_error",
+        code="not_ready",
+        headers=_retry_after(NOT_READY_RETRY_AFTER_S),
+    )
+
+
+def internal_error() -> ApiError:
+    """Something broke that the client can do nothing about."""
+    return ApiError(
+        500,
+        "The server had an error while processing your request.",
+        type="server_error",
+        code="internal_error",
+    )
+
+
+def api_error_of(error: Exception) -> ApiError | None:
+    """Return the client's view of an expected failure, or None for an unexpected one (a bug: log it)."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InputError):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, CapacityError):
+        return ApiError(
+            429,
+            str(error),
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers=_retry_after(error.retry_after_s),
+        )
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), type="server_error", code=error.code)
+    if isinstance(error, TransportError):
+        return ApiError(
+            503,
+            "The model's workers cannot be reached right now. Try again shortly.",
+            type="server_error",
+            code="unavailable",
+            headers=_retry_after(NOT_READY_RETRY_AFTER_S),
+        )
+    return None
+
+
+def input_error_of(error: ValidationError) -> InputError:
+    """Turn pydantic's first complaint into one that names the field as the client wrote it."""
+    first = error.errors(include_url=False)[0]
+    param = param_of(first["loc"])
+    kind, given = first["type"], first.get("input")
+    if kind == "missing":
+        return InputError(f"{param} is required", param=param)
+    if kind == "extra_forbidden":
+        return InputError(f"unknown field {param}", param=param)
+    reason = first["msg"].removeprefix("Value error, ")
+    reason = reason[:1].lower() + reason[1:]
+    if kind == "value_error":
+        return InputError(f"{param}: {reason}" if param else reason, param=param or None)
+    return InputError(f"{param}: {reason}, got {_shown(given)}", param=param or None)
+
+
+def param_of(location: tuple[int | str, ...]) -> str:
+    """Write a pydantic location the way a client writes it: `messages[0].content`."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _shown(given: object) -> str:
+    text = repr(given)
+    return text if len(text) <= _MAX_SHOWN_INPUT else f"{text[:_MAX_SHOWN_INPUT]}..."
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}

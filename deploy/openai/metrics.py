@@ -1,0 +1,126 @@
+"""The door's own metrics, and the Prometheus text of everything.
+
+Names are those under which Ray's exporter publishes the cluster's series (`ray_drafthouse_...`), so that
+one dashboard reads either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from specdec.core.outputs import RequestOutput
+
+PREFIX = "ray_drafthouse_"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+# Seconds; the boundaries that vLLM uses, so that its dashboards' queries fit.
+TTFT_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+ITL_BUCKETS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+E2E_BUCKETS_S = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+_GAUGE = re.compile(
+    r"^num_requests_|_(perc|ratio|seconds_last|occupancy|utilization)$|^num_(?:free|used)_|_workers$"
+)
+_SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class DoorMetrics:
+    """Counters and histograms of one door. Times are what its clients see."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.http_requests = self._counter(
+            "http_requests", "HTTP requests answered, by route and status.", ("route", "status")
+        )
+        self.in_progress = Gauge(
+            f"{PREFIX}http_requests_in_progress", "HTTP requests being answered.", registry=self.registry
+        )
+        self.aborted = self._counter("http_aborted_choices", "Choices whose client left before the end.")
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token.", TTFT_BUCKETS_S
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two deliveries of tokens of one choice.", ITL_BUCKETS_S
+        )
+        self.time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first, of one finished choice.",
+            ITL_BUCKETS_S,
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "From the request's arrival to its end.", E2E_BUCKETS_S
+        )
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+
+class ChoiceTimer:
+    """Times one choice from its creation on."""
+
+    def __init__(self, metrics: DoorMetrics) -> None:
+        self._metrics = metrics
+        self._start_s = perf_counter()
+        self._first_s: float | None = None
+        self._last_s = self._start_s
+
+    def observe(self, output: RequestOutput) -> None:
+        """Record the arrival of one output."""
+        now_s = perf_counter()
+        if output.token_ids:
+            if self._first_s is None:
+                self._first_s = now_s
+                self._metrics.time_to_first_token.observe(now_s - self._start_s)
+            else:
+                self._metrics.inter_token_latency.observe(now_s - self._last_s)
+            self._last_s = now_s
+        if output.finish_reason in ("stop", "length"):
+            self._metrics.e2e_latency.observe(now_s - self._start_s)
+            if self._first_s is not None and output.num_generated_tokens > 1:
+                decode_s = self._last_s - self._first_s
+                self._metrics.time_per_output_token.observe(decode_s / (output.num_generated_tokens - 1))
+
+
+def render(metrics: DoorMetrics, service_metrics: Mapping[str, float]) -> bytes:
+    """Return the Prometheus text of the door's metrics and a service's snapshot.
+
+    Keys of the snapshot are metric names without prefix, with labels where there are any:
+    `spec_decode_num_accepted_tokens_per_pos{position="0"}`.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(service_metrics))
+    return bytes(generate_latest(metrics.registry)) + bytes(generate_latest(registry))
+
+
+class _Snapshot:
+    """A prometheus_client collector over a plain mapping."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._values = values
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for series, value in self._values.items():
+            match = _SERIES.match(series)
+            assert match is not None, f"not a series name: {series!r}"
+            name, labels = match["name"], dict(_LABEL.findall(match["labels"] or ""))
+            if name not in families:
+                kind = GaugeMetricFamily if _GAUGE.search(name) else CounterMetricFamily
+                families[name] = kind(PREFIX + name, name.replace("_", " "), labels=tuple(labels))
+            families[name].add_metric(tuple(labels.values()), value)  # type: ignore[attr-defined]
+        yield from families.values()

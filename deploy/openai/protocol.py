@@ -1,0 +1,311 @@
+"""What clients may send: OpenAI's completions and chat completions, plus the fields that vLLM's users know.
+
+Three kinds of fields that we do not act on are told apart:
+- harmless ones (`user`, `store`, `service_tier`, ...) are accepted and ignored;
+- ones that would change the output and are not built (`tools`, `logit_bias`, ...) are accepted only at
+  their neutral value and otherwise refused by name;
+- everything else is unknown, and refused with the nearest known name.
+
+A field that is `null` has its default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from specdec.core.errors import InputError
+from specdec.core.sampling_params import MAX_LOGPROBS, LogprobsMode
+
+_NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Known fields that would change the output, with the values that would not."""
+
+_HARMLESS = frozenset(
+    {
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Known fields that cannot change the output: accounting and hints."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        """A field that is null has its default."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+def _one_or_many(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _top_k(value: object) -> object:
+    """0 and -1 are how clients of other servers switch top_k off."""
+    return None if value in (0, -1) and not isinstance(value, bool) else value
+
+
+class StreamOptions(_Body):
+    """How a stream is to be delivered."""
+
+    include_usage: bool = False
+    """End the stream with a chunk that has no choices and the usage of the whole request."""
+    include_obfuscation: bool = False
+    """Accepted and ignored: nothing is padded."""
+
+
+class SpeculationOptions(_Body):
+    """Per-request override of how much is drafted; it changes the speed, never the output."""
+
+    num_speculative_tokens: int = Field(ge=0, le=64)
+    """Draft tokens per round; 0 switches speculation off."""
+
+
+class GenerationBody(_Body):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    """Name of the served model; may be left out."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens to generate."""
+    min_tokens: int = Field(default=0, ge=0)
+    """EOS and stop conditions are not looked at before so many tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose mass reaches top_p."""
+    top_k: Annotated[int | None, BeforeValidator(_top_k)] = None
+    """Keep the k most likely tokens; 0, -1 or null keep all."""
+    min_p: float = 0.0
+    """Keep tokens with at least min_p times the largest probability."""
+    seed: int | None = None
+    """64-bit seed: the same request with the same seed gives the same tokens."""
+    n: int = 1
+    """Number of choices per prompt."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ()
+    """A string or strings that end the text; the text is cut before the first one found."""
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_one_or_many)] = ()
+    """Token ids that end the text, beside EOS."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string in the text."""
+    ignore_eos: bool = False
+    """Go on after EOS."""
+    logprobs_mode: LogprobsMode = "raw"
+    """raw: of the unmodified distribution; processed: of what was sampled from."""
+    stream: bool = False
+    """Deliver tokens as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    speculation: SpeculationOptions | None = None
+    """Override of how much is drafted for this request."""
+    return_metrics: bool = False
+    """Add `metrics.speculative_decoding` to the response (the last chunk of a stream)."""
+    return_token_ids: bool = False
+    """Add `token_ids` to every choice, and `prompt_token_ids` to complete responses."""
+    metadata: dict[str, str] = Field(default_factory=dict)
+    """`class` labels the request in the metrics, when the server's configuration lists it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, data: Any) -> Any:
+        """Drop harmless fields; refuse what is not supported, or not known, by name."""
+        if not isinstance(data, dict):
+            raise InputError("the body must be a JSON object", param=None)
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in _NOT_SUPPORTED_YET:
+                if value is not None and value not in _NOT_SUPPORTED_YET[name]:
+                    raise InputError(f"{name} is not supported yet", param=name)
+            elif name not in _HARMLESS:
+                raise InputError(_unknown_field(name, cls), param=name)
+        return kept
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InputError("stream_options is only allowed with stream: true", param="stream_options")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report per position; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def _prompt(value: object) -> object:
+    """Check the four shapes of a prompt in one message (a union of types would complain four times)."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        if all(isinstance(item, str) for item in value) or _is_token_ids(value):
+            return value
+        if all(isinstance(item, list) and _is_token_ids(item) for item in value):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    )
+
+
+def _is_token_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+class CompletionBody(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[Prompt, Field(union_mode="left_to_right"), BeforeValidator(_prompt)]
+    """Text, or token ids, or a list of either."""
+    max_tokens: int = Field(default=16, ge=1)
+    """Most tokens to generate per choice."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Report log-probabilities: of the chosen token and of so many most likely ones."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer may add its own tokens (BOS) to text prompts."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report per position; None: no log-probabilities at all."""
+        return self.logprobs
+
+
+class TextPart(_Body):
+    """One part of a message's content. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+_EMPTY_REPLY_FIELDS = frozenset(
+    {"annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls"}
+)
+
+
+class ChatMessage(_Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    """`developer` is treated as `system`."""
+    content: str | list[TextPart]
+    """The text, or parts whose texts are joined by newlines."""
+    name: str | None = None
+    """Passed to the chat template, which may ignore it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty_reply_fields(cls, data: Any) -> Any:
+        """Clients echo an assistant message back with all the empty fields that a response has."""
+        if not isinstance(data, dict):
+            return data
+        for name in _EMPTY_REPLY_FIELDS:
+            if data.get(name) not in (None, []):
+                raise ValueError(f"{name} is not supported yet")
+        return {name: value for name, value in data.items() if name not in _EMPTY_REPLY_FIELDS}
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    """The conversation so far."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens to generate per choice; without it, up to the context limit."""
+    logprobs: bool = False
+    """Report the log-probability of each chosen token."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Report also so many most likely tokens per position; needs `logprobs: true`."""
+    add_generation_prompt: bool = True
+    """Whether the chat template opens the assistant's turn."""
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InputError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            raise InputError(
+                "max_tokens and max_completion_tokens disagree; give max_completion_tokens only",
+                param="max_completion_tokens",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report per position; None: no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _unknown_field(name: str, model: type[BaseModel]) -> str:
+    known = [*model.model_fields, *_NOT_SUPPORTED_YET, *_HARMLESS]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")

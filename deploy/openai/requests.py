@@ -1,0 +1,252 @@
+"""From an HTTP body to engine requests: parse, tokenize, check, mint ids and seeds."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from deploy.openai.errors import ApiError, input_error_of
+from deploy.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from deploy.openai.settings import DoorSettings
+from deploy.openai.tokenization import DoorTokenizer
+from specdec.core.description import TargetDescription
+from specdec.core.errors import InputError
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.sampling.noise import choice_seed, mint_seed
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """One HTTP request, ready to run: choice i of the response is `requests[i]`."""
+
+    response_id: str
+    created_s: int
+    """Unix time."""
+    model: str
+    system_fingerprint: str
+    body: CompletionBody | ChatBody
+    requests: tuple[Request, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens as OpenAI counts them: each prompt once, however many choices it has."""
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.body.n])
+
+
+def parse_body(data: bytes, body_type: type[BodyT]) -> BodyT:
+    """Parse a request body.
+
+    Raises:
+        InputError: naming the field at fault.
+        ApiError: the body is not JSON.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            400, f"The body is not UTF-8: byte {error.start} is wrong.", code="invalid_utf8"
+        ) from None
+    try:
+        parsed = from_json(text)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    try:
+        return body_type.model_validate(parsed)
+    except ValidationError as error:
+        raise input_error_of(error) from None
+
+
+async def prepare_completion(
+    body: CompletionBody, description: TargetDescription, tokenizer: DoorTokenizer, settings: DoorSettings
+) -> PreparedRequest:
+    """Turn a completions body into engine requests, prompt by prompt, `n` choices each.
+
+    Raises:
+        ApiError, InputError: the request cannot be served; nothing has been started.
+    """
+    _check_model(body, description, settings)
+    prompts = await _tokenize_prompts(body, tokenizer, settings)
+    return _prepared("cmpl", body, prompts, description, settings)
+
+
+async def prepare_chat(
+    body: ChatBody, description: TargetDescription, tokenizer: DoorTokenizer, settings: DoorSettings
+) -> PreparedRequest:
+    """Turn a chat body into `n` engine requests.
+
+    Raises:
+        ApiError, InputError: the request cannot be served; nothing has been started.
+    """
+    _check_model(body, description, settings)
+    messages = [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+        | ({"name": message.name} if message.name else {})
+        for message in body.messages
+    ]
+    prompt = await tokenizer.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+    return _prepared("chatcmpl", body, [prompt], description, settings)
+
+
+def _check_model(body: GenerationBody, description: TargetDescription, settings: DoorSettings) -> None:
+    served = settings.model_name(description)
+    if body.model is not None and body.model != served:
+        raise model_not_found(body.model, served)
+
+
+def model_not_found(asked: str, served: str) -> ApiError:
+    """Return the 404 for a model that is not loaded."""
+    return ApiError(
+        404,
+        f"The model {asked!r} does not exist here; this server serves {served!r}.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+async def _tokenize_prompts(
+    body: CompletionBody, tokenizer: DoorTokenizer, settings: DoorSettings
+) -> list[tuple[int, ...]]:
+    prompt = body.prompt
+    is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    items = [prompt] if is_single else list(prompt)
+    if not items:
+        raise InputError("prompt must not be empty", param="prompt")
+    _check_num_choices(len(items) * body.n, settings)
+    token_ids = []
+    for index, item in enumerate(items):
+        param = "prompt" if is_single else f"prompt[{index}]"
+        if not item:
+            raise InputError(f"{param} must not be empty", param=param)
+        if isinstance(item, str):
+            token_ids.append(await tokenizer.encode(item, add_special_tokens=body.add_special_tokens))
+        else:
+            token_ids.append(tuple(item))  # type: ignore[arg-type]  # the protocol checked the shapes
+    return token_ids
+
+
+def _check_num_choices(num_choices: int, settings: DoorSettings) -> None:
+    if num_choices > settings.max_choices:
+        raise InputError(
+            f"n times the number of prompts must be at most {settings.max_choices}, got {num_choices}",
+            param="n",
+        )
+
+
+def _prepared(
+    prefix: str,
+    body: CompletionBody | ChatBody,
+    prompts: list[tuple[int, ...]],
+    description: TargetDescription,
+    settings: DoorSettings,
+) -> PreparedRequest:
+    _check_num_choices(len(prompts) * body.n, settings)
+    params = _sampling_params(body, description)
+    prompt_param = "prompt" if isinstance(body, CompletionBody) else "messages"
+    for prompt in prompts:
+        _check_prompt(prompt, params, description, prompt_param)
+    response_id = f"{prefix}-{uuid.uuid4().hex}"
+    return PreparedRequest(
+        response_id=response_id,
+        created_s=int(time.time()),
+        model=settings.model_name(description),
+        system_fingerprint=settings.system_fingerprint(description),
+        body=body,
+        requests=_requests(response_id, body, prompts, params),
+    )
+
+
+def _requests(
+    response_id: str, body: GenerationBody, prompts: list[tuple[int, ...]], params: SamplingParams
+) -> tuple[Request, ...]:
+    requests = []
+    for prompt in prompts:
+        # With a seed a prompt gives the same tokens alone and in a list; without one, each prompt its own.
+        seed = mint_seed() if body.seed is None else body.seed
+        for choice in range(body.n):
+            requests.append(
+                Request(
+                    request_id=RequestId(f"{response_id}-{len(requests)}"),
+                    prompt_token_ids=prompt,
+                    params=params,
+                    seed=choice_seed(seed, choice),
+                    epoch=Epoch(0),
+                    num_draft_tokens=body.speculation.num_speculative_tokens if body.speculation else None,
+                )
+            )
+    return tuple(requests)
+
+
+def _sampling_params(body: CompletionBody | ChatBody, description: TargetDescription) -> SamplingParams:
+    max_tokens, max_tokens_param = _max_tokens(body)
+    params = SamplingParams(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        seed=body.seed,
+        n=body.n,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        ignore_eos=body.ignore_eos,
+        logprobs=body.num_logprobs,
+        logprobs_mode=body.logprobs_mode,
+    )
+    try:
+        params.checked()
+    except InputError as error:
+        if error.param == "max_tokens":
+            raise InputError(str(error), param=max_tokens_param) from None
+        raise
+    for token_id in params.stop_token_ids:
+        _check_token_id(token_id, description, "stop_token_ids")
+    # What follows is per choice: the request's own seed is the noise key. A top_k that keeps everything is
+    # no top_k (and any number of digits fits the wire then).
+    top_k = None if params.top_k is not None and params.top_k >= description.vocab_size else params.top_k
+    return msgspec.structs.replace(params, n=1, seed=None, top_k=top_k)
+
+
+def _max_tokens(body: CompletionBody | ChatBody) -> tuple[int | None, str]:
+    """Return the limit and the name of the field that the client gave it in."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens, "max_completion_tokens"
+    return body.max_tokens, "max_tokens"
+
+
+def _check_prompt(
+    prompt: tuple[int, ...], params: SamplingParams, description: TargetDescription, param: str
+) -> None:
+    if not prompt:
+        raise InputError(f"{param} must not be empty: it has no tokens", param=param)
+    for token_id in prompt:
+        _check_token_id(token_id, description, param)
+    limit, wanted = description.max_model_len, params.max_tokens or 1
+    if len(prompt) + wanted > limit:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{len(prompt) + wanted} tokens ({len(prompt)} in the {param}, {wanted} in the completion). "
+            f"Please reduce the length of the {param} or of the completion.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _check_token_id(token_id: int, description: TargetDescription, param: str) -> None:
+    if not 0 <= token_id < description.vocab_size:
+        raise InputError(
+            f"{param}: token id {token_id} is not in this model's vocabulary (0 to {description.vocab_size - 1})",
+            param=param,
+        )

@@ -1,0 +1,277 @@
+"""From engine outputs to response bodies: whole ones, and the chunks of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from deploy.openai.bodies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatResponse,
+    CompletionChoice,
+    CompletionResponse,
+    Delta,
+    ResponseMetrics,
+    SpeculativeDecodingMetrics,
+    StopReason,
+    Usage,
+)
+from deploy.openai.logprobs import chat_logprobs, completion_logprobs
+from deploy.openai.protocol import ChatBody
+from deploy.openai.requests import PreparedRequest
+from deploy.openai.tokenization import DoorTokenizer
+from specdec.core.outputs import FinishReason, RequestOutput, SpeculationStats, TokenLogprobs
+
+
+@dataclass(slots=True)
+class ChoiceResult:
+    """What one choice has come to so far."""
+
+    text_parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: StopReason = None
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self.text_parts)
+
+    def count(self, output: RequestOutput) -> None:
+        """Take over the counters of an output, not its tokens (a stream has sent those on)."""
+        self.num_tokens = max(self.num_tokens, output.num_generated_tokens)
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+            if output.stats is not None:
+                self.speculation = output.stats.speculation
+
+    def add(self, output: RequestOutput) -> None:
+        """Take over everything."""
+        self.count(output)
+        self.text_parts.append(output.text)
+        self.token_ids.extend(output.token_ids)
+        self.logprobs.extend(output.logprobs or ())
+
+
+def usage_of(prepared: PreparedRequest, results: Iterable[ChoiceResult]) -> Usage:
+    """Return the token counts of a request."""
+    num_prompt, num_generated = prepared.num_prompt_tokens, sum(result.num_tokens for result in results)
+    return Usage(
+        prompt_tokens=num_prompt, completion_tokens=num_generated, total_tokens=num_prompt + num_generated
+    )
+
+
+def metrics_of(results: Iterable[ChoiceResult]) -> ResponseMetrics:
+    """Return what speculation did, choices one after the other."""
+    total = SpeculationStats()
+    for result in results:
+        stats = result.speculation
+        total.num_drafts += stats.num_drafts
+        total.num_draft_tokens += stats.num_draft_tokens
+        total.num_accepted_tokens += stats.num_accepted_tokens
+        total.per_step_accepted.extend(stats.per_step_accepted)
+        total.per_step_drafted.extend(stats.per_step_drafted)
+    histogram = [0] * (max(total.per_step_drafted, default=-1) + 1)
+    for num_accepted in total.per_step_accepted:
+        histogram[num_accepted] += 1
+    return ResponseMetrics(
+        speculative_decoding=SpeculativeDecodingMetrics(
+            mean_acceptance_length=total.mean_acceptance_length,
+            draft_acceptance_rate=total.acceptance_rate,
+            acceptance_histogram=histogram,
+            num_spec_steps=total.num_drafts,
+            num_accepted_draft_tokens=total.num_accepted_tokens,
+            num_draft_tokens=total.num_draft_tokens,
+            per_step_accepted=total.per_step_accepted,
+            per_step_drafted=total.per_step_drafted,
+        )
+    )
+
+
+def complete_body(prepared: PreparedRequest, results: list[ChoiceResult], tokenizer: DoorTokenizer) -> bytes:
+    """Return the JSON body of a response that is not streamed."""
+    usage = usage_of(prepared, results)
+    metrics = metrics_of(results) if prepared.body.return_metrics else UNSET
+    if isinstance(prepared.body, ChatBody):
+        response: ChatResponse | CompletionResponse = ChatResponse(
+            id=prepared.response_id,
+            created=prepared.created_s,
+            model=prepared.model,
+            system_fingerprint=prepared.system_fingerprint,
+            choices=[
+                _chat_choice(prepared, index, result, tokenizer) for index, result in enumerate(results)
+            ],
+            usage=usage,
+            metrics=metrics,
+        )
+    else:
+        response = CompletionResponse(
+            id=prepared.response_id,
+            created=prepared.created_s,
+            model=prepared.model,
+            system_fingerprint=prepared.system_fingerprint,
+            choices=[
+                _completion_choice(prepared, index, result, tokenizer) for index, result in enumerate(results)
+            ],
+            usage=usage,
+            metrics=metrics,
+        )
+    return msgspec.json.encode(response)
+
+
+def _completion_choice(
+    prepared: PreparedRequest, index: int, result: ChoiceResult, tokenizer: DoorTokenizer
+) -> CompletionChoice:
+    wants_logprobs = prepared.body.num_logprobs is not None
+    wants_ids = prepared.body.return_token_ids
+    return CompletionChoice(
+        index=index,
+        text=result.text,
+        logprobs=completion_logprobs(result.logprobs, tokenizer, 0) if wants_logprobs else None,
+        finish_reason=result.finish_reason,
+        stop_reason=result.stop_reason,
+        token_ids=tuple(result.token_ids) if wants_ids else UNSET,
+        prompt_token_ids=prepared.requests[index].prompt_token_ids if wants_ids else UNSET,
+    )
+
+
+def _chat_choice(
+    prepared: PreparedRequest, index: int, result: ChoiceResult, tokenizer: DoorTokenizer
+) -> ChatChoice:
+    wants_ids = prepared.body.return_token_ids
+    return ChatChoice(
+        index=index,
+        message=AssistantMessage(content=result.text),
+        logprobs=chat_logprobs(result.logprobs, tokenizer)
+        if prepared.body.num_logprobs is not None
+        else None,
+        finish_reason=result.finish_reason,
+        stop_reason=result.stop_reason,
+        token_ids=tuple(result.token_ids) if wants_ids else UNSET,
+        prompt_token_ids=prepared.requests[index].prompt_token_ids if wants_ids else UNSET,
+    )
+
+
+class CompletionChunks:
+    """Chunks of a streamed completion."""
+
+    def __init__(self, prepared: PreparedRequest, tokenizer: DoorTokenizer) -> None:
+        self._prepared = prepared
+        self._tokenizer = tokenizer
+        self._wants_ids = prepared.body.return_token_ids
+        self._text_offsets = [0] * len(prepared.requests)
+
+    def opening(self, index: int) -> bytes | None:
+        """A completion's stream opens with its first text."""
+        return None
+
+    def pieces(self, index: int, output: RequestOutput) -> list[bytes]:
+        """Return the chunks that deliver one output: one, or none when there is nothing to see yet."""
+        if not (
+            output.text or output.finish_reason or output.logprobs or (self._wants_ids and output.token_ids)
+        ):
+            return []
+        logprobs = None
+        if output.logprobs:
+            logprobs = completion_logprobs(output.logprobs, self._tokenizer, self._text_offsets[index])
+            self._text_offsets[index] += sum(map(len, logprobs.tokens))
+        choice = CompletionChoice(
+            index=index,
+            text=output.text,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self._wants_ids else UNSET,
+        )
+        return [self._encode([choice], None if self._prepared.body.include_usage else UNSET)]
+
+    def closing(self, usage: Usage | UnsetType, metrics: ResponseMetrics | UnsetType) -> bytes:
+        """Return the last chunk, which has no choices."""
+        return self._encode([], usage, metrics)
+
+    def _encode(
+        self,
+        choices: list[CompletionChoice],
+        usage: Usage | UnsetType | None,
+        metrics: ResponseMetrics | UnsetType = UNSET,
+    ) -> bytes:
+        return msgspec.json.encode(
+            CompletionResponse(
+                id=self._prepared.response_id,
+                created=self._prepared.created_s,
+                model=self._prepared.model,
+                system_fingerprint=self._prepared.system_fingerprint,
+                choices=choices,
+                usage=usage,
+                metrics=metrics,
+            )
+        )
+
+
+class ChatChunks:
+    """Chunks of a streamed chat completion: the role first, then content, then the finish reason."""
+
+    def __init__(self, prepared: PreparedRequest, tokenizer: DoorTokenizer) -> None:
+        self._prepared = prepared
+        self._tokenizer = tokenizer
+        self._wants_ids = prepared.body.return_token_ids
+        self._usage: UnsetType | None = None if prepared.body.include_usage else UNSET
+
+    def opening(self, index: int) -> bytes | None:
+        """Return the chunk that says who speaks."""
+        choice = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+        return self._encode([choice], self._usage)
+
+    def pieces(self, index: int, output: RequestOutput) -> list[bytes]:
+        """Return the chunks that deliver one output: content, finish, both or neither."""
+        chunks = []
+        if output.text or output.logprobs or (self._wants_ids and output.token_ids):
+            chunks.append(
+                ChatChunkChoice(
+                    index=index,
+                    delta=Delta(content=output.text),
+                    logprobs=chat_logprobs(output.logprobs, self._tokenizer) if output.logprobs else None,
+                    token_ids=output.token_ids if self._wants_ids else UNSET,
+                )
+            )
+        if output.finish_reason is not None:
+            chunks.append(
+                ChatChunkChoice(
+                    index=index,
+                    delta=Delta(),
+                    finish_reason=output.finish_reason,
+                    stop_reason=output.stop_reason,
+                )
+            )
+        return [self._encode([chunk], self._usage) for chunk in chunks]
+
+    def closing(self, usage: Usage | UnsetType, metrics: ResponseMetrics | UnsetType) -> bytes:
+        """Return the last chunk, which has no choices."""
+        return self._encode([], usage, metrics)
+
+    def _encode(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType | None,
+        metrics: ResponseMetrics | UnsetType = UNSET,
+    ) -> bytes:
+        return msgspec.json.encode(
+            ChatChunk(
+                id=self._prepared.response_id,
+                created=self._prepared.created_s,
+                model=self._prepared.model,
+                system_fingerprint=self._prepared.system_fingerprint,
+                choices=choices,
+                usage=usage,
+                metrics=metrics,
+            )
+        )

@@ -1,0 +1,38 @@
+"""What the door must know beside the service: resolved once, immutable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.core.description import TargetDescription
+
+DEFAULT_MAX_BODY_BYTES = 4 << 20
+DEFAULT_MAX_CHOICES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorSettings:
+    """Limits, names and keys of one HTTP door."""
+
+    served_model_name: str | None = None
+    """Name that clients use; None: the loaded model's own id."""
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    """Longest request body; longer ones are answered with 413 and never held in memory."""
+    max_choices: int = DEFAULT_MAX_CHOICES
+    """Most choices (prompts times n) of one request."""
+    request_timeout_s: float | None = None
+    """Longest time for one request, queueing included; None: no limit."""
+    api_key_digests: frozenset[bytes] = frozenset()
+    """SHA-256 of every accepted API key; empty: no key is asked for."""
+    parallelism: str = "tp1"
+    """How the target is split, for `system_fingerprint`."""
+    rule: str = "sample_and_match"
+    """The verification rule, for `system_fingerprint`."""
+
+    def model_name(self, description: TargetDescription) -> str:
+        """Return the name that clients call the loaded model by."""
+        return self.served_model_name or description.model_id
+
+    def system_fingerprint(self, description: TargetDescription) -> str:
+        """Return what tokens depend on beside the request: weights, numbers, split and rule."""
+        return f"{description.revision[:12]}-{description.dtype}-{self.parallelism}-{self.rule}"

@@ -1,0 +1,182 @@
+"""Text to token ids at the door, and single tokens back to text for log-probabilities.
+
+(The text of a response comes from the engine's incremental detokenizer, not from here.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from specdec.core.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INLINE_CHARACTERS = 2048
+"""Longer texts are tokenized off the event loop (tokenizers takes about 1 ms for so many)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token as clients see it in log-probabilities."""
+
+    text: str
+    """Its characters; `bytes:\\xNN...` when its bytes are not whole characters."""
+    data: tuple[int, ...]
+    """Its bytes."""
+
+
+class DoorTokenizer(Protocol):
+    """What the door needs of a tokenizer."""
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return the token ids of `text`."""
+        ...
+
+    async def encode_chat(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool
+    ) -> tuple[int, ...]:
+        """Return the token ids of a conversation, by the model's chat template.
+
+        Raises:
+            InputError: the template refuses the messages, or the model has none.
+        """
+        ...
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Return one token's text and bytes."""
+        ...
+
+
+class HuggingFaceTokenizer:
+    """A checkpoint's own tokenizer and chat template.
+
+    Long texts go through one thread of its own; the loop never waits for them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._spell = _speller(tokenizer)
+        self._token_texts: dict[int, TokenText] = {}
+
+    @classmethod
+    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> HuggingFaceTokenizer:
+        """Load the tokenizer of a model folder.
+
+        Raises:
+            CheckpointError: the folder holds no tokenizer that transformers can load.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
+        return cls(tokenizer)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return the token ids of `text`."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._encode, text, add_special_tokens)
+
+    async def encode_chat(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool
+    ) -> tuple[int, ...]:
+        """Return the token ids of a conversation, by the model's chat template.
+
+        Raises:
+            InputError: the template refuses the messages, or the model has none.
+        """
+        if not self._tokenizer.chat_template:
+            raise InputError("this model has no chat template; use /v1/completions", param="messages")
+        size = sum(len(message["content"]) for message in messages)
+        if size <= INLINE_CHARACTERS:
+            return self._encode_chat(messages, add_generation_prompt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._encode_chat, messages, add_generation_prompt)
+
+    def token_text(self, token_id: int) -> TokenText:
+        """Return one token's text and bytes (remembered: a vocabulary is finite)."""
+        known = self._token_texts.get(token_id)
+        if known is None:
+            data = self._spell(token_id)
+            known = self._token_texts[token_id] = TokenText(_readable(data), tuple(data))
+        return known
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        # Straight to the Rust tokenizer: the Python wrapper sets truncation and padding on it for every
+        # call, which fails ("already borrowed") when two threads are in it.
+        return tuple(
+            self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        )
+
+    def _encode_chat(
+        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool
+    ) -> tuple[int, ...]:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, ValueError) as error:
+            raise InputError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        assert isinstance(text, str)
+        return self._encode(text, False)
+
+
+class _Speller(Protocol):
+    def __call__(self, token_id: int, /) -> bytes: ...
+
+
+def _speller(tokenizer: PreTrainedTokenizerBase) -> _Speller:
+    """Return the function from token id to bytes for this kind of tokenizer."""
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder") or {}
+    kinds = {decoder.get("type")} | {part["type"] for part in decoder.get("decoders", ())}
+    added = {token_id: token.content.encode() for token_id, token in tokenizer.added_tokens_decoder.items()}
+    byte_of = {character: byte for byte, character in _byte_level_alphabet().items()}
+
+    def byte_level(token_id: int) -> bytes:
+        token = tokenizer.convert_ids_to_tokens(token_id)
+        return bytes(byte_of[character] for character in token) if token else b""
+
+    def sentence_piece(token_id: int) -> bytes:
+        token = tokenizer.convert_ids_to_tokens(token_id) or ""
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def as_decoded(token_id: int) -> bytes:
+        return str(tokenizer.decode([token_id])).encode()
+
+    spell = byte_level if "ByteLevel" in kinds else sentence_piece if "ByteFallback" in kinds else as_decoded
+    return lambda token_id: added[token_id] if token_id in added else spell(token_id)
+
+
+def _byte_level_alphabet() -> dict[int, str]:
+    """The printable character that stands for each byte in a byte-level BPE vocabulary (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + index) for index, byte in enumerate(others)
+    }
+
+
+def _readable(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
