@@ -103,7 +103,7 @@ class AttentionProbe:
             UnsupportedAttention: naming the layer and what it asks for.
         """
         for name, argument in {"attention_mask": attention_mask, **others}.items():
-            if name not in _HARMLESS_KEYWORDS and argument is not None:
+            if name not in _HARMLESS_KEYWORDS and argument is not None and argument is not False:
                 raise UnsupportedAttention(f"layer {layer_idx} passes `{name}` to its attention")
         if layer_idx in self._layers:
             raise UnsupportedAttention(f"layer {layer_idx} attends more than once")

@@ -30,6 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.tree.masks import ancestor_mask
+from specdec.tree.topology import Topology
+
 
 class RowSlice(Protocol):
     """What metadata need to know of `model.batch.SequenceSlice`."""
@@ -184,14 +187,9 @@ def _tree_rows(
         if piece.parents is None:
             mask[first : first + count, :count] = np.tri(count, dtype=np.bool_)
             continue
-        for index, parent in enumerate(piece.parents):
-            assert -1 <= parent < index, "parents precede their children"
-            row = first + index
-            positions[row] = piece.start
-            if parent >= 0:
-                mask[row] = mask[first + parent]
-                positions[row] = positions[first + parent] + 1
-            mask[row, index] = True
+        topology = Topology.from_parents(piece.parents)
+        mask[first : first + count, :count] = ancestor_mask(topology).numpy()
+        positions[first : first + count] = piece.start - 1 + np.array(topology.depths)
     return positions, mask
 
 

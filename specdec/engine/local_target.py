@@ -1,0 +1,161 @@
+"""The target in this process: a runner, a sampler, and what they must remember of each sequence."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specdec.core.description import TargetDescription
+from specdec.core.ids import RequestId
+from specdec.core.outputs import TokenLogprobs
+from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.core.sampling_params import SamplingParams
+from specdec.model.batch import SequenceSlice
+from specdec.model.runner import ModelRunner
+from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, logprobs_of
+from specdec.tree.topology import Topology
+
+
+@dataclass(slots=True, kw_only=True)
+class _SequenceState:
+    params: SamplingParams
+    seed: int
+    block_table: array[int] = field(default_factory=lambda: array("i"))
+
+
+class LocalTarget:
+    """Implements `engine.target.Target` on a `ModelRunner`. Not thread-safe.
+
+    A submitted step is run when it is collected: in one process there is nothing to overlap with.
+    """
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._sequences: dict[RequestId, _SequenceState] = {}
+        self._pending: deque[TargetStep] = deque()
+        loaded = runner.loaded
+        self._description = TargetDescription(
+            model_id=loaded.path.name,
+            revision=loaded.revision,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+        )
+
+    @property
+    def description(self) -> TargetDescription:
+        """Facts about the model, and the length that both it and the cache allow."""
+        return self._description
+
+    def submit(self, step: TargetStep) -> None:
+        """Queue a round."""
+        self._pending.append(step)
+
+    def collect(self) -> TargetResult:
+        """Run the oldest queued round and return its answer."""
+        step = self._pending.popleft()
+        for request_id in step.released:
+            self._sequences.pop(request_id, None)
+        for admitted in step.admitted:
+            self._admit(admitted)
+        if not step.works:
+            return TargetResult(step_id=step.step_id, results=())
+        return self._run(step)
+
+    def close(self) -> None:
+        """Forget all sequences and queued rounds."""
+        self._sequences.clear()
+        self._pending.clear()
+
+    def _admit(self, admitted: AdmittedSequence) -> None:
+        self._sequences[admitted.request_id] = _SequenceState(params=admitted.params, seed=admitted.seed)
+
+    def _run(self, step: TargetStep) -> TargetResult:
+        slices = [self._slice(work) for work in step.works]
+        started_s = time.perf_counter()
+        logits = self._runner.forward(slices)
+        _synchronize(logits)
+        forwarded_s = time.perf_counter()
+        results = self._sample(step.works, logits)
+        return TargetResult(
+            step_id=step.step_id,
+            results=results,
+            forward_s=forwarded_s - started_s,
+            sample_s=time.perf_counter() - forwarded_s,
+        )
+
+    def _slice(self, work: TargetWork) -> SequenceSlice:
+        """Apply the work's block table update and describe its rows."""
+        table = self._sequences[work.request_id].block_table
+        assert work.table_start <= len(table), "a block table update leaves a gap"
+        table[work.table_start :] = array("i", work.block_ids)
+        return SequenceSlice(
+            token_ids=work.token_ids,
+            start=work.start,
+            block_table=table,
+            num_logit_rows=work.num_sampled_rows,
+            parents=None if work.parents is None else _row_parents(work),
+        )
+
+    def _sample(self, works: Sequence[TargetWork], logits: torch.Tensor) -> tuple[WorkResult, ...]:
+        if logits.shape[0] == 0:
+            return tuple(WorkResult(token_ids=()) for _ in works)
+        specs = [self._row_spec(work) for work in works if work.num_sampled_rows]
+        sampled = self._sampler.sample(logits, SamplingRows.build(specs, logits.device))
+        token_ids: list[int] = sampled.token_ids.tolist()
+        finite: list[bool] = sampled.finite.tolist()
+        results: list[WorkResult] = []
+        first = 0
+        for work in works:
+            rows = slice(first, first + work.num_sampled_rows)
+            first = rows.stop
+            if all(finite[rows]):
+                chosen = token_ids[rows]
+                logprobs = self._logprobs(work, logits[rows], chosen)
+                results.append(WorkResult(token_ids=tuple(chosen), logprobs=logprobs))
+            else:
+                bad = work.start + len(work.token_ids) - work.num_sampled_rows + finite[rows].index(False)
+                results.append(
+                    WorkResult(token_ids=(), error=f"non-finite logits after the token at position {bad}")
+                )
+        return tuple(results)
+
+    def _row_spec(self, work: TargetWork) -> RowSpec:
+        state = self._sequences[work.request_id]
+        first_row = len(work.token_ids) - work.num_sampled_rows
+        if work.parents is None:
+            return RowSpec(state.params, state.seed, work.start + first_row + 1, work.num_sampled_rows)
+        depths = Topology.from_parents(_row_parents(work)).depths  # 1 for the first row of the work
+        return RowSpec(state.params, state.seed, work.start, work.num_sampled_rows, depths[first_row:])
+
+    def _logprobs(
+        self, work: TargetWork, logits: torch.Tensor, token_ids: list[int]
+    ) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities at the work's sampled rows, when its request wants them."""
+        params = self._sequences[work.request_id].params
+        if params.logprobs is None or not token_ids:
+            return None
+        rows = SamplingRows.build([self._row_spec(work)], logits.device)
+        return tuple(logprobs_of(logits, token_ids, params.logprobs, params.logprobs_mode, rows))
+
+
+def _row_parents(work: TargetWork) -> tuple[int, ...]:
+    """Parent row of every row of a tree work: the rows before the draft are a chain."""
+    assert work.parents is not None
+    num_chain = len(work.token_ids) - len(work.parents)
+    return (*range(-1, num_chain - 1), *work.parents)
+
+
+def _synchronize(logits: torch.Tensor) -> None:
+    """Wait for the forward, so that its time is not booked as sampling."""
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize(logits.device)

@@ -1,0 +1,164 @@
+"""What can be said about a model folder without building the model: files, integrity, revision.
+
+All errors name the folder or the file and the cause. Nothing here touches the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from specdec.core.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+_WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_FULL_HASH_LIMIT_BYTES = 2 << 30
+_CHUNK_BYTES = 8 << 20
+_MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format's own limit."""
+
+
+class LoadProgress(Protocol):
+    """Called while a model loads, from the loading thread."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`done` of `total` units of `stage` ("hash", "weights", "probe") are finished."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A model folder whose files are all there and whole."""
+
+    path: Path
+    config: dict[str, Any]
+    """Content of config.json."""
+    weight_files: tuple[Path, ...]
+    headers: tuple[bytes, ...]
+    """The raw safetensors header of each weight file."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all weight files."""
+        return sum(file.stat().st_size for file in self.weight_files)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Check that `path` is a complete model folder.
+
+    Raises:
+        CheckpointError: folder, config.json or weights are missing, unreadable, truncated or corrupt.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise CheckpointError(
+            f"model folder {folder} {what}; `model` must be a local Hugging Face model folder"
+        )
+    config = _read_json(folder / CONFIG_FILE)
+    weight_files = tuple(_weight_files(folder))
+    return Checkpoint(
+        path=folder,
+        config=config,
+        weight_files=weight_files,
+        headers=tuple(_checked_header(file) for file in weight_files),
+    )
+
+
+def revision_of(checkpoint: Checkpoint, progress: LoadProgress | None = None) -> str:
+    """Return a hash over config.json and the weights, as 32 hex digits.
+
+    Up to 2 GiB of weights are hashed in full. Beyond that, to start in bearable time, only names, sizes
+    and safetensors headers are: two such checkpoints that differ in nothing but weight values (a model
+    and its fine-tune, say) then have the same revision.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update((checkpoint.path / CONFIG_FILE).read_bytes())
+    total = checkpoint.weight_bytes
+    in_full = total <= _FULL_HASH_LIMIT_BYTES
+    done = 0
+    for file, header in zip(checkpoint.weight_files, checkpoint.headers, strict=True):
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(header)
+        if not in_full:
+            continue
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                done += len(chunk)
+                if progress is not None:
+                    progress("hash", done, total)
+    return digest.hexdigest()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent} has no {file.name}: it is not a Hugging Face model folder")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    if (folder / _WEIGHTS_FILE).is_file():
+        yield folder / _WEIGHTS_FILE
+        return
+    if not (folder / _INDEX_FILE).is_file():
+        others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(pattern))
+        hint = f"; {others[0]} is of a format that is not read, convert it to safetensors" if others else ""
+        raise CheckpointError(f"{folder} has no weights ({_WEIGHTS_FILE} or {_INDEX_FILE}){hint}")
+    weight_map = _read_json(folder / _INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / _INDEX_FILE} has no weight_map")
+    for name in sorted(set(weight_map.values())):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} lacks the weight file {name} that {_INDEX_FILE} names")
+        yield folder / name
+
+
+def _checked_header(file: Path) -> bytes:
+    """Return the raw header of a safetensors file whose length agrees with it."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{file} is not a whole safetensors file: {_first_bytes_hint(prefix, size)}"
+            )
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        IndexError,
+    ) as error:
+        raise CheckpointError(
+            f"{file} is corrupt: its safetensors header cannot be read ({error})"
+        ) from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        cause = "truncated" if size < expected else "corrupt"
+        raise CheckpointError(f"{file} is {cause}: it has {size} bytes, its header describes {expected}")
+    return raw
+
+
+def _first_bytes_hint(prefix: bytes, size: int) -> str:
+    if prefix.startswith(b"version "):
+        return "it is a Git LFS pointer, fetch the file itself (git lfs pull)"
+    return f"its header does not fit into its {size} bytes (truncated or corrupt)"

@@ -1,0 +1,284 @@
+"""Loads Hugging Face model folders. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from specdec.attention.base import LayerAttention
+from specdec.attention.hf import ATTENTION_NAME, AttentionProbe, UnsupportedAttention
+from specdec.core.errors import CheckpointError, ConfigError, ResourceError
+from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, revision_of
+from specdec.model.config import ModelConfig
+from specdec.model.support import unsupported_reason
+
+logger = logging.getLogger(__name__)
+
+# transformers annotates these factories too loosely to be of use.
+_AUTO_CONFIG: Any = AutoConfig
+_AUTO_MODEL: Any = AutoModelForCausalLM
+_HF_LOGGING: Any = transformers_logging
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready for paged inference, and the facts about it that others need."""
+
+    path: Path
+    model: PreTrainedModel
+    """In evaluation mode, without gradients, its attention replaced by the paged one."""
+    config: PretrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    """Width of the logits (tokenizers may know fewer ids)."""
+    max_model_len: int
+    """Longest sequence, prompt and output together, in tokens."""
+    eos_token_ids: tuple[int, ...]
+    revision: str
+    """Hash over config.json and weights."""
+    layers: tuple[LayerAttention, ...]
+
+
+def load_model(config: ModelConfig, progress: LoadProgress | None = None) -> LoadedModel:
+    """Load the model of `config`, and set this process's thread count when `config` gives one.
+
+    Raises:
+        CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind; the
+            text names it and the cause.
+        ConfigError: max_model_len exceeds what the model was made for, or is needed and missing.
+        ResourceError: the device does not exist.
+    """
+    checkpoint = open_checkpoint(config.model)
+    hf_config = _load_config(checkpoint, trust_remote_code=config.trust_remote_code)
+    _refuse_unsupported(checkpoint, hf_config, trust_remote_code=config.trust_remote_code)
+    max_model_len = _resolve_max_model_len(config, hf_config)
+    dtype = _resolve_dtype(config, checkpoint, hf_config)
+    device = _resolve_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    revision = revision_of(checkpoint, progress)
+    model = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress)
+    torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
+    layers, vocab_size = _probe(checkpoint, model)
+    if progress is not None:
+        progress("probe", 1, 1)
+    return LoadedModel(
+        path=checkpoint.path,
+        model=model,
+        config=hf_config,
+        dtype=dtype,
+        device=device,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(checkpoint, hf_config),
+        revision=revision,
+        layers=layers,
+    )
+
+
+def _load_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PretrainedConfig:
+    try:
+        loaded: PretrainedConfig = _AUTO_CONFIG.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        model_type = checkpoint.config.get("model_type")
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.json'} describes no model that transformers knows "
+            f"(model_type {model_type!r}): {error}"
+        ) from error
+    return loaded
+
+
+def _refuse_unsupported(
+    checkpoint: Checkpoint, hf_config: PretrainedConfig, *, trust_remote_code: bool
+) -> None:
+    """Raise CheckpointError, before weights are read, for models that the engine cannot run."""
+    has_own_code = trust_remote_code and "AutoModelForCausalLM" in (
+        getattr(hf_config, "auto_map", None) or {}
+    )
+    if has_own_code:
+        return  # its class is only known once loaded; the attention probe has the last word
+    if type(hf_config) not in _AUTO_MODEL._model_mapping:
+        raise CheckpointError(f"{checkpoint.path}: {hf_config.model_type} is not a causal language model")
+    model_class: Any = _AUTO_MODEL._model_mapping[type(hf_config)]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    reason = unsupported_reason(hf_config, model_class)
+    if reason is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: model type {hf_config.model_type} cannot be served: {reason}"
+        )
+
+
+def _resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> int:
+    limit: int | None = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if limit is None and config.max_model_len is None:
+        raise ConfigError(f"{config.model} states no max_position_embeddings: set max_model_len")
+    if config.max_model_len is None:
+        assert limit is not None
+        return limit
+    if limit is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len = {config.max_model_len} exceeds the {limit} positions that {config.model} has"
+        )
+    return config.max_model_len
+
+
+def _resolve_dtype(config: ModelConfig, checkpoint: Checkpoint, hf_config: PretrainedConfig) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    dtype: Any = hf_config.dtype or getattr(hf_config.get_text_config(), "dtype", None)
+    if dtype is None:
+        dtype = _dtype_of_weights(checkpoint)
+    if dtype not in _DTYPES.values():
+        raise CheckpointError(
+            f"{checkpoint.path}: the checkpoint's dtype {dtype} is not supported; "
+            f"set dtype to one of {', '.join(_DTYPES)}"
+        )
+    return dtype  # type: ignore[no-any-return]
+
+
+def _dtype_of_weights(checkpoint: Checkpoint) -> Any:
+    """Dtype of the first floating-point tensor, or its safetensors name if we have none for it."""
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    for header in checkpoint.headers:
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__" and "F" in entry["dtype"]:
+                return names.get(entry["dtype"], entry["dtype"])
+    return None
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ResourceError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _read_weights(
+    checkpoint: Checkpoint,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    progress: LoadProgress | None,
+) -> PreTrainedModel:
+    if progress is not None:
+        progress("weights", 0, checkpoint.weight_bytes)
+    try:
+        with _quiet_transformers():
+            model, info = _AUTO_MODEL.from_pretrained(
+                checkpoint.path,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint.path}: the weights cannot be loaded: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}"
+        )
+    unexpected = sorted(info["unexpected_keys"])
+    if unexpected:
+        logger.info(
+            "%s holds %d tensors that the model does not use, first %s",
+            checkpoint.path,
+            len(unexpected),
+            unexpected[0],
+        )
+    if progress is not None:
+        progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silence the progress bar and load report of transformers: we report ourselves."""
+    verbosity = _HF_LOGGING.get_verbosity()
+    had_bar = _HF_LOGGING.is_progress_bar_enabled()
+    _HF_LOGGING.set_verbosity_error()
+    _HF_LOGGING.disable_progress_bar()
+    try:
+        yield
+    finally:
+        _HF_LOGGING.set_verbosity(verbosity)
+        if had_bar:
+            _HF_LOGGING.enable_progress_bar()
+
+
+def _probe(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[tuple[LayerAttention, ...], int]:
+    """Run one token through the model to learn its attention layers and the width of its logits."""
+    probe = AttentionProbe()
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    try:
+        with torch.inference_mode():
+            output = model(input_ids=token, position_ids=token, use_cache=False, paged=probe)
+        return probe.layers(model.config.get_text_config().num_hidden_layers), output.logits.shape[-1]
+    except (UnsupportedAttention, TypeError, AssertionError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: model type {model.config.model_type} cannot be served: {error}"
+        ) from error
+
+
+def _eos_token_ids(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tuple[int, ...]:
+    """Sorted ids that end a text, from generation_config.json and config.json."""
+    found: set[int] = set()
+    sources: list[Any] = [hf_config.get_text_config().eos_token_id]
+    generation_file = checkpoint.path / "generation_config.json"
+    if generation_file.is_file():
+        try:
+            sources.append(json.loads(generation_file.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+            raise CheckpointError(f"{generation_file} cannot be read as JSON: {error}") from error
+    for source in sources:
+        if source is not None:
+            found.update([source] if isinstance(source, int) else source)
+    return tuple(sorted(found))
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder.
+
+    Raises:
+        CheckpointError: the folder or the tokenizer's files are missing or unreadable.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"model folder {folder} does not exist")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise CheckpointError(f"{folder} has no tokenizer that can be loaded: {error}") from error
+    return tokenizer

@@ -1,0 +1,160 @@
+"""Runs a model on flat batches over its own paged KV pool."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from specdec.attention.base import AttentionBackend, PagedBatch
+from specdec.attention.metadata import AttentionMetadata, build_metadata
+from specdec.attention.sdpa import SdpaAttention
+from specdec.kv.config import CacheConfig
+from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape, plan_num_blocks
+from specdec.model.batch import SequenceSlice
+from specdec.model.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardInputs:
+    """One flat batch, ready for the model; shapes as in `attention.metadata`."""
+
+    input_ids: torch.Tensor
+    """int64 [1, T]"""
+    logit_rows: torch.Tensor
+    """int64 [L]: rows that yield logits, ascending."""
+    metadata: AttentionMetadata
+
+
+class ForwardGraphs(Protocol):
+    """Compiled forwards by shape bucket."""
+
+    def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
+        """Return logits [L, vocab], in any floating dtype, or None when no bucket is ready for this shape.
+
+        It must write the step's K/V into the runner's pool as the eager forward does.
+        """
+        ...
+
+
+class ModelRunner:
+    """Implements `model.batch.Runner` on a `LoadedModel`.
+
+    The eager forward is always there; `graphs`, once set, is asked first. Not thread-safe: one forward
+    at a time, because all share the pool.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: CacheConfig,
+        *,
+        max_num_seqs: int,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        """Allocate the pool.
+
+        Args:
+            loaded: the model; several runners may share it (each has its own pool).
+            cache: size of the pool.
+            max_num_seqs: sequences that may run at once; the pool is never larger than they can use.
+            backend: attention; None takes the portable one.
+
+        Raises:
+            ResourceError: the cache's memory does not hold a single block.
+        """
+        shapes = [
+            KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in loaded.layers
+        ]
+        self.loaded = loaded
+        self.pool = KvPool(
+            shapes,
+            num_blocks=plan_num_blocks(
+                cache, shapes, loaded.dtype, max_tokens=max_num_seqs * loaded.max_model_len
+            ),
+            block_size=cache.block_size,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+        self.backend: AttentionBackend = SdpaAttention() if backend is None else backend
+        self.graphs: ForwardGraphs | None = None
+        self.vocab_size = loaded.vocab_size
+        self.num_blocks = self.pool.num_blocks
+        self.block_size = cache.block_size
+        self.max_model_len = min(loaded.max_model_len, (self.num_blocks - FIRST_BLOCK) * self.block_size)
+        if self.max_model_len < loaded.max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens: sequences are limited to that instead of the model's %d",
+                self.max_model_len,
+                loaded.max_model_len,
+            )
+        # Any: transformers' forward is typed too narrowly for keywords that travel to the attention.
+        self._model: Any = loaded.model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+
+    @torch.inference_mode()
+    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Run one flat batch; see `model.batch.Runner.forward`."""
+        inputs = self.pack(slices)
+        logits = None if self.graphs is None else self.graphs.try_run(inputs)
+        if logits is None:
+            logits = self.forward_eager(inputs)
+        return logits.float()
+
+    def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
+        """Lay `slices` out as one flat batch on the model's device."""
+        device = self.loaded.device
+        input_ids = torch.tensor([list(chain.from_iterable(piece.token_ids for piece in slices))])
+        logit_rows = torch.from_numpy(_logit_rows(slices))
+        if device.type != "cpu":
+            input_ids = input_ids.to(device, non_blocking=True)
+            logit_rows = logit_rows.to(device, non_blocking=True)
+        return ForwardInputs(
+            input_ids=input_ids,
+            logit_rows=logit_rows,
+            metadata=build_metadata(slices, block_size=self.block_size, device=device),
+        )
+
+    def forward_eager(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Run the model's own forward; return logits [L, vocab] in the model's dtype."""
+        metadata = inputs.metadata
+        paged = PagedBatch(
+            backend=self.backend,
+            layers=self.loaded.layers,
+            caches=self.pool,
+            metadata=metadata,
+            plan=self.backend.begin(metadata),
+        )
+        positions = metadata.positions[None]
+        if self._keeps_logits:
+            output = self._model(
+                input_ids=inputs.input_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=inputs.logit_rows,
+                paged=paged,
+            )
+            logits: torch.Tensor = output.logits[0]
+            return logits
+        # A head that cannot be told which rows to compute computes them all: right, but not cheap.
+        output = self._model(input_ids=inputs.input_ids, position_ids=positions, use_cache=False, paged=paged)
+        every_row: torch.Tensor = output.logits[0]
+        return every_row[inputs.logit_rows]
+
+
+def _logit_rows(slices: Sequence[SequenceSlice]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Rows of the flat batch that yield logits: the last `num_logit_rows` of each slice."""
+    rows: list[int] = []
+    end = 0
+    for piece in slices:
+        end += len(piece.token_ids)
+        rows.extend(range(end - piece.num_logit_rows, end))
+    return np.array(rows, dtype=np.int64)

@@ -1,0 +1,75 @@
+"""Which models the paged engine can run, told from the configuration before weights are read.
+
+The engine runs a model's own `transformers` code with paged attention in the place of its attention
+function. That is exact for models whose only state between tokens is the K/V of causal (full or sliding
+window) attention, and whose other computations depend on a token and its position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_LENGTH_DEPENDENT_ROPE = {
+    "dynamic": "its frequencies depend on the longest position in the forward",
+    "longrope": "its frequencies depend on the longest position in the forward",
+}
+_REFUSED_MODEL_TYPES = {
+    "gpt_oss": "its attention has sinks, which are not supported yet",
+}
+
+
+def unsupported_reason(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
+    """Return why this model cannot be run, or None."""
+    if config.model_type in _REFUSED_MODEL_TYPES:
+        return _REFUSED_MODEL_TYPES[config.model_type]
+    text_config = config.get_text_config()
+    reasons = (
+        _kind_reason(config, model_class),
+        _layer_reason(text_config),
+        _rope_reason(text_config),
+    )
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _kind_reason(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    if getattr(config, "quantization_config", None) is not None:
+        return "its weights are quantised (quantization_config), which is not supported yet"
+    if getattr(model_class, "_is_stateful", False):
+        return "it keeps state other than K/V (a recurrent or state-space model)"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return f"{model_class.__name__} does not use the attention interface of transformers"
+    return None
+
+
+def _layer_reason(config: PretrainedConfig) -> str | None:
+    for layer_type in getattr(config, "layer_types", None) or ():
+        if layer_type not in _ATTENTION_LAYER_TYPES:
+            return f"it has layers of type {layer_type}, only full and sliding-window attention are supported"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "its layers share K/V (num_kv_shared_layers), which is not supported yet"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return "its attention is not causal"
+    return None
+
+
+def _rope_reason(config: PretrainedConfig) -> str | None:
+    for parameters in _rope_parameter_sets(config):
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            return f"its rotary embedding is of type {rope_type}: {_LENGTH_DEPENDENT_ROPE[rope_type]}"
+    return None
+
+
+def _rope_parameter_sets(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    """The rope parameters, one set per layer type where a model has several."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(parameters, dict):
+        return
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    yield from nested or [parameters]

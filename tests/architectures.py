@@ -1,0 +1,162 @@
+"""Tiny random models of many architectures, saved as ordinary model folders, and a tiny tokenizer.
+
+Everything is seeded. Weights are drawn wider than transformers' own initialisation, so that attention is
+peaked and logits differ enough for greedy decoding to be a real comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 128
+MAX_POSITIONS = 256
+EOS_TOKEN_ID = 0
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def _llama() -> PretrainedConfig:
+    return transformers.LlamaConfig(**_COMMON)
+
+
+def _llama_tied() -> PretrainedConfig:
+    return transformers.LlamaConfig(**{**_COMMON, "tie_word_embeddings": True})
+
+
+def _llama3_rope() -> PretrainedConfig:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return transformers.LlamaConfig(**_COMMON, rope_parameters=rope)
+
+
+def _qwen3() -> PretrainedConfig:
+    return transformers.Qwen3Config(**_COMMON, head_dim=16)
+
+
+def _qwen2() -> PretrainedConfig:
+    return transformers.Qwen2Config(**_COMMON)
+
+
+def _mistral() -> PretrainedConfig:
+    return transformers.MistralConfig(**_COMMON, sliding_window=12)
+
+
+def _gpt_neox() -> PretrainedConfig:
+    common = {name: value for name, value in _COMMON.items() if name != "num_key_value_heads"}
+    return transformers.GPTNeoXConfig(**common, rotary_pct=0.25)
+
+
+def _gpt2() -> PretrainedConfig:
+    return transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=MAX_POSITIONS,
+        eos_token_id=EOS_TOKEN_ID,
+        bos_token_id=1,
+    )
+
+
+def _olmo2() -> PretrainedConfig:
+    return transformers.Olmo2Config(**_COMMON)
+
+
+def _gemma2() -> PretrainedConfig:
+    return transformers.Gemma2Config(**_COMMON, head_dim=16, sliding_window=12, query_pre_attn_scalar=16)
+
+
+def _granite() -> PretrainedConfig:
+    return transformers.GraniteConfig(**_COMMON, logits_scaling=4.0, attention_multiplier=0.5)
+
+
+def _cohere2() -> PretrainedConfig:
+    return transformers.Cohere2Config(**{**_COMMON, "tie_word_embeddings": True}, sliding_window=12)
+
+
+def _phi3() -> PretrainedConfig:
+    return transformers.Phi3Config(**_COMMON)
+
+
+def _qwen3_moe() -> PretrainedConfig:
+    return transformers.Qwen3MoeConfig(
+        **_COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": _llama,
+    "llama_tied": _llama_tied,
+    "llama3_rope": _llama3_rope,
+    "qwen3": _qwen3,
+    "qwen2": _qwen2,
+    "mistral": _mistral,
+    "gpt_neox": _gpt_neox,
+    "gpt2": _gpt2,
+    "olmo2": _olmo2,
+    "gemma2": _gemma2,
+    "granite": _granite,
+    "cohere2": _cohere2,
+    "phi3": _phi3,
+    "qwen3_moe": _qwen3_moe,
+}
+"""Configurations by name. `CORE_ARCHITECTURES` are those that everybody tests with."""
+
+CORE_ARCHITECTURES = ("llama", "qwen3", "mistral", "gpt_neox")
+
+
+def make_model(architecture: str, seed: int = 0, spread: float = 3.0) -> transformers.PreTrainedModel:
+    """Return a random fp32 model in evaluation mode, with eager attention."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        ARCHITECTURES[architecture](), attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(spread)
+    return model.eval()
+
+
+def save_model(folder: Path, architecture: str = "llama", seed: int = 0) -> transformers.PreTrainedModel:
+    """Save `make_model` with the tiny tokenizer as a model folder, and return it."""
+    model = make_model(architecture, seed)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return model
+
+
+def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of `vocab_size` ids: <eos>, <bos>, single characters, then pairs."""
+    characters = [chr(code) for code in range(32, 127)]
+    pairs = [first + second for first in "etaoins" for second in "etaoins"]
+    tokens = ["<eos>", "<bos>", *characters, *pairs][:vocab_size]
+    core = Tokenizer(models.WordPiece({token: index for index, token in enumerate(tokens)}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", bos_token="<bos>")
