@@ -1,0 +1,537 @@
+// Attention over a paged KV cache for a flat batch of slices of sequences.
+//
+// Every result row is computed by the same operations in the same order whatever else is in the batch and
+// however many threads there are: keys are taken in steps of kStep and chunks of kChunk by their index in
+// the sequence's cache, each chunk gives a partial softmax, and partials are merged in order. A lone long
+// sequence is spread over threads by chunk, a large batch by sequence and KV head.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+#include "team.h"
+
+namespace dh {
+
+constexpr int kStep = 64;     // keys between two looks at the running maximum
+constexpr int kChunk = 512;   // keys of one partial softmax
+constexpr int kRowBlock = 32; // query rows (of all heads that share a KV head) that share one pass over the keys
+constexpr int kMaxHeadDim = 256;
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// One step's batch; specdec/attention/metadata.py describes the arrays.
+struct Step {
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  const int32_t* block_tables;
+  const int64_t* slots;
+  const int64_t* positions;
+  const uint8_t* ancestor_mask;  // null: chains only
+  int32_t num_rows;
+  int32_t num_sequences;
+  int32_t table_width;
+  int32_t mask_width;
+};
+
+// What one layer's attention is. Pools are [blocks, num_kv_heads, block_size, head_dim], contiguous.
+struct Layer {
+  void* key_pool;
+  void* value_pool;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t block_size;
+  int32_t window;  // 0: none
+  float scaling;
+  float softcap;  // 0: none
+};
+
+// [rows, heads, head_dim] with unit stride in the last dimension; strides in elements.
+template <typename T>
+struct Rows {
+  T* data;
+  int64_t row_stride;
+  int64_t head_stride;
+
+  T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
+};
+
+template <typename T>
+struct Operands {
+  Rows<const T> query, key, value;
+  Rows<T> out;
+};
+
+inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+template <typename T>
+void write_kv(const Member& member, const Step& step, const Layer& layer, const Operands<T>& op) {
+  int64_t first, last;
+  member.share(int64_t(step.num_rows) * layer.num_kv_heads, &first, &last);
+  const size_t bytes = layer.head_dim * sizeof(T);
+  for (int64_t item = first; item < last; ++item) {
+    const int64_t row = item / layer.num_kv_heads, head = item % layer.num_kv_heads;
+    const int64_t block = step.slots[row] / layer.block_size, offset = step.slots[row] % layer.block_size;
+    const int64_t at = ((block * layer.num_kv_heads + head) * layer.block_size + offset) * layer.head_dim;
+    std::memcpy(static_cast<T*>(layer.key_pool) + at, op.key.at(row, head), bytes);
+    std::memcpy(static_cast<T*>(layer.value_pool) + at, op.value.at(row, head), bytes);
+  }
+}
+
+// How keys and queries of one dtype meet: keys as columns of 32-bit units (a float, or two bf16), queries
+// as the same units to broadcast.
+template <typename T>
+struct Units;
+
+template <>
+struct Units<float> {
+  static constexpr int per = 1;
+  static f32x16 multiply_add(f32x16 acc, u32x16 keys, uint32_t query) {
+    return acc + (f32x16)keys * load_as<float>(&query);
+  }
+};
+
+template <>
+struct Units<bf16> {
+  static constexpr int per = 2;
+  static f32x16 multiply_add(f32x16 acc, u32x16 keys, uint32_t query) { return dot_pairs(acc, keys, query); }
+};
+
+// The query rows of one work item and the state of their softmax.
+struct RowBlock {
+  int sequence;
+  int kv_head;
+  int first;  // first folded row: query row * group + head in group
+  int count;  // folded rows
+};
+
+template <typename T>
+class BlockAttention {
+ public:
+  BlockAttention(const Step& step, const Layer& layer, const Operands<T>& op)
+      : step_(step),
+        layer_(layer),
+        op_(op),
+        group_(layer.num_heads / layer.num_kv_heads),
+        num_units_(round_up((layer.head_dim + Units<T>::per - 1) / Units<T>::per, kLanes)),
+        padded_dim_(round_up(layer.head_dim, kLanes)) {}
+
+  int padded_dim() const { return padded_dim_; }
+
+  // Loads the query rows of `block` and forgets the state.
+  void begin(const RowBlock& block) {
+    block_ = block;
+    row_start_ = step_.query_start[block.sequence];
+    context_ = step_.context_lens[block.sequence];
+    base_ = context_ - (step_.query_start[block.sequence + 1] - row_start_);
+    table_ = step_.block_tables + int64_t(block.sequence) * step_.table_width;
+    for (int r = 0; r < block.count; ++r) {
+      uint32_t* target = query_ + r * num_units_;
+      std::memset(target, 0, num_units_ * sizeof(uint32_t));
+      std::memcpy(target, op_.query.at(row(r), head(r)), layer_.head_dim * sizeof(T));
+    }
+  }
+
+  // Attends to keys [first, last) chunk by chunk and writes the rows.
+  void attend_and_write(int first, int last) {
+    if (first / kChunk == (last - 1) / kChunk) {
+      reset();
+      attend(first, last);
+      for (int r = 0; r < block_.count; ++r) write(r, total_[r], weighted_ + r * padded_dim_);
+      return;
+    }
+    std::fill(merged_maximum_, merged_maximum_ + block_.count, kMinusInfinity);
+    std::fill(merged_total_, merged_total_ + block_.count, 0.0f);
+    std::fill(merged_weighted_, merged_weighted_ + block_.count * padded_dim_, 0.0f);
+    for (int chunk = first / kChunk; chunk * kChunk < last; ++chunk) {
+      reset();
+      attend(std::max(first, chunk * kChunk), std::min(last, (chunk + 1) * kChunk));
+      for (int r = 0; r < block_.count; ++r)
+        merge(merged_maximum_ + r, merged_total_ + r, merged_weighted_ + r * padded_dim_, maximum_[r], total_[r],
+              weighted_ + r * padded_dim_, padded_dim_);
+    }
+    for (int r = 0; r < block_.count; ++r) write(r, merged_total_[r], merged_weighted_ + r * padded_dim_);
+  }
+
+  // Attends to keys [first, last) of one chunk and leaves row r's partial result at `target(r)`:
+  // the maximum, the total, and from float kLanes on the weighted sum.
+  template <typename Target>
+  void attend_and_keep(int first, int last, const Target& target) {
+    reset();
+    attend(first, last);
+    for (int r = 0; r < block_.count; ++r) {
+      float* partial = target(r);
+      partial[0] = maximum_[r];
+      partial[1] = total_[r];
+      std::memcpy(partial + kLanes, weighted_ + r * padded_dim_, padded_dim_ * sizeof(float));
+    }
+  }
+
+  // Folds the partial state (m, l, a) of row r into (maximum, total, weighted), which hold what came before.
+  static void merge(float* maximum, float* total, float* weighted, float m, float l, const float* a, int dim) {
+    if (m == kMinusInfinity) return;
+    const float top = std::max(*maximum, m);
+    const float old_scale = exp16(splat(*maximum - top))[0];  // exp(-inf) is 0: nothing came before
+    const float new_scale = exp16(splat(m - top))[0];
+    *total = *total * old_scale + l * new_scale;
+    for (int d = 0; d < dim; d += kLanes)
+      store16(weighted + d, load16(weighted + d) * old_scale + load16(a + d) * new_scale);
+    *maximum = top;
+  }
+
+  void write(int r, float total, const float* weighted) const {
+    T* target = op_.out.at(row(r), head(r));
+    const float scale = total > 0.0f ? 1.0f / total : 0.0f;
+    int d = 0;
+    for (; d + kLanes <= layer_.head_dim; d += kLanes) store16(target + d, load16(weighted + d) * scale);
+    if (d < layer_.head_dim) store_tail(target + d, load16(weighted + d) * scale, layer_.head_dim - d);
+  }
+
+ private:
+  void reset() {
+    std::fill(maximum_, maximum_ + block_.count, kMinusInfinity);
+    std::fill(total_, total_ + block_.count, 0.0f);
+    std::fill(weighted_, weighted_ + block_.count * padded_dim_, 0.0f);
+  }
+
+  // Adds keys [first, last), which lie in one chunk and start at a step, to the state.
+  void attend(int first, int last) {
+    for (int key = first; key < last; key += kStep) {
+      const int count = std::min(kStep, last - key);
+      score(key, count);
+      update(count);
+      accumulate(key, count);
+    }
+  }
+
+  int query_row(int r) const { return (block_.first + r) / group_; }
+  int64_t row(int r) const { return row_start_ + query_row(r); }
+  int64_t head(int r) const { return int64_t(block_.kv_head) * group_ + (block_.first + r) % group_; }
+
+  int64_t pool_offset(int key) const {
+    const int64_t block = table_[key / layer_.block_size];
+    return ((block * layer_.num_kv_heads + block_.kv_head) * layer_.block_size + key % layer_.block_size) *
+           layer_.head_dim;
+  }
+
+  // Scores of keys [key, key + count) for every row, masked, in scores_[row][kStep].
+  void score(int key, int count) {
+    for (int tile = 0; tile < count; tile += kLanes) {
+      load_columns(key + tile, std::min(kLanes, count - tile));
+      int r = 0;
+      for (; r + 4 <= block_.count; r += 4) score_rows<4>(r, tile);
+      for (; r < block_.count; ++r) score_rows<1>(r, tile);
+    }
+    const int padded = round_up(count, kLanes);
+    for (int r = 0; r < block_.count; ++r) {
+      float* scores = scores_ + r * kStep;
+      for (int t = 0; t < padded; t += kLanes) {
+        f32x16 s = load16(scores + t) * layer_.scaling;
+        if (layer_.softcap != 0.0f) s = tanh16(s / layer_.softcap) * layer_.softcap;
+        store16(scores + t, s);
+      }
+      mask(r, key, padded);
+    }
+  }
+
+  // Sixteen keys as columns: columns_[unit][lane] is unit `unit` of key `key + lane`, 0 beyond `count`.
+  void load_columns(int key, int count) {
+    const T* pool = static_cast<const T*>(layer_.key_pool);
+    const T* keys[kLanes];
+    for (int lane = 0; lane < count; ++lane) {
+      const int within = (key + lane) % layer_.block_size;
+      keys[lane] = lane == 0 || within == 0 ? pool + pool_offset(key + lane) : keys[lane - 1] + layer_.head_dim;
+    }
+    const int bytes = layer_.head_dim * int(sizeof(T));
+    for (int unit = 0; unit < num_units_; unit += kLanes) {
+      u32x16 tile[kLanes] = {};
+      const int here = std::min(64, bytes - unit * 4);
+      for (int lane = 0; lane < count; ++lane) {
+        const char* source = reinterpret_cast<const char*>(keys[lane]) + unit * 4;
+        if (here == 64)
+          tile[lane] = load_as<u32x16>(source);
+        else
+          std::memcpy(&tile[lane], source, here);
+      }
+      transpose16(tile);
+      for (int i = 0; i < kLanes; ++i) store_as(columns_ + (unit + i) * kLanes, tile[i]);
+    }
+  }
+
+  template <int R>
+  void score_rows(int r, int tile) {
+    f32x16 even[R] = {}, odd[R] = {};
+    const uint32_t* query = query_ + r * num_units_;
+    for (int unit = 0; unit < num_units_; unit += 2) {
+      const u32x16 a = load_as<u32x16>(columns_ + unit * kLanes);
+      const u32x16 b = load_as<u32x16>(columns_ + (unit + 1) * kLanes);
+      for (int i = 0; i < R; ++i) {
+        even[i] = Units<T>::multiply_add(even[i], a, query[i * num_units_ + unit]);
+        odd[i] = Units<T>::multiply_add(odd[i], b, query[i * num_units_ + unit + 1]);
+      }
+    }
+    for (int i = 0; i < R; ++i) store16(scores_ + (r + i) * kStep + tile, even[i] + odd[i]);
+  }
+
+  // Masks keys [key, key + padded) for row r.
+  void mask(int r, int key, int padded) {
+    float* scores = scores_ + r * kStep;
+    if (step_.ancestor_mask != nullptr) {
+      if (layer_.window != 0 || key + padded > base_)
+        for (int t = 0; t < padded; ++t)
+          if (!visible_in_tree(r, key + t)) scores[t] = kMinusInfinity;
+      return;
+    }
+    const int own = base_ + query_row(r);  // a chain: the row's own index in the cache
+    for (int t = std::max(0, own + 1 - key); t < padded; ++t) scores[t] = kMinusInfinity;
+    if (layer_.window == 0) return;
+    const int hidden = std::min(padded, own - layer_.window + 1 - key);
+    for (int t = 0; t < hidden; ++t) scores[t] = kMinusInfinity;
+  }
+
+  bool visible_in_tree(int r, int key) const {
+    if (key >= context_) return false;
+    const int ahead = key - base_;  // row of this step that holds the key, when not negative
+    if (ahead >= 0 && !step_.ancestor_mask[row(r) * step_.mask_width + ahead]) return false;
+    if (layer_.window == 0) return true;
+    const int64_t at = ahead >= 0 ? step_.positions[row_start_ + ahead] : key;
+    return step_.positions[row(r)] - at < layer_.window;
+  }
+
+  // Online softmax: turns scores into weights relative to the new maximum, rescales what came before.
+  void update(int count) {
+    const int padded = round_up(count, kLanes);
+    for (int r = 0; r < block_.count; ++r) {
+      float* scores = scores_ + r * kStep;
+      f32x16 top = load16(scores);
+      for (int t = kLanes; t < padded; t += kLanes) top = vmax(top, load16(scores + t));
+      const float highest = std::max(reduce_max(top), maximum_[r]);
+      if (highest > maximum_[r]) {
+        const f32x16 scale = exp16(splat(maximum_[r] - highest));
+        total_[r] *= scale[0];
+        float* weighted = weighted_ + r * padded_dim_;
+        for (int d = 0; d < padded_dim_; d += kLanes) store16(weighted + d, load16(weighted + d) * scale);
+        maximum_[r] = highest;
+      }
+      const f32x16 offset = splat(highest == kMinusInfinity ? 0.0f : highest);
+      f32x16 sum = {};
+      for (int t = 0; t < padded; t += kLanes) {
+        const f32x16 weight = exp16(load16(scores + t) - offset);
+        store16(scores + t, weight);
+        sum += weight;
+      }
+      total_[r] += reduce_add(sum);
+    }
+  }
+
+  void accumulate(int key, int count) {
+    const T* pool = static_cast<const T*>(layer_.value_pool);
+    for (int t = 0; t < count; ++t) {
+      const int within = (key + t) % layer_.block_size;
+      values_[t] = t == 0 || within == 0 ? pool + pool_offset(key + t) : values_[t - 1] + layer_.head_dim;
+    }
+    int d = 0;
+    for (; d + 4 * kLanes <= layer_.head_dim; d += 4 * kLanes) accumulate_columns<4>(d, count);
+    for (; d + kLanes <= layer_.head_dim; d += kLanes) accumulate_columns<1>(d, count);
+    if (d < layer_.head_dim) accumulate_tail(d, count);
+  }
+
+  template <int V>
+  void accumulate_columns(int d, int count) {
+    int r = 0;
+    for (; r + 4 <= block_.count; r += 4) accumulate_rows<4, V>(r, d, count);
+    for (; r + 2 <= block_.count; r += 2) accumulate_rows<2, V>(r, d, count);
+    for (; r < block_.count; ++r) accumulate_rows<1, V>(r, d, count);
+  }
+
+  template <int R, int V>
+  void accumulate_rows(int r, int d, int count) {
+    f32x16 sum[R][V];
+    float* weighted = weighted_ + r * padded_dim_ + d;
+    for (int i = 0; i < R; ++i)
+      for (int v = 0; v < V; ++v) sum[i][v] = load16(weighted + i * padded_dim_ + v * kLanes);
+    for (int t = 0; t < count; ++t) {
+      f32x16 value[V];
+      for (int v = 0; v < V; ++v) value[v] = load16(values_[t] + d + v * kLanes);
+      for (int i = 0; i < R; ++i) {
+        const float weight = scores_[(r + i) * kStep + t];
+        for (int v = 0; v < V; ++v) sum[i][v] += value[v] * weight;
+      }
+    }
+    for (int i = 0; i < R; ++i)
+      for (int v = 0; v < V; ++v) store16(weighted + i * padded_dim_ + v * kLanes, sum[i][v]);
+  }
+
+  void accumulate_tail(int d, int count) {
+    for (int r = 0; r < block_.count; ++r) {
+      float* weighted = weighted_ + r * padded_dim_ + d;
+      f32x16 sum = load16(weighted);
+      for (int t = 0; t < count; ++t)
+        sum += load_tail(values_[t] + d, layer_.head_dim - d) * scores_[r * kStep + t];
+      store16(weighted, sum);
+    }
+  }
+
+  const Step& step_;
+  const Layer& layer_;
+  const Operands<T>& op_;
+  const int group_;
+  const int num_units_;
+  const int padded_dim_;
+
+  RowBlock block_ = {};
+  int64_t row_start_ = 0;
+  int context_ = 0;
+  int base_ = 0;  // cached tokens older than this step
+  const int32_t* table_ = nullptr;
+  const T* values_[kStep];
+
+  alignas(64) uint32_t query_[kRowBlock * kMaxHeadDim];
+  alignas(64) uint32_t columns_[kMaxHeadDim * kLanes];
+  alignas(64) float scores_[kRowBlock * kStep];
+  alignas(64) float weighted_[kRowBlock * kMaxHeadDim];
+  alignas(64) float maximum_[kRowBlock];
+  alignas(64) float total_[kRowBlock];
+  alignas(64) float merged_weighted_[kRowBlock * kMaxHeadDim];
+  float merged_maximum_[kRowBlock];
+  float merged_total_[kRowBlock];
+};
+
+// A row block, or one chunk of it.
+struct WorkItem {
+  RowBlock block;
+  int first_key;
+  int last_key;
+  int64_t cost;
+  int64_t partial;  // index of the first of its rows among the partial results; -1: writes its rows itself
+};
+
+// How one step's attention is shared out; the same for all layers of equal heads and window.
+struct AttentionPlan {
+  std::vector<WorkItem> items;
+  std::vector<int> thread_start;  // items of thread t: thread_start[t] .. thread_start[t + 1] - 1
+  std::vector<int> split_start;   // first item of each block that is split by chunk ...
+  std::vector<int> split_end;     // ... and the item after its last
+  int64_t num_partials = 0;
+
+  void build(const Step& step, const Layer& layer, int num_threads) {
+    items.clear();
+    split_start.clear();
+    split_end.clear();
+    num_partials = 0;
+    const int group = layer.num_heads / layer.num_kv_heads;
+    int64_t total = 0, largest = 0;
+    for_each_block(step, layer, group, [&](const RowBlock&, int, int, int64_t cost) {
+      total += cost;
+      largest = std::max(largest, cost);
+    });
+    // Splitting costs a second phase: only where whole blocks would leave threads idle.
+    const bool split = num_threads > 1 && largest * num_threads > total + total / 4;
+    for_each_block(step, layer, group, [&](const RowBlock& block, int first, int last, int64_t cost) {
+      const int from = first / kChunk, to = (last + kChunk - 1) / kChunk;
+      if (!split || to - from < 2 || cost * num_threads * 4 < total) {
+        items.push_back({block, first, last, cost, -1});
+        return;
+      }
+      split_start.push_back(int(items.size()));
+      for (int chunk = from; chunk < to; ++chunk) {
+        const int begin = std::max(first, chunk * kChunk), end = std::min(last, (chunk + 1) * kChunk);
+        items.push_back({block, begin, end, cost_of(block, begin, end), num_partials});
+        num_partials += block.count;
+      }
+      split_end.push_back(int(items.size()));
+    });
+    finish(num_threads, total);
+  }
+
+ private:
+  static int64_t cost_of(const RowBlock& block, int first, int last) {
+    // Reading a key costs about as much as using it for eight rows.
+    return int64_t(last - first) * (8 + block.count) + 256;
+  }
+
+  template <typename Visit>
+  static void for_each_block(const Step& step, const Layer& layer, int group, const Visit& visit) {
+    for (int s = 0; s < step.num_sequences; ++s) {
+      const int rows = step.query_start[s + 1] - step.query_start[s];
+      const int base = step.context_lens[s] - rows;
+      for (int first = 0; first < rows * group; first += kRowBlock) {
+        const int count = std::min(kRowBlock, rows * group - first);
+        const bool tree = step.ancestor_mask != nullptr;
+        const int last_key = tree ? base + rows : base + (first + count - 1) / group + 1;
+        // No row of this step stands at a lower position than `base`, nor, in a chain, than its index.
+        const int lowest = tree ? base : base + first / group;
+        const int first_key = layer.window == 0 ? 0 : std::max(0, lowest - layer.window + 1) / kStep * kStep;
+        for (int head = 0; head < layer.num_kv_heads; ++head) {
+          const RowBlock block = {s, head, first, count};
+          visit(block, first_key, last_key, cost_of(block, first_key, last_key));
+        }
+      }
+    }
+  }
+
+  void finish(int num_threads, int64_t total) {
+    thread_start.assign(num_threads + 1, int(items.size()));
+    thread_start[0] = 0;
+    int64_t before = 0;
+    int thread = 0;
+    for (int i = 0; i < int(items.size()); ++i) {
+      // An item goes to the thread whose share of the whole cost holds the item's middle.
+      const int64_t middle = before + items[i].cost / 2;
+      while (thread + 1 < num_threads && middle * num_threads >= total * (thread + 1)) thread_start[++thread] = i;
+      before += items[i].cost;
+    }
+  }
+
+};
+
+// Partial results of chunks: per row maximum, total and padded_dim weighted sums.
+struct PartialResults {
+  std::vector<float> values;
+  int stride = 0;
+
+  void reserve(int64_t num_partials, int head_dim) {
+    stride = round_up(head_dim, kLanes) + kLanes;
+    if (int64_t(values.size()) < num_partials * stride) values.resize(num_partials * stride);
+  }
+  float* at(int64_t index) { return values.data() + index * stride; }
+};
+
+// Attends to what `write_kv` has put into the pool (a sync between the two). Ends without a sync.
+template <typename T>
+void paged_attention(const Member& member, const Step& step, const Layer& layer, const Operands<T>& op,
+                     const AttentionPlan& plan, PartialResults& partials) {
+  BlockAttention<T> attention(step, layer, op);
+  for (int i = plan.thread_start[member.index]; i < plan.thread_start[member.index + 1]; ++i) {
+    const WorkItem& item = plan.items[i];
+    attention.begin(item.block);
+    if (item.partial < 0)
+      attention.attend_and_write(item.first_key, item.last_key);
+    else
+      attention.attend_and_keep(item.first_key, item.last_key,
+                                [&](int r) { return partials.at(item.partial + r); });
+  }
+  if (plan.split_start.empty()) return;
+  member.sync();
+  const int dim = attention.padded_dim();
+  alignas(64) float weighted[kMaxHeadDim];
+  int64_t first, last;
+  member.share(int64_t(plan.split_start.size()), &first, &last);
+  for (int64_t s = first; s < last; ++s) {
+    const RowBlock& block = plan.items[plan.split_start[s]].block;
+    attention.begin(block);
+    for (int r = 0; r < block.count; ++r) {
+      float maximum = kMinusInfinity, total = 0.0f;
+      std::fill(weighted, weighted + dim, 0.0f);
+      for (int i = plan.split_start[s]; i < plan.split_end[s]; ++i) {
+        const float* partial = partials.at(plan.items[i].partial + r);
+        BlockAttention<T>::merge(&maximum, &total, weighted, partial[0], partial[1], partial + kLanes, dim);
+      }
+      attention.write(r, total, weighted);
+    }
+  }
+}
+
+}  // namespace dh

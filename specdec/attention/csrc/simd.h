@@ -1,0 +1,180 @@
+// Sixteen lanes at a time, written with the compilers' vector extensions: AVX-512 takes them as they are,
+// narrower machines in pieces. Only bf16 dot products and bf16 rounding have instructions of their own.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#include <immintrin.h>
+#define DH_BF16_DOT 1
+#endif
+
+namespace dh {
+
+constexpr int kLanes = 16;
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <typename V>
+inline V load_as(const void* source) {
+  V value;
+  std::memcpy(&value, source, sizeof(V));
+  return value;
+}
+
+template <typename V>
+inline void store_as(void* target, V value) {
+  std::memcpy(target, &value, sizeof(V));
+}
+
+inline f32x16 splat(float value) { return value - f32x16{}; }
+inline u32x16 splat_bits(uint32_t value) { return value - u32x16{}; }
+
+inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : no; }
+
+inline f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
+
+// Fixed order: lane i with lane i + 8, then + 4, + 2, + 1.
+inline float reduce_add(f32x16 v) {
+  alignas(64) float lane[kLanes];
+  store_as(lane, v);
+  for (int width = 8; width > 0; width >>= 1)
+    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+inline float reduce_max(f32x16 v) {
+  alignas(64) float lane[kLanes];
+  store_as(lane, v);
+  for (int width = 8; width > 0; width >>= 1)
+    for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+  return lane[0];
+}
+
+inline float to_float(bf16 value) {
+  const uint32_t bits = uint32_t(value.bits) << 16;
+  return load_as<float>(&bits);
+}
+inline float to_float(float value) { return value; }
+
+inline f32x16 widen(u16x16 halves) { return (f32x16)(__builtin_convertvector(halves, u32x16) << 16); }
+
+inline f32x16 load16(const float* p) { return load_as<f32x16>(p); }
+inline f32x16 load16(const bf16* p) { return widen(load_as<u16x16>(p)); }
+
+// Round to nearest even; a NaN stays a (quiet) NaN.
+inline u16x16 narrow(f32x16 v) {
+  const u32x16 bits = (u32x16)v;
+  const u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const u32x16 nan = splat_bits(0x7fc0u);
+  return __builtin_convertvector((v != v) ? nan : rounded, u16x16);
+}
+
+inline void store16(float* p, f32x16 v) { store_as(p, v); }
+inline void store16(bf16* p, f32x16 v) { store_as(p, narrow(v)); }
+
+// What the value becomes when it is stored as T and read again.
+template <typename T>
+inline f32x16 rounded(f32x16 v);
+template <>
+inline f32x16 rounded<float>(f32x16 v) {
+  return v;
+}
+template <>
+inline f32x16 rounded<bf16>(f32x16 v) {
+  return widen(narrow(v));
+}
+
+template <typename T>
+inline f32x16 load_tail(const T* p, int count) {
+  alignas(64) T lane[kLanes] = {};
+  std::memcpy(lane, p, count * sizeof(T));
+  return load16(lane);
+}
+
+template <typename T>
+inline void store_tail(T* p, f32x16 v, int count) {
+  alignas(64) T lane[kLanes];
+  store16(lane, v);
+  std::memcpy(p, lane, count * sizeof(T));
+}
+
+// exp(x): 0 below -87.3, saturated above 88.3; within 2 units in the last place between
+// (Cody-Waite reduction, degree-6 minimax polynomial as in Cephes expf).
+inline f32x16 exp16(f32x16 x) {
+  const f32x16 low = splat(-87.3f), high = splat(88.3f);
+  const i32x16 vanishes = x < low;
+  f32x16 y = select(x > high, high, x);
+  y = select(vanishes, low, y);
+  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32x16 shifted = y * 1.44269504088896341f + magic;
+  const f32x16 n = shifted - magic;
+  f32x16 r = y - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  f32x16 p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const i32x16 exponent = ((i32x16)shifted - (i32x16)magic + 127) << 23;
+  return select(vanishes, f32x16{}, p * (f32x16)exponent);
+}
+
+inline f32x16 tanh16(f32x16 x) {
+  const f32x16 e = exp16(x * 2.0f);
+  return 1.0f - 2.0f / (e + 1.0f);
+}
+
+// Transposes a 16 x 16 matrix of 32-bit values held in 16 vectors (Eklundh: swap bit by bit).
+template <int Step>
+inline void transpose_stage(u32x16* rows) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & Step) continue;
+    const u32x16 a = rows[i], b = rows[i + Step];
+#define DH_LO(l) ((l & Step) ? 16 + l - Step : l)
+#define DH_HI(l) ((l & Step) ? 16 + l : l + Step)
+#define DH_ALL(M) \
+  M(0), M(1), M(2), M(3), M(4), M(5), M(6), M(7), M(8), M(9), M(10), M(11), M(12), M(13), M(14), M(15)
+#if defined(__clang__)
+    rows[i] = __builtin_shufflevector(a, b, DH_ALL(DH_LO));
+    rows[i + Step] = __builtin_shufflevector(a, b, DH_ALL(DH_HI));
+#else
+    rows[i] = __builtin_shuffle(a, b, u32x16{DH_ALL(DH_LO)});
+    rows[i + Step] = __builtin_shuffle(a, b, u32x16{DH_ALL(DH_HI)});
+#endif
+#undef DH_ALL
+#undef DH_HI
+#undef DH_LO
+  }
+}
+
+inline void transpose16(u32x16* rows) {
+  transpose_stage<8>(rows);
+  transpose_stage<4>(rows);
+  transpose_stage<2>(rows);
+  transpose_stage<1>(rows);
+}
+
+// acc[lane] += a[lane].lo * b.lo + a[lane].hi * b.hi for pairs of bf16 packed in 32 bits, b the same in
+// all lanes.
+inline f32x16 dot_pairs(f32x16 acc, u32x16 a, uint32_t b) {
+#ifdef DH_BF16_DOT
+  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)splat_bits(b));
+#else
+  const uint32_t low = b << 16, high = b & 0xffff0000u;
+  acc += (f32x16)(a << 16) * load_as<float>(&low);
+  return acc + (f32x16)(a & 0xffff0000u) * load_as<float>(&high);
+#endif
+}
+
+}  // namespace dh

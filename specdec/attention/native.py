@@ -1,0 +1,168 @@
+"""Builds the C++ kernels that come with the package, once per machine, and loads them.
+
+The sources have a plain C interface (no PyTorch headers): a build takes a few seconds and does not depend
+on the PyTorch version. Libraries are cached under a name that covers everything they depend on: sources,
+flags, compiler and instruction set. Processes may share the folder: a build happens under a file lock and
+appears by rename, a digest beside it is checked before it is loaded, and what fails the check is rebuilt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CACHE_DIR = Path("~/.cache/drafthouse/compile")
+_COMPILERS = ("g++", "c++", "clang++")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-fopenmp",
+)
+_BUILD_TIMEOUT_S = 300.0
+
+
+class NativeUnavailable(Exception):
+    """The kernels cannot be built or loaded here; the text says why. Everything runs without them."""
+
+
+def resolve_cache_dir(cache_dir: str | Path | None) -> Path:
+    """Return the folder of compiled artefacts: `cache_dir`, or the default one in the user's home."""
+    return Path(DEFAULT_CACHE_DIR if cache_dir is None else cache_dir).expanduser()
+
+
+@functools.cache
+def load_library(source: Path, cache_dir: Path) -> ctypes.CDLL:
+    """Return the library built from the C++ file `source`, from the cache or freshly built.
+
+    Headers may lie in the file's own folder and in `specdec/attention/csrc`. Calls release the GIL.
+
+    Raises:
+        NativeUnavailable: no compiler, a failed build, or a folder that cannot be written.
+    """
+    compiler = find_compiler()
+    includes = sorted({source.parent, Path(__file__).parent / "csrc"})
+    target = cache_dir / f"{source.stem}-{_cache_key(source, includes, compiler)}.so"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if not _is_intact(target):
+                _build(compiler, source, includes, target)
+    except OSError as error:
+        raise NativeUnavailable(f"cannot write the kernel cache {cache_dir}: {error}") from error
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise NativeUnavailable(f"cannot load {target}: {error}") from error
+
+
+def find_compiler() -> str:
+    """Return the path of a C++ compiler: `$CXX`, or the first of g++, c++, clang++.
+
+    Raises:
+        NativeUnavailable: there is none.
+    """
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise NativeUnavailable(
+        f"no C++ compiler found (CXX={wanted})" if wanted else f"no C++ compiler found ({', '.join(_COMPILERS)})"
+    )
+
+
+@functools.cache
+def cpu_capability() -> str:
+    """Digest of the instruction sets of this machine's CPU."""
+    description = platform.machine() + platform.processor()
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as cpuinfo:
+            for line in cpuinfo:
+                if line.startswith(("flags", "Features", "model name", "CPU part")):
+                    description += line
+                if not line.strip():
+                    break
+    except FileNotFoundError:
+        pass  # not Linux: the architecture's name must do
+    return hashlib.sha256(description.encode()).hexdigest()[:16]
+
+
+def source_digest(folders: Sequence[Path]) -> str:
+    """Digest of all C++ sources and headers in `folders`."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted((*folder.glob("*.h"), *folder.glob("*.cpp"))):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_key(source: Path, includes: Sequence[Path], compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = (source_digest(includes), " ".join(_FLAGS), version, cpu_capability(), str(_openmp_library()))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _openmp_library() -> Path | None:
+    """The OpenMP runtime that PyTorch brings along: a second one would have threads of its own, and the
+    two pools would spin against each other."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return found[0] if found else None
+
+
+def _build(compiler: str, source: Path, includes: Sequence[Path], target: Path) -> None:
+    openmp = _openmp_library()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        compiled, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        include_flags = [f"-I{include}" for include in includes]
+        _run([compiler, *_FLAGS, *include_flags, "-c", str(source), "-o", str(compiled)])
+        _run([compiler, "-shared", str(compiled), str(openmp) if openmp else "-fopenmp", "-o", str(linked)])
+        digest = Path(folder) / "digest"
+        digest.write_text(hashlib.sha256(linked.read_bytes()).hexdigest(), encoding="ascii")
+        os.replace(linked, target)
+        os.replace(digest, target.with_suffix(".sha256"))
+    logger.info("built %s into %s", source.name, target)
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"{command[0]} did not finish within {_BUILD_TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        raise NativeUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
+
+
+def _is_intact(library: Path) -> bool:
+    try:
+        expected = library.with_suffix(".sha256").read_text(encoding="ascii", errors="replace")
+        return hashlib.sha256(library.read_bytes()).hexdigest() == expected
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
