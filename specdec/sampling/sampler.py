@@ -12,14 +12,17 @@ R rows, V token ids.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.proposal import NoiseStream
-from specdec.core.sampling_params import LogprobsMode
+from specdec.core.sampling_params import LogprobsMode, SamplingParams
+from specdec.sampling.native import NativeBuildError, NativeTokenFunction, build_library, default_cache_dir
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.transforms import scores_of
@@ -34,6 +37,8 @@ __all__ = [
     "target_distribution",
 ]
 
+_logger = logging.getLogger(__name__)
+
 
 class SampledRows(NamedTuple):
     """What sampling made of R rows."""
@@ -45,12 +50,36 @@ class SampledRows(NamedTuple):
 
 
 class Sampler:
-    """Evaluates the token function."""
+    """Evaluates the token function: with tensor ops anywhere, with compiled code on CPUs once warmed up.
+
+    Both make the same choices. `warm_up` may run in another thread while `sample` is in use.
+    """
+
+    def __init__(self, cache_dir: str | Path | None = None) -> None:
+        """Create a sampler that keeps compiled code in `cache_dir` (None: the user's cache folder)."""
+        self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
+        self._native: NativeTokenFunction | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether CPU rows go through compiled code."""
+        return self._native is not None
 
     def warm_up(self) -> None:
-        """Do what takes long on first use. Until it is called, and where there is no compiler, slower
-        ops give the same tokens.
+        """Compile the CPU code, or load it from the cache; about a second the first time.
+
+        Where that is not possible, or its choices differ from the tensor ops', one log line says so and
+        the tensor ops stay in use.
         """
+        try:
+            native = NativeTokenFunction(build_library(self._cache_dir))
+        except (NativeBuildError, OSError) as error:
+            _logger.warning("sampling with plain tensor ops, which is slower: %s", error)
+            return
+        if _agrees(native):
+            self._native = native
+        else:
+            _logger.error("sampling with plain tensor ops: the compiled code chooses other tokens")
 
     def sample(
         self, logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target"
@@ -63,7 +92,27 @@ class Sampler:
             stream: noise to use; "target" is the token function, others are for drafters of ratio rules.
         """
         _check_shapes(logits_RV, rows)
-        return sample_eager(logits_RV, rows, stream)
+        if self._native is None or not logits_RV.is_cpu:
+            return sample_eager(logits_RV, rows, stream)
+        logits_RV = logits_RV.float()
+        if logits_RV.stride(1) != 1:
+            logits_RV = logits_RV.contiguous()
+        return SampledRows(*self._native(logits_RV, rows, stream))
+
+
+def _agrees(native: NativeTokenFunction) -> bool:
+    """Return whether compiled code and tensor ops choose the same tokens on a small batch of every kind."""
+    params = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_p=0.9),
+        SamplingParams(temperature=2.0, top_k=40, min_p=0.01),
+    )
+    rows = SamplingRows.build([RowSpec(one, seed, 1000 * seed, 8) for seed, one in enumerate(params)])
+    generator = torch.Generator().manual_seed(0)
+    logits_RV = torch.randn(rows.num_rows, 1000, generator=generator) * 3
+    expected = sample_eager(logits_RV, rows, "target")
+    return all(map(torch.equal, native(logits_RV, rows, "target"), expected))
 
 
 def sample_eager(logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream) -> SampledRows:

@@ -1,0 +1,274 @@
+// The token function (see sampler.py) for rows of fp32 logits on a CPU.
+//
+// Choices are those of sampler.sample_eager. It is faster because only tokens that can still win get their
+// noise: -log(u) bounds Gumbel noise from above, and a bound on -log(u) is read off the float's bits. The
+// few that survive are scored exactly as the definition says. All cuts are lower limits on the score, so
+// the kept set is one comparison.
+//
+// Plain loops over small blocks, written to be vectorised by the compiler. The constants of the hash come
+// from noise.py as macros: DH_WEYL, DH_MULTIPLIER_1, DH_MULTIPLIER_2.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kBlock = 64;
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+// No noise is larger: g(h = 0) = 22.873858.
+constexpr float kLargestNoise = 22.8739f;
+// Covers the rounding of the bound below, of a sum of magnitude up to 50.
+constexpr float kSlack = 1e-4f;
+// exp(-50) x 2^17 tokens is below the last bit of a float64 mass of at least 1.
+constexpr float kNoMass = -50.0f;
+
+struct Row {
+    uint64_t key;
+    float temperature;
+    int64_t top_k;
+    double top_p;
+    float log_min_p;
+};
+
+inline uint64_t mix64(uint64_t z) {
+    z = (z ^ (z >> 30)) * DH_MULTIPLIER_1;
+    z = (z ^ (z >> 27)) * DH_MULTIPLIER_2;
+    return z ^ (z >> 31);
+}
+
+inline uint64_t row_key(uint64_t seed, uint64_t position, uint64_t stream_tag) {
+    return mix64(mix64(mix64(seed + DH_WEYL) ^ stream_tag) + (position + 1) * DH_WEYL);
+}
+
+inline float noise(uint32_t hash_bits) {
+    const double u = (hash_bits + 0.5) * 0x1p-32;
+    return static_cast<float>(-std::log(-std::log1p(-u)));
+}
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// Largest logit; NaN when any logit is NaN.
+float peak_of(const float* logits, int64_t size) {
+    float lanes[kBlock];
+    uint32_t nan_lanes[kBlock] = {};
+    std::fill(lanes, lanes + kBlock, kNever);
+    int64_t i = 0;
+    for (; i + kBlock <= size; i += kBlock) {
+        for (int64_t j = 0; j < kBlock; ++j) {
+            const float x = logits[i + j];
+            lanes[j] = x > lanes[j] ? x : lanes[j];
+            nan_lanes[j] |= (bits_of(x) & 0x7FFFFFFFu) > 0x7F800000u;
+        }
+    }
+    for (; i < size; ++i) {
+        lanes[0] = std::max(lanes[0], logits[i]);
+        nan_lanes[0] |= std::isnan(logits[i]);
+    }
+    if (std::any_of(nan_lanes, nan_lanes + kBlock, [](uint32_t is_nan) { return is_nan != 0; })) {
+        return std::numeric_limits<float>::quiet_NaN();
+    }
+    return *std::max_element(lanes, lanes + kBlock);
+}
+
+// First token at the peak.
+int64_t first_at(const float* logits, int64_t size, float peak) {
+    int64_t i = 0;
+    for (; i + kBlock <= size; i += kBlock) {
+        uint32_t found = 0;
+        for (int64_t j = 0; j < kBlock; ++j) found |= logits[i + j] == peak;
+        if (found) break;
+    }
+    while (logits[i] != peak) ++i;
+    return i;
+}
+
+// ---- cuts: each is a lower limit on the score ----------------------------------------------------
+
+// Scores fall into bins by the bits of -score, so that a bin is 1/32 of an octave wide and bins run from
+// the most likely tokens to the least likely.
+constexpr uint32_t kBinShift = 18;
+constexpr uint32_t kFirstBin = 115u << 5;  // everything above -2^-12
+constexpr uint32_t kLastBin = 136u << 5;   // everything below -2^9, -inf too
+constexpr uint32_t kNumBins = kLastBin - kFirstBin + 1;
+
+inline uint32_t bin_of(float score) {
+    const uint32_t bin = (bits_of(score) & 0x7FFFFFFFu) >> kBinShift;
+    return std::min(std::max(bin, kFirstBin), kLastBin) - kFirstBin;
+}
+
+std::vector<float> scores_in_bin(const float* scores, int64_t padded, uint32_t bin) {
+    std::vector<float> found;
+    for (int64_t i = 0; i < padded; ++i) {
+        if (bin_of(scores[i]) == bin) found.push_back(scores[i]);
+    }
+    return found;
+}
+
+// `scores` is padded with -inf to whole blocks, here and below.
+float top_k_limit(const float* scores, int64_t padded, int64_t top_k) {
+    std::array<int32_t, kNumBins> counts{};
+    for (int64_t begin = 0; begin < padded; begin += kBlock) {
+        uint32_t bins[kBlock];
+        for (int64_t j = 0; j < kBlock; ++j) bins[j] = bin_of(scores[begin + j]);
+        for (int64_t j = 0; j < kBlock; ++j) ++counts[bins[j]];
+    }
+    uint32_t bin = 0;
+    int64_t wanted = top_k;
+    while (counts[bin] < wanted) wanted -= counts[bin++];
+    std::vector<float> candidates = scores_in_bin(scores, padded, bin);
+    std::nth_element(candidates.begin(), candidates.begin() + (wanted - 1), candidates.end(), std::greater<>());
+    return candidates[wanted - 1];
+}
+
+// exp(x) for x in [-50, 0] to about one unit in the last place, in operations that vectorise.
+inline double exp_of(double x) {
+    constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
+    const double shifted = x * 1.4426950408889634 + kRound;
+    uint64_t exponent;
+    std::memcpy(&exponent, &shifted, sizeof exponent);
+    const double n = shifted - kRound;
+    const double r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;  // ln2 in two parts
+    double series = 1.0 / 6227020800.0;  // Taylor to r^13 / 13!, |r| <= ln2 / 2
+    series = series * r + 1.0 / 479001600.0;
+    series = series * r + 1.0 / 39916800.0;
+    series = series * r + 1.0 / 3628800.0;
+    series = series * r + 1.0 / 362880.0;
+    series = series * r + 1.0 / 40320.0;
+    series = series * r + 1.0 / 5040.0;
+    series = series * r + 1.0 / 720.0;
+    series = series * r + 1.0 / 120.0;
+    series = series * r + 1.0 / 24.0;
+    series = series * r + 1.0 / 6.0;
+    series = series * r + 0.5;
+    series = series * r + 1.0;
+    series = series * r + 1.0;
+    uint64_t bits;
+    std::memcpy(&bits, &series, sizeof bits);
+    bits += exponent << 52;
+    std::memcpy(&series, &bits, sizeof bits);
+    return series;
+}
+
+float top_p_limit(const float* scores, int64_t padded, double top_p, float limit) {
+    std::array<double, kNumBins + 1> masses{};  // the last one takes what a cut before has dropped
+    const float least = std::max(limit, kNoMass);
+    for (int64_t begin = 0; begin < padded; begin += kBlock) {
+        uint32_t bins[kBlock];
+        double block_masses[kBlock];
+        for (int64_t j = 0; j < kBlock; ++j) {
+            bins[j] = scores[begin + j] >= least ? bin_of(scores[begin + j]) : kNumBins;
+        }
+        for (int64_t j = 0; j < kBlock; ++j) block_masses[j] = exp_of(std::max(scores[begin + j], least));
+        for (int64_t j = 0; j < kBlock; ++j) masses[bins[j]] += block_masses[j];
+    }
+    double total = 0.0;
+    for (uint32_t b = 0; b < kNumBins; ++b) total += masses[b];
+    const double wanted = top_p * total;
+    double taken = 0.0;
+    uint32_t bin = 0;
+    while (bin + 1 < kNumBins && taken + masses[bin] < wanted) taken += masses[bin++];
+    std::vector<float> candidates = scores_in_bin(scores, padded, bin);
+    std::sort(candidates.begin(), candidates.end(), std::greater<>());
+    float last = 0.0f;
+    for (float score : candidates) {
+        if (score < least) break;
+        last = score;
+        taken += exp_of(score);
+        if (taken >= wanted) break;
+    }
+    return last;
+}
+
+// ---- choice ---------------------------------------------------------------------------------------
+
+struct Choice {
+    float score;
+    int64_t token;
+
+    void offer(float candidate, int64_t candidate_token) {
+        if (candidate > score || (candidate == score && candidate_token < token)) {
+            score = candidate;
+            token = candidate_token;
+        }
+    }
+};
+
+// Tokens begin .. begin + kBlock - 1.
+void offer_block(const float* scores, int64_t begin, uint64_t key, float limit, Choice& choice) {
+    const float least = std::max(limit, choice.score - kLargestNoise - kSlack);
+    uint32_t any = 0;
+    for (int64_t j = 0; j < kBlock; ++j) any |= scores[begin + j] >= least;
+    if (!any) return;
+    uint32_t hashes[kBlock];
+    const uint64_t first = key + static_cast<uint64_t>(begin + 1) * DH_WEYL;
+    for (int64_t j = 0; j < kBlock; ++j) {
+        hashes[j] = static_cast<uint32_t>(mix64(first + static_cast<uint64_t>(j) * DH_WEYL) >> 32);
+    }
+    // With f = h + 0.5 = 2^e (1 + m): log2 f >= e + m, which is the float's bits read as a number; then
+    // g = -log(-log1p(-u)) <= -log(u) = ln2 (32 - log2 f).
+    float bounds[kBlock];
+    any = 0;
+    for (int64_t j = 0; j < kBlock; ++j) {
+        const float f = static_cast<float>(hashes[j]) + 0.5f;
+        const float log2_f = static_cast<float>(static_cast<int32_t>(bits_of(f)) - (127 << 23)) * 0x1p-23f;
+        bounds[j] = scores[begin + j] + (0.69314718f * (32.0f - log2_f) + kSlack);
+        any |= bounds[j] >= choice.score;
+    }
+    if (!any) return;
+    for (int64_t j = 0; j < kBlock; ++j) {
+        const float score = scores[begin + j];
+        if (bounds[j] >= choice.score && score >= limit) {
+            choice.offer(score + noise(hashes[j]), begin + j);
+        }
+    }
+}
+
+int64_t sample_row(const float* logits, int64_t size, float peak, int64_t peak_token, const Row& row) {
+    thread_local std::vector<float> buffer;
+    const int64_t padded = (size + kBlock - 1) / kBlock * kBlock;
+    buffer.resize(padded);
+    float* scores = buffer.data();
+    for (int64_t i = 0; i < size; ++i) scores[i] = (logits[i] - peak) / row.temperature;
+    std::fill(scores + size, scores + padded, kNever);
+    float limit = std::numeric_limits<float>::lowest();
+    if (row.top_k < size) limit = std::max(limit, top_k_limit(scores, padded, row.top_k));
+    if (row.top_p < 1.0) limit = top_p_limit(scores, padded, row.top_p, limit);
+    limit = std::max(limit, row.log_min_p);
+    // The peak's own score is 0 and it survives every cut: a good first bid.
+    Choice choice{noise(static_cast<uint32_t>(mix64(row.key + (peak_token + 1) * DH_WEYL) >> 32)), peak_token};
+    for (int64_t begin = 0; begin < padded; begin += kBlock) offer_block(scores, begin, row.key, limit, choice);
+    return choice.token;
+}
+
+}  // namespace
+
+// integers: [3][num_rows] seed, position, top_k; reals: [3][num_rows] temperature, top_p, log of min_p.
+extern "C" void dh_sample_rows(const float* logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size,
+                               const int64_t* integers, const double* reals, uint64_t stream_tag,
+                               int32_t num_threads, int64_t* token_ids, uint8_t* finite) {
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t r = 0; r < num_rows; ++r) {
+        const float* row_logits = logits + r * row_stride;
+        const float peak = peak_of(row_logits, vocab_size);
+        finite[r] = std::isfinite(peak);
+        token_ids[r] = 0;
+        if (!finite[r]) continue;
+        token_ids[r] = first_at(row_logits, vocab_size, peak);
+        const float temperature = static_cast<float>(reals[r]);
+        if (temperature == 0.0f) continue;
+        const Row row{row_key(integers[r], integers[num_rows + r], stream_tag), temperature,
+                      integers[2 * num_rows + r], reals[num_rows + r],
+                      static_cast<float>(reals[2 * num_rows + r])};
+        token_ids[r] = sample_row(row_logits, vocab_size, peak, token_ids[r], row);
+    }
+}
