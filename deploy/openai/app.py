@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from deploy.openai.bodies import ModelCard, ModelList
-from deploy.openai.errors import ApiError, api_error_of, not_ready
+from deploy.openai.errors import ApiError, not_ready
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render
 from deploy.openai.middleware import ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
@@ -63,8 +63,6 @@ def create_app(service: GenerationService, settings: DoorSettings, tokenizer: Do
     app.add_api_route("/v1/models/{model:path}", door.model, methods=["GET"], response_model=None)
     app.add_api_route("/health", door.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", door.prometheus, methods=["GET"], response_model=None)
-    for kind in (ApiError, DrafthouseError):
-        app.add_exception_handler(kind, _expected_failure)
     app.add_exception_handler(HTTPException, _http_failure)
     return app
 
@@ -116,7 +114,7 @@ class _Door:
             async with asyncio.timeout(_METRICS_TIMEOUT_S):
                 snapshot = dict(await self._service.metrics())
         except (TimeoutError, DrafthouseError) as error:
-            logger.warning("no metrics from the service: %s", error or type(error).__name__)
+            logger.warning("no metrics from the service: %s", str(error) or type(error).__name__)
             snapshot = {}
         return Response(render(self.metrics, snapshot), media_type=CONTENT_TYPE)
 
@@ -164,13 +162,6 @@ class _Door:
 
 def _json(value: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-async def _expected_failure(_: HttpRequest, error: Exception) -> Response:
-    api_error = api_error_of(error)
-    if api_error is None:
-        raise error
-    return api_error.response()
 
 
 async def _http_failure(http: HttpRequest, error: Exception) -> Response:

@@ -21,7 +21,8 @@ PREFIX = "ray_drafthouse_"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # Seconds; the boundaries that vLLM uses, so that its dashboards' queries fit.
 TTFT_BUCKETS_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
 ITL_BUCKETS_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
@@ -29,9 +30,7 @@ ITL_BUCKETS_S = (
 E2E_BUCKETS_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
-_GAUGE = re.compile(
-    r"^num_requests_|_(perc|ratio|seconds_last|occupancy|utilization)$|^num_(?:free|used)_|_workers$"
-)
+_GAUGE = re.compile(r"^num_requests_|_(perc|ratio|occupancy|utilization|workers)$|^num_(free|used)_")
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 

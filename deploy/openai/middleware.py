@@ -28,7 +28,7 @@ def digest_api_key(key: str) -> bytes:
 
 
 class Border:
-    """Counts requests, and turns whatever a route raises into an error body that says nothing of the inside."""
+    """Counts requests, and turns whatever a route raises into an error body without internals."""
 
     def __init__(self, app: ASGIApp, metrics: DoorMetrics) -> None:
         self._app = app

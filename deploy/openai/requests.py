@@ -168,7 +168,7 @@ def _prepared(
 def _requests(
     response_id: str, body: GenerationBody, prompts: list[tuple[int, ...]], params: SamplingParams
 ) -> tuple[Request, ...]:
-    requests = []
+    requests: list[Request] = []
     for prompt in prompts:
         # With a seed a prompt gives the same tokens alone and in a list; without one, each prompt its own.
         seed = mint_seed() if body.seed is None else body.seed
@@ -247,6 +247,7 @@ def _check_prompt(
 def _check_token_id(token_id: int, description: TargetDescription, param: str) -> None:
     if not 0 <= token_id < description.vocab_size:
         raise InputError(
-            f"{param}: token id {token_id} is not in this model's vocabulary (0 to {description.vocab_size - 1})",
+            f"{param}: token id {token_id} is not in this model's vocabulary, "
+            f"which ends at {description.vocab_size - 1}",
             param=param,
         )

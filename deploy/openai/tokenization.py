@@ -149,12 +149,14 @@ def _speller(tokenizer: PreTrainedTokenizerBase) -> _Speller:
     added = {token_id: token.content.encode() for token_id, token in tokenizer.added_tokens_decoder.items()}
     byte_of = {character: byte for byte, character in _byte_level_alphabet().items()}
 
+    def token_of(token_id: int) -> str:
+        return str(tokenizer.convert_ids_to_tokens(token_id) or "")
+
     def byte_level(token_id: int) -> bytes:
-        token = tokenizer.convert_ids_to_tokens(token_id)
-        return bytes(byte_of[character] for character in token) if token else b""
+        return bytes(byte_of[character] for character in token_of(token_id))
 
     def sentence_piece(token_id: int) -> bytes:
-        token = tokenizer.convert_ids_to_tokens(token_id) or ""
+        token = token_of(token_id)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()

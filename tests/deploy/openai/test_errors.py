@@ -1,0 +1,364 @@
+"""Bad input and failures: each a status and OpenAI's error body that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from deploy.openai.middleware import digest_api_key
+from deploy.openai.settings import DoorSettings
+from specdec.core.errors import CapacityError, ChannelClosed, InputError, RequestFailed
+from tests.deploy.openai.fakes import PIECES, Door, ScriptedService, error_of, events_of
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": NAN}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": [1]}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": NAN}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 10_000}, "n"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"seed": "x"}, "seed"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [5]}, "stop[0]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use"),
+        ({"speculation": {"num_speculative_tokens": -1}}, "speculation.num_speculative_tokens"),
+        ({"speculation": {"k": 1}}, "speculation.num_speculative_tokens"),
+        ({"metadata": {"class": 3}}, "metadata.class"),
+        ({"model": 5}, "model"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt[0]"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": [128]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a"] * 300}, "n"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_completion_field(door: Door, fields: dict[str, Any], param: str, stream: bool) -> None:
+    body = {"prompt": "abc", "stream": stream} | fields
+    if fields.keys() & {"stream_options"} and "stream" not in fields:
+        body.pop("stream")
+    # httpx refuses to write NaN, Python's json does not.
+    response = door.post("/v1/completions", content=json.dumps(body))
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param in error["message"]
+    assert door.service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0]"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
+        ({"min_tokens": 20, "max_completion_tokens": 10}, "min_tokens"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_bad_chat_field(door: Door, fields: dict[str, Any], param: str) -> None:
+    response = door.chat(**fields)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["param"] or "").startswith(param)
+    assert door.service.requests == []
+
+
+def test_image_parts_are_refused_by_name(door: Door) -> None:
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    response = door.chat(messages=[{"role": "user", "content": [part]}])
+    assert response.status_code == 400
+    assert error_of(response)["param"].startswith("messages[0].content")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", {"5": 1}),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("repetition_penalty", 1.1),
+        ("best_of", 2),
+        ("echo", True),
+        ("suffix", "x"),
+        ("guided_json", {}),
+    ],
+)
+def test_unsupported_fields_are_refused_by_name(door: Door, name: str, value: object) -> None:
+    response = door.complete(**{name: value})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == name
+    assert "not supported yet" in error["message"]
+
+
+def test_neutral_values_of_unsupported_fields_are_fine(door: Door) -> None:
+    fields = {
+        "logit_bias": {}, "presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "echo": False,
+        "suffix": None, "user": "me", "metadata": {"class": "code"}, "store": False, "service_tier": "auto",
+    }  # fmt: skip
+    assert door.complete(**fields).status_code == 200
+    chat = {"tools": None, "tool_choice": "auto", "response_format": {"type": "text"}, "modalities": ["text"]}
+    assert door.chat(**chat, parallel_tool_calls=True).status_code == 200
+
+
+def test_unknown_field_is_refused_with_the_nearest_name(door: Door) -> None:
+    error = error_of(door.complete(temprature=0.5))
+    assert error["param"] == "temprature"
+    assert "'temperature'" in error["message"]
+
+
+def test_unknown_model(door: Door) -> None:
+    response = door.complete(model="gpt-4")
+    assert response.status_code == 404
+    error = error_of(response)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b'{"prompt": ', "invalid_json"),
+        (b"", "invalid_json"),
+        (b"prompt=abc", "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"),
+        (b'{"prompt": "\xff\xfe"}', "invalid_utf8"),
+    ],
+)
+def test_body_that_is_no_json(door: Door, content: bytes, code: str) -> None:
+    response = door.post("/v1/completions", content=content)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == code
+
+
+@pytest.mark.parametrize("content", [b"[]", b"5", b'"x"', b"null"])
+def test_body_that_is_no_object(door: Door, content: bytes) -> None:
+    response = door.post("/v1/chat/completions", content=content)
+    assert response.status_code == 400
+    assert "object" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": "a" * 300}, {"prompt": "a" * 250, "max_tokens": 7}, {"prompt": "a", "max_tokens": 1 << 70}],
+)
+def test_context_too_long(door: Door, fields: dict[str, Any]) -> None:
+    response = door.complete(**fields)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "256" in error["message"]
+    assert door.complete(prompt="a" * 250, max_tokens=6).status_code == 200
+
+
+def test_too_long_a_body_is_413() -> None:
+    door = Door(settings=DoorSettings(max_body_bytes=1000))
+    response = door.complete(prompt="a" * 2000)
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
+
+    async def chunked() -> Any:
+        for _ in range(20):
+            yield b" " * 100
+
+    response = asyncio.run(door.send("POST", "/v1/completions", content=chunked()))
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
+    assert door.complete().status_code == 200
+
+
+def test_unknown_path_and_method(door: Door) -> None:
+    response = door.post("/v1/embeddings", {})
+    assert response.status_code == 404
+    assert "/v1/embeddings" in error_of(response)["message"]
+    response = door.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    error_of(response)
+
+
+def test_api_keys() -> None:
+    door = Door(
+        settings=DoorSettings(api_key_digests=frozenset({digest_api_key("right"), digest_api_key("x")}))
+    )
+    assert door.complete().status_code == 401
+    body = {"prompt": "abc"}
+    for wrong in ("Bearer wrong", "Basic right", "right", "Bearer "):
+        response = door.post("/v1/completions", body, headers={"Authorization": wrong})
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        error_of(response)
+    assert door.post("/v1/completions", body, headers={"Authorization": "Bearer right"}).status_code == 200
+    assert door.get("/v1/models").status_code == 401
+    assert door.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (CapacityError("the queue is full", retry_after_s=2.5), 429, "rate_limit_exceeded"),
+        (InputError("prompt is too odd", param="prompt"), 400, None),
+        (RequestFailed("it broke twice", code="request_failed_repeatedly"), 500, "request_failed_repeatedly"),
+        (ChannelClosed("10.0.0.7:999 is gone"), 503, "unavailable"),
+        (ZeroDivisionError("secret"), 500, "internal_error"),
+    ],
+)
+def test_refusal_before_the_first_output_is_a_status(
+    stream: bool, refusal: Exception, status: int, code: str | None
+) -> None:
+    door = Door(ScriptedService(refuse_with=refusal))
+    response = door.complete(stream=stream, n=2)
+    assert response.status_code == status
+    assert error_of(response)["code"] == code
+    if status in (429, 503):
+        assert int(response.headers["retry-after"]) >= 2
+    assert "secret" not in response.text
+    assert "10.0.0.7" not in response.text
+
+
+@pytest.mark.parametrize("failure", [None, ZeroDivisionError("secret")])
+def test_failure_in_the_middle(failure: Exception | None) -> None:
+    door = Door(ScriptedService(fail_after=2, failure=failure))
+    response = door.complete(stream=True)
+    assert response.status_code == 200
+    events = [data for _, data in events_of(response)]
+    assert [event["choices"][0]["text"] for event in events[:2]] == list(PIECES[:2])
+    assert events[3] == "[DONE]"
+    error = events[2]["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == ("non_finite_logits" if failure is None else "internal_error")
+    assert "secret" not in response.text
+
+    response = door.complete()
+    assert response.status_code == 500
+    assert error_of(response)["code"] == error["code"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_timeout(stream: bool) -> None:
+    door = Door(ScriptedService(hold_at=0), DoorSettings(request_timeout_s=0.05))
+    response = door.complete(stream=stream)
+    assert response.status_code == 504
+    assert error_of(response)["code"] == "request_timeout"
+    assert door.service.aborted == [door.service.requests[0].request_id]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hold_at", [0, 2])
+def test_client_that_leaves_aborts_at_once(stream: bool, hold_at: int) -> None:
+    door = Door(ScriptedService(hold_at=hold_at))
+
+    async def scenario() -> list[dict[str, Any]]:
+        body = json.dumps({"prompt": "abc", "stream": stream, "n": 2}).encode()
+        leave = asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+            "method": "POST", "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions",
+            "query_string": b"", "root_path": "", "headers": [], "server": ("door", 80), "client": ("c", 1),
+        }  # fmt: skip
+        running = asyncio.create_task(door.app(scope, receive, send))
+        while len(door.service.requests) < 2:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not running.done()
+        assert door.service.aborted == []
+        leave.set()
+        await asyncio.wait_for(running, 5)
+        return sent
+
+    asyncio.run(scenario())
+    ids = {request.request_id for request in door.service.requests}
+    assert set(door.service.aborted) == ids
+    assert set(door.service.closed) == ids
+
+
+def test_bad_requests_do_not_disturb_a_stream(door: Door) -> None:
+    door.service.hold_at = 2
+
+    async def scenario() -> None:
+        good = asyncio.create_task(door.send("POST", "/v1/completions", json={"prompt": "a", "stream": True}))
+        while not door.service.requests:
+            await asyncio.sleep(0)
+        for content in (
+            b"\xff",
+            b"{",
+            json.dumps({"prompt": "a", "temperature": NAN}).encode(),
+            b"x" * (10 << 20),
+        ):
+            response = await door.send("POST", "/v1/completions", content=content)
+            assert response.status_code in (400, 413)
+        door.service.release.set()
+        events = events_of(await good)
+        assert [data["choices"][0]["text"] for _, data in events[:-1]] == list(PIECES)
+
+    asyncio.run(scenario())

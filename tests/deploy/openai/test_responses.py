@@ -1,0 +1,251 @@
+"""What a client gets: shapes, counts and order of responses and streams, over a scripted service."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from deploy.openai.settings import DoorSettings
+from specdec.sampling.noise import choice_seed
+from tests.deploy.openai.fakes import DESCRIPTION, PIECES, Door, ScriptedService, error_of, events_of
+
+TEXT = "".join(PIECES)
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+def test_completion(door: Door) -> None:
+    response = door.complete(max_tokens=9)
+    assert response.status_code == 200
+    body = response.json()
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["model"] == DESCRIPTION.model_id
+    assert body["system_fingerprint"] == "0123456789ab-float32-tp1-sample_and_match"
+    assert body["choices"] == [
+        {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert response.headers["x-request-id"] == body["id"]
+    assert door.service.requests[0].params.max_tokens == 9
+    assert door.service.aborted == []
+
+
+def test_chat_completion(door: Door) -> None:
+    body = door.chat().json()
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert door.service.requests[0].params.max_tokens is None
+
+
+def test_defaults_are_openais(door: Door) -> None:
+    door.complete(temperature=None, n=None, stop=None, stream=None, stream_options=None, user=None)
+    params = door.service.requests[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.stop) == (
+        1,
+        1,
+        None,
+        16,
+        (),
+    )
+
+
+def test_sampling_fields_reach_the_service(door: Door) -> None:
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "min_tokens": 2, "max_tokens": 8,
+        "stop": ["a", "b"], "stop_token_ids": [9], "ignore_eos": True, "include_stop_str_in_output": True,
+        "logprobs": 3, "logprobs_mode": "processed",
+    }  # fmt: skip
+    door.complete(**fields, seed=1, speculation={"num_speculative_tokens": 0})
+    request = door.service.requests[0]
+    seen = {name: getattr(request.params, name) for name in fields}
+    assert seen == fields | {"stop": ("a", "b"), "stop_token_ids": (9,)}
+    assert request.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("top_k", [0, -1, None, 10**40, DESCRIPTION.vocab_size])
+def test_top_k_that_keeps_all_is_none(door: Door, top_k: int | None) -> None:
+    assert door.complete(top_k=top_k).status_code == 200
+    assert door.service.requests[0].params.top_k is None
+
+
+def test_prompts_and_choices_are_in_openais_order(door: Door) -> None:
+    body = door.complete(prompt=["ab", "c"], n=2, seed=11).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    requests = sorted(door.service.requests, key=lambda request: request.request_id)
+    assert [len(request.prompt_token_ids) for request in requests] == [2, 2, 1, 1]
+    # A prompt gives the same tokens in a list and alone.
+    assert [request.seed for request in requests] == [choice_seed(11, 0), choice_seed(11, 1)] * 2
+    assert len({request.request_id for request in requests}) == 4
+    assert all(request.params.n == 1 and request.params.seed is None for request in requests)
+
+
+def test_without_a_seed_every_choice_has_its_own(door: Door) -> None:
+    door.complete(prompt=["a", "a"], n=2)
+    assert len({request.seed for request in door.service.requests}) == 4
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7]]])
+def test_token_id_prompts(door: Door, prompt: list[int]) -> None:
+    assert door.complete(prompt=prompt).status_code == 200
+    assert door.service.requests[0].prompt_token_ids == (5, 6, 7)
+
+
+def test_chat_template_roles_and_parts(door: Door) -> None:
+    messages = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "u"}]},
+        # As a client echoes a response back.
+        {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "audio": None},
+        {"role": "user", "content": "v"},
+    ]
+    assert door.chat(messages=messages).status_code == 200
+    ids = door.service.requests[0].prompt_token_ids
+    assert "".join(chr(30 + token_id) for token_id in ids) == "[system]s[user]u[assistant]a[user]v[assistant]"
+
+
+def test_completion_logprobs(door: Door) -> None:
+    logprobs = door.complete(logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["#", "$", "%", "&", "'"]
+    assert logprobs["token_logprobs"] == [-0.5] * 5
+    assert logprobs["top_logprobs"][0] == {"#": -0.5, "$": -1.5}
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+
+
+def test_chat_logprobs(door: Door) -> None:
+    content = door.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert content[0] == {
+        "token": "#",
+        "logprob": -0.5,
+        "bytes": [35],
+        "top_logprobs": [
+            {"token": "#", "logprob": -0.5, "bytes": [35]},
+            {"token": "$", "logprob": -1.5, "bytes": [36]},
+        ],
+    }
+    assert door.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_token_ids_and_metrics_on_request(door: Door) -> None:
+    body = door.complete(return_token_ids=True, return_metrics=True, n=2).json()
+    assert body["choices"][1]["token_ids"] == [5, 6, 7, 8, 9]
+    assert body["choices"][1]["prompt_token_ids"] == list(door.service.requests[0].prompt_token_ids)
+    assert body["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 2.5,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [0, 2, 2, 0, 0],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 12,
+        "per_step_accepted": [1, 2, 1, 2],
+        "per_step_drafted": [4, 2, 4, 2],
+    }
+    assert "metrics" not in door.complete().json()
+
+
+def test_streamed_completion(door: Door) -> None:
+    response = door.complete(stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = events_of(response)
+    assert events[-1] == (None, "[DONE]")
+    chunks = [data for _, data in events[:-1]]
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == list(PIECES)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
+    assert all("usage" not in chunk for chunk in chunks)
+    assert [event_id for event_id, _ in events[:-1]] == [f"{chunks[0]['id']}:{n}" for n in range(1, 6)]
+
+
+def test_streamed_chat(door: Door) -> None:
+    events = events_of(door.chat(stream=True, stream_options={"include_usage": True}, return_metrics=True))
+    chunks = [data for _, data in events[:-1]]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-2]] == list(PIECES)
+    assert chunks[-2]["choices"][0]["delta"] == {}
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
+    assert chunks[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] == 6
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_streamed_choices_keep_their_index(door: Door) -> None:
+    events = events_of(door.complete(stream=True, n=3, logprobs=0))
+    texts = {0: "", 1: "", 2: ""}
+    for _, data in events[:-1]:
+        texts[data["choices"][0]["index"]] += data["choices"][0]["text"]
+        assert len(data["choices"][0]["logprobs"]["tokens"]) == 1
+    assert texts == {0: TEXT, 1: TEXT, 2: TEXT}
+    assert events[-2][0] is not None
+    assert events[-2][0].endswith(":5,5,5")
+
+
+def test_nothing_to_see_is_no_event() -> None:
+    door = Door(ScriptedService(pieces=("", "ab", "", "c")))
+    texts = [data["choices"][0]["text"] for _, data in events_of(door.complete(stream=True))[:-1]]
+    assert texts == ["ab", "c"]
+
+
+def test_stop_reason() -> None:
+    door = Door(ScriptedService(stop_reason="\n"))
+    assert door.complete().json()["choices"][0]["stop_reason"] == "\n"
+    assert events_of(door.chat(stream=True))[-2][1]["choices"][0]["stop_reason"] == "\n"
+
+
+def test_models(door: Door) -> None:
+    listed = door.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["scripted"]
+    assert door.get("/v1/models/scripted").json() == listed["data"][0]
+    response = door.get("/v1/models/gpt-4")
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "model_not_found"
+
+
+def test_served_model_name() -> None:
+    door = Door(settings=DoorSettings(served_model_name="org/demo"))
+    assert door.get("/v1/models/org/demo").json()["id"] == "org/demo"
+    assert door.complete(model="org/demo").json()["model"] == "org/demo"
+    assert door.complete(model="scripted").status_code == 404
+
+
+def test_health_is_true(door: Door) -> None:
+    assert door.get("/health").status_code == 200
+    door.service.is_ready = False
+    response = door.get("/health")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert error_of(response)["code"] == "not_ready"
+    assert door.get("/v1/models").json()["data"] == []
+    assert door.complete().status_code == 503
+
+
+def test_prometheus_text(door: Door) -> None:
+    door.service.snapshot = {
+        "num_requests_running": 3.0,
+        "spec_decode_num_drafts": 7.0,
+        'spec_decode_num_accepted_tokens_per_pos{position="0"}': 5.0,
+        'spec_decode_num_accepted_tokens_per_pos{position="1"}': 4.0,
+    }
+    door.complete()
+    lines = door.get("/metrics").text.splitlines()
+    assert "# TYPE ray_drafthouse_num_requests_running gauge" in lines
+    assert "ray_drafthouse_num_requests_running 3.0" in lines
+    assert "ray_drafthouse_spec_decode_num_drafts_total 7.0" in lines
+    assert 'ray_drafthouse_spec_decode_num_accepted_tokens_per_pos_total{position="1"} 4.0' in lines
+    assert 'ray_drafthouse_http_requests_total{route="/v1/completions",status="200"} 1.0' in lines
+    assert "ray_drafthouse_time_to_first_token_seconds_count 1.0" in lines
+    assert "ray_drafthouse_inter_token_latency_seconds_count 4.0" in lines
+    assert "ray_drafthouse_e2e_request_latency_seconds_count 1.0" in lines
+
+
+def test_fingerprint_tells_settings_apart() -> None:
+    settings = DoorSettings()
+    other = dataclasses.replace(DESCRIPTION, dtype="bfloat16")
+    assert settings.system_fingerprint(DESCRIPTION) != settings.system_fingerprint(other)
