@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.attention.native import NativeUnavailable
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import LogprobsMode, SamplingParams
-from specdec.sampling.native import NativeBuildError, NativeTokenFunction, build_library, default_cache_dir
+from specdec.sampling.native import NativeTokenFunction
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.transforms import scores_of
@@ -57,7 +58,7 @@ class Sampler:
 
     def __init__(self, cache_dir: str | Path | None = None) -> None:
         """Create a sampler that keeps compiled code in `cache_dir` (None: the user's cache folder)."""
-        self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
+        self._cache_dir = cache_dir
         self._native: NativeTokenFunction | None = None
 
     @property
@@ -72,8 +73,8 @@ class Sampler:
         the tensor ops stay in use.
         """
         try:
-            native = NativeTokenFunction(build_library(self._cache_dir))
-        except (NativeBuildError, OSError) as error:
+            native = NativeTokenFunction(self._cache_dir)
+        except NativeUnavailable as error:
             _logger.warning("sampling with plain tensor ops, which is slower: %s", error)
             return
         if _agrees(native):

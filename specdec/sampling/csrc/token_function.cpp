@@ -5,8 +5,7 @@
 // few that survive are scored exactly as the definition says. All cuts are lower limits on the score, so
 // the kept set is one comparison.
 //
-// Plain loops over small blocks, written to be vectorised by the compiler. The constants of the hash come
-// from noise.py as macros: DH_WEYL, DH_MULTIPLIER_1, DH_MULTIPLIER_2.
+// Plain loops over small blocks, written to be vectorised by the compiler.
 
 #include <algorithm>
 #include <array>
@@ -18,6 +17,11 @@
 #include <vector>
 
 namespace {
+
+// The hash of noise.py.
+constexpr uint64_t kWeyl = 0x9E3779B97F4A7C15u;
+constexpr uint64_t kMultiplier1 = 0xBF58476D1CE4E5B9u;
+constexpr uint64_t kMultiplier2 = 0x94D049BB133111EBu;
 
 constexpr int64_t kBlock = 64;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
@@ -37,13 +41,13 @@ struct Row {
 };
 
 inline uint64_t mix64(uint64_t z) {
-    z = (z ^ (z >> 30)) * DH_MULTIPLIER_1;
-    z = (z ^ (z >> 27)) * DH_MULTIPLIER_2;
+    z = (z ^ (z >> 30)) * kMultiplier1;
+    z = (z ^ (z >> 27)) * kMultiplier2;
     return z ^ (z >> 31);
 }
 
 inline uint64_t row_key(uint64_t seed, uint64_t position, uint64_t stream_tag) {
-    return mix64(mix64(mix64(seed + DH_WEYL) ^ stream_tag) + (position + 1) * DH_WEYL);
+    return mix64(mix64(mix64(seed + kWeyl) ^ stream_tag) + (position + 1) * kWeyl);
 }
 
 inline float noise(uint32_t hash_bits) {
@@ -210,9 +214,9 @@ void offer_block(const float* scores, int64_t begin, uint64_t key, float limit, 
     for (int64_t j = 0; j < kBlock; ++j) any |= scores[begin + j] >= least;
     if (!any) return;
     uint32_t hashes[kBlock];
-    const uint64_t first = key + static_cast<uint64_t>(begin + 1) * DH_WEYL;
+    const uint64_t first = key + static_cast<uint64_t>(begin + 1) * kWeyl;
     for (int64_t j = 0; j < kBlock; ++j) {
-        hashes[j] = static_cast<uint32_t>(mix64(first + static_cast<uint64_t>(j) * DH_WEYL) >> 32);
+        hashes[j] = static_cast<uint32_t>(mix64(first + static_cast<uint64_t>(j) * kWeyl) >> 32);
     }
     // With f = h + 0.5 = 2^e (1 + m): log2 f >= e + m, which is the float's bits read as a number; then
     // g = -log(-log1p(-u)) <= -log(u) = ln2 (32 - log2 f).
@@ -245,7 +249,7 @@ int64_t sample_row(const float* logits, int64_t size, float peak, int64_t peak_t
     if (row.top_p < 1.0) limit = top_p_limit(scores, padded, row.top_p, limit);
     limit = std::max(limit, row.log_min_p);
     // The peak's own score is 0 and it survives every cut: a good first bid.
-    Choice choice{noise(static_cast<uint32_t>(mix64(row.key + (peak_token + 1) * DH_WEYL) >> 32)), peak_token};
+    Choice choice{noise(static_cast<uint32_t>(mix64(row.key + (peak_token + 1) * kWeyl) >> 32)), peak_token};
     for (int64_t begin = 0; begin < padded; begin += kBlock) offer_block(scores, begin, row.key, limit, choice);
     return choice.token;
 }
@@ -253,7 +257,7 @@ int64_t sample_row(const float* logits, int64_t size, float peak, int64_t peak_t
 }  // namespace
 
 // integers: [3][num_rows] seed, position, top_k; reals: [3][num_rows] temperature, top_p, log of min_p.
-extern "C" void dh_sample_rows(const float* logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size,
+extern "C" void drafthouse_sample_rows(const float* logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size,
                                const int64_t* integers, const double* reals, uint64_t stream_tag,
                                int32_t num_threads, int64_t* token_ids, uint8_t* finite) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
