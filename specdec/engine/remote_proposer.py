@@ -1,0 +1,349 @@
+"""Proposals from draft workers behind a channel.
+
+Only tokens that a worker has not seen travel to it. Whatever comes back is keyed by the prefix that it
+continues; what does not fit the present prefix is dropped and counted. No worker, dead or slow, holds up a
+round for longer than its deadline once: until it is heard again its requests go on without drafts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from specdec.core.clock import Clock, MonotonicClock
+from specdec.core.errors import ChannelTimeout
+from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
+from specdec.core.sequence import SequenceView
+from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
+from specdec.proposers.base import ProposerCapabilities
+from specdec.transport.base import Channel, Envelope, PeerAddress, PeerId, PeerLost
+from specdec.transport.messages import (
+    DraftOpening,
+    ProposeAnswer,
+    ProposeEntry,
+    ProposeReply,
+    ProposeRequest,
+    Release,
+)
+
+
+class _PrefixKey(NamedTuple):
+    request_id: RequestId
+    epoch: int
+    committed_len: int
+    prefix_hash: int
+
+
+@dataclass(slots=True)
+class _Registration:
+    """A sequence as one draft worker knows it."""
+
+    worker: PeerId
+    epoch: int
+    sent_len: int = 0
+    """Leading tokens that were sent to it."""
+    confirmed_len: int = 0
+    """Leading tokens that it has answered for."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The latest round sent to one worker."""
+
+    round_id: int
+    asked_s: float
+    num_entries: int
+    num_new_tokens: int
+
+
+@dataclass(slots=True)
+class _Link:
+    address: PeerAddress
+    patience: DraftPatience
+    asked: _Asked | None = None
+    num_registered: int = 0
+
+
+class _Round:
+    """What one call of `propose` still waits for, and what it has got."""
+
+    def __init__(self) -> None:
+        self.pending: dict[PeerId, dict[RequestId, tuple[_PrefixKey, int]]] = defaultdict(dict)
+        self.give_up_s: dict[PeerId, float] = {}
+        self.proposals: dict[RequestId, Proposal] = {}
+
+    def abandon(self, worker: PeerId) -> None:
+        """Wait no longer for one worker."""
+        self.pending.pop(worker, None)
+        self.give_up_s.pop(worker, None)
+
+
+class RemoteProposer:
+    """Implements `proposers.base.Proposer` over a channel that it owns."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        capabilities: ProposerCapabilities,
+        vocab_size: int,
+        deadlines: DraftDeadlineConfig | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`vocab_size` is the target's: a proposal with any other token id is dropped."""
+        self._channel = channel
+        self._capabilities = capabilities
+        self._vocab_size = vocab_size
+        self._deadlines = deadlines or DraftDeadlineConfig()
+        self._clock = clock or MonotonicClock()
+        self._links: dict[PeerId, _Link] = {}
+        self._registrations: dict[RequestId, _Registration] = {}
+        self._next_epoch = 0
+        self._next_round = 0
+        self._wanted: Sequence[PeerAddress] | None = None
+        self._wanted_lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def capabilities(self) -> ProposerCapabilities:
+        """As given at construction."""
+        return self._capabilities
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Counters since the start: `draft_wait_seconds`, `draft_deadline_misses`, `stale_drafts_dropped`,
+        `invalid_drafts_dropped`, `fallback_requests` (sequences that went without drafts, per round).
+        """
+        return dict(self._counters)
+
+    @property
+    def num_workers(self) -> int:
+        """Draft workers that would be waited for now."""
+        now_s = self._clock.now_s()
+        return sum(link.patience.is_waited_for(now_s) for link in list(self._links.values()))
+
+    def set_workers(self, workers: Sequence[PeerAddress]) -> None:
+        """Use exactly these draft workers from the next round on (any thread)."""
+        with self._wanted_lock:
+            self._wanted = tuple(workers)
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        """Ask the draft workers and wait for them, each at most for its deadline.
+
+        Sequences without a budget are sent as well, for the workers to read ahead, but not waited for.
+        """
+        self._follow_membership()
+        this_round = _Round()
+        self._take_late_arrivals()
+        for worker, group in self._by_worker(sequences).items():
+            self._ask(this_round, self._links[worker], group, num_draft_tokens)
+        started_s = self._clock.now_s()
+        self._wait(this_round)
+        self._counters["draft_wait_seconds"] += self._clock.now_s() - started_s  # type: ignore[assignment]
+        num_wanted = sum(num_draft_tokens.get(sequence.request_id, 0) > 0 for sequence in sequences)
+        self._counters["fallback_requests"] += num_wanted - len(this_round.proposals)
+        return {request_id: found for request_id, found in this_round.proposals.items() if found.token_ids}
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget sequences here and at their draft workers."""
+        by_worker: dict[PeerId, list[tuple[RequestId, int]]] = defaultdict(list)
+        for request_id in request_ids:
+            registration = self._registrations.pop(request_id, None)
+            if registration is not None and registration.worker in self._links:
+                self._links[registration.worker].num_registered -= 1
+                by_worker[registration.worker].append((request_id, registration.epoch))
+        for worker, released in by_worker.items():
+            self._channel.send(worker, Release(tuple(released)))
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        self._channel.close()
+
+    def _follow_membership(self) -> None:
+        with self._wanted_lock:
+            wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            return
+        by_id = {address.peer_id: address for address in wanted}
+        for worker in [w for w, link in self._links.items() if by_id.get(w) != link.address]:
+            del self._links[worker]
+            self._channel.disconnect(worker)
+            for request_id in [r for r, reg in self._registrations.items() if reg.worker == worker]:
+                del self._registrations[request_id]
+        for worker, address in by_id.items():
+            if worker not in self._links:
+                self._channel.connect(address)
+                self._links[worker] = _Link(address, DraftPatience(self._deadlines))
+
+    def _by_worker(self, sequences: Sequence[SequenceView]) -> dict[PeerId, list[SequenceView]]:
+        """Group the sequences by the worker to ask now; those that none can be asked for are left out."""
+        now_s = self._clock.now_s()
+        groups: dict[PeerId, list[SequenceView]] = defaultdict(list)
+        for sequence in sequences:
+            limit = self._capabilities.max_context
+            if limit is not None and sequence.committed_len >= limit:
+                continue
+            worker = self._worker_of(sequence.request_id, now_s)
+            if worker is not None and self._links[worker].patience.may_ask(now_s):
+                groups[worker].append(sequence)
+        return groups
+
+    def _worker_of(self, request_id: RequestId, now_s: float) -> PeerId | None:
+        """The worker that has the sequence's cache; another one when there is none or it is silent."""
+        registration = self._registrations.get(request_id)
+        ready = [w for w, link in self._links.items() if link.patience.is_waited_for(now_s)]
+        if registration is not None:
+            silent_s = self._links[registration.worker].patience.late_for_s(now_s)
+            if silent_s <= self._deadlines.reassign_after_s or not ready:
+                return registration.worker
+            self.release([request_id])
+        candidates = ready or list(self._links)
+        if not candidates:
+            return None
+        worker = min(candidates, key=lambda candidate: self._links[candidate].num_registered)
+        self._registrations[request_id] = _Registration(worker, self._next_epoch)
+        self._next_epoch += 1
+        self._links[worker].num_registered += 1
+        return worker
+
+    def _ask(
+        self,
+        this_round: _Round,
+        link: _Link,
+        sequences: Sequence[SequenceView],
+        num_draft_tokens: Mapping[RequestId, int],
+    ) -> None:
+        worker = link.address.peer_id
+        entries = []
+        num_new = 0
+        for sequence in sequences:
+            registration = self._registrations[sequence.request_id]
+            budget = num_draft_tokens.get(sequence.request_id, 0)
+            if budget == 0 and registration.sent_len == sequence.committed_len:
+                continue
+            entry = _entry(sequence, registration, budget)
+            entries.append(entry)
+            registration.sent_len = sequence.committed_len
+            num_new += sequence.committed_len - registration.confirmed_len
+            if budget > 0:
+                key = _PrefixKey(entry.request_id, entry.epoch, entry.committed_len, entry.prefix_hash)
+                this_round.pending[worker][sequence.request_id] = (key, budget)
+        if not entries:
+            return
+        now_s = self._clock.now_s()
+        self._channel.send(worker, ProposeRequest(self._next_round, tuple(entries)))
+        link.asked = _Asked(self._next_round, now_s, len(entries), num_new)
+        self._next_round += 1
+        if worker in this_round.pending and link.patience.is_waited_for(now_s):
+            this_round.give_up_s[worker] = now_s + link.patience.deadline_s(len(entries), num_new)
+        else:
+            # Reading ahead, or an attempt to reach a silent worker: the answer is heard in a later round.
+            this_round.abandon(worker)
+        link.patience.asked(now_s)
+
+    def _wait(self, this_round: _Round) -> None:
+        while this_round.pending:
+            now_s = self._clock.now_s()
+            for worker in [w for w, until_s in this_round.give_up_s.items() if now_s >= until_s]:
+                this_round.abandon(worker)
+                self._links[worker].patience.missed(now_s)
+                self._counters["draft_deadline_misses"] += 1
+            if not this_round.pending:
+                return
+            try:
+                envelope = self._channel.receive(min(this_round.give_up_s.values()) - now_s)
+            except ChannelTimeout:
+                continue
+            self._take(envelope, this_round)
+
+    def _take_late_arrivals(self) -> None:
+        """Hear what arrived since the last round: it is stale, but its sender lives."""
+        nothing_awaited = _Round()
+        while True:
+            try:
+                self._take(self._channel.receive(0), nothing_awaited)
+            except ChannelTimeout:
+                return
+
+    def _take(self, envelope: Envelope, this_round: _Round) -> None:
+        link = self._links.get(envelope.sender)
+        if link is None:
+            self._counters["stale_drafts_dropped"] += 1
+        elif isinstance(envelope.message, PeerLost):
+            link.patience.missed(self._clock.now_s())
+            this_round.abandon(envelope.sender)
+        elif isinstance(envelope.message, ProposeReply):
+            self._take_reply(envelope.message, link, this_round)
+
+    def _take_reply(self, reply: ProposeReply, link: _Link, this_round: _Round) -> None:
+        link.patience.heard()
+        pending = this_round.pending.get(link.address.peer_id)
+        for answer in reply.answers:
+            self._take_answer(answer, pending, this_round.proposals)
+        asked = link.asked
+        if asked is not None and asked.round_id == reply.round_id and not pending:
+            elapsed_s = self._clock.now_s() - asked.asked_s if pending is not None else reply.draft_s
+            link.patience.measured(elapsed_s, asked.num_entries, asked.num_new_tokens)
+            link.asked = None
+        if pending is not None and not pending:
+            link.patience.answered_in_time()
+            this_round.abandon(link.address.peer_id)
+
+    def _take_answer(
+        self,
+        answer: ProposeAnswer,
+        pending: dict[RequestId, tuple[_PrefixKey, int]] | None,
+        proposals: dict[RequestId, Proposal],
+    ) -> None:
+        registration = self._registrations.get(answer.request_id)
+        if registration is not None and registration.epoch == answer.epoch:
+            if answer.needs_start:
+                registration.sent_len = registration.confirmed_len = 0
+            else:
+                registration.confirmed_len = max(registration.confirmed_len, answer.committed_len)
+        key = _PrefixKey(answer.request_id, answer.epoch, answer.committed_len, answer.prefix_hash)
+        expected = pending.get(answer.request_id) if pending is not None else None
+        if expected is None or expected[0] != key:
+            self._counters["stale_drafts_dropped"] += bool(answer.token_ids)
+            return
+        assert pending is not None
+        del pending[answer.request_id]
+        if answer.needs_start:
+            return
+        if len(answer.token_ids) > expected[1] or not all(
+            0 <= t < self._vocab_size for t in answer.token_ids
+        ):
+            self._counters["invalid_drafts_dropped"] += 1
+            return
+        proposals[answer.request_id] = Proposal(
+            request_id=answer.request_id,
+            committed_len=answer.committed_len,
+            prefix_hash=answer.prefix_hash,
+            token_ids=answer.token_ids,
+            parents=answer.parents,
+            noise_stream=answer.noise_stream,
+            method=self._capabilities.name,
+        )
+
+
+def _entry(sequence: SequenceView, registration: _Registration, budget: int) -> ProposeEntry:
+    base_len = registration.sent_len
+    opening = None
+    if base_len == 0:
+        opening = DraftOpening(sequence.params, sequence.seed, sequence.num_prompt_tokens)
+    return ProposeEntry(
+        request_id=sequence.request_id,
+        epoch=registration.epoch,
+        committed_len=sequence.committed_len,
+        prefix_hash=sequence.prefix_hash,
+        num_draft_tokens=budget,
+        base_len=base_len,
+        token_ids=tuple(sequence.token_ids[base_len:]),
+        opening=opening,
+    )

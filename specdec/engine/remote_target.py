@@ -1,0 +1,145 @@
+"""A target behind a channel."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from specdec.core.clock import Clock, MonotonicClock
+from specdec.core.description import TargetDescription
+from specdec.core.errors import ChannelTimeout, TransportError
+from specdec.core.plan import TargetResult, TargetStep
+from specdec.transport.base import Channel, PeerAddress, PeerLost
+from specdec.transport.messages import Fatal, Fenced, Hello, RunStep, StepDone, Welcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteTargetTimes:
+    """How long a remote target is waited for, in seconds."""
+
+    attach_timeout_s: float = 30.0
+    step_timeout_s: float = 120.0
+    """A step that is not answered by then counts as the death of the target."""
+    resend_after_s: float = 1.0
+    """Steps run once however often they are sent; this covers a link that broke and came back."""
+    lost_link_grace_s: float = 1.0
+    """After the link broke, how long it may take to come back with an answer."""
+
+
+class RemoteTarget:
+    """Implements `engine.target.Target` over a channel that it owns.
+
+    It takes possession of the worker when constructed: whoever attached before with a smaller incarnation
+    is fenced off, and the worker forgets that one's sequences.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        worker: PeerAddress,
+        *,
+        incarnation: int,
+        times: RemoteTargetTimes | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Connect and attach.
+
+        Raises:
+            ChannelTimeout: the worker did not answer in time.
+            TransportError: the worker belongs to a newer incarnation, or died.
+        """
+        self._channel = channel
+        self._worker = worker
+        self._incarnation = incarnation
+        self._times = times or RemoteTargetTimes()
+        self._clock = clock or MonotonicClock()
+        self._next_sequence = 0
+        self._in_flight: deque[RunStep] = deque()
+        self._done: dict[int, TargetResult] = {}
+        self._lost_s: float | None = None
+        channel.connect(worker)
+        self._description = self._attach()
+
+    @property
+    def description(self) -> TargetDescription:
+        """Facts about the target, as the worker gave them."""
+        return self._description
+
+    def submit(self, step: TargetStep) -> None:
+        """Send a round."""
+        message = RunStep(self._incarnation, self._next_sequence, step)
+        self._next_sequence += 1
+        self._in_flight.append(message)
+        self._channel.send(self._worker.peer_id, message)
+
+    def collect(self) -> TargetResult:
+        """Wait for the answer to the oldest round in flight.
+
+        Raises:
+            TransportError: the worker died, was taken over, or does not answer.
+        """
+        assert self._in_flight, "collect without a submitted step"
+        sequence = self._in_flight[0].sequence
+        give_up_s = self._clock.now_s() + self._times.step_timeout_s
+        while sequence not in self._done:
+            self._await_news(give_up_s)
+        self._in_flight.popleft()
+        return self._done.pop(sequence)
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        self._channel.close()
+
+    def _attach(self) -> TargetDescription:
+        give_up_s = self._clock.now_s() + self._times.attach_timeout_s
+        while True:
+            self._channel.send(self._worker.peer_id, Hello(self._incarnation))
+            try:
+                message = self._next_message(give_up_s)
+            except ChannelTimeout:
+                if self._clock.now_s() >= give_up_s:
+                    raise
+                continue
+            if isinstance(message, Welcome) and message.incarnation == self._incarnation:
+                if message.description is None:
+                    raise TransportError(f"{self._worker.peer_id} is not a target worker")
+                return message.description
+
+    def _await_news(self, give_up_s: float) -> None:
+        """Take in one arrival; when none comes for a while, send what is in flight once more."""
+        if self._lost_s is not None:
+            give_up_s = min(give_up_s, self._lost_s + self._times.lost_link_grace_s)
+        try:
+            message = self._next_message(give_up_s)
+        except ChannelTimeout:
+            if self._clock.now_s() < give_up_s:
+                for unanswered in self._in_flight:
+                    self._channel.send(self._worker.peer_id, unanswered)
+                return
+            if self._lost_s is not None:
+                raise TransportError(f"target worker {self._worker.peer_id} is gone") from None
+            raise
+        if isinstance(message, StepDone) and message.incarnation == self._incarnation:
+            self._lost_s = None
+            if any(waiting.sequence == message.sequence for waiting in self._in_flight):
+                self._done[message.sequence] = message.result
+
+    def _next_message(self, give_up_s: float) -> object:
+        """Return the next message of the worker, after looking for those that end the relation.
+
+        Raises:
+            ChannelTimeout: nothing came until `give_up_s` or for `resend_after_s`.
+            TransportError: the worker was taken over or reports its own end.
+        """
+        patience_s = min(self._times.resend_after_s, give_up_s - self._clock.now_s())
+        envelope = self._channel.receive(max(0.0, patience_s))
+        match envelope.message:
+            case Fenced(incarnation=fenced, current=current) if fenced == self._incarnation:
+                raise TransportError(
+                    f"target worker {self._worker.peer_id} was taken over: incarnation {current} > {fenced}"
+                )
+            case Fatal(reason=reason):
+                raise TransportError(f"target worker {self._worker.peer_id} failed: {reason}")
+            case PeerLost() if self._lost_s is None:
+                self._lost_s = self._clock.now_s()
+        return envelope.message

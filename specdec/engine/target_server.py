@@ -1,0 +1,113 @@
+"""Serves a target in this process to one coordinator at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+import msgspec
+
+from specdec.core.errors import ChannelTimeout
+from specdec.core.ids import RequestId
+from specdec.core.plan import TargetResult, TargetStep
+from specdec.engine.target import Target
+from specdec.transport.base import Channel, PeerId
+from specdec.transport.messages import Fatal, Fenced, Hello, Message, RunStep, StepDone, Welcome
+
+logger = logging.getLogger(__name__)
+
+_NUM_KEPT_ANSWERS = 4
+"""At least the number of steps a coordinator may have in flight."""
+
+
+class TargetServer:
+    """Runs each step of the current owner once and in order, whatever the network does to messages.
+
+    The owner is the sender of the greatest incarnation seen. When it changes, the sequences of the former
+    owner are forgotten before the new owner's first step.
+    """
+
+    def __init__(self, channel: Channel, target: Target) -> None:
+        self._channel = channel
+        self._target = target
+        self._owner: PeerId | None = None
+        self._incarnation = -1
+        self._next_sequence = 0
+        self._early: dict[int, TargetStep] = {}
+        self._answers: OrderedDict[int, TargetResult] = OrderedDict()
+        self._known: set[RequestId] = set()
+        self._left_behind: tuple[RequestId, ...] = ()
+
+    def step(self, timeout_s: float | None) -> bool:
+        """Handle the next message; return whether one came within `timeout_s`.
+
+        Raises:
+            Exception: whatever the target raises, after telling the owner: the process should end then.
+        """
+        try:
+            envelope = self._channel.receive(timeout_s)
+        except ChannelTimeout:
+            return False
+        match envelope.message:
+            case Hello(incarnation=incarnation):
+                self._attach(envelope.sender, incarnation)
+            case RunStep() as message:
+                self._accept(envelope.sender, message)
+            case _:
+                logger.debug("ignored %s from %s", type(envelope.message).__name__, envelope.sender)
+        return True
+
+    def _attach(self, sender: PeerId, incarnation: int) -> None:
+        if incarnation < self._incarnation or (incarnation == self._incarnation and sender != self._owner):
+            self._channel.send(sender, Fenced(incarnation, self._incarnation))
+            return
+        if incarnation > self._incarnation:
+            logger.info("%s takes possession (incarnation %d)", sender, incarnation)
+            former = self._owner
+            if former is not None and former != sender:
+                self._channel.send(former, Fenced(self._incarnation, incarnation))
+            self._owner, self._incarnation = sender, incarnation
+            self._next_sequence = 0
+            self._early.clear()
+            self._answers.clear()
+            self._left_behind = tuple(self._known)
+            self._known.clear()
+        self._channel.send(sender, Welcome(incarnation, self._target.description))
+
+    def _accept(self, sender: PeerId, message: RunStep) -> None:
+        if sender != self._owner or message.incarnation != self._incarnation:
+            self._channel.send(sender, Fenced(message.incarnation, self._incarnation))
+            return
+        if message.sequence in self._answers:
+            self._answer(message.sequence)
+        elif message.sequence >= self._next_sequence:
+            self._early[message.sequence] = message.step
+        while (step := self._early.pop(self._next_sequence, None)) is not None:
+            self._run(step)
+
+    def _run(self, step: TargetStep) -> None:
+        if self._left_behind:
+            step = msgspec.structs.replace(step, released=(*self._left_behind, *step.released))
+            self._left_behind = ()
+        self._known.difference_update(step.released)
+        self._known.update(sequence.request_id for sequence in step.admitted)
+        try:
+            self._target.submit(step)
+            result = self._target.collect()
+        except Exception as error:
+            # A process border: the owner learns why before this process ends.
+            self._send_to_owner(Fatal(f"{type(error).__name__}: {error}"))
+            raise
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        self._answers[sequence] = result
+        while len(self._answers) > _NUM_KEPT_ANSWERS:
+            self._answers.popitem(last=False)
+        self._answer(sequence)
+
+    def _answer(self, sequence: int) -> None:
+        self._send_to_owner(StepDone(self._incarnation, sequence, self._answers[sequence]))
+
+    def _send_to_owner(self, message: Message) -> None:
+        assert self._owner is not None
+        self._channel.send(self._owner, message)
