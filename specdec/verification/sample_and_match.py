@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.core.proposal import Verdict
+from specdec.core.proposal import Proposal, Verdict
 from specdec.tree.topology import Topology
+from specdec.verification.base import Chance, RuleCapabilities, TargetRows
 
 
 def match(
@@ -68,3 +69,21 @@ def _match_tree(
         accepted.append(node)
         row = node + 1
         emitted.append(target_token_ids[row])
+
+
+class SampleAndMatch:
+    """`match` as a rule."""
+
+    capabilities = RuleCapabilities(name="sample_and_match", needs_distributions=False, draft_stream="target")
+
+    def verify(self, proposal: Proposal, target: TargetRows, chance: Chance) -> Verdict:
+        """Match the proposal with the target's tokens; nothing here is left to chance.
+
+        Raises:
+            ValueError: the target's tokens are missing, or of another number.
+        """
+        del chance
+        if target.token_ids is None:
+            raise ValueError("sample_and_match needs the target's tokens")
+        topology = None if proposal.parents is None else Topology.from_parents(proposal.parents)
+        return match(proposal.token_ids, topology, target.token_ids)
