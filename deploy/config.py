@@ -1,0 +1,47 @@
+"""The one configuration file of a deployment: an engine, the cluster it runs on, and its HTTP door."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from deploy.openai.settings import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_CHOICES
+from specdec.core.config import StrictConfig
+from specdec.engine.config import EngineConfig
+
+
+class HttpConfig(StrictConfig):
+    """The OpenAI-compatible endpoint."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs `api_keys_file`, or `drafthouse serve --insecure`."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """TCP port to listen on."""
+    served_model_name: str | None = Field(default=None, min_length=1)
+    """Name that clients call the model by; None: the name of the target's folder."""
+    api_keys_file: str | None = None
+    """File with one API key per line; empty lines and lines that start with # are ignored. None: no key is
+    asked for."""
+    max_body_bytes: int = Field(default=DEFAULT_MAX_BODY_BYTES, ge=1024)
+    """Longest request body in bytes; longer ones are answered with 413."""
+    max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)
+    """Most choices of one request: number of prompts times `n`."""
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest time for one request in seconds, queueing included; None: no limit."""
+    keep_alive_timeout_s: int = Field(default=75, ge=1)
+    """Seconds that an idle connection is kept open."""
+
+
+class DrafthouseConfig(EngineConfig):
+    """Everything that `drafthouse serve` needs to know."""
+
+    http: HttpConfig = HttpConfig()
+    """The endpoint."""
+
+    def engine(self) -> EngineConfig:
+        """Return the engine's part alone."""
+        return EngineConfig(
+            target=self.target,
+            speculative_config=self.speculative_config,
+            cache=self.cache,
+            scheduler=self.scheduler,
+        )

@@ -1,0 +1,160 @@
+"""Reads a configuration file, and says where in it what is wrong.
+
+Relative paths in the file are relative to the folder of the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Union
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from deploy.config import DrafthouseConfig
+from specdec.core.errors import ConfigError
+
+Location = tuple[int | str, ...]
+_PATH_KEYS = (
+    ("target", "model"),
+    ("target", "compile", "cache_dir"),
+    ("speculative_config", "model"),
+    ("speculative_config", "compile", "cache_dir"),
+    ("http", "api_keys_file"),
+)
+
+
+def load_config(path: str | Path) -> DrafthouseConfig:
+    """Read and check a YAML file.
+
+    Raises:
+        ConfigError: one line per problem, each with file, line, dotted key, what is wrong and what would
+            be right.
+    """
+    file = Path(path)
+    root, values = _parse(file)
+    lines = dict(_lines(root))
+    problems = [f"{file}:{line}: {text}" for line, text in _duplicate_keys(root)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: must hold keys and values (target: ...), not {type(values).__name__}")
+    _make_paths_absolute(values, file.absolute().parent)
+    try:
+        return DrafthouseConfig.model_validate(values)
+    except ValidationError as error:
+        found = [_problem(details, lines) for details in error.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{file}:{line}: {text}" for line, text in found)) from None
+
+
+def _parse(file: Path) -> tuple[yaml.Node, Any]:
+    """Return the tree with its positions, and the plain values."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {file} does not exist") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"configuration file {file} cannot be read: {error.strerror}") from None
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{file}{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+    if root is None:
+        raise ConfigError(f"{file} is empty; it needs at least target: model: PATH")
+    return root, values
+
+
+def _lines(node: yaml.Node, location: Location = ()) -> Iterator[tuple[Location, int]]:
+    """Yield the line (1-based) on which each key or item stands."""
+    yield location, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*location, str(key.value))
+            yield from _lines(value, inner)
+            yield inner, key.start_mark.line + 1
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _lines(item, (*location, index))
+
+
+def _duplicate_keys(node: yaml.Node, location: Location = ()) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) for every key that appears twice in one block; YAML would let the last one win."""
+    if isinstance(node, yaml.MappingNode):
+        first_line: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in first_line and name != "<<":
+                yield line, f"{_dotted((*location, name))}: appears twice, first on line {first_line[name]}"
+            first_line.setdefault(name, line)
+            yield from _duplicate_keys(value, (*location, name))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _duplicate_keys(item, (*location, index))
+
+
+def _make_paths_absolute(values: dict[str, Any], base: Path) -> None:
+    for *blocks, key in _PATH_KEYS:
+        block: Any = values
+        for name in blocks:
+            block = block.get(name) if isinstance(block, dict) else None
+        if isinstance(block, dict) and isinstance(block.get(key), str):
+            block[key] = str((base / Path(block[key]).expanduser()).resolve())
+
+
+def _problem(details: Any, lines: dict[Location, int]) -> tuple[int, str]:
+    location, kind = tuple(details["loc"]), details["type"]
+    # A missing key has no line of its own; the block that should hold it has.
+    known = location
+    while known not in lines:
+        known = known[:-1]
+    key = _dotted(location)
+    if kind == "missing":
+        return lines[known], f"{key}: is required"
+    if kind == "extra_forbidden":
+        return lines[known], f"{key}: unknown key{_did_you_mean(location)}"
+    reason = details["msg"].removeprefix("Value error, ")
+    if kind == "value_error":
+        return lines[known], f"{key}: {reason}" if key else reason
+    return lines[known], f"{key}: {reason[:1].lower()}{reason[1:]}, got {details['input']!r}"
+
+
+def _did_you_mean(location: Location) -> str:
+    block: type[BaseModel] | None = DrafthouseConfig
+    for name in location[:-1]:
+        block = _model_in(block.model_fields[str(name)].annotation) if block else None
+    if block is None:
+        return ""
+    near = difflib.get_close_matches(str(location[-1]), block.model_fields, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; known here: {', '.join(block.model_fields)}"
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the configuration model that a field's annotation allows, if it allows one."""
+    options = (
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) in (Union, types.UnionType)
+        else (annotation,)
+    )
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _dotted(location: Location) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

@@ -1,0 +1,109 @@
+"""Configuration files: the shipped ones load, and every mistake is named with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.config import DrafthouseConfig
+from deploy.config_file import load_config
+from specdec.core.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda file: file.name)
+def test_shipped_configuration_loads(file: Path) -> None:
+    config = load_config(file)
+    assert Path(config.target.model).is_absolute()
+    assert config.http.host == "127.0.0.1"
+
+
+def test_demo_is_float32_and_bf16_differs_in_nothing_else() -> None:
+    demo, fast = load_config(CONFIGS / "demo.yaml"), load_config(CONFIGS / "demo-bf16.yaml")
+    assert (demo.target.dtype, fast.target.dtype) == ("float32", "bfloat16")
+    target = fast.target.model_copy(update={"dtype": "float32"})
+    assert fast.model_copy(update={"target": target}) == demo
+    none = load_config(CONFIGS / "demo-none.yaml")
+    assert none.model_copy(update={"speculative_config": demo.speculative_config}) == demo
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    file = write(folder, "target: {model: ../model}\nhttp: {api_keys_file: keys}\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(file.relative_to(tmp_path))
+    assert config.target.model == str(tmp_path / "model")
+    assert config.http.api_keys_file == str(folder / "keys")
+    absolute = write(folder, "target: {model: /srv/model}\nspeculative_config: {method: none}\n")
+    assert load_config(absolute).target.model == "/srv/model"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("target:\n  model: m\n  dtyp: float32\n", ":3: target.dtyp: unknown key; did you mean dtype?"),
+        ("target: {model: m}\nspeculative: {}\n", ":2: speculative: unknown key; did you mean speculative_"),
+        ("target:\n  model: m\n  zzz: 1\n", ":3: target.zzz: unknown key; known here: model, dtype,"),
+        ("target:\n  dtype: float32\n", ":1: target.model: is required"),
+        ("http:\n  port: 80\n", "target: is required"),
+        ("target: {model: m}\nhttp:\n  port: 99999\n", ":3: http.port: input should be less than or equal"),
+        ("target: {model: m}\nhttp:\n  port: abc\n", ":3: http.port: input should be a valid integer"),
+        ("target:\n  model: m\n  dtype: fp32\n", ":3: target.dtype: input should be 'auto', 'float32'"),
+        ("target:\n  model: m\n  model: n\n", ":3: target.model: appears twice, first on line 2"),
+        (
+            "target: {model: m}\nspeculative_config:\n  method: draft_model\n",
+            ":2: speculative_config: method draft_model needs `model`",
+        ),
+        (
+            "target: {model: m}\nspeculative_config:\n  tensor_parallel_size: 2\n",
+            ":2: speculative_config: tensor_parallel_size is not a key of speculative_config",
+        ),
+        ("target: [\n", "not valid YAML"),
+        ("target: !!python/object:os.system {}\n", ":1: not valid YAML"),
+        ("- a\n", "must hold keys and values"),
+        ("", "is empty"),
+        ("target: 5\n", ":1: target: input should be a valid dictionary"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, expected: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(file) in str(caught.value)
+    assert expected in str(caught.value)
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "target: {model: m, x: 1}\nhttp: {port: 0}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"target: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(binary)
+
+
+def test_schema_describes_every_key() -> None:
+    schema = DrafthouseConfig.model_json_schema()
+    blocks = [schema, *schema["$defs"].values()]
+    for block in blocks:
+        assert block["additionalProperties"] is False
+        for name, field in block["properties"].items():
+            assert field.get("description"), f"{block['title']}.{name} has no description"
