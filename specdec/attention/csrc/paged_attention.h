@@ -200,6 +200,7 @@ class BlockAttention {
   void attend(int first, int last) {
     for (int key = first; key < last; key += kStep) {
       const int count = std::min(kStep, last - key);
+      prefetch(key + kStep, last);
       score(key, count);
       update(count);
       accumulate(key, count);
@@ -214,6 +215,23 @@ class BlockAttention {
     const int64_t block = table_[key / layer_.block_size];
     return ((block * layer_.num_kv_heads + block_.kv_head) * layer_.block_size + key % layer_.block_size) *
            layer_.head_dim;
+  }
+
+  // Blocks lie anywhere in the pool: hardware does not guess where the next step's are.
+  void prefetch(int key, int last) const {
+    const int64_t bytes = layer_.head_dim * sizeof(T);
+    const int end = std::min(key + kStep, last);
+    while (key < end) {
+      const int here = std::min(layer_.block_size - key % layer_.block_size, end - key);
+      const char* keys = reinterpret_cast<const char*>(static_cast<const T*>(layer_.key_pool) + pool_offset(key));
+      const char* values =
+          reinterpret_cast<const char*>(static_cast<const T*>(layer_.value_pool) + pool_offset(key));
+      for (int64_t at = 0; at < here * bytes; at += 64) {
+        __builtin_prefetch(keys + at);
+        __builtin_prefetch(values + at);
+      }
+      key += here;
+    }
   }
 
   // Scores of keys [key, key + count) for every row, masked, in scores_[row][kStep].
