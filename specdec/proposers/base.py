@@ -48,7 +48,9 @@ class Proposer(Protocol):
     ) -> dict[RequestId, Proposal]:
         """Propose at most `num_draft_tokens[id]` tokens for each sequence.
 
-        Sequences with a budget of 0, and those that it has nothing for, are absent from the answer.
+        Sequences with a budget of 0 or without a budget, and those that it has nothing for, are absent
+        from the answer. The engine passes sequences whose prompt the target still reads without a budget,
+        so that a proposer with a cache of its own may read the prompt too.
         Each proposal names the committed prefix it continues.
         """
         ...

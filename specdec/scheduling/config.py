@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from specdec.core.config import StrictConfig
 
@@ -16,3 +18,12 @@ class SchedulerConfig(StrictConfig):
     """Most rows (prefill, decode and draft tokens together) in one round; longer prompts go in chunks."""
     max_num_waiting: int = Field(default=1024, ge=0)
     """Most requests in the queue; beyond it a request is refused with 429."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence takes at least one row of each round"
+            )
+        return self

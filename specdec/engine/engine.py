@@ -1,0 +1,276 @@
+"""The engine: requests in, outputs out, one round per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from specdec.core.clock import Clock, MonotonicClock
+from specdec.core.description import TargetDescription
+from specdec.core.errors import ChannelClosed, InputError, TransportError
+from specdec.core.ids import RequestId
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.build import EngineParts, build_parts
+from specdec.engine.config import EngineConfig
+from specdec.engine.live_request import LiveRequest
+from specdec.engine.metrics import EngineMetrics
+from specdec.engine.offline import GenerationResult, Prompt, generate
+from specdec.engine.roster import Roster
+from specdec.engine.round import RoundLoop
+from specdec.engine.target import Target
+from specdec.engine.text_stream import Finish, StreamLimits, TextStream
+from specdec.engine.tokenizer import Tokenizer
+from specdec.proposers.base import Proposer
+from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from specdec.scheduling.state import ServiceKey
+
+_RECENT = 0.1
+"""Weight of the latest interval between two finished requests in their running mean."""
+ABORTED = Finish(reason="abort")
+
+
+class Engine:
+    """Generates with one target and one proposer. Not thread-safe; see `AsyncEngine`.
+
+        with Engine(EngineConfig(target=ModelConfig(model="models/demo/target"))) as engine:
+            for result in engine.generate(["def quicksort("], SamplingParams(max_tokens=64)):
+                ...
+
+    Every request that was accepted ends in exactly one output with a finish reason, whatever happens.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load what `config` names.
+
+        Raises:
+            UserError: a checkpoint, a device or the memory is not as the configuration says.
+        """
+        self._set_up(build_parts(config), MonotonicClock())
+
+    @classmethod
+    def from_parts(
+        cls,
+        *,
+        target: Target,
+        proposer: Proposer,
+        tokenizer: Tokenizer,
+        scheduler: SchedulerConfig | None = None,
+        controller: SpeculationController | None = None,
+        clock: Clock | None = None,
+    ) -> Self:
+        """Make an engine of parts that exist already; it closes target and proposer with itself.
+
+        Without a controller, 4 tokens are drafted per sequence and round.
+        """
+        parts = EngineParts(
+            target=target,
+            proposer=proposer,
+            tokenizer=tokenizer,
+            scheduler=scheduler or SchedulerConfig(),
+            controller=controller or FixedController(4),
+        )
+        engine = cls.__new__(cls)
+        engine._set_up(parts, clock or MonotonicClock())
+        return engine
+
+    def _set_up(self, parts: EngineParts, clock: Clock) -> None:
+        description = parts.target.description
+        self._parts = parts
+        self._clock = clock
+        self._metrics = EngineMetrics()
+        self._admission = AdmissionLimits(
+            vocab_size=description.vocab_size,
+            max_model_len=description.max_model_len,
+            pool_tokens=(description.num_blocks - 1) * description.block_size,
+            max_num_waiting=parts.scheduler.max_num_waiting,
+        )
+        self._stream_limits = StreamLimits(
+            max_sequence_len=self._admission.max_sequence_len, eos_token_ids=description.eos_token_ids
+        )
+        self._roster = Roster(
+            num_blocks=description.num_blocks, block_size=description.block_size, config=parts.scheduler
+        )
+        self._rounds = RoundLoop(
+            roster=self._roster,
+            target=parts.target,
+            proposer=parts.proposer,
+            controller=parts.controller,
+            metrics=self._metrics,
+            clock=clock,
+        )
+        self._ended: list[RequestOutput] = []
+        self._num_arrived = 0
+        self._lost: TransportError | None = None
+        self._closed = False
+        self._last_finish_s = clock.now_s()
+        self._seconds_per_request = 0.0
+
+    @property
+    def description(self) -> TargetDescription:
+        """Facts about the loaded target."""
+        return self._parts.target.description
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self._parts.tokenizer
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Longest sequence, prompt and output together, in tokens: what both model and cache allow."""
+        return self._admission.max_sequence_len
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would bring anything."""
+        return bool(self._ended) or len(self._roster) > 0
+
+    def metrics(self) -> EngineMetrics:
+        """Return counters and current gauges; live, not a copy."""
+        self._metrics.num_running = len(self._roster.running)
+        self._metrics.num_waiting = len(self._roster.waiting)
+        self._metrics.kv_cache_usage = self._roster.kv_cache_usage
+        return self._metrics
+
+    def check_request(self, request: Request) -> None:
+        """Check a request without taking it in.
+
+        Raises:
+            InputError: it can never be served here; names the field.
+        """
+        check_request(request, self._admission)
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in. A newer epoch of a live request replaces it: the older one is aborted.
+
+        Raises:
+            InputError: it can never be served here, or an epoch as new is live already.
+            CapacityError: the queue is full.
+            TransportError: the target was lost; this engine serves nothing any more.
+        """
+        self._require_target()
+        self.check_request(request)
+        current = self._find(request.request_id)
+        if current is not None and current.request.epoch >= request.epoch:
+            raise InputError(f"request id {request.request_id} is in use", param="request_id")
+        num_waiting = len(self._roster) + 1 - self._parts.scheduler.max_num_seqs
+        check_queue(num_waiting, self._admission, self._seconds_per_request)
+        self.abort(request.request_id)
+        self._num_arrived += 1
+        live = LiveRequest(
+            request,
+            service_key=ServiceKey(request.priority, self._num_arrived),
+            table=self._roster.new_table(),
+            text=TextStream(request, self._parts.tokenizer, self._stream_limits),
+            arrival_s=self._clock.now_s(),
+        )
+        self._metrics.prompt_tokens += live.num_prompt_tokens
+        if live.finish is not None:  # a replay whose delivered tokens were all there is
+            self._count_finish(live.take_output(self._clock.now_s()))
+        else:
+            self._roster.waiting.push(live)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request early: its blocks are free at once, its last output comes with the next step."""
+        self._end(request_id, ABORTED)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one round and return what is new, at most one output per request and epoch.
+
+        When the target is lost, every live request ends with error_code "target_lost"; by its delivered
+        tokens each can go on in another engine.
+        """
+        if len(self._roster) > 0:
+            try:
+                outputs = self._rounds.run()
+            except TransportError as error:
+                self._lose_target(error)
+            else:
+                self._note_finishes(sum(output.finish_reason is not None for output in outputs))
+                if not self._ended:
+                    return outputs
+                self._ended.extend(outputs)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def end_all(self, finish: Finish) -> None:
+        """End every live request; the last outputs come with the next step."""
+        for live in list(self._roster):
+            self._end(live.request_id, finish)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[GenerationResult]:
+        """Generate for all prompts and return the results in their order.
+
+        Args:
+            prompts: texts, or lists of token ids; a single one counts as a list of one.
+            params: one for all, or one for each; None for the defaults.
+            progress: called with (finished, all) prompts whenever one finishes.
+
+        Raises:
+            InputError: naming what is wrong with a prompt or its parameters, before anything runs.
+        """
+        return generate(self, prompts, params, progress)
+
+    def check_integrity(self) -> None:
+        """Assert that queue, tables and allocator agree. Costs time linear in the pool."""
+        self._roster.check_integrity()
+
+    def close(self) -> None:
+        """Free everything. Requests still live get no output. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._parts.proposer.close()
+        self._parts.target.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _find(self, request_id: RequestId) -> LiveRequest | None:
+        return self._roster.running.get(request_id) or self._roster.waiting.get(request_id)
+
+    def _end(self, request_id: RequestId, finish: Finish) -> None:
+        live = self._roster.remove(request_id)
+        if live is not None:
+            self._parts.proposer.release((request_id,))
+            self._count_finish(live.end(finish, self._clock.now_s()))
+
+    def _count_finish(self, output: RequestOutput) -> None:
+        assert output.finish_reason is not None
+        self._metrics.finished[output.finish_reason] += 1
+        self._ended.append(output)
+
+    def _lose_target(self, error: TransportError) -> None:
+        self._lost = error
+        self.end_all(Finish(reason="error", error=f"the target was lost: {error}", error_code="target_lost"))
+
+    def _require_target(self) -> None:
+        if self._closed:
+            raise ChannelClosed("the engine is closed")
+        if self._lost is not None:
+            raise ChannelClosed(f"the target was lost: {self._lost}") from self._lost
+
+    def _note_finishes(self, num_finished: int) -> None:
+        """Keep the mean time between finished requests, which tells a refused client when to come back."""
+        if num_finished == 0:
+            return
+        now_s = self._clock.now_s()
+        interval_s = (now_s - self._last_finish_s) / num_finished
+        self._last_finish_s = now_s
+        self._seconds_per_request += _RECENT * (interval_s - self._seconds_per_request)

@@ -1,0 +1,177 @@
+"""One request inside an engine, from its acceptance to its last output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import Sequence as TokenSequence
+from specdec.engine.text_stream import Finish, TextStream
+from specdec.kv.block_table import BlockTable
+from specdec.scheduling.state import ServiceKey
+
+
+class LiveRequest:
+    """Tokens, blocks and text of one stream.
+
+    It is what scheduling calls `Schedulable` and proposers `SequenceView`.
+    """
+
+    __slots__ = (
+        "_logprobs",
+        "_num_reported",
+        "_text",
+        "_unreported_text",
+        "finish",
+        "is_known_to_target",
+        "request",
+        "request_id",
+        "requested_draft_tokens",
+        "sequence",
+        "service_key",
+        "stats",
+        "table",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        service_key: ServiceKey,
+        table: BlockTable,
+        text: TextStream,
+        arrival_s: float,
+    ) -> None:
+        """Take a request in. Tokens delivered by an earlier epoch are read, not reported again."""
+        self.request = request
+        self.request_id = request.request_id
+        self.service_key = service_key
+        self.requested_draft_tokens = request.num_draft_tokens
+        self.table = table
+        self.sequence = TokenSequence(request)
+        self.stats = RequestStats(arrival_s=arrival_s)
+        self.finish: Finish | None = None
+        self.is_known_to_target = False
+        """Whether the target keeps state of this request, which it has to be told to forget."""
+        self._text = text
+        self._logprobs: list[TokenLogprobs] = []
+        self._unreported_text = ""
+        self._num_reported = len(request.delivered_token_ids)
+        for index, token_id in enumerate(request.delivered_token_ids):
+            if text.finish is None:
+                text.read(token_id, index + 1)
+        self.finish = text.finish
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Committed tokens, prompt included."""
+        return self.sequence.token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.sequence.num_prompt_tokens
+
+    @property
+    def committed_len(self) -> int:
+        """Committed tokens, prompt included."""
+        return self.sequence.committed_len
+
+    @property
+    def num_computed(self) -> int:
+        """Leading committed tokens whose K/V are in the target's cache."""
+        return self.sequence.num_computed
+
+    @property
+    def prefix_hash(self) -> int:
+        """Hash of the committed tokens."""
+        return self.sequence.prefix_hash
+
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters."""
+        return self.request.params
+
+    @property
+    def seed(self) -> int:
+        """Noise key of the stream."""
+        return self.request.seed
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks held."""
+        return self.table.num_blocks
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Draft tokens of use: a round adds one token beside the accepted ones."""
+        return max(0, self._text.max_generated - self.sequence.num_generated - 1)
+
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether its prompt is still being read and drafts are wanted after it."""
+        return not self.sequence.is_decoding and self.requested_draft_tokens != 0
+
+    def commit(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, now_s: float) -> int:
+        """Append verified tokens up to the first that ends the stream; return how many were kept.
+
+        What comes after it reaches neither text nor counts nor log-probabilities.
+        """
+        num_before = self.sequence.num_generated
+        num_kept = 0
+        for token_id in token_ids:
+            num_kept += 1
+            self._unreported_text += self._text.read(token_id, num_before + num_kept)
+            if self._text.finish is not None:
+                self.finish = self._text.finish
+                break
+        self.sequence.commit(token_ids[:num_kept])
+        if self.stats.first_token_s is None:
+            self.stats.first_token_s = now_s
+        if logprobs is not None:
+            self._logprobs.extend(logprobs[:num_kept])
+        return num_kept
+
+    def preempt(self) -> None:
+        """Give all blocks back; everything is computed again later."""
+        self.table.release()
+        self.sequence.evict()
+        self.stats.num_preemptions += 1
+
+    def end(self, finish: Finish, now_s: float) -> RequestOutput:
+        """End the stream from outside (abort, error) and return its last output."""
+        self.finish = finish
+        self._unreported_text += self._text.drain()
+        return self.take_output(now_s)
+
+    def take_output(self, now_s: float) -> RequestOutput:
+        """Return what is new since the last call; the last output when the stream has ended."""
+        first_index = self._num_reported
+        sequence = self.sequence
+        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + first_index :])
+        text, self._unreported_text = self._unreported_text, ""
+        logprobs: tuple[TokenLogprobs, ...] | None = None
+        if self.request.params.logprobs is not None:
+            logprobs = tuple(self._logprobs)
+            self._logprobs.clear()
+        self._num_reported = first_index + len(token_ids)
+        finish = self.finish
+        if finish is not None:
+            self.stats.finished_s = now_s
+        return RequestOutput(
+            request_id=self.request_id,
+            epoch=self.request.epoch,
+            first_index=first_index,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop_reason if finish else None,
+            error=finish.error if finish else None,
+            error_code=finish.error_code if finish else None,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_generated_tokens=sequence.num_generated,
+            stats=self.stats if finish else None,
+        )

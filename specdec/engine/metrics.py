@@ -1,0 +1,94 @@
+"""Counters and gauges of one engine, under the names that dashboards know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specdec.core.outputs import FinishReason
+
+DropReason = Literal["stale", "malformed", "late"]
+"""Why a proposal was not used: for another prefix; not a chain of valid tokens; no answer at all."""
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """Counters since the engine started, and gauges of its last round. Times are seconds."""
+
+    num_rounds: int = 0
+    num_drafts: int = 0
+    """Proposals that were verified."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    """[i]: how often draft token i of a proposal was accepted."""
+    proposals_dropped: Counter[DropReason] = field(default_factory=Counter)
+    num_missing_proposals: int = 0
+    """Draft budgets that no proposal came for."""
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of requests that were taken in."""
+    generation_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    """Tokens whose K/V were given up by preemption."""
+    draft_s: float = 0.0
+    """Waiting for proposals."""
+    verify_s: float = 0.0
+    """From the submission of a step to its answer."""
+    target_forward_s: float = 0.0
+    target_sample_s: float = 0.0
+    coordinator_s: float = 0.0
+    """The rest of the rounds: planning, packing, committing, detokenizing."""
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of the KV blocks that are held, 0 to 1."""
+
+    def count_draft(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one verified proposal."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        per_position = self.num_accepted_tokens_per_pos
+        if num_drafted > len(per_position):
+            per_position.extend([0] * (num_drafted - len(per_position)))
+        for position in range(num_accepted):
+            per_position[position] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verified proposal: 1 + accepted / drafts (1.0 without drafts)."""
+        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
+
+    def snapshot(self) -> Mapping[str, float]:
+        """Return all values by metric name, without prefix; labels as in the Prometheus text format."""
+        values: dict[str, float] = {
+            "rounds": self.num_rounds,
+            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+            "spec_decode_wasted_draft_tokens": self.num_draft_tokens - self.num_accepted_tokens,
+            "spec_decode_num_missing_proposals": self.num_missing_proposals,
+            "num_preemptions": self.num_preemptions,
+            "num_recomputed_tokens": self.num_recomputed_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.generation_tokens,
+            "draft_time_seconds": self.draft_s,
+            "verify_time_seconds": self.verify_s,
+            "target_forward_time_seconds": self.target_forward_s,
+            "target_sample_time_seconds": self.target_sample_s,
+            "coordinator_time_seconds": self.coordinator_s,
+            "num_requests_running": self.num_running,
+            "num_requests_waiting": self.num_waiting,
+            "kv_cache_usage_perc": self.kv_cache_usage,
+        }
+        for position, count in enumerate(self.num_accepted_tokens_per_pos):
+            values[f'spec_decode_num_accepted_tokens_per_pos{{position="{position}"}}'] = count
+        for drop_reason, count in self.proposals_dropped.items():
+            values[f'spec_decode_num_proposals_dropped{{reason="{drop_reason}"}}'] = count
+        for finish_reason, count in self.finished.items():
+            values[f'request_success{{finished_reason="{finish_reason}"}}'] = count
+        return values

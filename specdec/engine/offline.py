@@ -1,0 +1,188 @@
+"""Offline generation: prompts in, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specdec.core.errors import CapacityError, InputError
+from specdec.core.ids import RequestId
+from specdec.core.outputs import FinishReason, RequestOutput, RequestStats, TokenLogprobs
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.sampling.noise import choice_seed, mint_seed
+
+if TYPE_CHECKING:
+    from specdec.engine.engine import Engine
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One generated continuation."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    error: str | None
+    """What went wrong, with finish reason "error"."""
+    stats: RequestStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """What came of one prompt."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    """`params.n` of them."""
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the first choice."""
+        return self.choices[0].token_ids
+
+
+@dataclass(slots=True)
+class _Collected:
+    """Outputs of one choice so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: RequestOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self.token_ids.extend(output.token_ids)
+        self.text.append(output.text)
+        self.logprobs.extend(output.logprobs or ())
+        self.last = output
+
+    def choice(self, index: int, *, with_logprobs: bool) -> Choice:
+        last = self.last
+        assert last is not None
+        assert last.finish_reason is not None
+        assert last.stats is not None
+        return Choice(
+            index=index,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs) if with_logprobs else None,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            error=last.error,
+            stats=last.stats,
+        )
+
+
+def choice_requests(
+    prompt_token_ids: tuple[int, ...], params: SamplingParams, request_id: str
+) -> list[Request]:
+    """Return one request per choice of a prompt; a seed is minted where none is given."""
+    seed = mint_seed() if params.seed is None else params.seed
+    return [
+        Request(
+            request_id=RequestId(f"{request_id}-{index}"),
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            seed=choice_seed(seed, index),
+        )
+        for index in range(params.n)
+    ]
+
+
+def generate(
+    engine: Engine,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[GenerationResult]:
+    """Generate for all prompts on an engine that has nothing else to do; see `Engine.generate`."""
+    if engine.has_work:
+        raise InputError("generate() needs an engine without requests of its own", param=None)
+    batch = _as_batch(prompts)
+    groups: list[tuple[Prompt, SamplingParams, list[Request]]] = []
+    for index, (prompt, one) in enumerate(zip(batch, _one_each(params, len(batch)), strict=True)):
+        one.checked()
+        token_ids = tuple(engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        requests = choice_requests(token_ids, one, f"offline-{index}")
+        engine.check_request(requests[0])
+        groups.append((prompt, one, requests))
+    collected = _run(engine, [request for _, _, requests in groups for request in requests], progress)
+    return [
+        GenerationResult(
+            prompt=prompt,
+            prompt_token_ids=requests[0].prompt_token_ids,
+            choices=tuple(
+                collected[request.request_id].choice(index, with_logprobs=one.logprobs is not None)
+                for index, request in enumerate(requests)
+            ),
+        )
+        for prompt, one, requests in groups
+    ]
+
+
+def _run(
+    engine: Engine, requests: list[Request], progress: Callable[[int, int], None] | None
+) -> dict[RequestId, _Collected]:
+    collected = {request.request_id: _Collected() for request in requests}
+    to_add = list(reversed(requests))
+    num_finished = 0
+    while to_add or engine.has_work:
+        while to_add and _was_added(engine, to_add[-1]):
+            to_add.pop()
+        for output in engine.step():
+            collected[output.request_id].add(output)
+            if output.finish_reason is not None:
+                num_finished += 1
+                if progress is not None:
+                    progress(num_finished, len(requests))
+    return collected
+
+
+def _was_added(engine: Engine, request: Request) -> bool:
+    """Add a request unless the queue is full: then it waits here."""
+    try:
+        engine.add_request(request)
+    except CapacityError:
+        if not engine.has_work:
+            raise
+        return False
+    return True
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    batch: list[Prompt] = []
+    single: list[int] = []
+    for item in prompts:
+        if isinstance(item, int):
+            single.append(item)
+        else:
+            batch.append(item)
+    if single and batch:
+        raise InputError("prompts mixes token ids with whole prompts", param="prompts")
+    return [single] if single else batch
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise InputError(f"{len(params)} sampling parameters for {num_prompts} prompts", param="params")
+    return params

@@ -1,0 +1,227 @@
+"""One round: plan, propose, pack, verify, commit."""
+
+from __future__ import annotations
+
+import itertools
+
+from specdec.core.clock import Clock
+from specdec.core.errors import ProtocolError, TransportError
+from specdec.core.ids import RequestId
+from specdec.core.outputs import RequestOutput
+from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork
+from specdec.core.proposal import Proposal
+from specdec.engine.live_request import LiveRequest
+from specdec.engine.metrics import DropReason, EngineMetrics
+from specdec.engine.roster import Roster
+from specdec.engine.target import Target
+from specdec.engine.text_stream import Finish
+from specdec.proposers.base import Proposer
+from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
+from specdec.scheduling.state import RoundPlan
+from specdec.verification.sample_and_match import match
+
+Proposals = dict[RequestId, Proposal]
+
+
+class RoundLoop:
+    """Runs rounds over a roster. Only `_commit` advances sequences."""
+
+    def __init__(
+        self,
+        *,
+        roster: Roster,
+        target: Target,
+        proposer: Proposer,
+        controller: SpeculationController,
+        metrics: EngineMetrics,
+        clock: Clock,
+    ) -> None:
+        self._roster = roster
+        self._target = target
+        self._proposer = proposer
+        self._controller = controller
+        self._metrics = metrics
+        self._clock = clock
+        self._vocab_size = target.description.vocab_size
+        self._step_ids = itertools.count()
+
+    def run(self) -> list[RequestOutput]:
+        """Run one round and return what is new.
+
+        Raises:
+            TransportError: the target is lost. No sequence has advanced.
+        """
+        started_s = self._clock.now_s()
+        plan = self._plan(started_s)
+        planned_s = self._clock.now_s()
+        proposals = self._propose(plan)
+        proposed_s = self._clock.now_s()
+        step = self._pack(plan, proposals)
+        submitted_s = self._clock.now_s()
+        result = self._verify(step)
+        verified_s = self._clock.now_s()
+        outputs, outcomes = self._commit(step, result, proposals, verified_s)
+        draft_s, verify_s = proposed_s - planned_s, verified_s - submitted_s
+        self._observe(step, outputs, outcomes, draft_s, verify_s)
+        self._metrics.coordinator_s += self._clock.now_s() - started_s - draft_s - verify_s
+        return outputs
+
+    def _plan(self, now_s: float) -> RoundPlan:
+        plan = self._roster.plan(self._controller)
+        assert plan.num_tokens, "a round without work: the planner must always let the first in order go on"
+        self._metrics.num_recomputed_tokens += self._roster.apply(plan, now_s)
+        self._metrics.num_preemptions += len(plan.preempted)
+        return plan
+
+    def _propose(self, plan: RoundPlan) -> Proposals:
+        """Ask for proposals. Whatever does not fit is dropped: that request goes on with one token."""
+        budgets = plan.num_draft_tokens
+        running = self._roster.running
+        # Prompts that are still being read come with a budget of 0: a proposer may read them too.
+        sequences = [
+            live
+            for live in map(running.__getitem__, plan.num_tokens)
+            if live.request_id in budgets or live.awaits_drafts
+        ]
+        if not sequences:
+            return {}
+        try:
+            proposals = self._proposer.propose(sequences, budgets)
+        except TransportError:
+            self._drop("late", len(budgets))
+            return {}
+        usable: Proposals = {}
+        for request_id, budget in budgets.items():
+            proposal = proposals.get(request_id)
+            if proposal is None:
+                self._metrics.num_missing_proposals += 1
+            elif (reason := self._fault(proposal, running[request_id], budget)) is not None:
+                self._drop(reason, 1)
+            elif proposal.token_ids:
+                usable[request_id] = proposal
+        return usable
+
+    def _fault(self, proposal: Proposal, live: LiveRequest, budget: int) -> DropReason | None:
+        if proposal.committed_len != live.committed_len or proposal.prefix_hash != live.prefix_hash:
+            return "stale"
+        if proposal.parents is not None or proposal.num_tokens > budget:
+            return "malformed"
+        if not all(0 <= token_id < self._vocab_size for token_id in proposal.token_ids):
+            return "malformed"
+        return None
+
+    def _drop(self, reason: DropReason, count: int) -> None:
+        self._metrics.proposals_dropped[reason] += count
+
+    def _pack(self, plan: RoundPlan, proposals: Proposals) -> TargetStep:
+        admitted: list[AdmittedSequence] = []
+        works: list[TargetWork] = []
+        for request_id, num_tokens in plan.num_tokens.items():
+            live = self._roster.running[request_id]
+            if not live.is_known_to_target:
+                live.is_known_to_target = True
+                admitted.append(AdmittedSequence(request_id, live.seed, live.params))
+            proposal = proposals.get(request_id)
+            start = live.num_computed
+            end = start + num_tokens - plan.num_draft_tokens.get(request_id, 0)
+            drafted = proposal.token_ids if proposal is not None else ()
+            update = live.table.take_update()
+            works.append(
+                TargetWork(
+                    request_id=request_id,
+                    token_ids=(*live.token_ids[start:end], *drafted),
+                    start=start,
+                    num_sampled_rows=1 + len(drafted) if end == live.committed_len else 0,
+                    table_start=update.start,
+                    block_ids=update.block_ids,
+                )
+            )
+        return TargetStep(
+            step_id=next(self._step_ids),
+            works=tuple(works),
+            admitted=tuple(admitted),
+            released=self._roster.take_forgotten(),
+        )
+
+    def _verify(self, step: TargetStep) -> TargetResult:
+        self._target.submit(step)
+        result = self._target.collect()
+        if result.step_id != step.step_id or len(result.results) != len(step.works):
+            raise ProtocolError(f"the target answered step {result.step_id} instead of {step.step_id}")
+        for work, answer in zip(step.works, result.results, strict=True):
+            if answer.error is None and len(answer.token_ids) != work.num_sampled_rows:
+                raise ProtocolError(
+                    f"{len(answer.token_ids)} tokens for {work.num_sampled_rows} rows of {work.request_id}"
+                )
+        return result
+
+    def _commit(
+        self, step: TargetStep, result: TargetResult, proposals: Proposals, now_s: float
+    ) -> tuple[list[RequestOutput], list[DraftOutcome]]:
+        outputs: list[RequestOutput] = []
+        outcomes: list[DraftOutcome] = []
+        for work, answer in zip(step.works, result.results, strict=True):
+            live = self._roster.running[work.request_id]
+            if answer.error is not None:
+                failure = Finish(reason="error", error=answer.error, error_code="sequence_failed")
+                outputs.append(self._retire(live, live.end(failure, now_s)))
+            elif work.num_sampled_rows == 0:
+                live.sequence.advance_computed(len(work.token_ids))
+            else:
+                proposal = proposals.get(work.request_id)
+                drafted = proposal.token_ids if proposal is not None else ()
+                verdict = match(drafted, None, answer.token_ids)
+                num_kept = live.commit(verdict.token_ids, answer.logprobs, now_s)
+                if drafted:
+                    outcomes.append(
+                        self._count_draft(live, len(drafted), min(verdict.num_accepted, num_kept))
+                    )
+                output = live.take_output(now_s)
+                if output.finish_reason is not None:
+                    self._retire(live, output)
+                else:
+                    live.table.trim(live.committed_len)
+                outputs.append(output)
+        return outputs, outcomes
+
+    def _retire(self, live: LiveRequest, output: RequestOutput) -> RequestOutput:
+        self._roster.remove(live.request_id)
+        self._proposer.release((live.request_id,))
+        assert output.finish_reason is not None
+        self._metrics.finished[output.finish_reason] += 1
+        return output
+
+    def _count_draft(self, live: LiveRequest, num_drafted: int, num_accepted: int) -> DraftOutcome:
+        self._metrics.count_draft(num_drafted, num_accepted)
+        speculation = live.stats.speculation
+        speculation.num_drafts += 1
+        speculation.num_draft_tokens += num_drafted
+        speculation.num_accepted_tokens += num_accepted
+        speculation.per_step_drafted.append(num_drafted)
+        speculation.per_step_accepted.append(num_accepted)
+        return DraftOutcome(request_id=live.request_id, num_drafted=num_drafted, num_accepted=num_accepted)
+
+    def _observe(
+        self,
+        step: TargetStep,
+        outputs: list[RequestOutput],
+        outcomes: list[DraftOutcome],
+        draft_s: float,
+        verify_s: float,
+    ) -> None:
+        num_committed = sum(len(output.token_ids) for output in outputs)
+        metrics = self._metrics
+        metrics.num_rounds += 1
+        metrics.generation_tokens += num_committed
+        metrics.draft_s += draft_s
+        metrics.verify_s += verify_s
+        self._controller.observe(
+            RoundObservation(
+                num_rows=sum(len(work.token_ids) for work in step.works),
+                num_sequences=len(step.works),
+                num_committed=num_committed,
+                draft_s=draft_s,
+                verify_s=verify_s,
+                outcomes=outcomes,
+            )
+        )

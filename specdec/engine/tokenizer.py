@@ -1,0 +1,58 @@
+"""What the engine needs of a tokenizer, and how the Hugging Face ones give it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Tokens that never show in text."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, with whatever the model expects at its start."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of `transformers`, decoding by the Rust tokenizer behind it where there is one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self._single: dict[int, str] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, special tokens that the tokenizer adds at its start included."""
+        token_ids: list[int] = self._tokenizer(text)["input_ids"]
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text without special tokens."""
+        if len(token_ids) != 1:
+            return self._decode(token_ids)
+        token_id = token_ids[0]
+        text = self._single.get(token_id)
+        if text is None:
+            text = self._single[token_id] = self._decode(token_ids)
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str
+        if self._backend is not None:
+            text = self._backend.decode(token_ids, skip_special_tokens=True)
+        else:
+            text = self._tokenizer.decode(
+                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return text

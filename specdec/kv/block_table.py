@@ -1,0 +1,86 @@
+"""The blocks of one sequence, and how much of them the other end of a channel knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specdec.core.ids import BlockId
+from specdec.kv.block_allocator import BlockAllocator
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return how many blocks hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+class TableUpdate(NamedTuple):
+    """What a block table looks like from entry `start` on."""
+
+    start: int
+    block_ids: tuple[BlockId, ...]
+
+
+class BlockTable:
+    """Grows and shrinks with its sequence; block i holds positions i * block_size and following.
+
+    Whoever reads the table elsewhere (the target) is sent only what changed: see `take_update`.
+    """
+
+    __slots__ = ("_allocator", "_block_ids", "_num_known", "block_size")
+
+    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+        self._allocator = allocator
+        self.block_size = block_size
+        self._block_ids: list[BlockId] = []
+        self._num_known = 0
+
+    @property
+    def block_ids(self) -> Sequence[BlockId]:
+        """The blocks in order of position; do not write to it."""
+        return self._block_ids
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks held."""
+        return len(self._block_ids)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into the blocks held."""
+        return len(self._block_ids) * self.block_size
+
+    def num_missing(self, num_tokens: int) -> int:
+        """Return how many more blocks `num_tokens` tokens need (0 when they fit already)."""
+        return max(0, num_blocks_for(num_tokens, self.block_size) - len(self._block_ids))
+
+    def grow(self, num_tokens: int) -> None:
+        """Hold blocks for at least `num_tokens` tokens. The caller has looked at `num_missing`."""
+        missing = num_blocks_for(num_tokens, self.block_size) - len(self._block_ids)
+        if missing > 0:
+            self._block_ids.extend(self._allocator.allocate(missing))
+
+    def trim(self, num_tokens: int) -> None:
+        """Free the blocks that hold nothing of the first `num_tokens` tokens."""
+        kept = num_blocks_for(num_tokens, self.block_size)
+        if kept < len(self._block_ids):
+            self._allocator.free(reversed(self._block_ids[kept:]))
+            del self._block_ids[kept:]
+            self._num_known = min(self._num_known, kept)
+
+    def release(self) -> None:
+        """Free all blocks; whoever reads the table elsewhere is taken to have forgotten it."""
+        self.trim(0)
+
+    def take_update(self) -> TableUpdate:
+        """Return the entries that changed since the last call. The reader keeps those before."""
+        start = self._num_known
+        self._num_known = len(self._block_ids)
+        return TableUpdate(start, tuple(self._block_ids[start:]))
+
+    def check_integrity(self) -> None:
+        """Assert that every block is held, and only once by this table."""
+        assert 0 <= self._num_known <= len(self._block_ids)
+        assert len(set(self._block_ids)) == len(self._block_ids), "a block is in the table twice"
+        for block in self._block_ids:
+            assert self._allocator.reference_count(block) > 0, f"block {block} of a table is free"

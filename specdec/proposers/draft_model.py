@@ -1,0 +1,258 @@
+"""A smaller model that drafts with the target's own noise.
+
+It evaluates the same token function as the target, on its own q: same transforms, same seed, same absolute
+position, noise stream "target". Where q and p agree well enough it picks the very token that the target
+will pick, so that nothing but token ids has to be compared (docs/architecture.md). That is right only with
+the rule `sample_and_match`; ratio rules need drafts from a stream of their own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
+from specdec.core.sequence import SequenceView
+from specdec.kv.block_allocator import BlockAllocator
+from specdec.kv.block_table import BlockTable
+from specdec.model.batch import Runner, SequenceSlice
+from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.prefix import SeenPrefix
+from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.sampler import Sampler
+
+
+class _DraftSequence:
+    """What the draft model has read of one sequence."""
+
+    __slots__ = ("drafted", "num_read", "seen", "table")
+
+    def __init__(self, table: BlockTable) -> None:
+        self.table = table
+        self.seen = SeenPrefix()
+        self.num_read = 0
+        """Tokens of the prefix `seen` whose K/V are in the cache."""
+        self.drafted: tuple[int, ...] = ()
+        """Tokens read behind that prefix (only when all of it was read)."""
+
+    def follow(self, sequence: SequenceView) -> None:
+        """Keep the K/V of what was read and has since been committed, and no more."""
+        if not self.seen.continues_in(sequence):
+            self.num_read = 0
+        elif self.num_read == self.seen.length:
+            committed = sequence.token_ids[self.seen.length :]
+            for drafted, token_id in zip(self.drafted, committed, strict=False):
+                if drafted != token_id:
+                    break
+                self.num_read += 1
+        # The last committed token is always read again: its row gives the first draft token.
+        self.num_read = min(self.num_read, sequence.committed_len - 1)
+        self.drafted = ()
+        self.seen.update(sequence)
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """One sequence during one call."""
+
+    view: SequenceView
+    state: _DraftSequence
+    budget: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+class _Chunk(NamedTuple):
+    """Committed tokens to read first; `completes` when none are left after them."""
+
+    drafting: _Drafting
+    num_tokens: int
+    completes: bool
+
+
+class DraftModelProposer:
+    """Drafts chains with a model of its own, all sequences of a call together."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        *,
+        vocab_size: int,
+        max_read_tokens: int = 512,
+        max_context: int | None = None,
+    ) -> None:
+        """Draft with `runner`, whose KV pool is this proposer's alone.
+
+        Args:
+            runner: the draft model.
+            sampler: evaluates the token function.
+            vocab_size: tokens that the target knows; the draft model's others are never proposed.
+            max_read_tokens: most committed tokens that one call reads. A sequence that has more to catch up
+                on than is left of it gets no proposal in that call.
+            max_context: longest prefix plus draft, in tokens; None: the runner's limit.
+        """
+        self._runner = runner
+        self._sampler = sampler
+        self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._max_read_tokens = max_read_tokens
+        limit = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
+        self._max_context = limit if max_context is None else min(limit, max_context)
+        self._allocator = BlockAllocator(runner.num_blocks)
+        self._states: OrderedDict[RequestId, _DraftSequence] = OrderedDict()
+        self.capabilities = ProposerCapabilities(
+            name="draft_model", sampled=True, kv="own", max_context=self._max_context
+        )
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        """Catch up with the committed tokens, then draft token by token; see the contract."""
+        in_use = {sequence.request_id for sequence in sequences}
+        draftings = [
+            drafting
+            for sequence in sequences
+            if (drafting := self._open(sequence, num_draft_tokens.get(sequence.request_id, 0), in_use))
+        ]
+        active = self._read(draftings)
+        while active:
+            active = self._draft_step(active)
+        return {
+            drafting.view.request_id: self._proposal(drafting) for drafting in draftings if drafting.token_ids
+        }
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        """Free the blocks of these sequences."""
+        for request_id in request_ids:
+            state = self._states.pop(request_id, None)
+            if state is not None:
+                state.table.release()
+
+    def close(self) -> None:
+        """Forget all sequences."""
+        self.release(list(self._states))
+
+    def check_integrity(self) -> None:
+        """Assert that all blocks held are held by a sequence known here."""
+        self._allocator.check_integrity()
+        held = 0
+        for state in self._states.values():
+            state.table.check_integrity()
+            assert state.num_read + len(state.drafted) <= state.table.capacity
+            held += state.table.num_blocks
+        assert held == self._allocator.num_used
+
+    def _open(self, sequence: SequenceView, budget: int, in_use: set[RequestId]) -> _Drafting | None:
+        """Hold blocks for a sequence and its draft; None when there is no room for it."""
+        committed_len = sequence.committed_len
+        budget = min(budget, self._max_context - committed_len)
+        state = self._states.get(sequence.request_id)
+        if committed_len > self._max_context:
+            return None
+        if state is None:
+            state = self._states[sequence.request_id] = _DraftSequence(
+                BlockTable(self._allocator, self._runner.block_size)
+            )
+        self._states.move_to_end(sequence.request_id)
+        state.follow(sequence)
+        if not self._make_room(state.table.num_missing(committed_len + budget), in_use):
+            # What it holds is worth nothing if it can never be completed, but blocks others.
+            self.release((sequence.request_id,))
+            return None
+        state.table.grow(committed_len + budget)
+        return _Drafting(sequence, state, budget)
+
+    def _make_room(self, num_blocks: int, in_use: set[RequestId]) -> bool:
+        """Free that many blocks, at the cost of sequences that were not asked for the longest time."""
+        while self._allocator.num_free < num_blocks:
+            victim = next((request_id for request_id in self._states if request_id not in in_use), None)
+            if victim is None:
+                return False
+            self.release((victim,))
+        return True
+
+    def _read(self, draftings: list[_Drafting]) -> list[_Drafting]:
+        """Read committed tokens and draft the first token of every sequence that is up to date then."""
+        chunks = self._chunks(draftings)
+        if not chunks:
+            return []
+        slices: list[SequenceSlice] = []
+        sampling: list[_Drafting] = []
+        for drafting, num_tokens, completes in chunks:
+            state, start = drafting.state, drafting.state.num_read
+            if completes and drafting.budget > 0:
+                sampling.append(drafting)
+            slices.append(
+                SequenceSlice(
+                    token_ids=drafting.view.token_ids[start : start + num_tokens],
+                    start=start,
+                    block_table=state.table.block_ids,
+                    num_logit_rows=int(completes and drafting.budget > 0),
+                )
+            )
+            state.num_read = start + num_tokens
+        return self._run(slices, sampling)
+
+    def _chunks(self, draftings: list[_Drafting]) -> list[_Chunk]:
+        """Share out what may be read: first to those who have least to catch up on."""
+        chunks: list[_Chunk] = []
+        left = self._max_read_tokens
+        for drafting in sorted(draftings, key=lambda one: one.view.committed_len - one.state.num_read):
+            missing = drafting.view.committed_len - drafting.state.num_read
+            if drafting.budget <= 0:
+                missing -= 1  # the last token is read when there is something to draft behind it
+            num_tokens = min(missing, left)
+            if num_tokens > 0:
+                chunks.append(_Chunk(drafting, num_tokens, num_tokens == missing))
+                left -= num_tokens
+        return chunks
+
+    def _draft_step(self, active: list[_Drafting]) -> list[_Drafting]:
+        slices = []
+        for drafting in active:
+            num_drafted = len(drafting.token_ids)
+            slices.append(
+                SequenceSlice(
+                    token_ids=drafting.token_ids[-1:],
+                    start=drafting.view.committed_len + num_drafted - 1,
+                    block_table=drafting.state.table.block_ids,
+                    num_logit_rows=1,
+                )
+            )
+            drafting.state.drafted = tuple(drafting.token_ids)
+        return self._run(slices, active)
+
+    def _run(self, slices: list[SequenceSlice], sampling: list[_Drafting]) -> list[_Drafting]:
+        """Run one forward, sample a token for each of `sampling`, return those that want another."""
+        logits_RV = self._runner.forward(slices)
+        if not sampling:
+            return []
+        rows = SamplingRows.build(
+            [
+                RowSpec(one.view.params, one.view.seed, one.view.committed_len + len(one.token_ids), 1)
+                for one in sampling
+            ],
+            logits_RV.device,
+        )
+        sampled = self._sampler.sample(logits_RV[:, : self._vocab_size], rows, "target")
+        wanting: list[_Drafting] = []
+        for drafting, token_id, finite in zip(
+            sampling, sampled.token_ids.tolist(), sampled.finite.tolist(), strict=True
+        ):
+            if finite:
+                drafting.token_ids.append(token_id)
+                if len(drafting.token_ids) < drafting.budget:
+                    wanting.append(drafting)
+        return wanting
+
+    def _proposal(self, drafting: _Drafting) -> Proposal:
+        return Proposal(
+            request_id=drafting.view.request_id,
+            committed_len=drafting.view.committed_len,
+            prefix_hash=drafting.view.prefix_hash,
+            token_ids=tuple(drafting.token_ids),
+            noise_stream="target",
+            method=self.capabilities.name,
+        )

@@ -1,0 +1,63 @@
+"""Proposers by the name of their method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from specdec.core.errors import ConfigError
+from specdec.proposers.base import Proposer
+from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.none import NoProposer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFacts:
+    """What a proposer has to know of the target it drafts for."""
+
+    vocab_size: int
+    dtype: str
+    """As in `ModelConfig.dtype`."""
+    max_num_seqs: int
+    """Sequences that the target runs at once at most."""
+    model: str | None = None
+    """Path of the target's folder, to compare tokenizers with; None: not compared."""
+
+
+def create_proposer(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    """Make the proposer that `config.method` names, loading what it needs.
+
+    Raises:
+        ConfigError: there is no such method, or its model does not fit the target.
+        CheckpointError: its model cannot be loaded.
+    """
+    factory = FACTORIES.get(config.method)
+    if factory is None:
+        known = ", ".join(sorted(FACTORIES))
+        raise ConfigError(f"speculative_config.method: there is no {config.method!r}; known are {known}")
+    return factory(config, target)
+
+
+def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    return NoProposer()
+
+
+def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    return NgramProposer(
+        prompt_lookup_min=config.prompt_lookup_min, prompt_lookup_max=config.prompt_lookup_max
+    )
+
+
+def _create_draft_model(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    from specdec.proposers.draft_model_factory import load_draft_model  # needs torch and transformers
+
+    return load_draft_model(config, target)
+
+
+FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = {
+    "none": _create_none,
+    "ngram": _create_ngram,
+    "draft_model": _create_draft_model,
+}
+"""Constructors by method."""

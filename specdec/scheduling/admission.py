@@ -1,0 +1,94 @@
+"""Whether a request may enter the queue at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.core.errors import CapacityError, InputError
+from specdec.core.request import Request
+
+MAX_DRAFT_TOKENS = 64
+"""Most draft tokens that one request may ask for (as `speculative_config.num_speculative_tokens`)."""
+_SHORTEST_RETRY_S = 1.0
+_LONGEST_RETRY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """What a target can serve."""
+
+    vocab_size: int
+    max_model_len: int
+    """Longest sequence of the model, in tokens."""
+    pool_tokens: int
+    """Tokens that the whole KV pool holds."""
+    max_num_waiting: int
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        return min(self.max_model_len, self.pool_tokens)
+
+
+def check_request(request: Request, limits: AdmissionLimits) -> None:
+    """Check that a request can be served by an otherwise empty engine.
+
+    Raises:
+        InputError: naming the field that is wrong.
+    """
+    request.params.checked()
+    if not request.prompt_token_ids:
+        raise InputError("the prompt is empty", param="prompt")
+    for token_ids, param in (
+        (request.prompt_token_ids, "prompt"),
+        (request.delivered_token_ids, "delivered_token_ids"),
+    ):
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
+            raise InputError(
+                f"token ids must be between 0 and {limits.vocab_size - 1}, "
+                f"got {min(token_ids)} to {max(token_ids)}",
+                param=param,
+            )
+    if not 0 <= request.seed < 1 << 64:
+        raise InputError(f"seed must be an unsigned 64-bit number, got {request.seed}", param="seed")
+    _check_length(request, limits)
+    requested = request.num_draft_tokens
+    if requested is not None and not 0 <= requested <= MAX_DRAFT_TOKENS:
+        raise InputError(
+            f"num_draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, got {requested}",
+            param="num_draft_tokens",
+        )
+
+
+def _check_length(request: Request, limits: AdmissionLimits) -> None:
+    length = len(request.prompt_token_ids)
+    if length < limits.max_sequence_len:
+        return
+    room = limits.max_sequence_len - 1
+    if limits.max_model_len <= limits.pool_tokens:
+        reason = f"the model's context is {limits.max_model_len} tokens and at least one is generated"
+    else:
+        reason = (
+            f"the KV cache holds {limits.pool_tokens} tokens (see cache.num_blocks and cache.memory_bytes)"
+        )
+    raise InputError(f"the prompt has {length} tokens, at most {room} fit: {reason}", param="prompt")
+
+
+def check_queue(num_waiting: int, limits: AdmissionLimits, seconds_per_request: float) -> None:
+    """Check that the queue has room: `num_waiting` would wait, leaving out those who can run at once.
+
+    `seconds_per_request` is the mean time between two requests that finished lately; with it the answer
+    tells when to try again.
+
+    Raises:
+        CapacityError: the queue is full.
+    """
+    if num_waiting <= limits.max_num_waiting:
+        return
+    # Room for one more is there as soon as one request is served; a client that comes back only then
+    # still waits behind the whole queue, so ask it to stay away for about half of that.
+    wanted_s = seconds_per_request * max(1.0, num_waiting / 2)
+    raise CapacityError(
+        f"the queue is full ({limits.max_num_waiting} requests wait)",
+        retry_after_s=min(max(wanted_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S),
+    )

@@ -1,0 +1,77 @@
+"""What scheduling knows of a request, of the limits of a round, and what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from specdec.core.ids import RequestId
+
+
+class ServiceKey(NamedTuple):
+    """Order of service: smaller first. Unique, because arrival numbers are."""
+
+    priority: int
+    arrival: int
+    """Running number of the request; it keeps it when it is preempted."""
+
+
+class Schedulable(Protocol):
+    """A request as scheduling sees it; nothing here is written to."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def service_key(self) -> ServiceKey: ...
+    @property
+    def committed_len(self) -> int:
+        """Committed tokens, prompt included."""
+        ...
+
+    @property
+    def num_computed(self) -> int:
+        """Leading committed tokens whose K/V are in the cache."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks held."""
+        ...
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Draft tokens that could still be of use (0 right before max_tokens or the context limit)."""
+        ...
+
+    @property
+    def requested_draft_tokens(self) -> int | None:
+        """The request's own k; None leaves it to the controller."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLimits:
+    """What one round may use."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """At least `max_num_seqs`."""
+    block_size: int
+    num_free_blocks: int
+    num_usable_blocks: int
+    """Blocks of the whole pool, free or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """Who gets how many rows in a round. Keys of both mappings are in order of service."""
+
+    num_tokens: Mapping[RequestId, int]
+    """Rows of each scheduled request, draft rows included."""
+    num_draft_tokens: Mapping[RequestId, int]
+    """Of those, rows kept for draft tokens. Decoding requests only; no entry means 0."""
+    preempted: tuple[RequestId, ...] = ()
+    """Running requests that give all their blocks back, before anything else happens."""
+    admitted: tuple[RequestId, ...] = ()
+    """Waiting requests that run from now on, in order; they get blocks for all their tokens at once."""
