@@ -25,17 +25,19 @@ class _Group:
     rows: slice | torch.Tensor
     """Their rows in the batch: a slice when consecutive, else int64 [n * q]."""
     tables: torch.Tensor
-    """int64 [n * b]: their blocks, sequence by sequence."""
+    """int64 [n, b]: their blocks."""
     context_lens: list[int]
     query_len: int
     num_keys: int
     """L: b * P, or exactly the context of a lone sequence."""
     padding: torch.Tensor | None
-    """bool [1, n, L, 1]: keys past a sequence's context; None when there are none. They may hold anything,
+    """bool [n, 1, L, 1]: keys past a sequence's context; None when there are none. They may hold anything,
     another request's NaN included, so both their scores and their values are overwritten."""
     hidden: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
-    """bool [1, n, 1, q, L] by window: keys a row must not see; None where every row sees every key.
+    """bool [n, 1, 1, q, L] by window: keys a row must not see; None where every row sees every key.
     Made on demand."""
+    head_tables: dict[int, torch.Tensor] = field(default_factory=dict)
+    """int64 [n * G * b] by G: block * G + head, in order of sequence, head, block. Made on demand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +112,10 @@ def _make_group(metadata: AttentionMetadata, members: list[int]) -> _Group:
     if any(context_len != num_keys for context_len in context_lens):
         key_index = torch.arange(num_keys, device=tables.device)
         ends = torch.tensor(context_lens, device=tables.device)
-        padding = (key_index >= ends[:, None])[None, :, :, None]
+        padding = (key_index >= ends[:, None])[:, None, :, None]
     return _Group(
         rows=_rows_of(metadata, members),
-        tables=tables.reshape(-1),
+        tables=tables.long(),
         context_lens=context_lens,
         query_len=metadata.query_lens_host[members[0]],
         num_keys=num_keys,
@@ -162,7 +164,7 @@ def _make_hidden(group: _Group, metadata: AttentionMetadata, window: int | None)
         key_positions = torch.where(own < 0, key_index[None, None, :], own_positions)
     if window is not None:
         visible = visible & (positions[:, :, None] - key_positions < window)
-    return ~visible[None, :, None]
+    return ~visible[:, None, None]
 
 
 def _attend(
@@ -181,24 +183,30 @@ def _attend(
     values = _gather(value_cache, group)
     if group.padding is not None:
         values.masked_fill_(group.padding, 0.0)
-    query_GnRqD = query.reshape(num_sequences, query_len, num_kv_heads, ratio, head_dim).permute(
-        2, 0, 3, 1, 4
+    query_nGRqD = query.reshape(num_sequences, query_len, num_kv_heads, ratio, head_dim).permute(
+        0, 2, 3, 1, 4
     )
-    folded = query_GnRqD.reshape(num_kv_heads, num_sequences, ratio * query_len, head_dim)
-    scores = torch.matmul(folded, keys.transpose(2, 3)).float() * layer.scaling
+    folded = query_nGRqD.reshape(num_sequences, num_kv_heads, ratio * query_len, head_dim)
+    scores = torch.matmul(folded, keys.transpose(2, 3)).float().mul_(layer.scaling)
     if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
     if hidden is not None:
-        split = scores.view(num_kv_heads, num_sequences, ratio, query_len, group.num_keys)
+        split = scores.view(num_sequences, num_kv_heads, ratio, query_len, group.num_keys)
         split.masked_fill_(hidden, float("-inf"))
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
-    out = torch.matmul(weights, values).view(num_kv_heads, num_sequences, ratio, query_len, head_dim)
-    return out.permute(1, 3, 0, 2, 4).reshape(query.shape)
+    out = torch.matmul(weights, values).view(num_sequences, num_kv_heads, ratio, query_len, head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(query.shape)
 
 
 def _gather(cache: torch.Tensor, group: _Group) -> torch.Tensor:
-    """[N, G, P, D] -> the group's keys or values, [G, n, L, D]."""
-    num_kv_heads, head_dim = cache.shape[1], cache.shape[3]
-    blocks = cache.transpose(0, 1).index_select(1, group.tables)
-    gathered = blocks.view(num_kv_heads, len(group.context_lens), -1, head_dim)
+    """[N, G, P, D] -> the group's keys or values, [n, G, L, D], in one copy."""
+    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    index = group.head_tables.get(num_kv_heads)
+    if index is None:
+        heads = torch.arange(num_kv_heads, device=cache.device)[None, :, None]
+        index = (group.tables[:, None, :] * num_kv_heads + heads).reshape(-1)
+        group.head_tables[num_kv_heads] = index
+    # The view makes (block, head) one dimension, because index_select along a middle one copies the pool.
+    blocks = cache.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, index)
+    gathered = blocks.view(len(group.context_lens), num_kv_heads, -1, head_dim)
     return gathered[:, :, : group.num_keys]
