@@ -9,7 +9,7 @@ from typing import Self
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ChannelClosed, InputError, TransportError
-from specdec.core.ids import RequestId
+from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -130,6 +130,11 @@ class Engine:
         """Whether a step would bring anything."""
         return bool(self._ended) or len(self._roster) > 0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the target was lost: nothing can be served here any more."""
+        return self._lost is not None
+
     def metrics(self) -> EngineMetrics:
         """Return counters and current gauges; live, not a copy."""
         self._metrics.num_running = len(self._roster.running)
@@ -175,9 +180,14 @@ class Engine:
         else:
             self._roster.waiting.push(live)
 
-    def abort(self, request_id: RequestId) -> None:
-        """End a request early: its blocks are free at once, its last output comes with the next step."""
-        self._end(request_id, ABORTED)
+    def abort(self, request_id: RequestId, epoch: Epoch | None = None) -> None:
+        """End a request early: its blocks are free at once, its last output comes with the next step.
+
+        With `epoch`, only an attempt as old as that or older is ended. Unknown ids are ignored.
+        """
+        live = self._find(request_id)
+        if live is not None and (epoch is None or live.request.epoch <= epoch):
+            self._end(request_id, ABORTED)
 
     def step(self) -> list[RequestOutput]:
         """Run one round and return what is new, at most one output per request and epoch.

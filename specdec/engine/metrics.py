@@ -64,7 +64,10 @@ class EngineMetrics:
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
     def snapshot(self) -> Mapping[str, float]:
-        """Return all values by metric name, without prefix; labels as in the Prometheus text format."""
+        """Return all values by metric name, without prefix; labels as in the Prometheus text format.
+
+        May be called while another thread counts.
+        """
         values: dict[str, float] = {
             "rounds": self.num_rounds,
             "spec_decode_num_drafts": self.num_drafts,
@@ -85,10 +88,10 @@ class EngineMetrics:
             "num_requests_waiting": self.num_waiting,
             "kv_cache_usage_perc": self.kv_cache_usage,
         }
-        for position, count in enumerate(self.num_accepted_tokens_per_pos):
+        for position, count in enumerate(list(self.num_accepted_tokens_per_pos)):
             values[f'spec_decode_num_accepted_tokens_per_pos{{position="{position}"}}'] = count
-        for drop_reason, count in self.proposals_dropped.items():
+        for drop_reason, count in dict(self.proposals_dropped).items():
             values[f'spec_decode_num_proposals_dropped{{reason="{drop_reason}"}}'] = count
-        for finish_reason, count in self.finished.items():
+        for finish_reason, count in dict(self.finished).items():
             values[f'request_success{{finished_reason="{finish_reason}"}}'] = count
         return values
