@@ -8,6 +8,8 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
+from specdec.model.checkpoint import LoadProgress
+from specdec.model.facts import read_facts
 from specdec.model.loader import load_model, load_tokenizer
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
@@ -35,27 +37,62 @@ def build_parts(config: EngineConfig) -> EngineParts:
     Raises:
         UserError: a checkpoint, a device or the memory is not as the configuration says.
     """
-    target_config = config.target
-    tokenizer = load_tokenizer(target_config.model, trust_remote_code=target_config.trust_remote_code)
-    loaded = load_model(target_config)
-    runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
-    sampler = Sampler()
-    sampler.warm_up()
-    target = LocalTarget(runner, sampler)
+    target = build_target(config)
     facts = TargetFacts(
         vocab_size=target.description.vocab_size,
         dtype=target.description.dtype,
         max_num_seqs=config.scheduler.max_num_seqs,
-        model=target_config.model,
+        model=config.target.model,
     )
     speculative = config.speculative_config
     return EngineParts(
         target=target,
         proposer=create_proposer(speculative, facts),
-        tokenizer=HuggingFaceTokenizer(tokenizer),
+        tokenizer=build_tokenizer(config),
         scheduler=config.scheduler,
         controller=controller_for(speculative),
     )
+
+
+def build_target(config: EngineConfig, progress: LoadProgress | None = None) -> LocalTarget:
+    """Load the target alone, as a target worker does.
+
+    Raises:
+        UserError: as `build_parts`.
+    """
+    loaded = load_model(config.target, progress)
+    runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
+    sampler = Sampler()
+    sampler.warm_up()
+    return LocalTarget(runner, sampler)
+
+
+def build_draft_proposer(config: EngineConfig) -> Proposer:
+    """Load the drafter alone, as a draft worker does; of the target only its folder is looked at.
+
+    Raises:
+        UserError: as `build_parts`.
+    """
+    facts = read_facts(config.target)
+    return create_proposer(
+        config.speculative_config,
+        TargetFacts(
+            vocab_size=facts.vocab_size,
+            dtype=facts.dtype,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            model=config.target.model,
+        ),
+    )
+
+
+def build_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Load the target's tokenizer.
+
+    Raises:
+        CheckpointError: it is missing or unreadable.
+    """
+    target = config.target
+    return HuggingFaceTokenizer(load_tokenizer(target.model, trust_remote_code=target.trust_remote_code))
 
 
 def controller_for(config: SpeculativeConfig) -> SpeculationController:
