@@ -1,0 +1,86 @@
+"""The door's tokenizer: token texts of each kind of vocabulary, and no waiting in the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from deploy.openai.tokenization import INLINE_CHARACTERS, HuggingFaceTokenizer
+from specdec.core.errors import InputError
+from tests.architectures import make_tokenizer
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+
+
+def sentence_piece() -> PreTrainedTokenizerFast:
+    tokens = ["\u2581the", "\u2581", "a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+
+
+def encode(tokenizer: HuggingFaceTokenizer, text: str) -> tuple[int, ...]:
+    return asyncio.run(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_every_byte_of_a_byte_level_vocabulary_is_told() -> None:
+    tokenizer = HuggingFaceTokenizer(byte_level())
+    text = "a \n\u00e9\u4e16\U0001f680"
+    tokens = [tokenizer.token_text(token_id) for token_id in encode(tokenizer, text)]
+    assert bytes(byte for token in tokens for byte in token.data) == text.encode()
+    assert [token.text for token in tokens[:5]] == ["a", " ", "\n", "bytes:\\xc3", "bytes:\\xa9"]
+
+
+def test_sentence_piece_tokens() -> None:
+    tokenizer = HuggingFaceTokenizer(sentence_piece())
+    assert tokenizer.token_text(0).text == " the"
+    assert tokenizer.token_text(3 + 0xE9).data == (0xE9,)
+    assert tokenizer.token_text(3 + 0x41).text == "A"
+
+
+def test_added_tokens_are_their_own_text() -> None:
+    plain = byte_level()
+    tokenizer = HuggingFaceTokenizer(plain)
+    assert plain.eos_token_id is not None
+    assert tokenizer.token_text(plain.eos_token_id).text == "<eos>"
+
+
+def test_long_text_is_tokenized_like_short_text() -> None:
+    tokenizer = HuggingFaceTokenizer(byte_level())
+    text = "abc " * INLINE_CHARACTERS
+    assert encode(tokenizer, text) == encode(tokenizer, "abc ") * INLINE_CHARACTERS
+
+
+def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
+    tokenizer = HuggingFaceTokenizer(byte_level())
+
+    async def turns_while_encoding() -> int:
+        encoding = asyncio.create_task(tokenizer.encode("abc " * 200_000, add_special_tokens=False))
+        turns, until_s = 0, time.monotonic() + 30
+        while not encoding.done() and time.monotonic() < until_s:
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert len(await encoding) == 800_000
+        return turns
+
+    # Three turns would do it if the text were tokenized in the loop, or under the interpreter's lock.
+    assert asyncio.run(turns_while_encoding()) > 10
+
+
+def test_model_without_chat_template() -> None:
+    tokenizer = HuggingFaceTokenizer(make_tokenizer())
+    with pytest.raises(InputError, match="no chat template"):
+        asyncio.run(tokenizer.encode_chat([{"role": "user", "content": "x"}], add_generation_prompt=True))
