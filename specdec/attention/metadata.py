@@ -154,6 +154,7 @@ def _stack_tables(
     tables = np.zeros((len(slices), num_blocks), dtype=np.int32)
     for row, (piece, context_len) in enumerate(zip(slices, context_lens, strict=True)):
         used = -(-context_len // block_size)
+        assert used <= len(piece.block_table), "the block table ends before the slice does"
         tables[row, :used] = piece.block_table[:used]
     return tables
 
