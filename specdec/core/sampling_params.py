@@ -28,7 +28,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     """Keep the k most likely tokens (ties at the cut are kept); None keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all."""
+    """Keep the smallest set of most likely tokens whose mass reaches top_p (ties at the cut are kept);
+    1 keeps all."""
     min_p: float = 0.0
     """Keep tokens with at least min_p times the largest probability; 0 keeps all."""
     seed: int | None = None

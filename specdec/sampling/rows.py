@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specdec.core.sampling_params import SamplingParams
 from specdec.sampling.noise_rows import as_signed
@@ -66,9 +67,10 @@ class SamplingRows:
             log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
             reals.append((params.temperature, params.top_p, log_min_p))
             counts.append(num_rows)
-        integers_R3 = np.array(integers, dtype=np.int64).reshape(-1, 3).repeat(counts, 0)
-        integers_R3[:, 1] += _offsets(specs, counts)
-        reals_R3 = np.array(reals, dtype=np.float64).reshape(-1, 3).repeat(counts, 0)
+        counts_S = np.array(counts, dtype=np.int64)
+        integers_R3 = np.array(integers, dtype=np.int64).reshape(-1, 3).repeat(counts_S, 0)
+        integers_R3[:, 1] += _offsets(specs, counts_S)
+        reals_R3 = np.array(reals, dtype=np.float64).reshape(-1, 3).repeat(counts_S, 0)
         return SamplingRows(
             integers=torch.from_numpy(integers_R3.T.copy()).to(device),
             reals=torch.from_numpy(reals_R3.T.copy()).to(device),
@@ -115,13 +117,11 @@ class SamplingRows:
         return self.reals[2].float()
 
 
-def _offsets(specs: Sequence[RowSpec], counts: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _offsets(specs: Sequence[RowSpec], counts_S: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return each row's distance from its sequence's first position."""
     if all(spec.depths is None for spec in specs):
-        if len(counts) == 1:
-            return np.arange(counts[0])
-        ends = np.cumsum(counts)
-        return np.arange(int(ends[-1]) if counts else 0) - np.repeat(ends - counts, counts)
+        ends_S = counts_S.cumsum()
+        return np.arange(counts_S.sum()) - np.repeat(ends_S - counts_S, counts_S)
     offsets: list[int] = []
     for spec in specs:
         depths = range(spec.num_rows) if spec.depths is None else spec.depths

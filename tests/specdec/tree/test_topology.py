@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from itertools import product
+from itertools import pairwise, product
 from subprocess import run
 
 import pytest
@@ -39,7 +39,7 @@ def test_everything_follows_from_the_parents(parents: tuple[int, ...]) -> None:
         path = topology.path(node)
         assert path[-1] == node
         assert parents[path[0]] == ROOT
-        assert all(parents[below] == above for above, below in zip(path, path[1:], strict=False))
+        assert all(parents[below] == above for above, below in pairwise(path))
         assert topology.depths[node] == len(path) <= topology.max_depth
         assert topology.ancestors[node] == sum(1 << ancestor for ancestor in path)
         for other in range(topology.num_nodes):
