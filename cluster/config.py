@@ -1,0 +1,109 @@
+"""Where the parts of a deployment run, how many of each, and how long they wait for each other."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from specdec.core.config import StrictConfig
+from specdec.engine.draft_patience import DraftDeadlineConfig
+from specdec.transport.config import ChannelConfig
+
+
+class BundleConfig(StrictConfig):
+    """What one worker takes of a node. It becomes one bundle of a Ray placement group."""
+
+    num_cpus: float = Field(default=1.0, ge=0)
+    """CPUs (Ray's logical ones)."""
+    num_gpus: float = Field(default=0.0, ge=0)
+    """GPUs."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources, such as `target_slot: 1`, that select nodes."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Ray node labels that the node must have, such as `pool: target`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not any(amount > 0 for amount in self.amounts().values()):
+            raise ValueError("a bundle must take something: give num_cpus, num_gpus or resources")
+        for name, amount in self.resources.items():
+            if amount <= 0 or name in {"CPU", "GPU"}:
+                raise ValueError(
+                    f"resources.{name}: must be positive, and not CPU or GPU (num_cpus, num_gpus)"
+                )
+        return self
+
+    def amounts(self) -> dict[str, float]:
+        """Resources by Ray's names, zeros left out."""
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount > 0}
+
+
+class TargetGroupsConfig(StrictConfig):
+    """The target groups: each is one copy of the target with a coordinator of its own."""
+
+    num_groups: int = Field(default=1, ge=1)
+    """Copies of the target."""
+    bundle: BundleConfig = BundleConfig()
+    """What one target worker takes."""
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """How Ray places the bundles of one group."""
+    load_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest time (seconds) for a target worker to load its model."""
+    step_timeout_s: float = Field(default=120.0, gt=0)
+    """A target worker that does not answer a round for so many seconds counts as dead."""
+
+
+class DraftPoolConfig(StrictConfig):
+    """The draft workers. There are none when the method drafts without a model."""
+
+    num_workers: int = Field(default=1, ge=1)
+    """Draft workers; every coordinator may use all of them."""
+    bundle: BundleConfig = BundleConfig()
+    """What one draft worker takes."""
+    load_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest time (seconds) for a draft worker to load its model."""
+    deadlines: DraftDeadlineConfig = DraftDeadlineConfig()
+    """How long a round waits for drafts."""
+
+
+class MembershipConfig(StrictConfig):
+    """How the processes find each other and notice each other's end."""
+
+    lease_s: float = Field(default=6.0, gt=0)
+    """A process that has not been heard of for so many seconds is taken for dead."""
+    renew_s: float = Field(default=1.0, gt=0)
+    """Seconds between renewals; also how late a change of membership may be noticed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.lease_s < 3 * self.renew_s:
+            raise ValueError(
+                f"lease_s ({self.lease_s}) must be at least three times renew_s ({self.renew_s})"
+            )
+        return self
+
+
+class ClusterConfig(StrictConfig):
+    """Everything about the cluster that is not the engine's own business."""
+
+    namespace: str = Field(default="drafthouse", min_length=1)
+    """Ray namespace of the directory; two deployments in one cluster need two."""
+    target_groups: TargetGroupsConfig = TargetGroupsConfig()
+    """Copies of the target."""
+    draft_pool: DraftPoolConfig = DraftPoolConfig()
+    """Draft workers."""
+    membership: MembershipConfig = MembershipConfig()
+    """Leases."""
+    channels: ChannelConfig = ChannelConfig()
+    """Sockets."""
+    failover_timeout_s: float = Field(default=300.0, gt=0)
+    """How long (seconds) a stream whose coordinator was lost waits for another before it ends in an error."""
+    drain_timeout_s: float = Field(default=15.0, ge=0)
+    """How long (seconds) a coordinator that is shut down goes on serving the streams it has."""
+    check_resources: bool = True
+    """Refuse at once to deploy what does not fit the nodes that are there; false where an autoscaler adds
+    nodes."""
+    startup_timeout_s: float = Field(default=1800.0, gt=0)
+    """How long (seconds) `serve` waits for the application to become healthy."""

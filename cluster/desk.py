@@ -1,0 +1,337 @@
+"""A coordinator's streams: who asked for what, what was delivered, and to whom outputs go.
+
+Two threads meet here. The channel's thread hands in messages (`hear`, `tick`); the engine's thread takes
+orders out and brings outputs back (`serve`, `deliver`). Nothing here knows Ray, sockets or models.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from specdec.core.clock import Clock
+from specdec.core.description import TargetDescription
+from specdec.core.errors import CapacityError, InputError
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
+from specdec.transport.base import Envelope, PeerId
+from specdec.transport.messages import (
+    Abort,
+    Admitted,
+    Hello,
+    Message,
+    MetricsQuery,
+    MetricsReply,
+    OutputFrame,
+    Ping,
+    Pong,
+    RefusalKind,
+    Refused,
+    SubmitRequest,
+    Welcome,
+)
+
+TARGET_LOST = "target_lost"
+"""Error code of outputs by which an engine gives its requests up; they are replayed, not delivered."""
+
+_MAX_CRASHES = 2
+"""A request that was in flight at so many losses of the target is next run alone, once."""
+
+
+class StreamEngine(Protocol):
+    """What the desk needs of an engine."""
+
+    def add_request(self, request: Request) -> None: ...
+    def abort(self, request_id: RequestId) -> None: ...
+
+
+@dataclass(slots=True)
+class _Stream:
+    request: Request
+    ingress: PeerId
+    generated: list[int]
+    is_admitted: bool = False
+    num_crashes: int = 0
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.request.epoch
+
+    def to_replay(self) -> Request:
+        return msgspec.structs.replace(self.request, delivered_token_ids=tuple(self.generated))
+
+
+class RequestDesk:
+    """All streams of one coordinator, across losses of its target."""
+
+    def __init__(self, send: Callable[[PeerId, Message], None], clock: Clock, *, lease_s: float) -> None:
+        """`send` may be called from either thread; an ingress that is silent for `lease_s` is gone."""
+        self._send = send
+        self._clock = clock
+        self._lease_s = lease_s
+        self._lock = threading.Lock()
+        self._ordered = threading.Condition(self._lock)
+        self._streams: dict[RequestId, _Stream] = {}
+        self._heard_s: dict[PeerId, float] = {}
+        self._submitted: deque[tuple[RequestId, Epoch]] = deque()
+        self._aborted: deque[RequestId] = deque()
+        self._replays: deque[RequestId] = deque()
+        self._suspects: deque[RequestId] = deque()
+        self._alone: RequestId | None = None
+        self._is_draining = False
+        self._woken = False
+        self.description: TargetDescription | None = None
+        """Facts about the target; None while there is none."""
+        self.metrics: Mapping[str, float] = {}
+        """Latest snapshot of the engine's metrics."""
+        self.num_replays = 0
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have not ended."""
+        return len(self._streams)
+
+    # -- the channel's thread
+
+    def hear(self, envelope: Envelope) -> None:
+        """Take a message of an ingress in, and answer it."""
+        sender = envelope.sender
+        with self._ordered:
+            self._heard_s[sender] = self._clock.now_s()
+            match envelope.message:
+                case SubmitRequest(request=request):
+                    self._submit(sender, request)
+                case Abort(request_id=request_id, epoch=epoch):
+                    stream = self._streams.get(request_id)
+                    if stream is not None and stream.ingress == sender and stream.epoch <= epoch:
+                        self._drop(request_id)
+                case Ping(nonce=nonce):
+                    self._send(sender, self._pong(sender, nonce))
+                case MetricsQuery(nonce=nonce):
+                    self._send(sender, MetricsReply(nonce, dict(self.metrics)))
+                case Hello(incarnation=incarnation):
+                    self._send(sender, Welcome(incarnation, self.description))
+
+    def tick(self) -> None:
+        """Abort the streams of ingresses that have been silent for too long."""
+        now_s = self._clock.now_s()
+        with self._ordered:
+            for ingress in [i for i, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
+                del self._heard_s[ingress]
+                for request_id in [r for r, stream in self._streams.items() if stream.ingress == ingress]:
+                    self._drop(request_id)
+
+    def drain(self) -> None:
+        """Take no more requests from now on; those that are here go on."""
+        self._is_draining = True
+
+    def wake(self) -> None:
+        """Make `wait` return."""
+        with self._ordered:
+            self._woken = True
+            self._ordered.notify_all()
+
+    # -- the engine's thread
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there are orders, somebody calls `wake`, or the time is over."""
+        with self._ordered:
+            self._ordered.wait_for(lambda: self._woken or self._submitted or self._aborted, timeout_s)
+            self._woken = False
+
+    def serve(self, engine: StreamEngine) -> None:
+        """Carry out what was ordered: aborts, replays, then new requests.
+
+        Raises:
+            TransportError: the target is lost; what was not carried out stays ordered.
+        """
+        with self._lock:
+            aborted = [self._aborted.popleft() for _ in range(len(self._aborted))]
+        for request_id in aborted:
+            engine.abort(request_id)
+        if self._run_suspects(engine) or not self._replay(engine):
+            return
+        while self._submitted:
+            request_id, epoch = self._submitted[0]
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.epoch == epoch:
+                self._admit(engine, stream)
+            self._submitted.popleft()
+
+    def deliver(self, outputs: Iterable[RequestOutput]) -> bool:
+        """Send outputs on, one frame per ingress; return whether they say that the target is lost."""
+        frames: dict[PeerId, list[RequestOutput]] = defaultdict(list)
+        is_lost = False
+        with self._lock:
+            for output in outputs:
+                if output.error_code == TARGET_LOST:
+                    is_lost = True
+                    self._note_crash(output, frames)
+                    continue
+                stream = self._streams.get(output.request_id)
+                if stream is None or stream.epoch != output.epoch:
+                    continue
+                stream.generated.extend(output.token_ids)
+                if output.request_id == self._alone:
+                    self._alone = None
+                    stream.num_crashes = 0
+                if output.finish_reason is not None:
+                    del self._streams[output.request_id]
+                frames[stream.ingress].append(output)
+        for ingress, its_outputs in frames.items():
+            self._send(ingress, OutputFrame(tuple(its_outputs)))
+        return is_lost
+
+    def begin_replay(self) -> None:
+        """Order every admitted stream to be replayed: the engine is new and empty."""
+        with self._lock:
+            self._aborted.clear()
+            self._alone = None
+            admitted = [r for r, stream in self._streams.items() if stream.is_admitted]
+            self._suspects = deque(r for r in admitted if self._streams[r].num_crashes >= _MAX_CRASHES)
+            self._replays = deque(r for r in admitted if self._streams[r].num_crashes < _MAX_CRASHES)
+
+    def end_all(self, message: str, code: str) -> None:
+        """End every stream with an error: there will be no engine any more."""
+        with self._lock:
+            ended = [(stream.ingress, _failure(stream, message, code)) for stream in self._streams.values()]
+            self._streams.clear()
+        for ingress, output in ended:
+            self._send(ingress, OutputFrame((output,)))
+
+    # -- under the lock
+
+    def _submit(self, sender: PeerId, request: Request) -> None:
+        stream = self._streams.get(request.request_id)
+        if stream is not None and stream.ingress != sender:
+            self._refuse(sender, request, "input", "the request id is in use by another ingress")
+        elif stream is not None and stream.epoch > request.epoch:
+            self._refuse(sender, request, "stale", f"epoch {stream.epoch} of this request is served here")
+        elif stream is not None and stream.epoch == request.epoch:
+            if stream.is_admitted:
+                self._send(sender, Admitted(request.request_id, request.epoch))
+        elif self._is_draining:
+            self._refuse(sender, request, "draining", "this coordinator is shutting down")
+        else:
+            self._streams[request.request_id] = _Stream(request, sender, list(request.delivered_token_ids))
+            self._submitted.append((request.request_id, request.epoch))
+            self._ordered.notify_all()
+
+    def _drop(self, request_id: RequestId) -> None:
+        del self._streams[request_id]
+        self._aborted.append(request_id)
+        self._ordered.notify_all()
+
+    def _pong(self, ingress: PeerId, nonce: int) -> Pong:
+        active = [(r, stream.epoch) for r, stream in self._streams.items() if stream.ingress == ingress]
+        return Pong(
+            nonce=nonce,
+            active=tuple(active),
+            num_running=int(self.metrics.get("num_requests_running", 0)),
+            num_waiting=int(self.metrics.get("num_requests_waiting", 0)) + len(self._submitted),
+            draining=self._is_draining,
+        )
+
+    def _note_crash(self, output: RequestOutput, frames: dict[PeerId, list[RequestOutput]]) -> None:
+        """A stream was in flight when the target was lost: it is replayed, unless it is to blame."""
+        stream = self._streams.get(output.request_id)
+        if stream is None or stream.epoch != output.epoch:
+            return
+        if output.request_id == self._alone:
+            del self._streams[output.request_id]
+            message = f"the target was lost {stream.num_crashes + 1} times while it ran this request"
+            frames[stream.ingress].append(_failure(stream, message, "request_failed_repeatedly"))
+            return
+        stream.num_crashes += 1
+
+    # -- without the lock, in the engine's thread
+
+    def _run_suspects(self, engine: StreamEngine) -> bool:
+        """Run requests that may be killing the target one at a time; return whether one is under way."""
+        while True:
+            if self._alone is not None:
+                if self._alone in self._streams:
+                    return True
+                self._alone = None
+            if not self._suspects:
+                return False
+            stream = self._streams.get(self._suspects[0])
+            if stream is not None:
+                self._admit(engine, stream)
+                self._alone = self._suspects[0]
+            self._suspects.popleft()
+
+    def _replay(self, engine: StreamEngine) -> bool:
+        """Bring back streams of the engine before; return whether all are back."""
+        while self._replays:
+            stream = self._streams.get(self._replays[0])
+            if stream is not None:
+                try:
+                    engine.add_request(stream.to_replay())
+                except CapacityError:
+                    return False
+                except InputError as error:
+                    self._end(stream, f"it cannot be replayed: {error}", "replay_failed")
+                else:
+                    self.num_replays += 1
+            self._replays.popleft()
+        return True
+
+    def _admit(self, engine: StreamEngine, stream: _Stream) -> None:
+        request = stream.request
+        try:
+            engine.add_request(stream.to_replay())
+        except CapacityError as error:
+            self._remove(stream)
+            self._refuse(stream.ingress, request, "capacity", str(error), retry_after_s=error.retry_after_s)
+        except InputError as error:
+            self._remove(stream)
+            self._refuse(stream.ingress, request, "input", str(error), param=error.param)
+        else:
+            stream.is_admitted = True
+            self._send(stream.ingress, Admitted(request.request_id, request.epoch))
+
+    def _end(self, stream: _Stream, message: str, code: str) -> None:
+        self._remove(stream)
+        self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
+
+    def _remove(self, stream: _Stream) -> None:
+        with self._lock:
+            if self._streams.get(stream.request.request_id) is stream:
+                del self._streams[stream.request.request_id]
+
+    def _refuse(
+        self,
+        ingress: PeerId,
+        request: Request,
+        kind: RefusalKind,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        refusal = Refused(request.request_id, request.epoch, kind, message, param, retry_after_s)
+        self._send(ingress, refusal)
+
+
+def _failure(stream: _Stream, message: str, code: str) -> RequestOutput:
+    """The last output of a stream that ends here and now."""
+    request = stream.request
+    return RequestOutput(
+        request_id=request.request_id,
+        epoch=request.epoch,
+        first_index=len(stream.generated),
+        token_ids=(),
+        text="",
+        finish_reason="error",
+        error=message,
+        error_code=code,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_generated_tokens=len(stream.generated),
+    )

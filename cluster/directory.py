@@ -1,0 +1,126 @@
+"""Who is there: a register with leases, and the cached view of it that every process keeps."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from specdec.transport.base import PeerAddress, PeerId
+
+Role = Literal["ingress", "coordinator", "draft"]
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that others speak to. A restarted process is another member."""
+
+    address: PeerAddress
+    role: Role
+    capacity: int = 0
+    """Sequences that it serves at once."""
+    model_revision: str = ""
+    """Of a coordinator: revision of its target."""
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Id of the process."""
+        return self.address.peer_id
+
+
+class DirectoryVersion(NamedTuple):
+    """A state of one incarnation of the directory; a new incarnation starts empty."""
+
+    incarnation: int
+    change: int
+
+
+class DirectorySnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All members at one moment."""
+
+    version: DirectoryVersion
+    members: tuple[Member, ...]
+
+    def with_role(self, role: Role) -> tuple[Member, ...]:
+        """Members of one kind."""
+        return tuple(member for member in self.members if member.role == role)
+
+
+class DirectoryState:
+    """The register itself. Times are seconds of whatever clock the caller uses."""
+
+    def __init__(self, *, lease_s: float, incarnation: int) -> None:
+        self._lease_s = lease_s
+        self._incarnation = incarnation
+        self._changes = 0
+        self._members: dict[PeerId, Member] = {}
+        self._expiry_s: dict[PeerId, float] = {}
+
+    def announce(self, member: Member, now_s: float) -> None:
+        """Register a member, or renew its lease."""
+        if self._members.get(member.peer_id) != member:
+            self._members[member.peer_id] = member
+            self._changes += 1
+        self._expiry_s[member.peer_id] = now_s + self._lease_s
+
+    def leave(self, peer_id: PeerId) -> None:
+        """Remove a member. Unknown ids are ignored."""
+        if self._members.pop(peer_id, None) is not None:
+            del self._expiry_s[peer_id]
+            self._changes += 1
+
+    def snapshot(self, now_s: float) -> DirectorySnapshot:
+        """Drop those whose lease is over and return the rest."""
+        for peer_id in [peer_id for peer_id, until_s in self._expiry_s.items() if until_s <= now_s]:
+            self.leave(peer_id)
+        return DirectorySnapshot(
+            version=DirectoryVersion(self._incarnation, self._changes), members=tuple(self._members.values())
+        )
+
+
+class DirectoryView:
+    """One process's cache of the directory. It outlives the directory.
+
+    When a new incarnation of the directory takes over, members of the old one count as present until they
+    have had one lease's time to announce themselves anew.
+    """
+
+    def __init__(self, *, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._version: DirectoryVersion | None = None
+        self._members: dict[PeerId, Member] = {}
+        self._doubtful: dict[PeerId, float] = {}
+
+    @property
+    def version(self) -> DirectoryVersion | None:
+        """The version seen last."""
+        return self._version
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Everybody who is believed to be there."""
+        return tuple(self._members.values())
+
+    def with_role(self, role: Role) -> tuple[Member, ...]:
+        """Members of one kind."""
+        return tuple(member for member in self._members.values() if member.role == role)
+
+    def take(self, snapshot: DirectorySnapshot | None, now_s: float) -> bool:
+        """Take a snapshot in (None: nothing new was said); return whether the members changed."""
+        before = self.members
+        if snapshot is not None:
+            present = {member.peer_id: member for member in snapshot.members}
+            is_successor = (
+                self._version is not None and snapshot.version.incarnation != self._version.incarnation
+            )
+            if is_successor:
+                for peer_id in self._members:
+                    self._doubtful.setdefault(peer_id, now_s + self._lease_s)
+            self._version = snapshot.version
+            kept = {peer_id: m for peer_id, m in self._members.items() if peer_id in self._doubtful}
+            self._members = {**kept, **present}
+            for peer_id in present:
+                self._doubtful.pop(peer_id, None)
+        for peer_id in [peer_id for peer_id, until_s in self._doubtful.items() if until_s <= now_s]:
+            del self._doubtful[peer_id]
+            self._members.pop(peer_id, None)
+        return self.members != before

@@ -1,0 +1,155 @@
+"""The directory as a Ray actor, and the thread with which a process keeps in touch with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from cluster.directory import DirectorySnapshot, DirectoryState, DirectoryVersion, DirectoryView, Member
+from specdec.transport.base import PeerId
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY_NAME = "drafthouse-directory"
+_CALL_TIMEOUT_S = 5.0
+
+
+class DirectoryProcess:
+    """A `DirectoryState` that others call."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._state = DirectoryState(lease_s=lease_s, incarnation=time.time_ns())
+
+    def exchange(self, member: Member | None, known: DirectoryVersion | None) -> DirectorySnapshot | None:
+        """Announce a member (if given); return a snapshot unless the caller knows it already."""
+        now_s = time.monotonic()
+        if member is not None:
+            self._state.announce(member, now_s)
+        snapshot = self._state.snapshot(now_s)
+        return None if snapshot.version == known else snapshot
+
+    def leave(self, peer_id: PeerId) -> None:
+        """Remove a member."""
+        self._state.leave(peer_id)
+
+
+def open_directory(namespace: str, lease_s: float) -> Any:
+    """Return a handle to the one directory of a namespace, making it if nobody has."""
+    return (
+        ray.remote(DirectoryProcess)
+        .options(
+            name=DIRECTORY_NAME,
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+        )
+        .remote(lease_s)
+    )
+
+
+def close_directory(namespace: str) -> None:
+    """End the directory of a namespace, if there is one."""
+    try:
+        handle = ray.get_actor(DIRECTORY_NAME, namespace=namespace)
+    except ValueError:
+        return
+    ray.kill(handle, no_restart=True)
+
+
+class DirectoryLink:
+    """Announces this process's members and reports changes, in a thread of its own.
+
+    `on_change` is called from that thread, first with what is there at the start. While the directory
+    cannot be reached, the last view stands.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        lease_s: float,
+        renew_s: float,
+        on_change: Callable[[tuple[Member, ...]], None],
+        name: str,
+    ) -> None:
+        self._namespace = namespace
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._on_change = on_change
+        self._view = DirectoryView(lease_s=lease_s)
+        self._announced: dict[PeerId, Member] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._handle: Any = None
+        self._thread = threading.Thread(target=self._run, name=f"{name}-directory", daemon=True)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The cached view."""
+        return self._view.members
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def announce(self, member: Member) -> None:
+        """Keep a member registered from now on (any thread)."""
+        with self._lock:
+            self._announced[member.peer_id] = member
+        self._wake.set()
+
+    def withdraw(self, peer_id: PeerId) -> None:
+        """Stop announcing a member and take it out of the directory (any thread)."""
+        with self._lock:
+            self._announced.pop(peer_id, None)
+        handle = self._handle
+        if handle is not None:
+            handle.leave.remote(peer_id)
+
+    def close(self) -> None:
+        """Withdraw everything and end the thread."""
+        with self._lock:
+            leaving = list(self._announced)
+        for peer_id in leaving:
+            self.withdraw(peer_id)
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_CALL_TIMEOUT_S)
+
+    def _run(self) -> None:
+        is_first = True
+        while not self._stopping:
+            self._wake.clear()
+            snapshot = self._exchange()
+            if self._view.take(snapshot, time.monotonic()) or is_first:
+                is_first = False
+                try:
+                    self._on_change(self._view.members)
+                except Exception:  # a border: the thread must go on announcing whatever its user does
+                    logger.exception("a change of membership could not be taken in")
+            self._wake.wait(self._renew_s)
+
+    def _exchange(self) -> DirectorySnapshot | None:
+        with self._lock:
+            members: list[Member | None] = [*self._announced.values()]
+        snapshot: DirectorySnapshot | None = None
+        try:
+            if self._handle is None:
+                self._handle = open_directory(self._namespace, self._lease_s)
+            for member in members or [None]:
+                answer = self._handle.exchange.remote(member, self._view.version)
+                snapshot = ray.get(answer, timeout=_CALL_TIMEOUT_S) or snapshot
+        except (RayActorError, GetTimeoutError, ValueError) as error:
+            logger.warning("the directory cannot be reached, the last view stands: %s", error)
+            self._handle = None
+        return snapshot

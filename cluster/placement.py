@@ -1,0 +1,112 @@
+"""Whether and how the parts fit the cluster: a pure plan, made before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.config import BundleConfig, ClusterConfig
+from specdec.core.errors import ResourceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSnapshot:
+    """What one node has free."""
+
+    node_id: str
+    available: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlacement:
+    """The placement group of one kind of replica, as Serve's deployment options want it."""
+
+    bundles: tuple[dict[str, float], ...]
+    strategy: str
+    label_selectors: tuple[dict[str, str], ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPlan:
+    """Placement of target groups and draft workers."""
+
+    target: GroupPlacement
+    draft: GroupPlacement | None
+
+
+@dataclass(slots=True)
+class _Free:
+    node: NodeSnapshot
+    amounts: dict[str, float]
+
+
+def plan_placement(
+    config: ClusterConfig, nodes: Sequence[NodeSnapshot], *, has_drafter: bool
+) -> PlacementPlan:
+    """Check that everything fits onto the nodes together, and return the placement groups.
+
+    The check is first-fit over nodes; Ray decides where bundles really go.
+
+    Raises:
+        ResourceError: naming what lacks what, and what the cluster has.
+    """
+    free = [_Free(node, dict(node.available)) for node in nodes]
+    target, draft = config.target_groups, config.draft_pool
+    for index in range(target.num_groups):
+        _reserve(target.bundle, free, f"target group {index + 1} of {target.num_groups}", nodes)
+    for index in range(draft.num_workers if has_drafter else 0):
+        _reserve(draft.bundle, free, f"draft worker {index + 1} of {draft.num_workers}", nodes)
+    return PlacementPlan(
+        target=_group(target.bundle, target.strategy),
+        draft=_group(draft.bundle, "PACK") if has_drafter else None,
+    )
+
+
+def _group(bundle: BundleConfig, strategy: str) -> GroupPlacement:
+    return GroupPlacement(
+        bundles=(bundle.amounts(),),
+        strategy=strategy,
+        label_selectors=(dict(bundle.labels),) if bundle.labels else None,
+    )
+
+
+def _reserve(bundle: BundleConfig, free: Sequence[_Free], what: str, nodes: Sequence[NodeSnapshot]) -> None:
+    wanted = bundle.amounts()
+    for place in free:
+        if _has_labels(place.node, bundle.labels) and all(
+            place.amounts.get(name, 0.0) >= amount for name, amount in wanted.items()
+        ):
+            for name, amount in wanted.items():
+                place.amounts[name] -= amount
+            return
+    raise ResourceError(
+        f"{what} needs {_listed(wanted)}{_on_labels(bundle.labels)} on one node; "
+        f"the cluster has {_cluster(nodes, wanted, bundle.labels)}, and {_left(free, wanted, bundle.labels)} "
+        "of that is left for it"
+    )
+
+
+def _has_labels(node: NodeSnapshot, labels: Mapping[str, str]) -> bool:
+    return all(node.labels.get(name) == value for name, value in labels.items())
+
+
+def _cluster(nodes: Sequence[NodeSnapshot], wanted: Mapping[str, float], labels: Mapping[str, str]) -> str:
+    fitting = [node for node in nodes if _has_labels(node, labels)]
+    if not fitting:
+        return f"no node{_on_labels(labels)} among its {len(nodes)}"
+    totals = {name: sum(node.available.get(name, 0.0) for node in fitting) for name in wanted}
+    return f"{_listed(totals)} free on {len(fitting)} node{'s' * (len(fitting) > 1)}{_on_labels(labels)}"
+
+
+def _left(free: Sequence[_Free], wanted: Mapping[str, float], labels: Mapping[str, str]) -> str:
+    fitting = [place for place in free if _has_labels(place.node, labels)]
+    return _listed({name: max((p.amounts.get(name, 0.0) for p in fitting), default=0.0) for name in wanted})
+
+
+def _listed(amounts: Mapping[str, float]) -> str:
+    return " + ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _on_labels(labels: Mapping[str, str]) -> str:
+    return f" with {', '.join(f'{name}={value}' for name, value in labels.items())}" if labels else ""

@@ -1,0 +1,24 @@
+"""Configuration of the channels between processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from specdec.core.config import StrictConfig
+from specdec.transport.base import MAX_MESSAGE_BYTES
+
+
+class ChannelConfig(StrictConfig):
+    """Sockets of the channels that carry rounds and token streams."""
+
+    bind: Literal["auto", "loopback", "node"] = "auto"
+    """Where sockets listen: loopback; the node's address in the cluster; auto: loopback while the cluster
+    consists of one node when the application is deployed, else node."""
+    max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=1 << 16)
+    """Longest message in bytes."""
+    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    """Seconds between heartbeats of an idle link."""
+    heartbeat_timeout_s: float = Field(default=4.0, gt=0)
+    """A link that is silent for so many seconds counts as broken."""

@@ -1,0 +1,69 @@
+"""The Ray actor that drafts for any number of coordinators."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import ray
+
+from specdec.engine.config import EngineConfig
+from specdec.transport.base import PeerAddress, PeerId
+from workers.idle_work import IdleWork
+from workers.process import ServingThread, prepare_logging, prepare_threads
+
+if TYPE_CHECKING:
+    from specdec.transport.zmq import ZmqOptions
+
+logger = logging.getLogger(__name__)
+
+
+class DraftWorkerProcess:
+    """Loads the drafter, then serves rounds in a thread until it is stopped or its owner dies.
+
+    The constructor blocks while the model loads.
+    """
+
+    def __init__(self, config: EngineConfig, peer_id: PeerId, host: str, options: ZmqOptions) -> None:
+        prepare_logging(peer_id)
+        speculative = config.speculative_config
+        num_threads = prepare_threads(speculative.num_threads)
+        # Only now, since OpenMP reads its settings when torch is loaded.
+        from specdec.engine.build import build_draft_proposer
+        from specdec.engine.draft_server import DraftServer
+        from specdec.transport.zmq import ZmqChannel
+
+        started_s = time.monotonic()
+        logger.info("loading drafter %s (%d threads)", speculative.model or speculative.method, num_threads)
+        proposer = build_draft_proposer(config)
+        logger.info("drafter ready after %.1f s", time.monotonic() - started_s)
+        self._channel = ZmqChannel(peer_id, host=host, options=options)
+        self._server = server = DraftServer(self._channel, proposer)
+        idle = IdleWork([])
+        self._thread = ServingThread(
+            "draft", lambda: idle.after(server.step(idle.patience_s)), self._channel.close
+        )
+
+    def address(self) -> PeerAddress:
+        """How coordinators reach this worker. Answers once the model is loaded."""
+        return self._channel.address
+
+    def admit(self, coordinators: list[PeerAddress]) -> None:
+        """Serve exactly these coordinators, and forget what others asked for."""
+        self._channel.admit(coordinators)
+        self._server.retain([coordinator.peer_id for coordinator in coordinators])
+
+    def check_health(self) -> dict[str, float]:
+        """Return counters; raise when nothing is served any more."""
+        if not self._thread.is_alive:
+            raise RuntimeError("the draft worker's serving thread has ended")
+        return {"num_sequences": float(self._server.num_sequences), **dict(self._server.counters)}
+
+    def stop(self) -> None:
+        """Serve no more."""
+        self._thread.stop(self._channel.wake)
+
+
+DraftWorker = ray.remote(DraftWorkerProcess)
+"""The actor class; the draft pool gives it resources and a bundle."""

@@ -1,0 +1,72 @@
+"""What a worker process sets before a model is loaded in it: threads, logging, its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_SPIN_COUNT = 20_000
+"""Iterations that an idle OpenMP thread spins: some tens of microseconds, enough to bridge two operators of
+one forward, too short to steal the cores from the other group, which runs next."""
+
+
+def prepare_threads(num_threads: int | None) -> int:
+    """Set the thread count and the spinning of OpenMP, which are read when torch is first loaded.
+
+    Ray sets OMP_NUM_THREADS from an actor's CPUs; here the configuration decides, None meaning all cores
+    of the process. Returns the number of threads.
+    """
+    if "torch" in sys.modules:
+        logger.warning("torch is loaded already: OpenMP's spinning cannot be set any more in this process")
+    count = num_threads or len(os.sched_getaffinity(0))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(count)
+    os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return count
+
+
+def prepare_logging(name: str) -> None:
+    """Send log lines of level INFO to standard error, from where Ray carries them to the driver."""
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}: %(message)s", stream=sys.stderr
+    )
+    for noisy in ("httpx", "transformers", "filelock"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class ServingThread:
+    """Runs `serve_once` again and again. When it raises, the process ends, so that the owner notices."""
+
+    def __init__(self, name: str, serve_once: Callable[[], object], close: Callable[[], None]) -> None:
+        self._serve_once = serve_once
+        self._close = close
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still serves."""
+        return self._thread.is_alive()
+
+    def stop(self, wake: Callable[[], None]) -> None:
+        """End after the present call of `serve_once`; `wake` makes a waiting one return."""
+        self._stopping = True
+        wake()
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._serve_once()
+            self._close()
+        except BaseException:  # the border of the process: nobody else will hear of it
+            logger.exception("the serving thread failed; this process ends")
+            logging.shutdown()
+            os._exit(1)
