@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Protocol, TypeVarTuple, Unpack
+from typing import Protocol, TypeVarTuple
 
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ChannelClosed, DrafthouseError
@@ -197,7 +197,8 @@ class AsyncEngine:
 
     def _leave(self, stream: _Stream) -> None:
         """The consumer has gone."""
-        if self._streams.pop(stream.key, None) is not None:
+        if self._streams.get(stream.key) is stream:
+            del self._streams[stream.key]
             self._abort(*stream.key)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
@@ -236,7 +237,7 @@ class AsyncEngine:
 
 
 def _call_soon(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[Unpack[Arguments]], None], *args: Unpack[Arguments]
+    loop: asyncio.AbstractEventLoop, callback: Callable[[*Arguments], None], *args: *Arguments
 ) -> bool:
     """Call `callback` in a loop of another thread; False when that loop is closed."""
     try:

@@ -1,0 +1,79 @@
+"""Which requests may enter, and what the others are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.core.errors import CapacityError, InputError
+from specdec.core.ids import RequestId
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
+from specdec.scheduling.config import SchedulerConfig
+
+
+def request(length: int = 4, **changes: object) -> Request:
+    fields: dict[str, object] = {
+        "request_id": RequestId("r"),
+        "prompt_token_ids": (1,) * length,
+        "params": SamplingParams(),
+        "seed": 0,
+    }
+    return Request(**(fields | changes))  # type: ignore[arg-type]
+
+
+def limits(**changes: int) -> AdmissionLimits:
+    fields = {"vocab_size": 10, "max_model_len": 16, "pool_tokens": 64, "max_num_waiting": 8}
+    return AdmissionLimits(**(fields | changes))
+
+
+def test_longest_prompt_leaves_room_for_one_token() -> None:
+    check_request(request(15), limits())
+    with pytest.raises(InputError, match="16 tokens, at most 15 fit: the model's context") as caught:
+        check_request(request(16), limits())
+    assert caught.value.param == "prompt"
+
+
+def test_prompt_longer_than_the_pool() -> None:
+    with pytest.raises(InputError, match="KV cache holds 12 tokens"):
+        check_request(request(12), limits(pool_tokens=12))
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt_token_ids": ()}, "prompt"),
+        ({"prompt_token_ids": (1, 10)}, "prompt"),
+        ({"prompt_token_ids": (-1,)}, "prompt"),
+        ({"delivered_token_ids": (11,)}, "delivered_token_ids"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens"),
+        ({"num_draft_tokens": 65}, "num_draft_tokens"),
+        ({"params": SamplingParams(temperature=-1.0)}, "temperature"),
+        ({"params": SamplingParams(max_tokens=0)}, "max_tokens"),
+    ],
+)
+def test_wrong_fields_are_named(changes: dict[str, object], param: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_request(request(**changes), limits())
+    assert caught.value.param == param
+
+
+def test_full_queue_says_when_to_come_back() -> None:
+    check_queue(8, limits(), 0.5)
+    with pytest.raises(CapacityError) as caught:
+        check_queue(9, limits(), 0.5)
+    assert 1.0 <= caught.value.retry_after_s <= 60.0
+
+
+def test_retry_time_is_bounded() -> None:
+    for seconds_per_request in (0.0, 1e6):
+        with pytest.raises(CapacityError) as caught:
+            check_queue(9, limits(), seconds_per_request)
+        assert 1.0 <= caught.value.retry_after_s <= 60.0
+
+
+def test_every_running_sequence_needs_a_row() -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        SchedulerConfig(max_num_seqs=65, max_num_batched_tokens=64)
