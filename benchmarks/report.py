@@ -1,0 +1,128 @@
+"""How a benchmark runs, records and reports: paired rounds, environment, raw JSON, headline lines."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Repeated measurements of one quantity."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The number to quote."""
+        return statistics.median(self.values)
+
+    def summary(self) -> dict[str, float | int]:
+        """Median, extremes and count."""
+        return {
+            "median": self.median,
+            "min": min(self.values),
+            "max": max(self.values),
+            "n": len(self.values),
+        }
+
+
+@dataclass(slots=True)
+class Paired:
+    """Seconds of several variants, measured in turn so that drift of the machine hits all alike."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def spread(self, name: str) -> Spread:
+        """Seconds of one variant."""
+        return Spread(tuple(self.seconds[name]))
+
+    def ratio(self, slow: str, fast: str) -> Spread:
+        """How many times faster `fast` is than `slow`, round by round."""
+        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
+        return Spread(tuple(a / b for a, b in pairs))
+
+
+def run_paired(variants: Mapping[str, Callable[[], None]], rounds: int, tick: Callable[[], None]) -> Paired:
+    """Run every variant once unmeasured, then `rounds` times in alternating order (ABBA)."""
+    paired = Paired({name: [] for name in variants})
+    for run in variants.values():
+        run()
+        tick()
+    for number in range(rounds):
+        order = list(variants) if number % 2 == 0 else list(reversed(variants))
+        for name in order:
+            started = time.perf_counter()
+            variants[name]()
+            paired.seconds[name].append(time.perf_counter() - started)
+            tick()
+    return paired
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "processor": _processor(),
+        "num_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def to_plain(value: Any) -> Any:
+    """JSON-ready form of nested dataclasses, spreads and paths."""
+    if isinstance(value, Spread):
+        return value.summary()
+    if isinstance(value, Paired):
+        return value.seconds
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [to_plain(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return to_plain(asdict(value))
+    return str(value) if isinstance(value, Path) else value
+
+
+def write_results(path: Path | None, results: Mapping[str, Any]) -> None:
+    """Write raw results with their environment as JSON; nothing when no file was asked for."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), **to_plain(results)}, indent=1) + "\n")
+
+
+def report_headlines(headlines: Mapping[str, float]) -> None:
+    """End the output with one `headline: NAME VALUE` line each."""
+    console = Console(highlight=False, soft_wrap=True)
+    for name, value in headlines.items():
+        console.print(f"headline: {name} {value:.3f}")
