@@ -1,0 +1,251 @@
+"""The paged runner against transformers' own forward and generate, in fp32."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from specdec.model.batch import SequenceSlice
+from specdec.model.runner import ForwardInputs, ModelRunner
+from tests.architectures import ARCHITECTURES, CORE_ARCHITECTURES, VOCAB_SIZE
+from tests.specdec.model.conftest import Pair
+
+OTHER_ARCHITECTURES = tuple(name for name in ARCHITECTURES if name not in CORE_ARCHITECTURES)
+TOLERANCE = 2e-5
+PairOf = Callable[[str], Pair]
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(2, VOCAB_SIZE), k=count)
+
+
+class Tables:
+    """Hands out blocks in random order: nothing may depend on where a block lies."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self._block_size = runner.block_size
+        self._free = list(range(1, runner.num_blocks))
+        random.Random(seed).shuffle(self._free)
+
+    def take(self, num_tokens: int) -> list[int]:
+        return [self._free.pop() for _ in range(-(-num_tokens // self._block_size))]
+
+
+def reference_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([list(token_ids)])).logits[0]
+
+
+def reference_greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """transformers' own generate, not stopping at EOS."""
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def feed(
+    runner: ModelRunner, token_ids: Sequence[int], start: int, table: Sequence[int], num_logit_rows: int
+) -> torch.Tensor:
+    piece = SequenceSlice(
+        token_ids=list(token_ids), start=start, block_table=table, num_logit_rows=num_logit_rows
+    )
+    return runner.forward([piece]).clone()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_chunked_prefill_gives_the_logits_of_one_forward(pair_of: PairOf, architecture: str) -> None:
+    pair = pair_of(architecture)
+    runner = pair.runner()
+    tokens = random_tokens(45)
+    expected = reference_logits(pair.reference, tokens)
+    for cuts in ([0, 45], [0, 1, 2, 20, 45], [0, 16, 32, 45], [0, 13, 14, 31, 44, 45]):
+        table = Tables(runner, seed=len(cuts)).take(45)
+        chunks = [
+            feed(runner, tokens[low:high], low, table, high - low) for low, high in itertools.pairwise(cuts)
+        ]
+        torch.testing.assert_close(torch.cat(chunks), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_decoding_of_a_ragged_batch_is_that_of_generate(pair_of: PairOf, architecture: str) -> None:
+    pair = pair_of(architecture)
+    runner = pair.runner()
+    count = 12
+    prompts = [random_tokens(length, seed=length) for length in (1, 5, 14, 33)]
+    tables = Tables(runner)
+    held = [tables.take(len(prompt) + count) for prompt in prompts]
+    fed, generated = [0] * len(prompts), [list(prompt) for prompt in prompts]
+    chooser = random.Random(7)
+    while any(len(out) < len(prompt) + count for out, prompt in zip(generated, prompts, strict=True)):
+        slices, members = [], []
+        for index, out in enumerate(generated):
+            remaining = len(out) - fed[index]
+            if len(out) >= len(prompts[index]) + count or chooser.random() < 0.2:
+                continue
+            chunk = min(remaining, chooser.choice((1, 7, 40)))
+            slices.append(
+                SequenceSlice(
+                    token_ids=out[fed[index] : fed[index] + chunk],
+                    start=fed[index],
+                    block_table=held[index],
+                    num_logit_rows=int(chunk == remaining),
+                )
+            )
+            members.append(index)
+        if not slices:
+            continue
+        chosen = iter(runner.forward(slices).argmax(-1).tolist())
+        for index, piece in zip(members, slices, strict=True):
+            fed[index] += len(piece.token_ids)
+            if piece.num_logit_rows:
+                generated[index].append(next(chosen))
+    for out, prompt in zip(generated, prompts, strict=True):
+        assert out[len(prompt) :] == reference_greedy(pair.reference, prompt, count)
+
+
+@pytest.mark.parametrize("architecture", CORE_ARCHITECTURES)
+def test_verification_rows_equal_decoding_one_by_one(pair_of: PairOf, architecture: str) -> None:
+    pair = pair_of(architecture)
+    tokens = random_tokens(30)
+    rows = []
+    for batched in (False, True):
+        runner = pair.runner()
+        table = Tables(runner, seed=int(batched)).take(30)
+        feed(runner, tokens[:20], 0, table, 0)
+        if batched:
+            rows.append(feed(runner, tokens[20:], 20, table, 10))
+        else:
+            rows.append(torch.cat([feed(runner, [tokens[at]], at, table, 1) for at in range(20, 30)]))
+    torch.testing.assert_close(rows[1], rows[0], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(rows[0], reference_logits(pair.reference, tokens)[20:], rtol=0, atol=TOLERANCE)
+
+
+def test_rejected_tokens_leave_no_trace(pair_of: PairOf) -> None:
+    """After a wrong draft the same positions are written again with other tokens."""
+    pair = pair_of("llama")
+    runner = pair.runner()
+    tokens, wrong = random_tokens(24), random_tokens(24, seed=1)
+    table = Tables(runner).take(24)
+    feed(runner, tokens[:16], 0, table, 0)
+    feed(runner, wrong[16:24], 16, table, 8)
+    got = torch.cat([feed(runner, tokens[16:20], 16, table, 4), feed(runner, tokens[20:], 20, table, 4)])
+    torch.testing.assert_close(got, reference_logits(pair.reference, tokens)[16:], rtol=0, atol=TOLERANCE)
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(data=st.data())
+@pytest.mark.parametrize("architecture", CORE_ARCHITECTURES)
+def test_a_tree_gives_each_path_what_it_gets_alone(
+    pair_of: PairOf, architecture: str, data: st.DataObject
+) -> None:
+    pair = pair_of(architecture)
+    runner = pair.runner()
+    tables = Tables(runner)
+    prompt = random_tokens(data.draw(st.sampled_from((1, 11, 26))))
+    count = data.draw(st.integers(2, 10))
+    # The first row is the last committed token, all others descend from it.
+    parents = (-1, *(data.draw(st.integers(0, row - 1)) for row in range(1, count)))
+    nodes = random_tokens(count, seed=count)
+    table = tables.take(len(prompt) + count)
+    neighbour = random_tokens(9, seed=3)
+    tree = SequenceSlice(
+        token_ids=nodes, start=len(prompt), block_table=table, num_logit_rows=count, parents=parents
+    )
+    chain = SequenceSlice(token_ids=neighbour, start=0, block_table=tables.take(9), num_logit_rows=2)
+    feed(runner, prompt, 0, table, 0)
+    got = runner.forward([chain, tree])
+    torch.testing.assert_close(
+        got[:2], reference_logits(pair.reference, neighbour)[-2:], rtol=0, atol=TOLERANCE
+    )
+    paths: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), nodes[row]])
+        expected = reference_logits(pair.reference, prompt + paths[row])[-1]
+        torch.testing.assert_close(got[2 + row], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_only_wanted_rows_yield_logits(pair_of: PairOf) -> None:
+    pair = pair_of("llama")
+    runner = pair.runner()
+    tables = Tables(runner)
+    prompts = [random_tokens(length, seed=length) for length in (6, 9, 4)]
+    wanted = (0, 3, 1)
+    slices = [
+        SequenceSlice(token_ids=prompt, start=0, block_table=tables.take(len(prompt)), num_logit_rows=rows)
+        for prompt, rows in zip(prompts, wanted, strict=True)
+    ]
+    got = runner.forward(slices)
+    expected = torch.cat(
+        [
+            reference_logits(pair.reference, prompt)[len(prompt) - rows :]
+            for prompt, rows in zip(prompts, wanted, strict=True)
+        ]
+    )
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_step_may_want_no_logits_at_all(pair_of: PairOf) -> None:
+    runner = pair_of("llama").runner()
+    assert feed(runner, [5, 6, 7], 0, [1], 0).shape == (0, VOCAB_SIZE)
+
+
+def test_a_model_that_cannot_keep_rows_gives_the_same(pair_of: PairOf) -> None:
+    runner = pair_of("llama").runner()
+    kept = feed(runner, [5, 6, 7], 0, [1], 2)
+    runner._keeps_logits = False
+    assert torch.equal(feed(runner, [5, 6, 7], 0, [1], 2), kept)
+
+
+def test_compiled_graphs_are_asked_first(pair_of: PairOf) -> None:
+    class Graphs:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
+            self.seen.append(inputs.metadata.num_rows)
+            return torch.full((1, VOCAB_SIZE), 7.0) if inputs.metadata.num_rows == 1 else None
+
+    runner = pair_of("llama").runner()
+    eager = feed(runner, [5, 6], 0, [1], 1)
+    graphs = Graphs()
+    runner.graphs = graphs
+    assert torch.equal(feed(runner, [5, 6], 0, [1], 1), eager)
+    assert feed(runner, [5], 0, [1], 1).eq(7.0).all()
+    assert graphs.seen == [2, 1]
+
+
+def test_sequences_are_no_longer_than_the_cache(pair_of: PairOf, caplog: pytest.LogCaptureFixture) -> None:
+    runner = pair_of("llama").runner(num_blocks=11, block_size=4)
+    assert runner.max_model_len == 40
+    assert "limited to that instead of the model's 256" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["foreign block", "shifted position"])
+def test_negative_control_a_wrong_context_shows(pair_of: PairOf, fault: str) -> None:
+    """The comparisons above would notice one wrong block or a position that is off by one."""
+    pair = pair_of("llama")
+    runner = pair.runner()
+    tokens = random_tokens(16)
+    tables = Tables(runner)
+    table = tables.take(20)
+    feed(runner, tokens[:8], 0, table, 0)
+    if fault == "foreign block":
+        got = feed(runner, tokens[8:], 8, [*tables.take(1), *table[1:]], 8)
+    else:
+        got = feed(runner, tokens[8:], 9, table, 8)
+    assert (got - reference_logits(pair.reference, tokens)[8:]).abs().max() > 100 * TOLERANCE
