@@ -271,7 +271,7 @@ class RequestDesk:
         """Bring back streams of the engine before; return whether all are back."""
         while self._replays:
             stream = self._streams.get(self._replays[0])
-            if stream is not None:
+            if stream is not None and stream.is_admitted:
                 try:
                     engine.add_request(stream.to_replay())
                 except CapacityError:

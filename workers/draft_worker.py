@@ -10,7 +10,7 @@ import ray
 
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
-from workers.idle_work import IdleWork
+from workers.idle_work import IdleRunner
 from workers.process import ServingThread, prepare_logging, prepare_threads
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class DraftWorkerProcess:
         logger.info("drafter ready after %.1f s", time.monotonic() - started_s)
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._server = server = DraftServer(self._channel, proposer)
-        idle = IdleWork([])
+        idle = IdleRunner([])
         self._thread = ServingThread(
             "draft", lambda: idle.after(server.step(idle.patience_s)), self._channel.close
         )

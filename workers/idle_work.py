@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Protocol
 
-logger = logging.getLogger(__name__)
+from specdec.engine.async_engine import IdleWork
 
 _QUIET_S = 0.25
 """Silence after which a worker counts as idle."""
 
 
-class CompilesWhenIdle(Protocol):
-    """A compiled forward whose shape buckets are built one at a time."""
+class IdleRunner:
+    """Does one piece of idle work after each quarter of a second in which no message came."""
 
-    def pending(self) -> int:
-        """Buckets left to compile."""
-        ...
-
-    def compile_next(self) -> None:
-        """Compile one of them."""
-        ...
-
-
-class IdleWork:
-    """Compiles one bucket after each quarter of a second in which no message came."""
-
-    def __init__(self, compilers: Sequence[CompilesWhenIdle]) -> None:
-        self._compilers = compilers
+    def __init__(self, works: Sequence[IdleWork]) -> None:
+        self._works = works
 
     @property
     def patience_s(self) -> float | None:
@@ -37,9 +23,9 @@ class IdleWork:
 
     def after(self, was_served: bool) -> None:
         """Call after every wait for a message with whether one came."""
-        compiler = self._pending() if not was_served else None
-        if compiler is not None:
-            compiler.compile_next()
+        work = None if was_served else self._pending()
+        if work is not None:
+            work.run_next()
 
-    def _pending(self) -> CompilesWhenIdle | None:
-        return next((compiler for compiler in self._compilers if compiler.pending()), None)
+    def _pending(self) -> IdleWork | None:
+        return next((work for work in self._works if work.pending()), None)

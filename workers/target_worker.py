@@ -10,7 +10,7 @@ import ray
 
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
-from workers.idle_work import IdleWork
+from workers.idle_work import IdleRunner
 from workers.process import ServingThread, prepare_logging, prepare_threads
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class TargetWorkerProcess:
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._channel.admit([owner])
         server = TargetServer(self._channel, target)
-        idle = IdleWork([])
+        idle = IdleRunner([])
         self._thread = ServingThread(
             "target", lambda: idle.after(server.step(idle.patience_s)), self._channel.close
         )

@@ -86,6 +86,26 @@ class RemoteTarget:
         self._in_flight.popleft()
         return self._done.pop(sequence)
 
+    def check(self) -> None:
+        """Look, without waiting, whether the worker is still there; for times without a step in flight.
+
+        Raises:
+            TransportError: it died or was taken over.
+        """
+        assert not self._in_flight, "the answer to a step tells the same"
+        now_s = self._clock.now_s()
+        try:
+            while True:
+                if isinstance(self._next_message(now_s), Welcome):
+                    self._lost_s = None
+        except ChannelTimeout:
+            pass
+        if self._lost_s is None:
+            return
+        if now_s - self._lost_s >= self._times.lost_link_grace_s:
+            raise TransportError(f"target worker {self._worker.peer_id} is gone")
+        self._channel.send(self._worker.peer_id, Hello(self._incarnation))
+
     def close(self) -> None:
         """Close the channel. Idempotent."""
         self._channel.close()

@@ -17,25 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class ChannelPump:
-    """Owns a channel: sends what any thread hands over, and passes arrivals to `on_arrival`.
+    """Owns a channel: sends what any thread hands over, and passes on what arrives."""
 
-    `on_arrival` runs in the pump's thread and must be quick; for asyncio give it a function that calls
-    `loop.call_soon_threadsafe`. `on_tick` runs there too, about every `tick_s`.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        on_arrival: Callable[[Envelope], None],
-        *,
-        on_tick: Callable[[], None] | None = None,
-        tick_s: float = 1.0,
-        name: str = "channel",
-    ) -> None:
+    def __init__(self, channel: Channel, *, name: str = "channel") -> None:
         self._channel = channel
-        self._on_arrival = on_arrival
-        self._on_tick = on_tick
-        self._tick_s = tick_s
+        self._on_arrival: Callable[[Envelope], None] | None = None
+        self._on_tick: Callable[[], None] | None = None
+        self._tick_s = 1.0
         self._next_tick_s = 0.0
         self._orders: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -47,8 +35,24 @@ class ChannelPump:
         """The channel; only its any-thread methods may be called."""
         return self._channel
 
-    def start(self) -> None:
-        """Begin."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def start(
+        self,
+        on_arrival: Callable[[Envelope], None],
+        *,
+        on_tick: Callable[[], None] | None = None,
+        tick_s: float = 1.0,
+    ) -> None:
+        """Begin.
+
+        `on_arrival` runs in the pump's thread and must be quick; for asyncio give it a function that calls
+        `loop.call_soon_threadsafe`. `on_tick` runs there too, about every `tick_s`.
+        """
+        self._on_arrival, self._on_tick, self._tick_s = on_arrival, on_tick, tick_s
         self._thread.start()
 
     def send(self, peer_id: PeerId, message: Message) -> None:
@@ -68,7 +72,9 @@ class ChannelPump:
         self._flush_s = flush_s
         self._stopping = True
         self._channel.wake()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:  # never started: the channel is still this thread's
+            self._channel.close(flush_s)
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _order(self, order: Callable[[], None]) -> None:
@@ -76,6 +82,7 @@ class ChannelPump:
         self._channel.wake()
 
     def _run(self) -> None:
+        assert self._on_arrival is not None
         try:
             while not self._stopping:
                 self._obey()

@@ -16,14 +16,14 @@ OpenChannel = Callable[[str], Channel]
 def test_many_threads_and_an_event_loop(open_channel: OpenChannel) -> None:
     server, client = open_channel("server"), open_channel("client")
     server.admit([client.address])
-    server_pump = ChannelPump(server, lambda envelope: server_pump.send(envelope.sender, envelope.message))  # type: ignore[arg-type]
-    server_pump.start()
+    server_pump = ChannelPump(server)
+    server_pump.start(lambda envelope: server_pump.send(envelope.sender, envelope.message))  # type: ignore[arg-type]
 
     async def main() -> set[int]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Envelope] = asyncio.Queue()
-        pump = ChannelPump(client, lambda e: loop.call_soon_threadsafe(arrived.put_nowait, e) and None)
-        pump.start()
+        pump = ChannelPump(client)
+        pump.start(lambda envelope: loop.call_soon_threadsafe(arrived.put_nowait, envelope) and None)
         pump.connect(server.address)
 
         def send(first: int) -> None:
@@ -50,8 +50,8 @@ def test_many_threads_and_an_event_loop(open_channel: OpenChannel) -> None:
 def test_an_oversized_message_is_counted_and_the_pump_goes_on(open_channel: OpenChannel) -> None:
     server, client = open_channel("server"), open_channel("client")
     server.admit([client.address])
-    pump = ChannelPump(client, lambda envelope: None)
-    pump.start()
+    pump = ChannelPump(client)
+    pump.start(lambda envelope: None)
     pump.connect(server.address)
     pump.send(PeerId("server"), Fatal("x" * (2 << 20)))
     pump.send(PeerId("server"), Ping(1))
@@ -65,8 +65,8 @@ def test_ticks_come_while_messages_flow(open_channel: OpenChannel) -> None:
     server.admit([client.address])
     client.connect(server.address)
     ticked = threading.Event()
-    pump = ChannelPump(server, lambda envelope: None, on_tick=ticked.set, tick_s=0.01)
-    pump.start()
+    pump = ChannelPump(server)
+    pump.start(lambda envelope: None, on_tick=ticked.set, tick_s=0.01)
     assert ticked.wait(10)
     ticked.clear()
     client.send(PeerId("server"), Ping(1))

@@ -1,0 +1,107 @@
+"""The Serve deployments of the cluster, without the HTTP door on top."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster.config import ClusterConfig
+from cluster.coordinator import CoordinatorReplica
+from cluster.draft_pool import DraftPoolReplica
+from cluster.placement import GroupPlacement, NodeSnapshot, plan_placement
+from cluster.target_group import REMOTE_METHODS
+from specdec.engine.config import EngineConfig
+
+COORDINATOR = "Coordinator"
+DRAFT_POOL = "DraftPool"
+
+_MAX_ONGOING_CALLS = 16
+"""Calls that Serve lets into one replica at once: they are control calls only, tokens travel on channels."""
+
+
+def resolve(config: ClusterConfig) -> ClusterConfig:
+    """Return the configuration with everything automatic decided from the cluster as it is now."""
+    if config.channels.bind != "auto":
+        return config
+    bind = "loopback" if len(snapshot_nodes()) <= 1 else "node"
+    channels = config.channels.model_copy(update={"bind": bind})
+    return config.model_copy(update={"channels": channels})
+
+
+def build_deployments(engine: EngineConfig, cluster: ClusterConfig) -> list[serve.Application]:
+    """Return the bound deployments: the coordinator and, where the method needs it, the draft pool.
+
+    Whoever builds the application on top passes them as arguments to its own deployment's `bind`, so that
+    Serve starts them with it.
+
+    Raises:
+        ResourceError: they do not fit the cluster.
+    """
+    cluster = resolve(cluster)
+    has_drafter = engine.speculative_config.method in REMOTE_METHODS
+    nodes = snapshot_nodes() if cluster.check_resources else _boundless(cluster)
+    plan = plan_placement(cluster, nodes, has_drafter=has_drafter)
+    applications = [
+        _deployment(
+            CoordinatorReplica, COORDINATOR, cluster.target_groups.num_groups, plan.target, cluster
+        ).bind(engine, cluster)
+    ]
+    if plan.draft is not None:
+        applications.append(
+            _deployment(
+                DraftPoolReplica, DRAFT_POOL, cluster.draft_pool.num_workers, plan.draft, cluster
+            ).bind(engine, cluster)
+        )
+    return applications
+
+
+def snapshot_nodes() -> list[NodeSnapshot]:
+    """Return what is free on each live node now."""
+    from ray._private.state import available_resources_per_node  # Ray has no public form of this
+
+    available = available_resources_per_node()
+    return [
+        NodeSnapshot(
+            node_id=node["NodeID"],
+            available=dict(available.get(node["NodeID"], {})),
+            labels=dict(node.get("Labels", {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _boundless(cluster: ClusterConfig) -> list[NodeSnapshot]:
+    """Nodes that fit anything, for clusters that an autoscaler makes."""
+    bundles = (cluster.target_groups.bundle, cluster.draft_pool.bundle)
+    return [
+        NodeSnapshot(
+            node_id="to come", available=dict.fromkeys(bundle.amounts(), float("inf")), labels=bundle.labels
+        )
+        for bundle in bundles
+    ]
+
+
+def _deployment(
+    replica: type, name: str, num_replicas: int, placement: GroupPlacement, cluster: ClusterConfig
+) -> serve.Deployment:
+    options: dict[str, Any] = {
+        "name": name,
+        "num_replicas": num_replicas,
+        # The replica itself only coordinates; the bundle is for its worker.
+        "ray_actor_options": {"num_cpus": 0},
+        "placement_group_bundles": list(placement.bundles),
+        "placement_group_strategy": placement.strategy,
+        "max_ongoing_requests": _MAX_ONGOING_CALLS,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 30.0,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": cluster.drain_timeout_s + 10.0,
+        # A model that cannot be loaded will not load at the twentieth attempt either.
+        "max_constructor_retry_count": 2,
+    }
+    if placement.label_selectors is not None:
+        options["placement_group_bundle_label_selector"] = list(placement.label_selectors)
+    return serve.deployment(**options)(replica)

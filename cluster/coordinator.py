@@ -1,0 +1,115 @@
+"""The Coordinator deployment: one replica is one target group with its scheduler and round loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from cluster.config import ClusterConfig
+from cluster.desk import RequestDesk
+from cluster.directory import Member
+from cluster.directory_actor import DirectoryLink
+from cluster.engine_loop import EngineLoop
+from cluster.runtime import bind_host, channel_options, new_peer_id
+from cluster.target_group import TargetGroup
+from specdec.core.clock import MonotonicClock
+from specdec.engine.config import EngineConfig
+from specdec.transport.pump import ChannelPump
+from specdec.transport.zmq import KeyPair, ZmqChannel
+from workers.process import prepare_logging
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 2.0
+
+
+class CoordinatorReplica:
+    """Serves ingresses over a channel. Serve starts it, watches it, and drains it before it ends.
+
+    The constructor returns when the target is loaded and the replica is in the directory.
+    """
+
+    def __init__(self, engine: EngineConfig, cluster: ClusterConfig) -> None:
+        self._peer_id = new_peer_id("coordinator")
+        prepare_logging(self._peer_id)
+        self._cluster = cluster
+        self._closed = False
+        keys = KeyPair.generate()
+        channel = ZmqChannel(
+            self._peer_id,
+            host=bind_host(cluster.channels),
+            keys=keys,
+            options=channel_options(cluster.channels),
+        )
+        self._pump = ChannelPump(channel, name="front")
+        self._desk = RequestDesk(self._pump.send, MonotonicClock(), lease_s=cluster.membership.lease_s)
+        self._group = TargetGroup(engine, cluster, self._peer_id, keys)
+        self._loop = EngineLoop(self._desk, self._group)
+        self._directory = DirectoryLink(
+            namespace=cluster.namespace,
+            lease_s=cluster.membership.lease_s,
+            renew_s=cluster.membership.renew_s,
+            on_change=self._follow,
+            name=self._peer_id,
+        )
+        self._directory.start()
+        try:
+            self._loop.start()
+            self._loop.wait_ready()
+        except BaseException:
+            self._close()
+            raise
+        description = self._desk.description
+        assert description is not None
+        self._pump.start(self._desk.hear, on_tick=self._desk.tick)
+        self._directory.announce(
+            Member(
+                address=channel.address,
+                role="coordinator",
+                capacity=engine.scheduler.max_num_seqs,
+                model_revision=description.revision,
+            )
+        )
+        logger.info("coordinator %s is ready: %s", self._peer_id, description.model_id)
+
+    def check_health(self) -> None:
+        """Raise when this replica can serve no more and must be replaced."""
+        if not self._loop.is_alive:
+            raise RuntimeError("the engine's thread has ended")
+        if not self._pump.is_alive:
+            raise RuntimeError("the channel's thread has ended")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What an autoscaling policy may want to know of this replica."""
+        wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return {name: float(self._desk.metrics.get(name, 0.0)) for name in wanted}
+
+    def metrics(self) -> dict[str, float]:
+        """Current counters and gauges."""
+        return dict(self._desk.metrics)
+
+    def __del__(self) -> None:
+        """Called by Serve before the replica ends: serve what is here, then leave."""
+        if not self._closed:
+            self._drain()
+
+    def _follow(self, members: tuple[Member, ...]) -> None:
+        """Let current ingresses speak to us; use current draft workers."""
+        self._pump.channel.admit([member.address for member in members if member.role == "ingress"])
+        self._group.set_drafters([member.address for member in members if member.role == "draft"])
+
+    def _drain(self) -> None:
+        self._desk.drain()
+        give_up_s = time.monotonic() + self._cluster.drain_timeout_s
+        while self._desk.num_streams and time.monotonic() < give_up_s:
+            time.sleep(0.05)
+        if self._desk.num_streams:
+            logger.warning("%d streams are left to other coordinators", self._desk.num_streams)
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._directory.close()
+        self._loop.stop()
+        self._group.stop()
+        self._pump.close(_FLUSH_S)

@@ -1,0 +1,129 @@
+"""The DraftPool deployment: one replica is one draft worker, in a placement group of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from cluster.config import ClusterConfig
+from cluster.directory import Member
+from cluster.directory_actor import DirectoryLink
+from cluster.runtime import bind_host, channel_options, new_peer_id, worker_options
+from cluster.worker_handle import WorkerHandle
+from specdec.core.errors import DrafthouseError, TransportError
+from specdec.engine.config import EngineConfig
+from specdec.transport.base import PeerAddress, PeerId
+from workers.draft_worker import DraftWorker
+from workers.process import prepare_logging
+
+logger = logging.getLogger(__name__)
+
+_MAX_BACKOFF_S = 30.0
+
+
+class DraftPoolReplica:
+    """Keeps one draft worker alive, registered, and informed of who may speak to it.
+
+    The constructor returns when the worker has loaded its model.
+    """
+
+    def __init__(self, engine: EngineConfig, cluster: ClusterConfig) -> None:
+        self._name = new_peer_id("draftpool")
+        prepare_logging(self._name)
+        self._engine = engine
+        self._cluster = cluster
+        self._coordinators: list[PeerAddress] = []
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._worker: WorkerHandle | None = None
+        self._worker_id: PeerId | None = None
+        self._counters: dict[str, float] = {}
+        self._directory = DirectoryLink(
+            namespace=cluster.namespace,
+            lease_s=cluster.membership.lease_s,
+            renew_s=cluster.membership.renew_s,
+            on_change=self._follow,
+            name=self._name,
+        )
+        self._directory.start()
+        try:
+            self._start_worker()
+        except BaseException:
+            self._close()
+            raise
+        self._watch = threading.Thread(target=self._keep_alive, name="draft-watch", daemon=True)
+        self._watch.start()
+
+    def check_health(self) -> None:
+        """Raise when this replica cannot keep a worker any more and must be replaced."""
+        if not self._watch.is_alive():
+            raise RuntimeError("the thread that watches the draft worker has ended")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What an autoscaling policy may want to know of this replica."""
+        return {"num_draft_sequences": self._counters.get("num_sequences", 0.0)}
+
+    def __del__(self) -> None:
+        """Called by Serve before the replica ends."""
+        if not self._stop.is_set():
+            self._close()
+
+    def _start_worker(self) -> None:
+        pool = self._cluster.draft_pool
+        worker_id = new_peer_id("draft")
+        channels = self._cluster.channels
+        actor = DraftWorker.options(**worker_options(pool.bundle)).remote(
+            self._engine, worker_id, bind_host(channels), channel_options(channels)
+        )
+        worker = WorkerHandle(actor, "draft worker")
+        self._worker = worker
+        address = worker.await_address(pool.load_timeout_s)
+        with self._lock:
+            self._worker_id = worker_id
+            worker.call("admit", self._coordinators)
+        self._directory.announce(
+            Member(address=address, role="draft", capacity=self._engine.scheduler.max_num_seqs)
+        )
+        logger.info("draft worker %s is ready", worker_id)
+
+    def _follow(self, members: tuple[Member, ...]) -> None:
+        coordinators = [member.address for member in members if member.role == "coordinator"]
+        with self._lock:
+            self._coordinators = coordinators
+            if self._worker is not None and self._worker_id is not None:
+                try:
+                    self._worker.call("admit", coordinators)
+                except TransportError as error:
+                    logger.warning("the draft worker was not told who may speak: %s", error)
+
+    def _keep_alive(self) -> None:
+        """Look after the worker; replace it when it is dead."""
+        backoff_s = 0.5
+        while not self._stop.wait(self._cluster.membership.renew_s):
+            try:
+                assert self._worker is not None
+                self._counters = self._worker.call("check_health", timeout_s=self._cluster.membership.lease_s)
+                backoff_s = 0.5
+            except TransportError as error:
+                logger.warning("%s; it is replaced", error)
+                try:
+                    self._retire_worker()
+                    self._start_worker()
+                except DrafthouseError as failure:
+                    logger.error("no new draft worker, next attempt in %.1f s: %s", backoff_s, failure)
+                    self._stop.wait(backoff_s)
+                    backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def _retire_worker(self) -> None:
+        with self._lock:
+            retired, self._worker_id = self._worker_id, None
+        if retired is not None:
+            self._directory.withdraw(retired)
+        if self._worker is not None:
+            self._worker.stop()
+
+    def _close(self) -> None:
+        self._stop.set()
+        self._directory.close()
+        if self._worker is not None:
+            self._worker.stop()

@@ -1,0 +1,152 @@
+"""Runs a coordinator's rounds in a thread, over one engine after another: a lost target costs a pause."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from cluster.desk import RequestDesk
+from specdec.core.errors import DrafthouseError, TransportError
+from specdec.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+_IDLE_CHECK_S = 0.5
+_METRICS_INTERVAL_S = 0.25
+_MAX_BACKOFF_S = 30.0
+
+
+class EngineSource(Protocol):
+    """Where engines come from. All but `metrics` is called in the loop's thread."""
+
+    def make_engine(self) -> Engine:
+        """Return an engine over a live target, replacing the one before."""
+        ...
+
+    def check_idle(self) -> None:
+        """Raise TransportError when the target of the present engine, which is idle, is gone."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters that the engine itself does not have."""
+        ...
+
+
+class EngineLoop:
+    """Owns the thread in which a coordinator's rounds run."""
+
+    def __init__(self, desk: RequestDesk, source: EngineSource) -> None:
+        self._desk = desk
+        self._source = source
+        self._stopping = False
+        self._ready = threading.Event()
+        self._metrics_due_s = 0.0
+        self.first_error: BaseException | None = None
+        """Why the first engine could not be made, if so; the loop has then ended."""
+        self.num_losses = 0
+        self.recovery_s = 0.0
+        """Time without a target after the last loss."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Make the first engine and begin."""
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Wait for the first engine.
+
+        Raises:
+            Exception: whatever making it raised.
+        """
+        self._ready.wait()
+        if self.first_error is not None:
+            raise self.first_error
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End after the present round; what is left of the streams is not told anything."""
+        self._stopping = True
+        self._desk.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=60)
+
+    def _run(self) -> None:
+        try:
+            engine = self._source.make_engine()
+        except BaseException as error:  # noqa: BLE001
+            # The border of the thread: `wait_ready` raises it again where somebody listens.
+            self.first_error = error
+            self._ready.set()
+            return
+        try:
+            while True:
+                self._serve(engine)
+                engine.close()
+                if self._stopping:
+                    return
+                replacement = self._recover()
+                if replacement is None:
+                    return
+                engine = replacement
+        except Exception:
+            logger.exception("the coordinator's loop failed")
+            self._desk.end_all("the coordinator failed", "coordinator_failed")
+            raise
+
+    def _serve(self, engine: Engine) -> None:
+        """Serve until the target is lost or the loop is to stop."""
+        self._desk.description = engine.description
+        self._desk.begin_replay()
+        self._ready.set()
+        try:
+            while not self._stopping:
+                self._desk.serve(engine)
+                if engine.has_work:
+                    if self._desk.deliver(engine.step()):
+                        return
+                else:
+                    self._desk.wait(_IDLE_CHECK_S)
+                    self._source.check_idle()
+                self._publish_metrics(engine)
+        except TransportError as error:
+            logger.warning("the target is lost: %s", error)
+
+    def _recover(self) -> Engine | None:
+        """Make engines until one lives; None when the loop is to stop first."""
+        lost_s = time.monotonic()
+        self.num_losses += 1
+        self._desk.description = None
+        backoff_s = 0.5
+        while not self._stopping:
+            try:
+                engine = self._source.make_engine()
+            except (DrafthouseError, TimeoutError, RuntimeError) as error:
+                logger.error(
+                    "the target cannot be brought back, next attempt in %.0f s: %s", backoff_s, error
+                )
+                self._desk.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            else:
+                self.recovery_s = time.monotonic() - lost_s
+                logger.info("the target is back after %.1f s", self.recovery_s)
+                return engine
+        return None
+
+    def _publish_metrics(self, engine: Engine) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._metrics_due_s:
+            self._metrics_due_s = now_s + _METRICS_INTERVAL_S
+            self._desk.metrics = {
+                **engine.metrics().snapshot(),
+                **self._source.metrics(),
+                "target_losses": self.num_losses,
+                "target_recovery_seconds": self.recovery_s,
+                "replays": self._desk.num_replays,
+            }

@@ -1,0 +1,56 @@
+"""The few things that processes of a deployment ask Ray about themselves."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import ray
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import BundleConfig
+from specdec.transport.base import PeerId
+from specdec.transport.config import ChannelConfig
+from specdec.transport.zmq import ZmqOptions
+
+
+def new_peer_id(role: str) -> PeerId:
+    """Return an id that no process had before."""
+    return PeerId(f"{role}-{uuid.uuid4().hex[:12]}")
+
+
+def bind_host(config: ChannelConfig) -> str:
+    """Where this process's sockets listen. `auto` has been resolved when the application was built."""
+    if config.bind == "loopback":
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())
+
+
+def channel_options(config: ChannelConfig) -> ZmqOptions:
+    """The sockets' options."""
+    return ZmqOptions(
+        max_message_bytes=config.max_message_bytes,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+    )
+
+
+def worker_options(bundle: BundleConfig) -> dict[str, Any]:
+    """Actor options that put a worker into this replica's own placement group.
+
+    One process holds one model: a worker that dies is replaced by its owner, not restarted by Ray, so that
+    it gets a new identity.
+    """
+    options: dict[str, Any] = {
+        "num_cpus": bundle.num_cpus,
+        "num_gpus": bundle.num_gpus,
+        "resources": dict(bundle.resources),
+        "max_restarts": 0,
+    }
+    group = get_current_placement_group()
+    if group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0
+        )
+    return options

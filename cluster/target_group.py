@@ -1,0 +1,145 @@
+"""A coordinator's target group: makes engines over fresh target workers and the draft pool."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+
+from cluster.config import ClusterConfig
+from cluster.runtime import bind_host, channel_options, new_peer_id, worker_options
+from cluster.worker_handle import WorkerHandle
+from specdec.core.description import TargetDescription
+from specdec.core.errors import ConfigError, TransportError
+from specdec.engine.build import build_tokenizer, controller_for
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.remote_proposer import RemoteProposer
+from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
+from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.registry import TargetFacts, create_proposer
+from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.zmq import KeyPair, ZmqChannel
+from workers.target_worker import TargetWorker
+
+logger = logging.getLogger(__name__)
+
+REMOTE_METHODS = frozenset({"draft_model"})
+"""Methods that draft in the draft pool; the others draft in the coordinator's own process."""
+
+
+class TargetGroup:
+    """One target worker at a time, in the placement group of the replica that this runs in."""
+
+    def __init__(self, engine: EngineConfig, cluster: ClusterConfig, peer_id: PeerId, keys: KeyPair) -> None:
+        self._config = engine
+        self._cluster = cluster
+        self._peer_id = peer_id
+        self._keys = keys
+        self._host = bind_host(cluster.channels)
+        self._options = channel_options(cluster.channels)
+        self._tokenizer = build_tokenizer(engine)
+        self._incarnations = itertools.count(time.time_ns())
+        self._worker: WorkerHandle | None = None
+        self._target: RemoteTarget | None = None
+        self._proposer: RemoteProposer | None = None
+        self._drafters: Sequence[PeerAddress] = ()
+        self._revision: str | None = None
+
+    def make_engine(self) -> Engine:
+        """Start a target worker, replacing the one before, and return an engine over it.
+
+        Raises:
+            UserError: the model cannot be loaded, or is another one than before.
+            TransportError: the worker died.
+        """
+        self.stop()
+        channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
+        times = RemoteTargetTimes(step_timeout_s=self._cluster.target_groups.step_timeout_s)
+        try:
+            worker = self._start_worker(channel.address)
+            target = RemoteTarget(channel, worker, incarnation=next(self._incarnations), times=times)
+        except BaseException:
+            channel.close()
+            raise
+        self._target = target
+        self._require_same_model(target.description)
+        return Engine.from_parts(
+            target=target,
+            proposer=self._make_proposer(target.description),
+            tokenizer=self._tokenizer,
+            scheduler=self._config.scheduler,
+            controller=controller_for(self._config.speculative_config),
+        )
+
+    def check_idle(self) -> None:
+        """Raise TransportError when the target of an idle engine is gone."""
+        if self._target is not None:
+            self._target.check()
+
+    def set_drafters(self, drafters: Sequence[PeerAddress]) -> None:
+        """Use exactly these draft workers (any thread)."""
+        self._drafters = drafters
+        proposer = self._proposer
+        if proposer is not None:
+            proposer.set_workers(drafters)
+
+    def metrics(self) -> dict[str, float]:
+        """Counters of the draft link."""
+        proposer = self._proposer
+        if proposer is None:
+            return {}
+        return {"draft_workers": float(proposer.num_workers), **proposer.counters}
+
+    def stop(self) -> None:
+        """End the target worker. The engine over it is closed by whoever has it."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+    def _start_worker(self, owner: PeerAddress) -> PeerAddress:
+        group = self._cluster.target_groups
+        actor = TargetWorker.options(**worker_options(group.bundle)).remote(
+            self._config, new_peer_id("target"), self._host, owner, self._options
+        )
+        self._worker = WorkerHandle(actor, "target worker")
+        return self._worker.await_address(group.load_timeout_s)
+
+    def _require_same_model(self, description: TargetDescription) -> None:
+        """Streams may only be replayed onto the model that began them."""
+        if self._revision is not None and description.revision != self._revision:
+            raise TransportError(
+                f"the target's checkpoint has changed: revision {description.revision} "
+                f"instead of {self._revision}"
+            )
+        self._revision = description.revision
+
+    def _make_proposer(self, description: TargetDescription) -> Proposer:
+        speculative = self._config.speculative_config
+        if speculative.method not in REMOTE_METHODS:
+            facts = TargetFacts(
+                vocab_size=description.vocab_size,
+                dtype=description.dtype,
+                max_num_seqs=self._config.scheduler.max_num_seqs,
+                model=self._config.target.model,
+            )
+            return create_proposer(speculative, facts)
+        if speculative.method != "draft_model":
+            raise ConfigError(f"speculative_config.method: {speculative.method} has no remote form")
+        channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
+        proposer = RemoteProposer(
+            channel,
+            capabilities=ProposerCapabilities(
+                name=speculative.method,
+                sampled=True,
+                kv="own",
+                remote=True,
+                max_context=speculative.max_model_len,
+            ),
+            vocab_size=description.vocab_size,
+            deadlines=self._cluster.draft_pool.deadlines,
+        )
+        proposer.set_workers(self._drafters)
+        self._proposer = proposer
+        return proposer

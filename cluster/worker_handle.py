@@ -1,0 +1,72 @@
+"""A worker actor as its owner sees it: started, awaited, watched, ended."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
+
+from specdec.core.errors import ResourceError, TransportError, UserError
+from specdec.transport.base import PeerAddress
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerHandle:
+    """One worker process."""
+
+    def __init__(self, actor: Any, what: str) -> None:
+        self._actor = actor
+        self._what = what
+        self._stopped = False
+
+    def await_address(self, timeout_s: float) -> PeerAddress:
+        """Wait until the model is loaded.
+
+        Raises:
+            UserError: the model cannot be loaded, with the worker's own words.
+            TransportError: the process died or did not become ready in time.
+        """
+        try:
+            address: PeerAddress = ray.get(self._actor.address.remote(), timeout=timeout_s)
+        except GetTimeoutError as error:
+            self.stop()
+            raise ResourceError(f"the {self._what} was not ready after {timeout_s:g} s") from error
+        except RayTaskError as error:
+            raise _readable(error, self._what) from error
+        except RayActorError as error:
+            raise _readable(error, self._what) from error
+        return address
+
+    def call(self, method: str, *args: object, timeout_s: float = 10.0) -> Any:
+        """Call a method and wait.
+
+        Raises:
+            TransportError: the process is dead or does not answer.
+        """
+        try:
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
+        except (RayActorError, GetTimeoutError) as error:
+            raise TransportError(f"the {self._what} does not answer: {type(error).__name__}") from error
+
+    def stop(self) -> None:
+        """End the process, whatever it is doing."""
+        if not self._stopped:
+            self._stopped = True
+            ray.kill(self._actor, no_restart=True)
+
+
+def _readable(error: Exception, what: str) -> Exception:
+    """Turn Ray's error about a failed constructor into the user's own, where it was one."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, UserError):
+        return cause
+    if isinstance(error, ActorDiedError) and (lines := str(error).strip().splitlines()):
+        for line in reversed(lines):
+            name, _, text = line.strip().partition(": ")
+            if name.startswith("specdec.core.errors."):
+                return UserError(text)
+        return TransportError(f"the {what} died: {lines[-1].strip()}")
+    return TransportError(f"the {what} failed: {error}")
