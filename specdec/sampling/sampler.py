@@ -120,19 +120,21 @@ def sample_eager(logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStrea
     """Evaluate the token function with ordinary tensor ops, on any device."""
     logits_RV = logits_RV.float()
     finite_R = logits_RV.amax(-1).isfinite()
-    if not rows.has_sampled:
-        token_ids_R = logits_RV.argmax(-1)
-    else:
-        token_ids_R = noisy_scores(logits_RV, rows, stream).argmax(-1)
-        if rows.has_greedy:
-            token_ids_R = torch.where(rows.reals[0] == 0.0, logits_RV.argmax(-1), token_ids_R)
-    return SampledRows(token_ids_R.masked_fill_(~finite_R, 0), finite_R)
+    scores_RV = noisy_scores(logits_RV, rows, stream) if rows.has_sampled else logits_RV
+    return SampledRows(scores_RV.argmax(-1).masked_fill_(~finite_R, 0), finite_R)
 
 
 def noisy_scores(logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target") -> torch.Tensor:
-    """Return s + g in fp32 [R, V]: what a sampled row takes the argmax of. Greedy rows are of no use."""
+    """Return what each row's token is the argmax of, fp32 [R, V]: s + g, or s in greedy rows.
+
+    On a drafter's logits its order predicts the target's choice: the first entries are the children of a
+    tree that are worth proposing.
+    """
     scores_RV = scores_of(logits_RV.float(), rows)
-    return scores_RV.add_(gumbel_rows(row_keys(rows.seeds, rows.positions, stream), logits_RV.shape[1]))
+    noise_RV = gumbel_rows(row_keys(rows.seeds, rows.positions, stream), logits_RV.shape[1])
+    if rows.has_greedy:
+        noise_RV.masked_fill_(rows.temperature[:, None] == 0.0, 0.0)
+    return scores_RV.add_(noise_RV)
 
 
 def target_distribution(logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -142,7 +144,7 @@ def target_distribution(logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Te
     p_RV = scores_of(logits_RV, rows).softmax(-1)
     if rows.has_greedy:
         one_hot_RV = torch.zeros_like(p_RV).scatter_(1, logits_RV.argmax(-1, keepdim=True), 1.0)
-        p_RV = torch.where(rows.reals[0][:, None] == 0.0, one_hot_RV, p_RV)
+        p_RV = torch.where(rows.temperature[:, None] == 0.0, one_hot_RV, p_RV)
     return p_RV
 
 

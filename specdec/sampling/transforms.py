@@ -24,8 +24,8 @@ _NEVER = float("-inf")
 def scores_of(logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Return the scores after temperature and cuts, a new fp32 tensor [R, V], of fp32 logits.
 
-    Greedy rows are treated as if their temperature were 1 and are of no use. A row with NaN or +inf, or
-    with nothing above -inf, comes out as NaN where it is not -inf.
+    Greedy rows get the scores of temperature 1. A row with NaN or +inf, or with nothing above -inf, comes
+    out as NaN where it is not -inf.
     """
     scores_RV = logits_RV - logits_RV.amax(-1, keepdim=True)
     temperature_R = rows.temperature

@@ -306,6 +306,8 @@ def test_noisy_scores_rank_the_choice_first() -> None:
     scores = noisy_scores(logits, rows)
     assert torch.equal(scores.argmax(-1), sample_eager(logits, rows, "target").token_ids)
     assert (scores.isfinite().sum(-1) == 20).all()
+    greedy = noisy_scores(logits, rows_at(GREEDY, 8))
+    assert torch.equal(greedy.argsort(stable=True, dim=-1), logits.argsort(stable=True, dim=-1))
 
 
 def test_raw_logprobs_ignore_the_transforms() -> None:
