@@ -1,0 +1,3 @@
+"""The `drafthouse` command."""
+
+from deploy.cli.main import main as main

@@ -1,0 +1,137 @@
+"""`drafthouse bench offline`: measure, show a table, write JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.bench_offline import Measurement, Workload, measure
+from specdec.core.errors import ConfigError
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+
+
+def run_offline(
+    config: EngineConfig,
+    prompts: Sequence[str],
+    *,
+    batch_sizes: Sequence[int],
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    repeats: int,
+    is_plain_measured: bool,
+    json_file: Path | None,
+) -> None:
+    """Measure every batch size, print a table, and write all numbers to `json_file`.
+
+    Raises:
+        UserError: a model folder or an option is wrong.
+    """
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True).checked()
+    config = _wide_enough(config, max(batch_sizes))
+    console = Console(stderr=True)
+    with console.status(f"loading {config.target.model}"):
+        engine = Engine(config)
+    measurements = []
+    with engine:
+        token_ids = [tuple(engine.tokenizer.encode(prompt)) for prompt in prompts]
+        for batch_size in batch_sizes:
+            for num_draft_tokens in _modes(config, is_plain_measured):
+                workload = Workload(
+                    prompts=token_ids,
+                    batch_size=batch_size,
+                    params=params,
+                    seed=seed,
+                    num_draft_tokens=num_draft_tokens,
+                )
+                mode = "plain" if num_draft_tokens == 0 else "speculative"
+                with console.status(f"batch {batch_size}, {mode}"):
+                    measurements.append(measure(engine, workload, repeats=repeats))
+    if json_file != Path("-"):
+        Console().print(_table(measurements))
+    if json_file is not None:
+        _write(json_file, {"environment": _environment(config), "measurements": measurements})
+
+
+def _modes(config: EngineConfig, is_plain_measured: bool) -> list[int | None]:
+    """Draft tokens per request: 0 is plain, None what the configuration says."""
+    if config.speculative_config.method == "none":
+        return [0]
+    return [0, None] if is_plain_measured else [None]
+
+
+def _wide_enough(config: EngineConfig, batch_size: int) -> EngineConfig:
+    """Let the whole batch run and wait at once."""
+    scheduler = config.scheduler
+    update = {
+        "max_num_seqs": max(scheduler.max_num_seqs, batch_size),
+        "max_num_waiting": max(scheduler.max_num_waiting, batch_size),
+    }
+    return config.model_copy(update={"scheduler": scheduler.model_copy(update=update)})
+
+
+def _environment(config: EngineConfig) -> dict[str, object]:
+    import torch
+    import transformers
+
+    return {
+        "cpu_affinity": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _table(measurements: Sequence[Measurement]) -> Table:
+    table = Table(title="offline generation")
+    for name in (
+        "batch",
+        "mode",
+        "tokens/s",
+        "speedup",
+        "first token",
+        "tokens/proposal",
+        "draft",
+        "verify",
+        "loops",
+    ):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    plain = {entry.batch_size: entry.tokens_per_s for entry in measurements if not entry.is_speculative}
+    for entry in measurements:
+        baseline = plain.get(entry.batch_size)
+        table.add_row(
+            str(entry.batch_size),
+            "speculative" if entry.is_speculative else "plain",
+            f"{entry.tokens_per_s:.1f}",
+            f"{entry.tokens_per_s / baseline:.2f}x" if baseline else "-",
+            f"{1e3 * entry.first_token_s:.0f} ms",
+            f"{entry.mean_acceptance_length:.2f}" if entry.is_speculative else "-",
+            f"{entry.draft_ms_per_round:.2f} ms",
+            f"{entry.verify_ms_per_round:.2f} ms",
+            f"{entry.num_looping}/{entry.batch_size}",
+        )
+    return table
+
+
+def _write(file: Path, results: dict[str, object]) -> None:
+    text = json.dumps(results, indent=2, default=asdict)
+    if file == Path("-"):
+        typer.echo(text)
+        return
+    try:
+        file.write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json: {file} cannot be written: {error.strerror}") from None

@@ -1,0 +1,63 @@
+"""`drafthouse generate`: one request in this process, printed as it comes."""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+
+import typer
+from rich.console import Console
+
+from specdec.core.errors import InputError, RequestFailed
+from specdec.core.outputs import RequestOutput
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.config import EngineConfig
+
+
+def generate_text(prompt: str, config: EngineConfig, params: SamplingParams) -> None:
+    """Print a continuation of `prompt` to standard output, and a summary line to standard error.
+
+    Raises:
+        UserError: a model folder or a parameter is wrong.
+        RequestFailed: the engine gave up on the request.
+    """
+    params.checked()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise InputError("PROMPT must not be empty", param="prompt")
+    with Console(stderr=True).status(f"loading {config.target.model}"):
+        from specdec.engine.engine import Engine
+        from specdec.engine.offline import choice_requests
+
+        engine = Engine(config)
+    with engine:
+        token_ids = tuple(engine.tokenizer.encode(text))
+        (request,) = choice_requests(token_ids, params, "generate")
+        start_s = perf_counter()
+        engine.add_request(request)
+        while True:
+            for output in engine.step():
+                typer.echo(output.text, nl=False)
+                sys.stdout.flush()
+                if output.finish_reason is not None:
+                    typer.echo()
+                    _summarize(output, perf_counter() - start_s)
+                    return
+
+
+def _summarize(output: RequestOutput, seconds: float) -> None:
+    if output.finish_reason in ("error", "abort"):
+        raise RequestFailed(output.error or "aborted", code=output.error_code or "aborted")
+    assert output.stats is not None
+    num_tokens, speculation = output.num_generated_tokens, output.stats.speculation
+    drafted = (
+        f"mean acceptance length {speculation.mean_acceptance_length:.2f}"
+        if speculation.num_drafts
+        else "nothing drafted"
+    )
+    typer.secho(
+        f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s), {drafted}, "
+        f"ended by {output.finish_reason}",
+        dim=True,
+        err=True,
+    )

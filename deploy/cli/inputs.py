@@ -1,0 +1,101 @@
+"""From command-line options to what the engine takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from deploy.config_file import load_config
+from specdec.core.errors import ConfigError
+from specdec.engine.config import EngineConfig
+from specdec.model.config import Dtype, ModelConfig
+from specdec.proposers.config import SpeculativeConfig
+
+_DEMO_PROMPTS = (
+    "def quicksort(",
+    "import os\nimport sys\n\ndef main(",
+    "class Node:\n    def __init__(self",
+    "def read_file(path):\n",
+    "    for key, value in ",
+    "try:\n    import json\nexcept ImportError:\n",
+    "def test_",
+    "# Return the length of the longest",
+)
+
+
+def engine_config(
+    config: Path | None,
+    model: Path | None,
+    draft: Path | None,
+    dtype: Dtype | None,
+    num_speculative_tokens: int | None,
+    default_config: Path,
+) -> EngineConfig:
+    """Return the engine that the options ask for.
+
+    Raises:
+        ConfigError: the options contradict each other, or the file is wrong.
+    """
+    if model is None:
+        if draft is not None:
+            raise ConfigError("--draft needs --model; or name both in a configuration file and give --config")
+        if config is None and not default_config.exists():
+            raise ConfigError(f"there is no {default_config} here; give --config FILE or --model FOLDER")
+        engine = load_config(config or default_config).engine()
+    elif config is not None:
+        raise ConfigError("give either --config or --model, not both")
+    else:
+        engine = EngineConfig(target=ModelConfig(model=str(model)), speculative_config=_drafter(draft))
+    return _overridden(engine, dtype, num_speculative_tokens)
+
+
+def _drafter(draft: Path | None) -> SpeculativeConfig:
+    if draft is None:
+        return SpeculativeConfig()
+    return SpeculativeConfig(method="draft_model", model=str(draft))
+
+
+def _overridden(
+    engine: EngineConfig, dtype: Dtype | None, num_speculative_tokens: int | None
+) -> EngineConfig:
+    target, speculative = engine.target, engine.speculative_config
+    if dtype is not None:
+        target = target.model_copy(update={"dtype": dtype})
+    if num_speculative_tokens == 0:
+        speculative = SpeculativeConfig(method="none")
+    elif num_speculative_tokens is not None:
+        if speculative.method == "none":
+            raise ConfigError("-k needs a drafter, but the configuration says method: none")
+        speculative = speculative.model_copy(update={"num_speculative_tokens": num_speculative_tokens})
+    return engine.model_copy(update={"target": target, "speculative_config": speculative})
+
+
+def read_prompts(file: Path | None) -> list[str]:
+    """Return the prompts of a file, or a few built-in beginnings of Python code.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no prompt.
+    """
+    if file is None:
+        return list(_DEMO_PROMPTS)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts: {file} cannot be read as text: {error}") from None
+    if file.suffix == ".jsonl":
+        prompts = [_prompt_of(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    else:
+        prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts: {file} holds no prompt")
+    return prompts
+
+
+def _prompt_of(file: Path, number: int, line: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ConfigError(f'--prompts: {file}:{number}: not a JSON object with a "prompt"') from None
+    if not isinstance(prompt, str):
+        raise ConfigError(f'--prompts: {file}:{number}: "prompt" must be a string')
+    return prompt

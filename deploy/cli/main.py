@@ -1,0 +1,224 @@
+"""The command line: one thin function per command; what they do is imported when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from deploy.cli.border import DebugOption, readable_errors
+
+DEFAULT_CONFIG = Path("configs/demo.yaml")
+app = typer.Typer(
+    name="drafthouse",
+    help="Exact speculative decoding on a Ray cluster, behind an OpenAI-compatible endpoint.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(name="config", help="Check and describe configuration files.", no_args_is_help=True)
+bench_app = typer.Typer(name="bench", help="Measure.", no_args_is_help=True)
+app.add_typer(config_app)
+app.add_typer(bench_app)
+
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Target model folder, instead of a configuration.")
+]
+DraftOption = Annotated[Path | None, typer.Option("--draft", help="Draft model folder, beside --model.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="Configuration file.")]
+DtypeOption = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"] | None,
+    typer.Option("--dtype", help="Numbers that the models run in, instead of the configuration's."),
+]
+DraftTokensOption = Annotated[
+    int | None,
+    typer.Option("--num-speculative-tokens", "-k", min=0, max=64, help="Draft tokens; 0: plain decoding."),
+]
+
+
+@app.command()
+@readable_errors
+def serve(
+    config: Annotated[
+        Path | None, typer.Argument(help=f"Configuration file; without one, {DEFAULT_CONFIG}.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of http.host.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port to listen on, instead of http.port.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow an address that others reach without API keys.")
+    ] = False,
+    num_cpus: Annotated[
+        int | None, typer.Option(min=1, help="CPUs of the local Ray cluster; without it, all of the machine.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="A running Ray cluster (`auto` or HOST:PORT), instead of a local one."),
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Serve a model on a Ray cluster, until Ctrl-C.
+
+    Examples:
+
+        drafthouse serve
+
+        drafthouse serve configs/demo-bf16.yaml --port 8123
+
+        drafthouse serve my.yaml --host 0.0.0.0   (needs http.api_keys_file)
+
+        drafthouse serve my.yaml --address auto
+    """
+    from deploy.cli.serve import ServeOptions, serve_until_stopped
+
+    serve_until_stopped(
+        ServeOptions(
+            config=config or DEFAULT_CONFIG,
+            host=host,
+            port=port,
+            is_insecure_allowed=insecure,
+            num_cpus=num_cpus,
+            address=address,
+        )
+    )
+
+
+@app.command()
+@readable_errors
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = None,
+    num_speculative_tokens: DraftTokensOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Mass of the most likely tokens to keep.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Number of most likely tokens to keep.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; repeatable.")] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Continue a text in this process, without Ray.
+
+    The text goes to standard output as it comes; a line with tokens, speed and mean acceptance length goes
+    to standard error at the end.
+
+    Examples:
+
+        drafthouse generate "def quicksort("
+
+        drafthouse generate "import os" --temperature 0.8 --seed 7 --config configs/demo-bf16.yaml
+
+        drafthouse generate "class A:" --model models/demo/target --draft models/demo/draft -k 6
+    """
+    from deploy.cli.generate import generate_text
+    from deploy.cli.inputs import engine_config
+    from specdec.core.sampling_params import SamplingParams
+
+    engine = engine_config(config, model, draft, dtype, num_speculative_tokens, DEFAULT_CONFIG)
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+    )
+    generate_text(prompt, engine, params)
+
+
+@bench_app.command()
+@readable_errors
+def offline(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = None,
+    num_speculative_tokens: DraftTokensOption = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='Prompts: a text file with one per line, or JSON lines with a "prompt".'),
+    ] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option("--batch-size", "-b", min=1, help="Requests at once; repeatable.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per request.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the first request; the next ones count up.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each; the median is reported.")] = 3,
+    plain: Annotated[
+        bool, typer.Option("--plain/--no-plain", help="Measure plain decoding in the same run.")
+    ] = True,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write the results there too; - : only.")
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Measure an engine in this process: tokens per second, plain and speculative.
+
+    Texts that fall into a loop are counted apart, because they are accepted too easily.
+
+    Examples:
+
+        drafthouse bench offline
+
+        drafthouse bench offline -c configs/demo-bf16.yaml -b 1 -b 8 -b 32 --json results.json
+
+        drafthouse bench offline --model models/demo/target --prompts prompts.txt --temperature 0.7
+    """
+    from deploy.cli.bench import run_offline
+    from deploy.cli.inputs import engine_config, read_prompts
+
+    run_offline(
+        engine_config(config, model, draft, dtype, num_speculative_tokens, DEFAULT_CONFIG),
+        read_prompts(prompts),
+        batch_sizes=batch_size or [1, 8],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        repeats=repeats,
+        is_plain_measured=plain,
+        json_file=json,
+    )
+
+
+@config_app.command()
+@readable_errors
+def validate(
+    file: Annotated[Path, typer.Argument(help="Configuration file.")],
+    debug: DebugOption = False,
+) -> None:
+    """Check a configuration file, and that the model folders it names are complete.
+
+    Example:
+
+        drafthouse config validate configs/demo.yaml
+    """
+    from deploy.cli.config import validate_file
+
+    validate_file(file)
+
+
+@config_app.command()
+@readable_errors
+def schema(debug: DebugOption = False) -> None:
+    """Print the JSON schema of configuration files: every key, its type, default and meaning.
+
+    Example:
+
+        drafthouse config schema > drafthouse.schema.json
+    """
+    from deploy.cli.config import print_schema
+
+    print_schema()
+
+
+def main() -> None:
+    """Run the `drafthouse` command."""
+    app()
