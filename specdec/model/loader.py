@@ -199,14 +199,30 @@ def _read_weights(
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
+                # Reported, not tolerated: the error of transformers names no tensor.
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{checkpoint.path}: the weights cannot be loaded: {error}") from error
-    missing = sorted(info["missing_keys"])
+    _check_loading_info(checkpoint, info)
+    if progress is not None:
+        progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
+    return model  # type: ignore[no-any-return]
+
+
+def _check_loading_info(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    """Every tensor of the model must come from the weights, in its shape; tensors to spare are fine."""
+    missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
     if missing:
         raise CheckpointError(
             f"{checkpoint.path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}"
+        )
+    if mismatched:
+        name, stored, expected = mismatched[0]
+        raise CheckpointError(
+            f"{checkpoint.path}: the weights do not fit config.json: tensor {name} has shape "
+            f"{tuple(stored)}, the model needs {tuple(expected)}"
         )
     unexpected = sorted(info["unexpected_keys"])
     if unexpected:
@@ -216,9 +232,6 @@ def _read_weights(
             len(unexpected),
             unexpected[0],
         )
-    if progress is not None:
-        progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
-    return model  # type: ignore[no-any-return]
 
 
 @contextmanager

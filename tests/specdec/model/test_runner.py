@@ -80,7 +80,10 @@ def test_chunked_prefill_gives_the_logits_of_one_forward(pair_of: PairOf, archit
         torch.testing.assert_close(torch.cat(chunks), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [*CORE_ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.full) for name in OTHER_ARCHITECTURES)],
+)
 def test_greedy_decoding_of_a_ragged_batch_is_that_of_generate(pair_of: PairOf, architecture: str) -> None:
     pair = pair_of(architecture)
     runner = pair.runner()

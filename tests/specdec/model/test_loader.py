@@ -1,0 +1,336 @@
+"""Loading model folders, and the errors that name what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from specdec.core.errors import CheckpointError, ConfigError, ResourceError
+from specdec.model.checkpoint import open_checkpoint, revision_of
+from specdec.model.config import ModelConfig
+from specdec.model.loader import check_same_tokenizer, load_model, load_tokenizer
+from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    return load_model(ModelConfig.model_validate({"model": str(folder), **settings}))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_what_is_known_about_a_loaded_model(original: Path) -> None:
+    loaded = load(original)
+    assert loaded.dtype == torch.float32
+    assert loaded.vocab_size == VOCAB_SIZE
+    assert loaded.max_model_len == 256
+    assert loaded.eos_token_ids == (0,)
+    assert [layer.layer_idx for layer in loaded.layers] == [0, 1, 2]
+    assert (loaded.layers[0].num_heads, loaded.layers[0].num_kv_heads, loaded.layers[0].head_dim) == (4, 2, 8)
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+def test_eos_ids_come_from_both_configs(folder: Path) -> None:
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [7, 3]}))
+    assert load(folder).eos_token_ids == (0, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("auto", torch.float32)]
+)
+def test_dtype(original: Path, name: str, dtype: torch.dtype) -> None:
+    loaded = load(original, dtype=name)
+    assert loaded.dtype == dtype
+    assert next(loaded.model.parameters()).dtype == dtype
+
+
+def test_auto_dtype_is_read_from_the_weights_when_the_config_is_silent(folder: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    edit_config(folder, dtype=None)
+    assert load(folder).dtype == torch.bfloat16
+
+
+def test_progress_is_reported(original: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    load_model(ModelConfig(model=str(original)), lambda *report: seen.append(report))
+    assert [stage for stage, _, _ in seen] == ["hash", "weights", "weights", "probe"]
+    assert all(0 <= done <= total for _, done, total in seen)
+
+
+def test_revision_is_that_of_config_and_weights(original: Path, folder: Path) -> None:
+    revision = revision_of(open_checkpoint(original))
+    assert load(folder).revision == revision == revision_of(open_checkpoint(folder))
+    (folder / "README.md").write_text("nothing to do with it")
+    assert revision_of(open_checkpoint(folder)) == revision
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+    changed = revision_of(open_checkpoint(folder))
+    edit_config(folder, rope_theta=5.0)
+    assert len({revision, changed, revision_of(open_checkpoint(folder))}) == 3
+
+
+def test_sharded_weights_load(original: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(original)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    loaded = load(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    for ours, theirs in zip(loaded.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_tensors_of_training_extras_are_left_alone(folder: Path) -> None:
+    """An MTP module's tensors, say, live in the target's file."""
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.layers.3.enorm.weight"] = torch.ones(4)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    assert len(load(folder).layers) == 3
+
+
+# ------------------------------------------------------------------------------------- broken folders
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def truncate_weights(folder: Path) -> None:
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def truncate_in_header(folder: Path) -> None:
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def garble_header(folder: Path) -> None:
+    file = folder / WEIGHTS
+    content = bytearray(file.read_bytes())
+    content[8:12] = b"oops"
+    file.write_bytes(content)
+
+
+def put_lfs_pointer(folder: Path) -> None:
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def drop_tensor(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def resize_tensor(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors["lm_head.weight"] = torch.zeros(3, 32)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def rename_to_bin(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def not_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{not json")
+
+
+def config_of(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove("config.json"), r"has no config\.json"),
+        (remove(WEIGHTS), r"has no weights \(model\.safetensors or"),
+        (rename_to_bin, r"pytorch_model\.bin is of a format that is not read"),
+        (lose_a_shard, r"lacks the weight file model-00002-of-00002\.safetensors"),
+        (truncate_weights, r"model\.safetensors is truncated: it has \d+ bytes, its header describes \d+"),
+        (truncate_in_header, r"model\.safetensors is not a whole safetensors file: .*truncated or corrupt"),
+        (garble_header, r"model\.safetensors is corrupt: its safetensors header"),
+        (put_lfs_pointer, r"model\.safetensors .*Git LFS pointer"),
+        (drop_tensor, r"lack 1 tensors of the model, first model\.layers\.1\.mlp\.up_proj\.weight"),
+        (resize_tensor, r"tensor lm_head\.weight has shape \(3, 32\), the model needs \(128, 32\)"),
+        (not_json, r"config\.json cannot be read as JSON"),
+        (config_of(model_type="no_such_model"), r"'no_such_model'"),
+        (config_of(model_type="vit"), r"vit is not a causal language model"),
+        (config_of(dtype="float64"), r"dtype torch\.float64 is not supported"),
+    ],
+)
+def test_a_broken_folder_is_refused_by_name(
+    folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist; `model` must be a local"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file is not a folder"):
+        load(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "of type dynamic"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                    "original_max_position_embeddings": 128,
+                }
+            },
+            "of type longrope",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+    ],
+)
+def test_unsupported_kinds_of_llama_are_refused_before_weights_are_read(
+    folder: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.model.loader._read_weights", None)
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=f"model type llama cannot be served: .*{message}"):
+        load(folder)
+
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.GptOssConfig(**SMALL, num_attention_heads=2), "gpt_oss cannot be served: .*sinks"),
+        (transformers.MambaConfig(**SMALL), "mamba cannot be served: it keeps state other than K/V"),
+        (transformers.BloomConfig(**SMALL), "bloom cannot be served: .*attention interface"),
+        (
+            transformers.Llama4TextConfig(**SMALL, num_attention_heads=2),
+            "llama4_text cannot be served: .*chunked_attention",
+        ),
+    ],
+)
+def test_unsupported_architectures_are_refused_before_weights_are_read(
+    folder: Path, config: transformers.PretrainedConfig, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.model.loader._read_weights", None)
+    config.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+# ------------------------------------------------------------------------------------------- settings
+
+
+def test_max_model_len(original: Path) -> None:
+    assert load(original, max_model_len=100).max_model_len == 100
+    with pytest.raises(ConfigError, match="max_model_len = 257 exceeds the 256 positions"):
+        load(original, max_model_len=257)
+
+
+def test_an_unusable_device(original: Path) -> None:
+    with pytest.raises(ResourceError, match="device 'no-such-device' cannot be used"):
+        load(original, device="no-such-device")
+
+
+# ------------------------------------------------------------------------------------------ tokenizers
+
+
+def save_tokenizer(folder: Path, **changes: Any) -> Path:
+    tokenizer = make_tokenizer(changes.pop("vocab_size", VOCAB_SIZE))
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_tiny_tokenizer_survives_a_round_trip(original: Path) -> None:
+    tokenizer = load_tokenizer(original)
+    assert tokenizer.decode(tokenizer.encode("hello, there")) == "hello, there"
+
+
+def test_a_folder_without_tokenizer(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer that can be loaded"):
+        load_tokenizer(folder)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_equal_tokenizers_pass_silently(tmp_path: Path) -> None:
+    target, draft = save_tokenizer(tmp_path / "target"), save_tokenizer(tmp_path / "draft")
+    assert check_same_tokenizer(target, draft) == ()
+
+
+def test_the_first_different_token_is_named(tmp_path: Path) -> None:
+    target, draft = save_tokenizer(tmp_path / "target"), save_tokenizer(tmp_path / "draft")
+    file = draft / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="token id 35 is 'B' in the draft and 'A' in the target"):
+        check_same_tokenizer(target, draft)
+
+
+@pytest.mark.parametrize(("target_size", "draft_size"), [(VOCAB_SIZE, 120), (120, VOCAB_SIZE)])
+def test_a_token_that_only_one_knows_is_a_difference(
+    tmp_path: Path, target_size: int, draft_size: int
+) -> None:
+    target = save_tokenizer(tmp_path / "target", vocab_size=target_size)
+    draft = save_tokenizer(tmp_path / "draft", vocab_size=draft_size)
+    with pytest.raises(CheckpointError, match=r"token id 120 is .*absent in the"):
+        check_same_tokenizer(target, draft)
+
+
+def test_other_special_tokens_and_templates_are_warnings(tmp_path: Path) -> None:
+    target = save_tokenizer(tmp_path / "target", chat_template="{{ messages }}", pad_token="<eos>")
+    draft = save_tokenizer(tmp_path / "draft", chat_template="{{ message }}", pad_token="<bos>")
+    special, template = check_same_tokenizer(target, draft)
+    assert (
+        special
+        == "special token pad_token is '<bos>' in the draft model's tokenizer and '<eos>' in the target's"
+    )
+    assert template == "the chat templates of draft model and target differ from character 10 on"
