@@ -40,6 +40,9 @@ from specdec.transport.messages import (
 TARGET_LOST = "target_lost"
 """Error code of outputs by which an engine gives its requests up; they are replayed, not delivered."""
 
+COORDINATOR_FAILED = "coordinator_failed"
+"""Error code of outputs by which a whole coordinator gives up; the ingress takes the streams elsewhere."""
+
 _MAX_CRASHES = 2
 """A request that was in flight at so many losses of the target is next run alone, once."""
 
@@ -184,8 +187,9 @@ class RequestDesk:
                 if output.finish_reason is not None:
                     del self._streams[output.request_id]
                 frames[stream.ingress].append(output)
-        for ingress, its_outputs in frames.items():
-            self._send(ingress, OutputFrame(tuple(its_outputs)))
+            # Under the lock: a Pong that no longer lists a stream must not overtake its last output.
+            for ingress, its_outputs in frames.items():
+                self._send(ingress, OutputFrame(tuple(its_outputs)))
         return is_lost
 
     def begin_replay(self) -> None:
@@ -200,10 +204,9 @@ class RequestDesk:
     def end_all(self, message: str, code: str) -> None:
         """End every stream with an error: there will be no engine any more."""
         with self._lock:
-            ended = [(stream.ingress, _failure(stream, message, code)) for stream in self._streams.values()]
+            for stream in self._streams.values():
+                self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
             self._streams.clear()
-        for ingress, output in ended:
-            self._send(ingress, OutputFrame((output,)))
 
     # -- under the lock
 
@@ -288,18 +291,18 @@ class RequestDesk:
         try:
             engine.add_request(stream.to_replay())
         except CapacityError as error:
-            self._remove(stream)
             self._refuse(stream.ingress, request, "capacity", str(error), retry_after_s=error.retry_after_s)
-        except InputError as error:
             self._remove(stream)
+        except InputError as error:
             self._refuse(stream.ingress, request, "input", str(error), param=error.param)
+            self._remove(stream)
         else:
             stream.is_admitted = True
             self._send(stream.ingress, Admitted(request.request_id, request.epoch))
 
     def _end(self, stream: _Stream, message: str, code: str) -> None:
-        self._remove(stream)
         self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
+        self._remove(stream)
 
     def _remove(self, stream: _Stream) -> None:
         with self._lock:

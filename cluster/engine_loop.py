@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from cluster.desk import RequestDesk
+from cluster.desk import COORDINATOR_FAILED, RequestDesk
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.engine.engine import Engine
 
@@ -97,7 +97,7 @@ class EngineLoop:
                 engine = replacement
         except Exception:
             logger.exception("the coordinator's loop failed")
-            self._desk.end_all("the coordinator failed", "coordinator_failed")
+            self._desk.end_all("the coordinator failed", COORDINATOR_FAILED)
             raise
 
     def _serve(self, engine: Engine) -> None:

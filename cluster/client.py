@@ -1,0 +1,182 @@
+"""The cluster as a door sees it: a `GenerationService` over channels to coordinators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+
+from cluster.config import ClusterConfig
+from cluster.directory import Member
+from cluster.directory_actor import DirectoryLink
+from cluster.runtime import bind_host, channel_options, new_peer_id
+from cluster.stream_book import StreamBook, add_up
+from specdec.core.clock import MonotonicClock
+from specdec.core.description import TargetDescription
+from specdec.core.errors import DrafthouseError
+from specdec.core.ids import RequestId
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
+from specdec.transport.base import Envelope, PeerId
+from specdec.transport.messages import MetricsQuery, MetricsReply
+from specdec.transport.pump import ChannelPump
+from specdec.transport.zmq import ZmqChannel
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+_METRICS_TIMEOUT_S = 2.0
+
+
+class ClusterService:
+    """Implements `GenerationService`. Belongs to the event loop in which it was started.
+
+        service = ClusterService(cluster_config)
+        await service.start()
+        async for output in service.generate(request): ...
+        await service.close()
+
+    Request id, seed and first epoch come with each request; later epochs are minted here.
+    """
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        """Open the channel. Ray must be connected; `cluster` must be resolved (`application.resolve`)."""
+        self._peer_id = new_peer_id("ingress")
+        self._cluster = cluster
+        self._channel = ZmqChannel(
+            self._peer_id, host=bind_host(cluster.channels), options=channel_options(cluster.channels)
+        )
+        self._pump = ChannelPump(self._channel, name="ingress")
+        self._book = StreamBook(
+            self._pump.send,
+            MonotonicClock(),
+            lease_s=cluster.membership.lease_s,
+            failover_timeout_s=cluster.failover_timeout_s,
+        )
+        self._connected: dict[PeerId, Member] = {}
+        self._metrics_waiters: dict[int, asyncio.Queue[Mapping[str, float]]] = {}
+        self._next_query = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._directory: DirectoryLink | None = None
+
+    async def start(self) -> None:
+        """Join the cluster. Idempotent."""
+        if self._loop is not None:
+            return
+        loop = self._loop = asyncio.get_running_loop()
+        membership = self._cluster.membership
+        self._pump.start(lambda envelope: _call(loop, self._hear, envelope))
+        self._directory = DirectoryLink(
+            namespace=self._cluster.namespace,
+            lease_s=membership.lease_s,
+            renew_s=membership.renew_s,
+            on_change=lambda members: _call(loop, self._follow, members),
+            name=self._peer_id,
+        )
+        self._directory.announce(Member(address=self._channel.address, role="ingress"))
+        self._directory.start()
+        self._ticking = asyncio.create_task(self._tick(), name="cluster-service-tick")
+
+    async def close(self) -> None:
+        """Leave the cluster. Streams still open end at their coordinators when the lease is over."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+        if self._directory is not None:
+            await asyncio.to_thread(self._directory.close)
+        await asyncio.to_thread(self._pump.close, 1.0)
+
+    def description(self) -> TargetDescription | None:
+        """Facts about the target; None while no coordinator can be reached."""
+        return self._book.description
+
+    async def wait_ready(self, timeout_s: float) -> TargetDescription:
+        """Wait until a coordinator can be reached.
+
+        Raises:
+            TimeoutError: none could be in that time.
+        """
+        async with asyncio.timeout(timeout_s):
+            while (description := self._book.description) is None:
+                self._changed.clear()
+                await self._changed.wait()
+        return description
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Yield the request's outputs, across losses of coordinators; see `GenerationService`."""
+        await self.start()
+        events: asyncio.Queue[RequestOutput | DrafthouseError] = asyncio.Queue()
+        self._book.open(request, events.put_nowait)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, DrafthouseError):
+                    raise event
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            self._book.close(request.request_id)
+
+    async def abort(self, request_id: RequestId) -> None:
+        """End a request early; its stream ends with finish reason "abort"."""
+        self._book.abort(request_id)
+
+    async def metrics(self) -> Mapping[str, float]:
+        """Metrics of all coordinators together, and this door's own."""
+        await self.start()
+        asked = self._book.coordinators
+        answers: asyncio.Queue[Mapping[str, float]] = asyncio.Queue()
+        nonce = self._next_query
+        self._next_query += 1
+        self._metrics_waiters[nonce] = answers
+        snapshots: list[Mapping[str, float]] = []
+        try:
+            for coordinator in asked:
+                self._pump.send(coordinator, MetricsQuery(nonce))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_METRICS_TIMEOUT_S):
+                    for _ in asked:
+                        snapshots.append(await answers.get())
+        finally:
+            del self._metrics_waiters[nonce]
+        return {
+            **add_up(snapshots),
+            "coordinators": float(len(asked)),
+            **{name: float(value) for name, value in self._book.counters.items()},
+        }
+
+    def _hear(self, envelope: Envelope) -> None:
+        message = envelope.message
+        if isinstance(message, MetricsReply):
+            waiter = self._metrics_waiters.get(message.nonce)
+            if waiter is not None:
+                waiter.put_nowait(message.values)
+            return
+        self._book.hear(envelope)
+        self._changed.set()
+
+    def _follow(self, members: tuple[Member, ...]) -> None:
+        """Connect to the coordinators that are there, and to no others."""
+        present = {member.peer_id: member for member in members if member.role == "coordinator"}
+        for peer_id in self._connected.keys() - present.keys():
+            self._pump.disconnect(peer_id)
+        for peer_id in present.keys() - self._connected.keys():
+            self._pump.connect(present[peer_id].address)
+        self._connected = present
+        self._book.set_coordinators(present.values())
+
+    async def _tick(self) -> None:
+        while True:
+            self._book.tick()
+            await asyncio.sleep(_TICK_S)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: object, argument: object) -> None:
+    """Call in the loop's thread; quietly nothing when the loop is closed already."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, argument)  # type: ignore[arg-type]

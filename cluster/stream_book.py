@@ -1,0 +1,352 @@
+"""An ingress's streams: where each is served, what was delivered, what happens when a coordinator is lost.
+
+Pure bookkeeping in one thread: messages and time come in by `hear` and `tick`, messages go out by `send`,
+outputs by each stream's sink. A stream whose coordinator is lost is submitted again, with the tokens
+delivered so far and the next epoch; frames of older epochs are dropped. So every stream ends in exactly one
+output with a finish reason, or, before its first output, in one exception.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cluster.desk import COORDINATOR_FAILED
+from cluster.directory import Member
+from specdec.core.clock import Clock
+from specdec.core.description import TargetDescription
+from specdec.core.errors import CapacityError, DrafthouseError, InputError
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.outputs import FinishReason, RequestOutput
+from specdec.core.request import Request
+from specdec.transport.base import Envelope, PeerId, PeerLost
+from specdec.transport.messages import (
+    Abort,
+    Admitted,
+    Hello,
+    Message,
+    OutputFrame,
+    Ping,
+    Pong,
+    Refused,
+    SubmitRequest,
+    Welcome,
+)
+
+Sink = Callable[[RequestOutput | DrafthouseError], None]
+
+_RETRY_AFTER_S = 2.0
+"""What a client is told when no coordinator is there."""
+
+
+@dataclass(slots=True)
+class _Coordinator:
+    member: Member
+    heard_s: float
+    is_reachable: bool = True
+    is_draining: bool = False
+    reported_load: int = 0
+    description: TargetDescription | None = None
+
+
+@dataclass(slots=True)
+class _Stream:
+    request: Request
+    """As the door gave it; `epoch` and `delivered` below are ahead of it after a loss."""
+    sink: Sink
+    epoch: Epoch
+    delivered: list[int]
+    coordinator: PeerId | None = None
+    model_revision: str | None = None
+    was_admitted: bool = False
+    submitted_before: int = 0
+    """Nonce of the first ping sent after the submission."""
+    homeless_since_s: float = 0.0
+    not_before_s: float = 0.0
+    refused_by: set[PeerId] = field(default_factory=set)
+
+
+class StreamBook:
+    """All streams of one ingress."""
+
+    def __init__(
+        self,
+        send: Callable[[PeerId, Message], None],
+        clock: Clock,
+        *,
+        lease_s: float,
+        failover_timeout_s: float,
+    ) -> None:
+        self._send = send
+        self._clock = clock
+        self._lease_s = lease_s
+        self._failover_timeout_s = failover_timeout_s
+        self._coordinators: dict[PeerId, _Coordinator] = {}
+        self._streams: dict[RequestId, _Stream] = {}
+        self._next_nonce = 1
+        self.counters: Counter[str] = Counter()
+        """failovers, stale_frames_dropped, lost_streams."""
+
+    @property
+    def description(self) -> TargetDescription | None:
+        """Facts about the target of a coordinator that can be reached; None when there is none."""
+        for coordinator in self._coordinators.values():
+            if coordinator.is_reachable and coordinator.description is not None:
+                return coordinator.description
+        return None
+
+    @property
+    def coordinators(self) -> tuple[PeerId, ...]:
+        """Coordinators that can be reached."""
+        return tuple(peer_id for peer_id, c in self._coordinators.items() if c.is_reachable)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have not ended."""
+        return len(self._streams)
+
+    def set_coordinators(self, members: Iterable[Member]) -> None:
+        """Use exactly these coordinators; the caller has connected to them."""
+        present = {member.peer_id: member for member in members}
+        for peer_id in [peer_id for peer_id in self._coordinators if peer_id not in present]:
+            del self._coordinators[peer_id]
+            self._lose(peer_id)
+        for peer_id, member in present.items():
+            if peer_id not in self._coordinators:
+                self._coordinators[peer_id] = _Coordinator(member, self._clock.now_s())
+                self._send(peer_id, Hello(0))
+        self._place_homeless()
+
+    def open(self, request: Request, sink: Sink) -> None:
+        """Begin a stream.
+
+        Raises:
+            CapacityError: no coordinator is there.
+            InputError: the request id is in use.
+        """
+        if request.request_id in self._streams:
+            raise InputError(f"request id {request.request_id} is in use", param="request_id")
+        stream = _Stream(request, sink, request.epoch, list(request.delivered_token_ids))
+        chosen = self._choose(stream)
+        if chosen is None:
+            raise CapacityError("no model is ready to serve", retry_after_s=_RETRY_AFTER_S)
+        self._streams[request.request_id] = stream
+        self._submit(stream, chosen)
+
+    def close(self, request_id: RequestId) -> None:
+        """Nobody waits for this stream any more. Unknown ids are ignored."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None and stream.coordinator is not None:
+            self._send(stream.coordinator, Abort(request_id, stream.epoch))
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a stream with finish reason "abort". Unknown ids are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self.close(request_id)
+            stream.sink(_last_output(stream, "abort"))
+
+    def hear(self, envelope: Envelope) -> None:
+        """Take a message of a coordinator in."""
+        coordinator = self._coordinators.get(envelope.sender)
+        if coordinator is None:
+            self.counters["stale_frames_dropped"] += isinstance(envelope.message, OutputFrame)
+            return
+        if isinstance(envelope.message, PeerLost):
+            self._mark_unreachable(coordinator)
+            return
+        coordinator.heard_s = self._clock.now_s()
+        was_reachable, coordinator.is_reachable = coordinator.is_reachable, True
+        match envelope.message:
+            case OutputFrame(outputs=outputs):
+                for output in outputs:
+                    self._take_output(envelope.sender, output)
+            case Pong() as pong:
+                self._reconcile(coordinator, pong)
+            case Admitted(request_id=request_id, epoch=epoch):
+                stream = self._current(request_id, epoch)
+                if stream is not None:
+                    stream.was_admitted = True
+            case Refused() as refused:
+                self._take_refusal(coordinator, refused)
+            case Welcome(description=description):
+                coordinator.description = description
+        if not was_reachable:
+            self._send(envelope.sender, Hello(0))
+            self._place_homeless()
+
+    def tick(self) -> None:
+        """Ping coordinators, notice silent ones, see to homeless streams. Call every second or so."""
+        now_s = self._clock.now_s()
+        for peer_id, coordinator in self._coordinators.items():
+            if coordinator.is_reachable and now_s - coordinator.heard_s > self._lease_s:
+                self._mark_unreachable(coordinator)
+            self._send(peer_id, Ping(self._next_nonce))
+            if coordinator.description is None:
+                self._send(peer_id, Hello(0))
+        self._next_nonce += 1
+        self._place_homeless()
+        for stream in list(self._streams.values()):
+            if stream.coordinator is None and now_s - stream.homeless_since_s > self._failover_timeout_s:
+                self.counters["lost_streams"] += 1
+                message = f"the model was lost and did not come back within {self._failover_timeout_s:g} s"
+                self._finish(stream, _last_output(stream, "error", message, "coordinator_lost"))
+
+    def _current(self, request_id: RequestId, epoch: Epoch) -> _Stream | None:
+        stream = self._streams.get(request_id)
+        return stream if stream is not None and stream.epoch == epoch else None
+
+    def _take_output(self, sender: PeerId, output: RequestOutput) -> None:
+        stream = self._current(output.request_id, output.epoch)
+        if stream is None or stream.coordinator != sender or output.first_index < len(stream.delivered):
+            self.counters["stale_frames_dropped"] += 1
+        elif output.first_index > len(stream.delivered) or output.error_code == COORDINATOR_FAILED:
+            self._evict(stream)
+        else:
+            stream.was_admitted = True
+            stream.delivered.extend(output.token_ids)
+            if output.finish_reason is not None:
+                self._finish(stream, output)
+            else:
+                stream.sink(output)
+
+    def _take_refusal(self, coordinator: _Coordinator, refused: Refused) -> None:
+        if refused.kind == "draining":
+            coordinator.is_draining = True
+        stream = self._current(refused.request_id, refused.epoch)
+        if stream is None:
+            return
+        is_replay = stream.was_admitted
+        if refused.kind == "input":
+            if is_replay:
+                message = f"the request could not be continued elsewhere: {refused.message}"
+                self._finish(stream, _last_output(stream, "error", message, "replay_failed"))
+            else:
+                self._reject(stream, InputError(refused.message, param=refused.param))
+            return
+        if refused.kind == "capacity":
+            retry_after_s = refused.retry_after_s or _RETRY_AFTER_S
+            stream.refused_by.add(coordinator.member.peer_id)
+            if is_replay:
+                stream.refused_by.clear()
+                stream.not_before_s = self._clock.now_s() + min(retry_after_s, 5.0)
+            elif self._choose(stream) is None:
+                self._reject(stream, CapacityError(refused.message, retry_after_s=retry_after_s))
+                return
+        self._evict(stream)
+
+    def _reconcile(self, coordinator: _Coordinator, pong: Pong) -> None:
+        """Find streams that one side believes in and the other does not: a broken link loses messages."""
+        peer_id = coordinator.member.peer_id
+        coordinator.is_draining = pong.draining
+        coordinator.reported_load = pong.num_running + pong.num_waiting
+        active = dict(pong.active)
+        for request_id, epoch in pong.active:
+            stream = self._streams.get(request_id)
+            if stream is None or stream.coordinator != peer_id or stream.epoch > epoch:
+                self._send(peer_id, Abort(request_id, epoch))
+        for request_id, stream in list(self._streams.items()):
+            if (
+                stream.coordinator == peer_id
+                and stream.submitted_before <= pong.nonce
+                and active.get(request_id) != stream.epoch
+            ):
+                self._evict(stream)
+
+    def _mark_unreachable(self, coordinator: _Coordinator) -> None:
+        if coordinator.is_reachable:
+            coordinator.is_reachable = False
+            self._lose(coordinator.member.peer_id)
+
+    def _lose(self, peer_id: PeerId) -> None:
+        for stream in list(self._streams.values()):
+            if stream.coordinator == peer_id:
+                self._evict(stream)
+
+    def _evict(self, stream: _Stream) -> None:
+        """Take a stream from its coordinator and submit it again, there or elsewhere."""
+        if stream.coordinator in self._coordinators:
+            self._send(stream.coordinator, Abort(stream.request.request_id, stream.epoch))
+        stream.coordinator = None
+        stream.epoch = Epoch(stream.epoch + 1)
+        stream.homeless_since_s = self._clock.now_s()
+        if stream.was_admitted:
+            self.counters["failovers"] += 1
+        self._place(stream)
+
+    def _place_homeless(self) -> None:
+        for stream in list(self._streams.values()):
+            if stream.coordinator is None:
+                self._place(stream)
+
+    def _place(self, stream: _Stream) -> None:
+        if self._clock.now_s() < stream.not_before_s:
+            return
+        chosen = self._choose(stream)
+        if chosen is not None:
+            self._submit(stream, chosen)
+
+    def _choose(self, stream: _Stream) -> _Coordinator | None:
+        """The least loaded coordinator that may serve this stream now."""
+        fitting = [
+            coordinator
+            for peer_id, coordinator in self._coordinators.items()
+            if coordinator.is_reachable
+            and not coordinator.is_draining
+            and peer_id not in stream.refused_by
+            and stream.model_revision in {None, coordinator.member.model_revision}
+        ]
+        own = Counter(other.coordinator for other in self._streams.values())
+        return min(
+            fitting,
+            key=lambda c: max(c.reported_load, own[c.member.peer_id]) / max(1, c.member.capacity),
+            default=None,
+        )
+
+    def _submit(self, stream: _Stream, coordinator: _Coordinator) -> None:
+        stream.coordinator = coordinator.member.peer_id
+        stream.model_revision = coordinator.member.model_revision
+        stream.submitted_before = self._next_nonce
+        request = msgspec.structs.replace(
+            stream.request, epoch=stream.epoch, delivered_token_ids=tuple(stream.delivered)
+        )
+        self._send(coordinator.member.peer_id, SubmitRequest(request))
+
+    def _finish(self, stream: _Stream, output: RequestOutput) -> None:
+        del self._streams[stream.request.request_id]
+        stream.sink(output)
+
+    def _reject(self, stream: _Stream, error: DrafthouseError) -> None:
+        del self._streams[stream.request.request_id]
+        stream.sink(error)
+
+
+def add_up(snapshots: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Combine metrics of several coordinators: shares are averaged, all else is added."""
+    totals: Counter[str] = Counter()
+    num = 0
+    for snapshot in snapshots:
+        num += 1
+        for name, value in snapshot.items():
+            totals[name] += value  # type: ignore[assignment]
+    return {name: value / num if name.endswith("_perc") else value for name, value in totals.items()}
+
+
+def _last_output(
+    stream: _Stream, reason: FinishReason, error: str | None = None, error_code: str | None = None
+) -> RequestOutput:
+    return RequestOutput(
+        request_id=stream.request.request_id,
+        epoch=stream.epoch,
+        first_index=len(stream.delivered),
+        token_ids=(),
+        text="",
+        finish_reason=reason,
+        error=error,
+        error_code=error_code,
+        num_prompt_tokens=len(stream.request.prompt_token_ids),
+        num_generated_tokens=len(stream.delivered),
+    )
