@@ -184,7 +184,7 @@ KINDS: dict[str, Logits] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1000, 4096])
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1000])
 def test_compiled_choices_are_the_same(compiled: NativeTokenFunction, kind: str, vocab_size: int) -> None:
     specs = [RowSpec(params, 77 * i, 1000 * i, 16) for i, params in enumerate(PARAMS)]
     rows = SamplingRows.build(specs)
@@ -196,6 +196,7 @@ def test_compiled_choices_are_the_same(compiled: NativeTokenFunction, kind: str,
 def test_compiled_choices_are_the_same_on_a_large_vocabulary(compiled: NativeTokenFunction) -> None:
     specs = [RowSpec(params, 5 * i, i, 1) for i, params in enumerate(PARAMS)]
     rows = SamplingRows.build(specs)
+    torch.set_num_threads(2)
     for scale in (0.01, 1.0, 4.0):
         logits = torch.randn(rows.num_rows, 131_072) * scale
         expected = sample_eager(logits, rows, "target")
