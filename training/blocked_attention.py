@@ -1,7 +1,7 @@
 """Causal attention in query blocks for training on CPUs.
 
-At 512 tokens, compiled products over blocks of 128 queries take half the time of torch's CPU flash kernel (forward and
-backward, bf16); at 4,096 they do not, so longer rows use the kernel.
+At 512 tokens, compiled products over blocks of 128 queries take half the time of torch's CPU flash kernel
+(forward and backward, bf16); at 4,096 they do not, so longer rows use the kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def blocked_causal_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention contract for unmasked, uncached, causal rows: returns ([B, T, heads, D], None)."""
+    """transformers' attention contract for unmasked, uncached, causal rows: ([B, T, heads, D], None)."""
     if attention_mask is not None:
         raise ValueError(f"{NAME} is for training rows without padding or cache; use sdpa")
     groups = query.shape[1] // key.shape[1]

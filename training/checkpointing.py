@@ -45,7 +45,7 @@ def load_checkpoint(
     optimizers: list[torch.optim.Optimizer],
     generator: torch.Generator,
 ) -> tuple[int, float]:
-    """Restore everything in place; returns (finished steps, seconds trained), or (0, 0.0) when there is no file."""
+    """Restore everything in place; returns (finished steps, seconds trained), (0, 0.0) without a file."""
     if not path.exists():
         return 0, 0.0
     state: dict[str, Any] = torch.load(path, weights_only=True)

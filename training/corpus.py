@@ -1,4 +1,4 @@
-"""The corpus: the Python standard library's own sources, split by whole files, plus chat-formatted examples."""
+"""The corpus: the Python standard library's own sources, split by whole files, and chat examples of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _read_utf8(path: Path) -> str | None:
 def load_corpus(root: Path | None = None, fraction: float = HELD_OUT_FRACTION) -> Corpus:
     """Read every ``.py`` file below ``root`` (default: the standard library), split by `is_held_out`.
 
-    Exact duplicates of an earlier text, and empty files, are dropped, so that no held-out text is trained on as a copy.
+    Empty files and exact duplicates are dropped, so that no copy of a held-out text is trained on.
     """
     root = root or standard_library_root()
     train: list[SourceFile] = []
@@ -91,7 +91,10 @@ def _documented_functions(file: SourceFile) -> Iterator[tuple[str, str, str]]:
     """(name, first docstring paragraph, dedented source) of every documented function or method."""
     try:
         tree = ast.parse(file.text)
-    except (SyntaxError, ValueError):  # the standard library ships deliberately broken files for its own tests
+    except (
+        SyntaxError,
+        ValueError,
+    ):  # the standard library ships deliberately broken files for its own tests
         return
     lines = file.text.splitlines()
     for node in ast.walk(tree):

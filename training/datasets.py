@@ -33,7 +33,9 @@ def _fingerprint(tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> str:
     return digest.hexdigest()[:16]
 
 
-def tokenize_corpus(tokenizer: PreTrainedTokenizerFast, corpus: Corpus, cache_folder: Path) -> TokenizedCorpus:
+def tokenize_corpus(
+    tokenizer: PreTrainedTokenizerFast, corpus: Corpus, cache_folder: Path
+) -> TokenizedCorpus:
     """Encode files and chat examples once per (tokenizer, corpus)."""
     cache = cache_folder / f"tokens-{_fingerprint(tokenizer, corpus)}.npz"
     if not cache.exists():

@@ -1,8 +1,9 @@
-"""One multi-token-prediction module in DeepSeek-V3's form (DeepSeek-V3 report, section 2.2), over a Llama target.
+"""One multi-token-prediction module in DeepSeek-V3's form (its report, section 2.2), over a Llama target.
 
 It predicts token i+2 from the target's hidden state at position i and token i+1:
-``block(eh_proj([enorm(embed(token i+1)) ; hnorm(hidden i)]))``, then its own norm and the shared LM head. As in the
-published implementations the embedding half comes first and ``hidden`` is the target's output after its final norm.
+``block(eh_proj([enorm(embed(token i+1)) ; hnorm(hidden i)]))``, then its own norm and the shared LM head.
+As in the published implementations the embedding half comes first and ``hidden`` is the target's output
+after its final norm.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class MultiTokenPrediction(nn.Module):
         self.norm = LlamaRMSNorm(size, eps)
 
     def combine(self, hidden: torch.Tensor, next_embeddings: torch.Tensor) -> torch.Tensor:
-        """[B, T, H] final-norm hidden states and [B, T, H] embeddings of the next tokens -> block input [B, T, H]."""
+        """Final-norm hidden states and embeddings of the next tokens -> block input, all [B, T, H]."""
         return self.eh_proj(torch.cat([self.enorm(next_embeddings), self.hnorm(hidden)], dim=-1))
 
     def forward(
@@ -36,8 +37,10 @@ class MultiTokenPrediction(nn.Module):
         return self.norm(self.block(self.combine(hidden, next_embeddings), position_embeddings=rotary))
 
 
-def published_tensors(mtp: MultiTokenPrediction, embedding: torch.Tensor, layer: int) -> dict[str, torch.Tensor]:
-    """The module under the names DeepSeek-V3 publishes; ``embedding`` [V, H] serves as embedding and as (tied) head."""
+def published_tensors(
+    mtp: MultiTokenPrediction, embedding: torch.Tensor, layer: int
+) -> dict[str, torch.Tensor]:
+    """The module under DeepSeek-V3's names; ``embedding`` [V, H] serves as embedding and as (tied) head."""
     prefix = f"model.layers.{layer}."
     tensors = {
         prefix + "enorm.weight": mtp.enorm.weight,
@@ -51,8 +54,10 @@ def published_tensors(mtp: MultiTokenPrediction, embedding: torch.Tensor, layer:
     return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
 
 
-def load_published_tensors(config: LlamaConfig, tensors: dict[str, torch.Tensor], layer: int) -> MultiTokenPrediction:
-    """Rebuild the module from the published names (shared embedding and head are the target's, so not read)."""
+def load_published_tensors(
+    config: LlamaConfig, tensors: dict[str, torch.Tensor], layer: int
+) -> MultiTokenPrediction:
+    """Rebuild the module from the published names (embedding and head are the target's, so not read)."""
     mtp = MultiTokenPrediction(config)
     renames = {"shared_head.norm.weight": "norm.weight"}
     own: dict[str, torch.Tensor] = {}

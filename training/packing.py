@@ -1,4 +1,4 @@
-"""Packed token streams whose batches are a pure function of (seed, batch number): nothing to save for a resume."""
+"""Packed token streams whose batches are a pure function of (seed, number): a resume needs no state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 class PackedBatches:
     """Fixed-length training rows cut from documents that are joined by a separator.
 
-    Each epoch permutes the documents, joins them (separator before each), cuts rows of ``row_tokens`` from a random
-    offset and permutes the rows. ``batch(i)`` depends on ``(documents, seed, i)`` alone.
+    Each epoch permutes the documents, joins them (separator before each), cuts rows of ``row_tokens`` from
+    a random offset and permutes the rows. ``batch(i)`` depends on ``(documents, seed, i)`` alone.
     """
 
     documents: Sequence[np.ndarray]
@@ -32,7 +32,9 @@ class PackedBatches:
             self._epoch_rows.clear()
             rng = np.random.default_rng([self.seed, epoch, self.row_tokens])
             separator = np.asarray([self.separator], dtype=np.uint16)
-            pieces = [part for i in rng.permutation(len(self.documents)) for part in (separator, self.documents[i])]
+            pieces = [
+                part for i in rng.permutation(len(self.documents)) for part in (separator, self.documents[i])
+            ]
             stream = np.concatenate(pieces)[rng.integers(self.row_tokens) :]
             num_rows = len(stream) // self.row_tokens
             rows = stream[: num_rows * self.row_tokens].reshape(num_rows, self.row_tokens)
@@ -45,7 +47,9 @@ class PackedBatches:
         total = sum(len(document) + 1 for document in self.documents)
         count = (total // self.row_tokens - 1) // self.batch_rows
         if count < 1:
-            raise ValueError(f"{total} tokens are too few for one batch of {self.batch_rows} x {self.row_tokens}")
+            raise ValueError(
+                f"{total} tokens are too few for one batch of {self.batch_rows} x {self.row_tokens}"
+            )
         return count
 
     def batch(self, index: int) -> torch.Tensor:

@@ -19,14 +19,14 @@ from training.mtp import MultiTokenPrediction
 from training.optimization import learning_rate_factor, make_optimizers, set_learning_rates
 from training.packing import PackedBatches
 from training.progress import TrainingLog
-from training.tokenizer import CONTEXT_LENGTH, VOCAB_SIZE
+from training.tokenizer import CONTEXT_LENGTH, PAD_ID, SEPARATOR_ID, VOCAB_SIZE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetRecipe:
     """Everything that decides the target's weights."""
 
-    steps: int = 2600
+    steps: int = 2000
     """Optimizer steps; the learning rate reaches zero after the last."""
     batch_tokens: int = 8192
     """Tokens per step, at both lengths."""
@@ -57,7 +57,7 @@ class TargetRecipe:
         return self.steps - round(self.long_share * self.steps)
 
 
-def target_config(separator: int, pad: int) -> LlamaConfig:
+def target_config() -> LlamaConfig:
     """The demo target's architecture."""
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -71,9 +71,9 @@ def target_config(separator: int, pad: int) -> LlamaConfig:
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
-        bos_token_id=separator,
-        eos_token_id=separator,
-        pad_token_id=pad,
+        bos_token_id=SEPARATOR_ID,
+        eos_token_id=SEPARATOR_ID,
+        pad_token_id=PAD_ID,
         initializer_range=0.02,
     )
 
@@ -133,7 +133,9 @@ class TargetTraining(nn.Module):
         }
 
 
-def total_loss(losses: dict[str, torch.Tensor], step: int, recipe: TargetRecipe, num_layers: int) -> torch.Tensor:
+def total_loss(
+    losses: dict[str, torch.Tensor], step: int, recipe: TargetRecipe, num_layers: int
+) -> torch.Tensor:
     """LayerSkip's normalised sum plus the weighted MTP loss (weight 0.3, then 0.1 for the last third)."""
     early, final = exit_weights(rotating_exit(step, num_layers), num_layers, recipe.exit_scale)
     mtp = recipe.mtp_weight if step < 2 * recipe.steps / 3 else recipe.mtp_weight_end
@@ -157,7 +159,9 @@ def train_step(
     recipe = training.recipe
     num_layers = training.target.config.num_hidden_layers
     progress = step / max(1, recipe.steps - 1)
-    kept = draw_kept_rows(layer_dropout_rates(num_layers, recipe.layer_dropout, progress), len(tokens), generator)
+    kept = draw_kept_rows(
+        layer_dropout_rates(num_layers, recipe.layer_dropout, progress), len(tokens), generator
+    )
     with torch.autocast("cpu", torch.bfloat16):
         losses = training.losses(tokens, kept, rotating_exit(step, num_layers))
     total_loss(losses, step, recipe, num_layers).backward()
@@ -181,7 +185,7 @@ def train_target(
     checkpoint_every_s: float = 180.0,
     stop_after_step: int | None = None,
 ) -> tuple[TargetTraining, float]:
-    """Train, or continue from ``work_folder/checkpoint.pt``; returns the modules and the seconds trained in all."""
+    """Train, or continue from ``work_folder/checkpoint.pt``; returns the modules and the seconds in all."""
     torch.manual_seed(recipe.seed)
     training = TargetTraining(config, recipe)
     optimizers = make_optimizers(
@@ -196,7 +200,7 @@ def train_target(
     short, long = (
         PackedBatches(
             documents=documents,
-            separator=config.eos_token_id,
+            separator=SEPARATOR_ID,
             row_tokens=length + 2,
             batch_rows=max(1, recipe.batch_tokens // length),
             seed=recipe.seed,

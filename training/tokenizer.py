@@ -18,6 +18,7 @@ PAD = "<|pad|>"
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (SEPARATOR, PAD, SYSTEM, USER, ASSISTANT, END)
 """Ids 0..5, in this order."""
+SEPARATOR_ID, PAD_ID, _, USER_ID, ASSISTANT_ID, END_ID = range(len(SPECIAL_TOKENS))
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -28,8 +29,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Words (with one space or the underscores before them), single digits, punctuation runs, newlines, indentation. Newlines
-# and indentation stay apart, and punctuation apart from words, so that a prompt may end after any of them.
+# Words (with one space or the underscores before them), digits, punctuation runs, newlines, indentation.
+# Newlines and indentation stay apart, and punctuation apart from words: a prompt may end after any of them.
 _PIECES = r" ?_+\p{L}*| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}_]+|\n+|[ \t]+|\s+"
 
 
@@ -69,19 +70,20 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 def encode_text(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Token ids of plain text: no separator is added and markers inside the text stay plain text."""
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
+    return list(
+        tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    )
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerFast, example: ChatExample) -> list[int]:
     """Token ids of one question and answer in the chat template's form."""
-    marker = tokenizer.convert_tokens_to_ids
     return [
-        marker(USER),
+        USER_ID,
         *encode_text(tokenizer, example.user),
-        marker(END),
-        marker(ASSISTANT),
+        END_ID,
+        ASSISTANT_ID,
         *encode_text(tokenizer, example.assistant),
-        marker(END),
+        END_ID,
     ]
 
 

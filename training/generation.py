@@ -1,0 +1,124 @@
+"""Batched sampling with a preallocated KV cache and Gumbel-max noise that depends on (seed, step) alone.
+
+Target and draft that sample with the same seed see the same noise at the same generated position; this is
+what same-noise drafting is measured with. (Serving uses the engine's counter-based noise.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, StaticCache
+from transformers.masking_utils import sdpa_mask
+
+_ATTENTION = "grouped_decode"
+
+
+def grouped_decode_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention contract: returns ([B, T, heads, D], None).
+
+    One-token steps multiply each KV head once with all its query heads; torch's CPU kernel with a mask takes
+    eight times as long. Longer inputs (the prompts) go to that kernel.
+    """
+    batch, heads, length, size = query.shape
+    kv_heads = key.shape[1]
+    if length > 1 or attention_mask is None:
+        groups = heads // kv_heads
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        is_causal = length > 1 and attention_mask is None
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, is_causal=is_causal, scale=scaling
+        )
+        return output.transpose(1, 2).contiguous(), None
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, size) * scaling
+    scores = torch.matmul(grouped, key.transpose(2, 3)).masked_fill(~attention_mask, float("-inf"))
+    output = torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype), value)
+    return output.reshape(batch, 1, heads, size), None
+
+
+AttentionInterface.register(_ATTENTION, grouped_decode_attention)
+AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+
+
+@contextmanager
+def _decoding(model: LlamaForCausalLM) -> Iterator[None]:
+    """Use the decoding attention for a while."""
+    previous = model.config._attn_implementation
+    model.config._attn_implementation = _ATTENTION
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = previous
+
+
+def gumbel_noise(seed: int, step: int, rows: int, vocab_size: int) -> torch.Tensor:
+    """float32 [rows, vocab_size] of standard Gumbel noise for generated position ``step``."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    uniform = torch.rand(rows, vocab_size, generator=generator, dtype=torch.float64)
+    return -torch.log(-torch.log1p(-(uniform + 2.0**-54).clamp(max=1 - 2.0**-53))).float()
+
+
+def noisy_choice(
+    logits: torch.Tensor, temperatures: torch.Tensor, noise: torch.Tensor | None
+) -> torch.Tensor:
+    """int64 [N]: argmax of logits [N, V] / temperature + noise; the plain argmax at temperature 0.
+
+    Ties go to the lowest id.
+    """
+    if noise is None:
+        return logits.argmax(dim=-1)
+    heated = logits.float() / temperatures.clamp(min=1e-6).unsqueeze(1) + noise
+    return torch.where(temperatures > 0, heated.argmax(dim=-1), logits.argmax(dim=-1))
+
+
+@torch.inference_mode()
+def sample(
+    model: LlamaForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    temperatures: torch.Tensor,
+    seed: int,
+) -> torch.Tensor:
+    """Continue each prompt by ``num_tokens`` tokens: int64 [rows, num_tokens].
+
+    ``temperatures`` float [rows]. Rows go on past end-of-text; the caller cuts them.
+    """
+    longest = max(map(len, prompts))
+    pad = model.config.pad_token_id
+    tokens = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    has_padding = bool((mask == 0).any())
+    cache = StaticCache(config=model.config, max_cache_len=longest + num_tokens)
+    is_noisy = bool((temperatures > 0).any())
+    output = torch.empty(len(prompts), num_tokens, dtype=torch.int64)
+    with _decoding(model):
+        for step in range(num_tokens):
+            logits = model(
+                input_ids=tokens,
+                attention_mask=mask if has_padding else None,
+                position_ids=positions,
+                past_key_values=cache,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            noise = gumbel_noise(seed, step, *logits.shape) if is_noisy else None
+            tokens = noisy_choice(logits.float(), temperatures, noise).unsqueeze(1)
+            output[:, step] = tokens[:, 0]
+            positions = positions[:, -1:] + 1
+            mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], dim=1)
+    return output
