@@ -93,12 +93,13 @@ class AsyncEngine:
         self._streams: dict[StreamKey, _Stream] = {}
         self._stopping = False
         self._ready = True
+        self._was_busy = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def description(self) -> TargetDescription | None:
         """Facts about the target; None once it is lost or the engine closed."""
-        return self._engine.description if self._ready else None
+        return self._engine.description if self._ready and not self._engine.is_lost else None
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Yield the request's outputs; see `GenerationService`."""
@@ -151,6 +152,7 @@ class AsyncEngine:
                 self._run_commands()
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
+                    self._was_busy = True
                 else:
                     self._idle()
             self._engine.end_all(_SHUTDOWN)
@@ -174,10 +176,13 @@ class AsyncEngine:
     def _idle(self) -> None:
         """Wait for a command; when none comes for a while, do a piece of idle work."""
         work = self._idle_work
-        has_idle_work = work is not None and work.pending()
-        if self._wake.wait(_QUIET_S if has_idle_work else None):
+        if work is None or not work.pending():
+            self._wake.wait()
             self._wake.clear()
-        elif work is not None and has_idle_work:
+        elif self._wake.wait(_QUIET_S if self._was_busy else 0.0):
+            self._wake.clear()
+        else:
+            self._was_busy = False
             work.run_next()
 
     def _accept(self, request: Request, stream: _Stream, accepted: asyncio.Future[None]) -> None:
@@ -215,7 +220,6 @@ class AsyncEngine:
             if not _call_soon(loop, _hand_over, deliveries):
                 for stream, _ in deliveries:
                     self._leave(stream)
-        self._ready = not self._engine.is_lost
 
     def _fail(self, error: Exception) -> None:
         """End every stream without the engine's help."""

@@ -1,0 +1,62 @@
+"""Proposers by name, and draft models that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specdec.core.errors import CheckpointError, ConfigError
+from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.registry import FACTORIES, TargetFacts, create_proposer
+from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
+from tests.specdec.proposers.contract import view
+
+TARGET = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4)
+
+
+def test_every_method_of_the_configuration_has_a_proposer() -> None:
+    methods = SpeculativeConfig.model_json_schema()["properties"]["method"]["enum"]
+    assert set(methods) == set(FACTORIES)
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_method_names_its_proposer(method: str) -> None:
+    config = SpeculativeConfig.model_validate({"method": method})
+    assert create_proposer(config, TARGET).capabilities.name == method
+
+
+def test_unknown_method() -> None:
+    config = SpeculativeConfig().model_copy(update={"method": "crystal_ball"})
+    with pytest.raises(ConfigError, match=r"no 'crystal_ball'; known are draft_model, .*ngram"):
+        create_proposer(config, TARGET)
+
+
+def test_draft_model_is_loaded(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = SpeculativeConfig.model_validate(
+        {"method": "draft_model", "model": str(tmp_path), "cache": {"num_blocks": 16}, "max_model_len": 50}
+    )
+    proposer = create_proposer(config, TARGET)
+    assert proposer.capabilities.max_context == 50
+    one = view("a", [5, 6, 7])
+    assert proposer.propose([one], {one.request_id: 3})[one.request_id].num_tokens == 3
+    proposer.close()
+
+
+def test_tokenizers_must_agree(tmp_path: Path) -> None:
+    save_model(tmp_path / "target")
+    save_model(tmp_path / "draft")
+    make_tokenizer(VOCAB_SIZE - 1).save_pretrained(tmp_path / "draft")
+    config = SpeculativeConfig.model_validate({"method": "draft_model", "model": str(tmp_path / "draft")})
+    facts = TargetFacts(
+        vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4, model=str(tmp_path / "target")
+    )
+    with pytest.raises(ConfigError, match=f"token id {VOCAB_SIZE - 1} is None"):
+        create_proposer(config, facts)
+
+
+def test_missing_draft_model(tmp_path: Path) -> None:
+    config = SpeculativeConfig.model_validate({"method": "draft_model", "model": str(tmp_path / "nowhere")})
+    with pytest.raises(CheckpointError, match="nowhere"):
+        create_proposer(config, TARGET)
