@@ -21,6 +21,9 @@ _MULTIPLIER_1 = as_signed(MULTIPLIER_1)
 _MULTIPLIER_2 = as_signed(MULTIPLIER_2)
 _TAGS = {stream: as_signed(tag) for stream, tag in STREAM_TAGS.items()}
 
+_NUMBERS_AT_ONCE = 1 << 15
+"""Intermediate int64 and float64 values of so many stay in a core's cache."""
+
 
 def row_keys(seeds_R: torch.Tensor, positions_R: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
     """Return the row keys, int64 [R], of int64 seeds (bits of the unsigned seed) and positions."""
@@ -46,7 +49,13 @@ def gumbels_from_hash(hash_bits: torch.Tensor) -> torch.Tensor:
 
 def gumbel_rows(row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int = 0) -> torch.Tensor:
     """Return g in fp32 [R, vocab_size]."""
-    return gumbels_from_hash(hash_rows(row_keys_R, vocab_size, first_token_id))
+    rows_at_once = row_keys_R.shape[0]
+    if row_keys_R.is_cpu:
+        rows_at_once = max(1, _NUMBERS_AT_ONCE // vocab_size)
+    noise_RV = torch.empty(row_keys_R.shape[0], vocab_size, device=row_keys_R.device)
+    for keys, noise in zip(row_keys_R.split(rows_at_once), noise_RV.split(rows_at_once), strict=True):
+        noise.copy_(gumbels_from_hash(hash_rows(keys, vocab_size, first_token_id)))
+    return noise_RV
 
 
 def _mix64(bits: torch.Tensor) -> torch.Tensor:
