@@ -49,12 +49,12 @@ def gumbels_from_hash(hash_bits: torch.Tensor) -> torch.Tensor:
 
 def gumbel_rows(row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int = 0) -> torch.Tensor:
     """Return g in fp32 [R, vocab_size]."""
-    rows_at_once = row_keys_R.shape[0]
-    if row_keys_R.is_cpu:
-        rows_at_once = max(1, _NUMBERS_AT_ONCE // vocab_size)
-    noise_RV = torch.empty(row_keys_R.shape[0], vocab_size, device=row_keys_R.device)
-    for keys, noise in zip(row_keys_R.split(rows_at_once), noise_RV.split(rows_at_once), strict=True):
-        noise.copy_(gumbels_from_hash(hash_rows(keys, vocab_size, first_token_id)))
+    num_rows = row_keys_R.shape[0]
+    rows_at_once = max(1, _NUMBERS_AT_ONCE // vocab_size if row_keys_R.is_cpu else num_rows)
+    noise_RV = torch.empty(num_rows, vocab_size, device=row_keys_R.device)
+    for first in range(0, num_rows, rows_at_once):
+        piece = slice(first, first + rows_at_once)
+        noise_RV[piece] = gumbels_from_hash(hash_rows(row_keys_R[piece], vocab_size, first_token_id))
     return noise_RV
 
 
