@@ -249,10 +249,15 @@ class TestIdleWork:
         async def main() -> None:
             engine = toy_engine(target=SlowTarget(MODEL))
             work = self.Pieces(engine)
+            work.num_done = 5
             with serving(engine, idle_work=work) as service:
-                outputs: list[RequestOutput] = await collect(service.generate(request(params=LONG)))
+                outputs: list[RequestOutput] = []
+                async for output in service.generate(request(params=LONG)):
+                    work.num_done = 0  # now there would be something to do
+                    outputs.append(output)
+                    assert output.finish_reason is not None or work.num_done == 0
                 tokens_of(outputs)
-                assert work.num_done == 0
+                assert await asyncio.to_thread(work.finished.wait, 10)
 
         run(main)
 
