@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LOOP_WINDOW = 64
-LOOP_MAX_PERIOD = 32
+from deploy.bench_offline import ends_in_loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +28,11 @@ def read_prompts(path: Path) -> list[str]:
     return [json.loads(line)["prompt"] for line in path.read_text().splitlines() if line]
 
 
-def is_looping(token_ids: Sequence[int]) -> bool:
-    """Whether the last 64 tokens repeat with a period of at most 32."""
-    tail = list(token_ids[-LOOP_WINDOW:])
-    if len(tail) < LOOP_WINDOW:
-        return False
-    return any(tail[period:] == tail[:-period] for period in range(1, LOOP_MAX_PERIOD + 1))
-
-
 def split_by_looping(
     prompts: Sequence[tuple[int, ...]], continuations: Sequence[Sequence[int]]
 ) -> tuple[Workload, Workload]:
     """Return (texts that do not loop, texts that do), by the target's own greedy continuations."""
-    looping = [is_looping(tokens) for tokens in continuations]
+    looping = [ends_in_loop(tokens) for tokens in continuations]
     return (
         Workload("non_looping", tuple(p for p, loops in zip(prompts, looping, strict=True) if not loops)),
         Workload("looping", tuple(p for p, loops in zip(prompts, looping, strict=True) if loops)),

@@ -1,0 +1,185 @@
+"""A target and a draft model in this process, measured as an engine and as bare forwards."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec.core.ids import RequestId
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.build import build_parts
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.local_target import LocalTarget
+from specdec.kv.config import CacheConfig
+from specdec.model.batch import SequenceSlice
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.runner import ModelRunner
+from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.sampling.noise import choice_seed
+from specdec.scheduling.config import SchedulerConfig
+
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What one run of a batch did."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    seconds: float
+    num_rounds: int
+    draft_s: float
+    verify_s: float
+    coordinator_s: float
+    num_drafts: int
+    num_accepted: int
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verified proposal; 1 when nothing was drafted."""
+        return 1.0 + (self.num_accepted / self.num_drafts if self.num_drafts else 0.0)
+
+    def summary(self) -> dict[str, float | int]:
+        """Per-round numbers, in milliseconds."""
+        return {
+            "num_rounds": self.num_rounds,
+            "draft_ms_per_round": 1e3 * self.draft_s / self.num_rounds,
+            "verify_ms_per_round": 1e3 * self.verify_s / self.num_rounds,
+            "coordinator_ms_per_round": 1e3 * self.coordinator_s / self.num_rounds,
+            "mean_acceptance_length": self.mean_acceptance_length,
+        }
+
+
+def engine_config(
+    target: Path, draft: Path, dtype: str, *, max_num_seqs: int, num_draft_tokens: int, num_threads: int
+) -> EngineConfig:
+    """One configuration for the engine in process and for the cluster."""
+    return EngineConfig(
+        target=ModelConfig.model_validate(
+            {"model": str(target), "dtype": dtype, "max_model_len": 1024, "num_threads": num_threads}
+        ),
+        speculative_config=SpeculativeConfig(
+            method="draft_model",
+            model=str(draft),
+            num_speculative_tokens=num_draft_tokens,
+            num_threads=num_threads,
+            cache=CacheConfig(block_size=_BLOCK_SIZE, memory_bytes=256 << 20),
+            compile=CompileConfig(),
+        ),
+        cache=CacheConfig(block_size=_BLOCK_SIZE, memory_bytes=3 << 30),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+    )
+
+
+class InProcess:
+    """An engine whose requests may draft (k) or not (0): the same models, kernels and cache for both."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        parts = build_parts(config)
+        assert isinstance(parts.target, LocalTarget)
+        assert isinstance(parts.proposer, DraftModelProposer)
+        self.target_runner = parts.target.runner
+        self.draft_runner = parts.proposer.runner
+        self.engine = Engine.from_parts(
+            target=parts.target,
+            proposer=parts.proposer,
+            tokenizer=parts.tokenizer,
+            scheduler=parts.scheduler,
+            controller=parts.controller,
+        )
+        self._num_runs = 0
+
+    def run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int, k: int) -> RunRecord:
+        """Generate `num_tokens` greedy tokens for every prompt, all submitted at once."""
+        metrics = self.engine.metrics()
+        before = _counters(self.engine)
+        self._num_runs += 1
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        requests = batch_requests(prompts, params, k, f"run-{self._num_runs}")
+        started_s = time.perf_counter()
+        for request in requests:
+            self.engine.add_request(request)
+        tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+        while self.engine.has_work:
+            for output in self.engine.step():
+                tokens[output.request_id].extend(output.token_ids)
+        seconds = time.perf_counter() - started_s
+        after = _counters(self.engine)
+        rounds, draft_s, verify_s, coordinator_s, drafts, accepted = (
+            end - start for start, end in zip(before, after, strict=True)
+        )
+        assert metrics.num_running == 0
+        return RunRecord(
+            token_ids=tuple(tuple(tokens[request.request_id]) for request in requests),
+            seconds=seconds,
+            num_rounds=int(rounds),
+            draft_s=draft_s,
+            verify_s=verify_s,
+            coordinator_s=coordinator_s,
+            num_drafts=int(drafts),
+            num_accepted=int(accepted),
+        )
+
+    def close(self) -> None:
+        """Free everything."""
+        self.engine.close()
+
+
+def batch_requests(
+    prompts: Sequence[tuple[int, ...]], params: SamplingParams, k: int, name: str
+) -> list[Request]:
+    """One request per prompt, with fixed seeds."""
+    return [
+        Request(
+            request_id=RequestId(f"{name}-{index}"),
+            prompt_token_ids=prompt,
+            params=params,
+            seed=choice_seed(index, 0),
+            num_draft_tokens=k,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def bare_forward_s(runner: ModelRunner, *, batch: int, rows: int, context: int, repeats: int) -> float:
+    """Median seconds of the compiled forward alone: inputs laid out once, nothing sampled.
+
+    `batch` sequences of `context` cached tokens each run `rows` new rows, all of which yield logits.
+    It writes to the runner's pool, so the engine must have no request meanwhile.
+    """
+    blocks_each = -(-(context + rows) // runner.block_size)
+    slices = [
+        SequenceSlice(
+            token_ids=list(range(1, rows + 1)),
+            start=context,
+            block_table=list(range(1 + index * blocks_each, 1 + (index + 1) * blocks_each)),
+            num_logit_rows=rows,
+        )
+        for index in range(batch)
+    ]
+    inputs = runner.pack(slices)
+    seconds = []
+    for number in range(repeats + 5):
+        started_s = time.perf_counter()
+        runner.forward_packed(inputs)
+        if number >= 5:
+            seconds.append(time.perf_counter() - started_s)
+    return statistics.median(seconds)
+
+
+def _counters(engine: Engine) -> tuple[float, ...]:
+    metrics = engine.metrics()
+    return (
+        metrics.num_rounds,
+        metrics.draft_s,
+        metrics.verify_s,
+        metrics.coordinator_s,
+        metrics.num_drafts,
+        metrics.num_accepted_tokens,
+    )

@@ -1,0 +1,308 @@
+"""Plain and speculative decoding against transformers, and the cluster path against this process.
+
+    python -m benchmarks.offline --json benchmarks/results/offline.json      # everything; about an hour
+    python -m benchmarks.offline --quick                                     # under five minutes
+
+Everything is greedy, so that all systems write the same text; every comparison is paired (systems in turn,
+in one process, ABBA). Texts that loop, by the target's own greedy continuation, are measured apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.cluster_path import ClusterPath, run_batch
+from benchmarks.huggingface import HuggingFaceGenerator
+from benchmarks.in_process import InProcess, RunRecord, bare_forward_s, engine_config
+from benchmarks.inflate import inflate, layers_for_parameters
+from benchmarks.report import Paired, report_headlines, run_paired, write_results
+from benchmarks.workload import Workload, read_prompts, split_by_looping
+from specdec.engine.async_engine import AsyncEngine
+
+DEMO = Path("models/demo")
+CLASSIFY_TOKENS = 256
+SPREAD_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    targets: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    batches: tuple[int, ...]
+    workloads: tuple[str, ...]
+    num_tokens: int
+    k: int
+    rounds: int
+    num_threads: int
+    num_classified: int
+    cluster_batches: tuple[int, ...]
+    inflated_parameters: float
+
+    @property
+    def num_cells(self) -> int:
+        """Measured combinations."""
+        return len(self.targets) * len(self.dtypes) * len(self.batches) * len(self.workloads)
+
+
+FULL = Plan(
+    targets=("demo", "inflated"),
+    dtypes=("float32", "bfloat16"),
+    batches=(1, 8, 32),
+    workloads=("non_looping", "looping"),
+    num_tokens=128,
+    k=4,
+    rounds=5,
+    num_threads=2,
+    num_classified=96,
+    cluster_batches=(1, 8),
+    inflated_parameters=100e6,
+)
+QUICK = Plan(
+    targets=("demo", "inflated"),
+    dtypes=("bfloat16",),
+    batches=(1, 8),
+    workloads=("non_looping",),
+    num_tokens=48,
+    k=4,
+    rounds=3,
+    num_threads=2,
+    num_classified=32,
+    cluster_batches=(1,),
+    inflated_parameters=100e6,
+)
+
+
+class Bench:
+    """Runs a plan cell by cell."""
+
+    def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._targets = {"demo": DEMO / "target", "inflated": folder / "target-inflated"}
+        with torch.inference_mode():
+            inflate(
+                self._targets["demo"],
+                self._targets["inflated"],
+                layers_for_parameters(self._targets["demo"], plan.inflated_parameters),
+            )
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything."""
+        workloads = self._classify()
+        cells: list[dict[str, Any]] = []
+        clusters: list[dict[str, Any]] = []
+        task = self._progress.add_task("cells", total=self._plan.num_cells)
+        for target, dtype in product(self._plan.targets, self._plan.dtypes):
+            pair = self._open(target, dtype)
+            peer = HuggingFaceGenerator(self._targets[target], SPREAD_DTYPE[dtype], DEMO / "draft")
+            for batch, name in product(self._plan.batches, self._plan.workloads):
+                cell = self._cell(pair, peer, workloads[name].batch(batch))
+                cells.append({"target": target, "dtype": dtype, "batch": batch, "workload": name, **cell})
+                self._progress.advance(task)
+            if target == "inflated" and dtype == "bfloat16":
+                clusters = self._cluster(pair, workloads["non_looping"])
+            else:
+                pair.close()
+        return {"plan": self._plan, "workloads": _sizes(workloads), "cells": cells, "cluster": clusters}
+
+    def _open(self, target: str, dtype: str) -> InProcess:
+        return InProcess(self._config(target, dtype))
+
+    def _config(self, target: str, dtype: str) -> Any:
+        return engine_config(
+            self._targets[target],
+            DEMO / "draft",
+            dtype,
+            max_num_seqs=max(self._plan.batches),
+            num_draft_tokens=self._plan.k,
+            num_threads=self._plan.num_threads,
+        )
+
+    def _classify(self) -> dict[str, Workload]:
+        """Split the held-out prompts by whether the target's greedy continuation loops."""
+        pair = self._open("demo", "float32")
+        texts = read_prompts(DEMO / "prompts.jsonl")[: self._plan.num_classified]
+        prompts = [tuple(pair.engine.tokenizer.encode(text)) for text in texts]
+        record = pair.run(prompts, CLASSIFY_TOKENS, self._plan.k)
+        pair.close()
+        workloads = split_by_looping(prompts, record.token_ids)
+        return {workload.name: workload for workload in workloads}
+
+    def _cell(
+        self, pair: InProcess, peer: HuggingFaceGenerator, prompts: list[tuple[int, ...]]
+    ) -> dict[str, Any]:
+        """All systems on one batch of prompts."""
+        plan = self._plan
+        records: dict[str, RunRecord] = {}
+        texts: dict[str, list[list[int]]] = {}
+
+        def ours(name: str, k: int) -> None:
+            records[name] = pair.run(prompts, plan.num_tokens, k)
+
+        def theirs() -> None:
+            texts["huggingface"] = peer.generate(prompts, plan.num_tokens)
+
+        def theirs_assisted() -> None:
+            texts["assisted"] = peer.generate_assisted(prompts, plan.num_tokens, plan.k)
+
+        variants: dict[str, Callable[[], None]] = {
+            "plain": partial(ours, "plain", 0),
+            "speculative": partial(ours, "speculative", plan.k),
+            "huggingface": theirs,
+        }
+        if len(prompts) == 1:
+            variants["assisted"] = theirs_assisted
+        task = self._progress.add_task(f"batch {len(prompts)}", total=len(variants) * (plan.rounds + 1))
+        paired = run_paired(variants, plan.rounds, lambda: self._progress.advance(task))
+        self._progress.remove_task(task)
+        bare = self._bare_forwards(pair, prompts)
+        return _summarise(paired, records, texts, bare, plan)
+
+    def _bare_forwards(self, pair: InProcess, prompts: list[tuple[int, ...]]) -> dict[str, float]:
+        """Median seconds of the bare compiled forwards at this batch, in the middle of the generation."""
+        plan = self._plan
+        context = round(sum(map(len, prompts)) / len(prompts)) + plan.num_tokens // 2
+        measure = partial(bare_forward_s, batch=len(prompts), context=context, repeats=40)
+        return {
+            "t_plain_s": measure(pair.target_runner, rows=1),
+            "t_verify_s": measure(pair.target_runner, rows=plan.k + 1),
+            "t_draft_s": measure(pair.draft_runner, rows=1),
+        }
+
+    def _cluster(self, pair: InProcess, workload: Workload) -> list[dict[str, Any]]:
+        """The cluster path against an async engine in this process, speculative, paired."""
+        plan = self._plan
+        path = ClusterPath(self._config("inflated", "bfloat16"))
+        local = AsyncEngine(pair.engine)
+        task = self._progress.add_task("cluster path", total=len(plan.cluster_batches))
+
+        async def compare(prompts: list[tuple[int, ...]]) -> dict[str, Any]:
+            remote = await path.service()
+            paired = Paired({"in_process": [], "cluster": []})
+            texts = {}
+            for number in range(plan.rounds + 1):
+                services = {"in_process": local, "cluster": remote}
+                for name in services if number % 2 else reversed(services):
+                    seconds, texts[name] = await run_batch(
+                        services[name], prompts, plan.num_tokens, plan.k, f"{name}-{len(prompts)}-{number}"
+                    )
+                    if number:
+                        paired.seconds[name].append(seconds)
+            await remote.close()
+            return {
+                "batch": len(prompts),
+                "cluster_vs_inprocess": paired.ratio("in_process", "cluster"),
+                "seconds": paired,
+                "same_text": sum(a == b for a, b in zip(*texts.values(), strict=True)) / len(prompts),
+            }
+
+        try:
+            results = []
+            for batch in plan.cluster_batches:
+                results.append(asyncio.run(compare(workload.batch(batch))))
+                self._progress.advance(task)
+            return results
+        finally:
+            local.close()
+            path.close()
+
+
+def _summarise(
+    paired: Paired,
+    records: dict[str, RunRecord],
+    texts: dict[str, list[list[int]]],
+    bare: dict[str, float],
+    plan: Plan,
+) -> dict[str, Any]:
+    plain, speculative = records["plain"], records["speculative"]
+    batch = len(plain.token_ids)
+    num_tokens = batch * plan.num_tokens
+    speedup = paired.ratio("plain", "speculative")
+    tokens_per_round = speculative.mean_acceptance_length
+    ratio_of_costs = (plan.k * bare["t_draft_s"] + bare["t_verify_s"]) / bare["t_plain_s"]
+    return {
+        "tokens_per_s": {name: num_tokens / paired.spread(name).median for name in paired.seconds},
+        "seconds": paired,
+        "plain_vs_hf": paired.ratio("huggingface", "plain"),
+        "speculative_speedup": speedup,
+        "speculative_vs_hf": paired.ratio("huggingface", "speculative"),
+        "speculative_vs_hf_assisted": (
+            paired.ratio("assisted", "speculative") if "assisted" in paired.seconds else None
+        ),
+        "hf_assisted_speedup": (
+            paired.ratio("huggingface", "assisted") if "assisted" in paired.seconds else None
+        ),
+        "mean_acceptance_length": tokens_per_round,
+        "rounds": {"plain": plain.summary(), "speculative": speculative.summary()},
+        "bare_forward_ms": {name.removesuffix("_s"): 1e3 * value for name, value in bare.items()},
+        "possible_speedup": tokens_per_round / ratio_of_costs,
+        "share_of_possible_speedup": speedup.median * ratio_of_costs / tokens_per_round,
+        "same_text": {
+            "speculative": _share_equal(speculative.token_ids, plain.token_ids),
+            **{name: _share_equal(tokens, plain.token_ids) for name, tokens in texts.items()},
+        },
+    }
+
+
+def _share_equal(ours: Any, theirs: Any) -> float:
+    """Share of the texts that are equal token for token."""
+    equal = [tuple(a) == tuple(b) for a, b in zip(ours, theirs, strict=True)]
+    return sum(equal) / len(equal)
+
+
+def _sizes(workloads: dict[str, Workload]) -> dict[str, int]:
+    return {name: len(workload.prompts) for name, workload in workloads.items()}
+
+
+def headlines(results: dict[str, Any]) -> dict[str, float]:
+    """The numbers to watch: bfloat16, texts that do not loop."""
+    cells = {
+        (cell["target"], cell["batch"]): cell
+        for cell in results["cells"]
+        if cell["dtype"] == "bfloat16" and cell["workload"] == "non_looping"
+    }
+    cluster = {entry["batch"]: entry for entry in results["cluster"]}
+    return {
+        "plain_vs_hf_b1": cells["demo", 1]["plain_vs_hf"].median,
+        "plain_vs_hf_b8": cells["demo", 8]["plain_vs_hf"].median,
+        "speculative_speedup_inflated_b1": cells["inflated", 1]["speculative_speedup"].median,
+        "share_of_possible_speedup": cells["inflated", 1]["share_of_possible_speedup"],
+        "cluster_vs_inprocess": cluster[1]["cluster_vs_inprocess"].median,
+    }
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="A few cells, under five minutes on two cores.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
+) -> None:
+    """Measure plain and speculative decoding against transformers, and the cluster against this process.
+
+    Example: python -m benchmarks.offline --quick --json runs/offline.json
+    """
+    plan = QUICK if quick else FULL
+    torch.set_num_threads(plan.num_threads)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
+        results = Bench(plan, Path(folder), progress).run()
+    numbers = headlines(results)
+    write_results(json_file, {**results, "headlines": numbers})
+    report_headlines(numbers)
+
+
+if __name__ == "__main__":
+    typer.run(main)
