@@ -1,0 +1,276 @@
+"""Guarantee B on real (tiny, random, fp32) models: nothing that serves a request changes its tokens.
+
+Greedy streams are compared with `generate` of transformers, prompt by prompt. Sampled streams are compared
+with the engine itself, one request alone without speculation. What may vary: drafter, number of draft
+tokens, batch, chunking of prompts, preemption, replay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.engine import Engine
+from specdec.engine.local_target import LocalTarget
+from specdec.engine.offline import choice_requests
+from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.kv.config import CacheConfig
+from specdec.model.config import ModelConfig
+from specdec.model.loader import LoadedModel, load_model
+from specdec.model.runner import ModelRunner
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.none import NoProposer
+from specdec.sampling.sampler import Sampler
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController
+from tests.architectures import CORE_ARCHITECTURES, VOCAB_SIZE, make_tokenizer, save_model
+from tests.specdec.engine.toy_engines import tokens_of
+
+NUM_TOKENS = 20
+DRAFTERS = ("none", "ngram", "other model", "same model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Models:
+    """Models by (architecture, seed), and what transformers says to some prompts; each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._references: dict[tuple[str, int], Any] = {}
+        self._loaded: dict[tuple[str, int], LoadedModel] = {}
+        self._greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+    def load(self, architecture: str, seed: int = 0) -> LoadedModel:
+        key = (architecture, seed)
+        if key not in self._loaded:
+            folder = self._folder / f"{architecture}-{seed}"
+            self._references[key] = save_model(folder, architecture, seed)
+            self._loaded[key] = load_model(ModelConfig(model=str(folder), dtype="float32"))
+        return self._loaded[key]
+
+    def greedy(self, architecture: str, prompt: tuple[int, ...]) -> list[int]:
+        key = (architecture, prompt)
+        if key not in self._greedy:
+            self.load(architecture)
+            generated = self._references[architecture, 0].generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            self._greedy[key] = generated[0, len(prompt) :].tolist()
+        return self._greedy[key]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What must not show in the output."""
+
+    drafter: str = "none"
+    num_draft_tokens: int = 4
+    batch: int = 4
+    chunk: int = 512
+    """max_num_batched_tokens"""
+    num_blocks: int = 200
+    """Of 4 tokens; 24 make any two of the longer prompts preempt each other."""
+
+    def engine(self, models: Models, architecture: str) -> Engine:
+        runner = self.runner(models.load(architecture), self.num_blocks)
+        return Engine.from_parts(
+            target=LocalTarget(runner, Sampler()),
+            proposer=self.proposer(models, architecture),
+            tokenizer=HuggingFaceTokenizer(make_tokenizer()),
+            scheduler=SchedulerConfig(
+                max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
+            ),
+            controller=FixedController(self.num_draft_tokens),
+        )
+
+    def proposer(self, models: Models, architecture: str) -> Proposer:
+        if self.drafter == "none":
+            return NoProposer()
+        if self.drafter == "ngram":
+            return NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
+        same = self.drafter == "same model"
+        loaded = models.load(architecture) if same else models.load("llama", 1)
+        # The drafter's own pool and reading budget are as tight as the target's.
+        runner = self.runner(loaded, self.num_blocks)
+        return DraftModelProposer(
+            runner, Sampler(), vocab_size=VOCAB_SIZE, max_read_tokens=max(self.chunk, 8)
+        )
+
+    @staticmethod
+    def runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
+        return ModelRunner(loaded, CacheConfig(block_size=4, num_blocks=num_blocks), max_num_seqs=32)
+
+
+def ragged_prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Lengths from 1 to 40; half of them repeat themselves, for look-ups."""
+    generator = random.Random(seed)
+    prompts = []
+    for index in range(count):
+        length = 1 + (index * 13) % 40
+        phrase = generator.choices(range(2, VOCAB_SIZE), k=4 if index % 2 else length)
+        prompts.append(tuple(itertools.islice(itertools.cycle(phrase), length)))
+    return prompts
+
+
+def check_greedy(models: Models, architecture: str, setting: Setting) -> Engine:
+    prompts = ragged_prompts(setting.batch)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    with setting.engine(models, architecture) as engine:
+        for result in engine.generate(prompts, params):
+            assert list(result.token_ids) == models.greedy(architecture, tuple(result.prompt_token_ids))
+        engine.check_integrity()
+    return engine
+
+
+COVER = [
+    Setting("none", batch=1),
+    Setting("none", batch=8, chunk=8, num_blocks=24),
+    Setting("ngram", num_draft_tokens=3, batch=3, chunk=9),
+    Setting("ngram", num_draft_tokens=8, batch=12, num_blocks=24),
+    Setting("other model", num_draft_tokens=2, batch=5, num_blocks=24),
+    Setting("other model", num_draft_tokens=5, batch=2, chunk=7),
+    Setting("same model", num_draft_tokens=1, batch=6, chunk=16, num_blocks=24),
+    Setting("same model", num_draft_tokens=7, batch=4),
+]
+
+
+@pytest.mark.parametrize("setting", COVER, ids=str)
+@pytest.mark.parametrize("architecture", CORE_ARCHITECTURES)
+def test_greedy_equals_transformers(models: Models, architecture: str, setting: Setting) -> None:
+    engine = check_greedy(models, architecture, setting)
+    metrics = engine.metrics()
+    if setting.num_blocks == 24 and setting.batch >= 5:
+        assert metrics.num_preemptions > 0
+    if setting.drafter == "same model" and setting.num_blocks > 24:
+        assert metrics.num_accepted_tokens > 0.9 * metrics.num_draft_tokens > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", CORE_ARCHITECTURES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize("num_blocks", [24, 200])
+def test_greedy_equals_transformers_in_every_setting(
+    models: Models,
+    architecture: str,
+    drafter: str,
+    num_draft_tokens: int,
+    batch: int,
+    chunk: int,
+    num_blocks: int,
+) -> None:
+    check_greedy(models, architecture, Setting(drafter, num_draft_tokens, batch, chunk, num_blocks))
+
+
+SAMPLING = {
+    "plain": SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=1),
+    "cut": SamplingParams(temperature=0.7, top_k=20, top_p=0.9, max_tokens=NUM_TOKENS, seed=2),
+    "hot": SamplingParams(temperature=1.8, min_p=0.02, max_tokens=NUM_TOKENS, seed=-3),
+}
+
+
+def alone(
+    models: Models, architecture: str, prompt: Sequence[int], params: SamplingParams
+) -> tuple[int, ...]:
+    """The stream of one request that has the engine to itself, without speculation."""
+    with Setting("none", batch=1).engine(models, architecture) as engine:
+        return engine.generate([prompt], params)[0].token_ids
+
+
+def check_sampled(models: Models, architecture: str, setting: Setting, params: SamplingParams) -> None:
+    prompts = ragged_prompts(setting.batch, seed=1)
+    with setting.engine(models, architecture) as engine:
+        results = engine.generate(prompts, params)
+    for prompt, result in zip(prompts[:4], results, strict=False):
+        assert result.token_ids == alone(models, architecture, prompt, params)
+
+
+SEEDED_COVER = [
+    ("plain", Setting("ngram", num_draft_tokens=1, batch=2)),
+    ("cut", Setting("ngram", num_draft_tokens=6, batch=8, chunk=9, num_blocks=24)),
+    ("hot", Setting("other model", num_draft_tokens=2, batch=5)),
+    ("plain", Setting("other model", num_draft_tokens=8, batch=8, num_blocks=24)),
+    ("cut", Setting("same model", num_draft_tokens=3, batch=1, chunk=7)),
+    ("hot", Setting("same model", num_draft_tokens=7, batch=6, chunk=16, num_blocks=24)),
+    ("plain", Setting("none", batch=8, chunk=8, num_blocks=24)),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), SEEDED_COVER, ids=str)
+def test_same_seed_same_tokens(models: Models, kind: str, setting: Setting) -> None:
+    check_sampled(models, "llama", setting, SAMPLING[kind])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", CORE_ARCHITECTURES)
+@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("num_draft_tokens", range(1, 9))
+def test_same_seed_same_tokens_in_every_setting(
+    models: Models, architecture: str, kind: str, drafter: str, num_draft_tokens: int
+) -> None:
+    setting = Setting(drafter, num_draft_tokens, batch=6, chunk=16, num_blocks=24)
+    check_sampled(models, architecture, setting, SAMPLING[kind])
+
+
+@pytest.mark.parametrize("drafter", ["none", "same model"])
+def test_replay_continues_the_stream(models: Models, drafter: str) -> None:
+    prompt = ragged_prompts(3)[2]
+    whole = alone(models, "llama", prompt, SAMPLING["plain"])
+    (request,) = choice_requests(prompt, SAMPLING["plain"], "replayed")
+    with Setting(drafter, batch=8).engine(models, "llama") as engine:
+        for cut in (1, 5, len(whole) - 1):
+            engine.add_request(msgspec.structs.replace(request, delivered_token_ids=whole[:cut]))
+            outputs = []
+            while engine.has_work:
+                outputs += engine.step()
+            assert (*whole[:cut], *tokens_of(outputs)) == whole
+
+
+def test_sampling_is_not_greedy_and_seeds_differ(models: Models) -> None:
+    """The negative control: what these tests compare would differ with another seed."""
+    prompt = ragged_prompts(3)[2]
+    params = SAMPLING["plain"]
+    streams = {
+        alone(models, "llama", prompt, msgspec.structs.replace(params, seed=seed)) for seed in range(4)
+    }
+    streams.add(alone(models, "llama", prompt, msgspec.structs.replace(params, temperature=0.0)))
+    assert len(streams) == 5
+
+
+def test_draft_model_shares_the_noise(models: Models) -> None:
+    """The target drafting for itself is right at temperature 1 too: same transforms, same noise."""
+    setting = Setting("same model", num_draft_tokens=4, batch=4)
+    with setting.engine(models, "llama") as engine:
+        engine.generate(ragged_prompts(4), SAMPLING["cut"])
+        metrics = engine.metrics()
+    assert metrics.num_accepted_tokens > 0.9 * metrics.num_draft_tokens > 0
