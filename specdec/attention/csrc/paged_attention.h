@@ -66,17 +66,19 @@ struct Operands {
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+// Each member writes its share of rows: the same rows as in every other row-wise phase.
 template <typename T>
 void write_kv(const Member& member, const Step& step, const Layer& layer, const Operands<T>& op) {
   int64_t first, last;
-  member.share(int64_t(step.num_rows) * layer.num_kv_heads, &first, &last);
+  member.share(step.num_rows, &first, &last);
   const size_t bytes = layer.head_dim * sizeof(T);
-  for (int64_t item = first; item < last; ++item) {
-    const int64_t row = item / layer.num_kv_heads, head = item % layer.num_kv_heads;
+  for (int64_t row = first; row < last; ++row) {
     const int64_t block = step.slots[row] / layer.block_size, offset = step.slots[row] % layer.block_size;
-    const int64_t at = ((block * layer.num_kv_heads + head) * layer.block_size + offset) * layer.head_dim;
-    std::memcpy(static_cast<T*>(layer.key_pool) + at, op.key.at(row, head), bytes);
-    std::memcpy(static_cast<T*>(layer.value_pool) + at, op.value.at(row, head), bytes);
+    for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
+      const int64_t at = ((block * layer.num_kv_heads + head) * layer.block_size + offset) * layer.head_dim;
+      std::memcpy(static_cast<T*>(layer.key_pool) + at, op.key.at(row, head), bytes);
+      std::memcpy(static_cast<T*>(layer.value_pool) + at, op.value.at(row, head), bytes);
+    }
   }
 }
 

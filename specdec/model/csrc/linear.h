@@ -1,0 +1,131 @@
+// y = x W^T (+ bias) for packed weights.
+//
+// The weight's rows (output columns) are packed in panels of 16 columns: for every unit of 32 bits along
+// the inner dimension (one float, or two neighbouring bf16), the 16 columns' units side by side. An output
+// is one sum over the inner dimension in ascending order, whatever the number of rows or threads.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+#include "team.h"
+
+namespace dh {
+
+// Rows times panels of 16 columns whose sums are kept in registers at a time.
+#if defined(__AVX512F__)
+constexpr int kRowTile = 6;
+constexpr int kPanelTile = 4;
+#else
+constexpr int kRowTile = 2;
+constexpr int kPanelTile = 2;
+#endif
+
+template <typename T>
+struct Packing;
+
+template <>
+struct Packing<float> {
+  static constexpr int per = 1;
+  static f32x16 multiply_add(f32x16 acc, u32x16 weights, uint32_t x) {
+    return acc + (f32x16)weights * load_as<float>(&x);
+  }
+};
+
+template <>
+struct Packing<bf16> {
+  static constexpr int per = 2;
+  static f32x16 multiply_add(f32x16 acc, u32x16 weights, uint32_t x) { return dot_pairs(acc, weights, x); }
+};
+
+struct Linear {
+  const uint32_t* panels;
+  const void* bias;  // null: none; dtype of the weights
+  int32_t num_units;  // units along the inner dimension
+  int32_t num_columns;
+
+  int num_panels() const { return (num_columns + kLanes - 1) / kLanes; }
+};
+
+// Packs W [columns, inner], row-major, inner a multiple of the units' size.
+template <typename T>
+void pack_panels(const T* weight, int64_t columns, int64_t inner, uint32_t* panels, const Member& member) {
+  const int64_t num_units = inner / Packing<T>::per, num_panels = (columns + kLanes - 1) / kLanes;
+  int64_t first, last;
+  member.share(num_panels, &first, &last);
+  for (int64_t p = first; p < last; ++p) {
+    for (int64_t unit = 0; unit < num_units; unit += kLanes) {
+      u32x16 tile[kLanes] = {};
+      const int64_t here = std::min<int64_t>(kLanes, num_units - unit);
+      for (int c = 0; c < kLanes && p * kLanes + c < columns; ++c)
+        std::memcpy(&tile[c], weight + (p * kLanes + c) * inner + unit * Packing<T>::per, here * 4);
+      transpose16(tile);
+      for (int64_t i = 0; i < here; ++i) store_as(panels + (p * num_units + unit + i) * kLanes, tile[i]);
+    }
+  }
+}
+
+template <typename T, int R, int P>
+inline void linear_tile(const Linear& linear, int panel, const T* x, int64_t x_stride, T* y, int64_t y_stride) {
+  f32x16 sum[R][P];
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) sum[r][p] = f32x16{};
+  const int64_t panel_size = int64_t(linear.num_units) * kLanes;
+  const uint32_t* weights = linear.panels + panel * panel_size;
+  for (int unit = 0; unit < linear.num_units; ++unit) {
+    u32x16 w[P];
+    for (int p = 0; p < P; ++p) w[p] = load_as<u32x16>(weights + p * panel_size + unit * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const uint32_t value = load_as<uint32_t>(x + r * x_stride + unit * Packing<T>::per);
+      for (int p = 0; p < P; ++p) sum[r][p] = Packing<T>::multiply_add(sum[r][p], w[p], value);
+    }
+  }
+  for (int p = 0; p < P; ++p) {
+    const int column = (panel + p) * kLanes;
+    const int here = std::min(kLanes, linear.num_columns - column);
+    f32x16 bias = {};
+    if (linear.bias != nullptr) bias = load_tail(static_cast<const T*>(linear.bias) + column, here);
+    for (int r = 0; r < R; ++r) {
+      const f32x16 value = linear.bias != nullptr ? sum[r][p] + bias : sum[r][p];
+      if (here == kLanes)
+        store16(y + r * y_stride + column, value);
+      else
+        store_tail(y + r * y_stride + column, value, here);
+    }
+  }
+}
+
+template <typename T, int P>
+inline void linear_panels(const Linear& linear, int panel, const T* x, int64_t x_stride, T* y, int64_t y_stride,
+                          int64_t rows) {
+  // Tiles of nearly equal height: 7 rows are 4 + 3, not 6 + 1.
+  const int64_t tiles = (rows + kRowTile - 1) / kRowTile;
+  for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
+    const int64_t count = (rows - row + tiles - tile - 1) / (tiles - tile);
+    const T* xs = x + row * x_stride;
+    T* ys = y + row * y_stride;
+    switch (count) {
+      case 1: linear_tile<T, 1, P>(linear, panel, xs, x_stride, ys, y_stride); break;
+      case 2: linear_tile<T, 2, P>(linear, panel, xs, x_stride, ys, y_stride); break;
+#if defined(__AVX512F__)
+      case 3: linear_tile<T, 3, P>(linear, panel, xs, x_stride, ys, y_stride); break;
+      case 4: linear_tile<T, 4, P>(linear, panel, xs, x_stride, ys, y_stride); break;
+      case 5: linear_tile<T, 5, P>(linear, panel, xs, x_stride, ys, y_stride); break;
+      case 6: linear_tile<T, 6, P>(linear, panel, xs, x_stride, ys, y_stride); break;
+#endif
+    }
+    row += count;
+  }
+}
+
+// y [rows, columns] = x [rows, inner] W^T + bias for panels [first, last).
+template <typename T>
+void linear(const Linear& linear, const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows, int first,
+            int last) {
+  int panel = first;
+  for (; panel + kPanelTile <= last; panel += kPanelTile)
+    linear_panels<T, kPanelTile>(linear, panel, x, x_stride, y, y_stride, rows);
+  for (; panel < last; ++panel) linear_panels<T, 1>(linear, panel, x, x_stride, y, y_stride, rows);
+}
+
+}  // namespace dh

@@ -1,0 +1,270 @@
+// Operations that look at one row at a time: elementwise arithmetic with broadcasting, means, norms.
+//
+// Results are those of PyTorch's eager kernels: fp32 arithmetic, rounded to the result's dtype once per
+// operation. A row's result does not depend on the other rows.
+#pragma once
+
+#include <cmath>
+
+#include "simd.h"
+
+namespace dh {
+
+enum class Dtype : int32_t { kFloat = 0, kBfloat16 = 1 };
+
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
+
+// A tensor [rows, dims...]: strides in elements.
+struct Operand {
+  int32_t buffer;
+  Dtype dtype;
+  int64_t offset;  // in elements
+  int64_t row_stride;
+  int64_t stride[3];
+  int32_t by_position;  // the row is that of the position id, not of the batch
+  int32_t unused;
+};
+
+enum class Op : int32_t {
+  kCopy = 0,
+  kAdd,
+  kSub,
+  kMul,
+  kDiv,
+  kNeg,
+  kSquare,
+  kCube,
+  kSqrt,
+  kRsqrt,
+  kReciprocal,
+  kExp,
+  kTanh,
+  kSigmoid,
+  kSilu,
+  kRelu,
+  kGelu,
+  kGeluTanh,
+  kClamp,
+  kSquaredRelu,
+};
+
+inline f32x16 load_lanes(const char* p, Dtype dtype, int64_t stride, int count) {
+  if (stride == 1 && count == kLanes)
+    return dtype == Dtype::kFloat ? load16(reinterpret_cast<const float*>(p)) : load16(reinterpret_cast<const bf16*>(p));
+  if (stride == 0)
+    return splat(dtype == Dtype::kFloat ? load_as<float>(p) : to_float(load_as<bf16>(p)));
+  alignas(64) float lane[kLanes] = {};
+  for (int i = 0; i < count; ++i)
+    lane[i] = dtype == Dtype::kFloat ? load_as<float>(p + i * stride * 4) : to_float(load_as<bf16>(p + i * stride * 2));
+  return load16(lane);
+}
+
+inline void store_lanes(char* p, Dtype dtype, int64_t stride, f32x16 v, int count) {
+  if (stride == 1 && count == kLanes) {
+    if (dtype == Dtype::kFloat)
+      store16(reinterpret_cast<float*>(p), v);
+    else
+      store16(reinterpret_cast<bf16*>(p), v);
+    return;
+  }
+  alignas(64) float lane[kLanes];
+  alignas(32) bf16 half[kLanes];
+  store16(lane, v);
+  store16(half, v);
+  for (int i = 0; i < count; ++i) {
+    if (dtype == Dtype::kFloat)
+      store_as(p + i * stride * 4, lane[i]);
+    else
+      store_as(p + i * stride * 2, half[i]);
+  }
+}
+
+inline f32x16 sqrt16(f32x16 v) {
+  alignas(64) float lane[kLanes];
+  store16(lane, v);
+  for (int i = 0; i < kLanes; ++i) lane[i] = std::sqrt(lane[i]);
+  return load16(lane);
+}
+
+// Within 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+inline f32x16 erf16(f32x16 x) {
+  const i32x16 negative = x < f32x16{};
+  const f32x16 a = select(negative, -x, x);
+  const f32x16 t = 1.0f / (1.0f + 0.3275911f * a);
+  f32x16 p = splat(1.061405429f);
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const f32x16 y = 1.0f - p * t * exp16(-a * a);
+  return select(negative, -y, y);
+}
+
+inline f32x16 sigmoid16(f32x16 x) { return 1.0f / (1.0f + exp16(-x)); }
+
+struct Extent {
+  int32_t n[3];
+};
+
+struct RowPointers {
+  char* out;
+  const char* a;
+  const char* b;
+};
+
+// out = f(a, b) over the dims of one row; lanes [first, last) of the innermost one.
+template <typename F>
+inline void map_row(const F& f, const Extent& extent, const Operand& out, const Operand& a, const Operand& b,
+                    RowPointers row, int first, int last) {
+  const int64_t out_size = size_of(out.dtype), a_size = size_of(a.dtype), b_size = size_of(b.dtype);
+  for (int i = 0; i < extent.n[0]; ++i) {
+    for (int j = 0; j < extent.n[1]; ++j) {
+      char* out_at = row.out + (i * out.stride[0] + j * out.stride[1]) * out_size;
+      const char* a_at = row.a + (i * a.stride[0] + j * a.stride[1]) * a_size;
+      const char* b_at = row.b == nullptr ? nullptr : row.b + (i * b.stride[0] + j * b.stride[1]) * b_size;
+      for (int k = first; k < last; k += kLanes) {
+        const int count = last - k < kLanes ? last - k : kLanes;
+        const f32x16 x = load_lanes(a_at + k * a.stride[2] * a_size, a.dtype, a.stride[2], count);
+        f32x16 y = {};
+        if (b_at != nullptr) y = load_lanes(b_at + k * b.stride[2] * b_size, b.dtype, b.stride[2], count);
+        store_lanes(out_at + k * out.stride[2] * out_size, out.dtype, out.stride[2], f(x, y), count);
+      }
+    }
+  }
+}
+
+// One row of an elementwise operation. Without a second operand, `scalar` takes its place.
+inline void elementwise_row(Op op, const Extent& extent, const Operand& out, const Operand& a, const Operand& b,
+                            RowPointers row, float scalar, float scalar2, int first, int last) {
+  const bool has_b = row.b != nullptr;
+  const f32x16 s = splat(scalar), s2 = splat(scalar2);
+  const auto map = [&](const auto& f) { map_row(f, extent, out, a, b, row, first, last); };
+  switch (op) {
+    case Op::kCopy: return map([](f32x16 x, f32x16) { return x; });
+    case Op::kAdd: return map([=](f32x16 x, f32x16 y) { return x + (has_b ? y : s); });
+    case Op::kSub: return map([=](f32x16 x, f32x16 y) { return x - (has_b ? y : s); });
+    case Op::kMul: return map([=](f32x16 x, f32x16 y) { return x * (has_b ? y : s); });
+    case Op::kDiv: return map([=](f32x16 x, f32x16 y) { return x / (has_b ? y : s); });
+    case Op::kNeg: return map([](f32x16 x, f32x16) { return -x; });
+    case Op::kSquare: return map([](f32x16 x, f32x16) { return x * x; });
+    case Op::kCube: return map([](f32x16 x, f32x16) { return x * x * x; });
+    case Op::kSqrt: return map([](f32x16 x, f32x16) { return sqrt16(x); });
+    case Op::kRsqrt: return map([](f32x16 x, f32x16) { return 1.0f / sqrt16(x); });
+    case Op::kReciprocal: return map([](f32x16 x, f32x16) { return 1.0f / x; });
+    case Op::kExp: return map([](f32x16 x, f32x16) { return exp16(x); });
+    case Op::kTanh: return map([](f32x16 x, f32x16) { return tanh16(x); });
+    case Op::kSigmoid: return map([](f32x16 x, f32x16) { return sigmoid16(x); });
+    case Op::kSilu: return map([](f32x16 x, f32x16) { return x * sigmoid16(x); });
+    case Op::kRelu: return map([](f32x16 x, f32x16) { return vmax(x, f32x16{}); });
+    case Op::kGelu: return map([](f32x16 x, f32x16) { return x * 0.5f * (1.0f + erf16(x * 0.70710678f)); });
+    case Op::kGeluTanh:
+      return map([](f32x16 x, f32x16) {
+        return x * 0.5f * (1.0f + tanh16(0.79788456f * (x + 0.044715f * x * x * x)));
+      });
+    case Op::kClamp: return map([=](f32x16 x, f32x16) {
+      const f32x16 low = vmax(x, s);
+      return select(low > s2, s2, low);
+    });
+    case Op::kSquaredRelu: return map([](f32x16 x, f32x16) {
+      const f32x16 positive = vmax(x, f32x16{});
+      return positive * positive;
+    });
+  }
+}
+
+// Mean over the innermost dimension.
+inline void mean_row(const Extent& extent, const Operand& out, const Operand& a, RowPointers row) {
+  const int64_t out_size = size_of(out.dtype), a_size = size_of(a.dtype);
+  for (int i = 0; i < extent.n[0]; ++i) {
+    for (int j = 0; j < extent.n[1]; ++j) {
+      const char* at = row.a + (i * a.stride[0] + j * a.stride[1]) * a_size;
+      f32x16 sum = {};
+      int k = 0;
+      for (; k + kLanes <= extent.n[2]; k += kLanes)
+        sum += load_lanes(at + k * a.stride[2] * a_size, a.dtype, a.stride[2], kLanes);
+      float total = reduce_add(sum);
+      for (; k < extent.n[2]; ++k) total += load_lanes(at + k * a.stride[2] * a_size, a.dtype, 0, 1)[0];
+      char* out_at = row.out + (i * out.stride[0] + j * out.stride[1]) * out_size;
+      store_lanes(out_at, out.dtype, 1, splat(total / extent.n[2]), 1);
+    }
+  }
+}
+
+// What a norm does beside dividing by the root of the (centred or plain) mean square.
+struct Norm {
+  int32_t centred;       // layer norm: subtract the mean
+  int32_t round_before;  // round to the result's dtype before the weight is multiplied (Llama), not only after
+  float epsilon;
+};
+
+// Layer norm or RMS norm over the innermost dimension, which is contiguous in `a`.
+inline void norm_row(const Norm& norm, const Extent& extent, const Operand& out, const Operand& a, const Operand& w,
+                     const Operand& bias, RowPointers row, const char* bias_row) {
+  const int64_t out_size = size_of(out.dtype), a_size = size_of(a.dtype);
+  const int64_t w_size = size_of(w.dtype), bias_size = size_of(bias.dtype);
+  const int n = extent.n[2];
+  const auto lanes = [&](int k) { return n - k < kLanes ? n - k : kLanes; };
+  for (int i = 0; i < extent.n[0]; ++i) {
+    for (int j = 0; j < extent.n[1]; ++j) {
+      const char* at = row.a + (i * a.stride[0] + j * a.stride[1]) * a_size;
+      float mean = 0.0f;
+      if (norm.centred) {
+        f32x16 sum = {};
+        for (int k = 0; k < n; k += kLanes) sum += load_lanes(at + k * a_size, a.dtype, 1, lanes(k));
+        mean = reduce_add(sum) / n;
+      }
+      f32x16 squares = {};
+      for (int k = 0; k < n; k += kLanes) {
+        f32x16 x = load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - mean;
+        if (lanes(k) < kLanes) {
+          alignas(64) float lane[kLanes] = {};
+          store_tail(lane, x, lanes(k));
+          x = load16(lane);
+        }
+        squares += x * x;
+      }
+      const float scale = 1.0f / std::sqrt(reduce_add(squares) / n + norm.epsilon);
+      char* out_at = row.out + (i * out.stride[0] + j * out.stride[1]) * out_size;
+      for (int k = 0; k < n; k += kLanes) {
+        const int count = lanes(k);
+        f32x16 x = (load_lanes(at + k * a_size, a.dtype, 1, count) - mean) * scale;
+        if (norm.round_before && out.dtype == Dtype::kBfloat16) x = rounded<bf16>(x);
+        if (row.b != nullptr) x *= load_lanes(row.b + k * w_size, w.dtype, 1, count);
+        if (bias_row != nullptr) x += load_lanes(bias_row + k * bias_size, bias.dtype, 1, count);
+        store_lanes(out_at + k * out_size, out.dtype, 1, x, count);
+      }
+    }
+  }
+}
+
+// Rotary embedding over pairs (k, k + half) of the innermost dimension: out = a * cos + rotate_half(a) * sin,
+// each product and the sum rounded to the result's dtype, as the separate operations do. `b` holds the
+// cosines, `c` the sines.
+inline void rotary_row(const Extent& extent, const Operand& out, const Operand& a, const Operand& b, const Operand& c,
+                       RowPointers row, const char* sines) {
+  const int half = extent.n[2] / 2;
+  const int64_t out_size = size_of(out.dtype), a_size = size_of(a.dtype);
+  const int64_t b_size = size_of(b.dtype), c_size = size_of(c.dtype);
+  const bool narrow_result = out.dtype == Dtype::kBfloat16;
+  const auto round = [&](f32x16 v) { return narrow_result ? rounded<bf16>(v) : v; };
+  for (int i = 0; i < extent.n[0]; ++i) {
+    for (int j = 0; j < extent.n[1]; ++j) {
+      const char* at = row.a + (i * a.stride[0] + j * a.stride[1]) * a_size;
+      char* out_at = row.out + (i * out.stride[0] + j * out.stride[1]) * out_size;
+      for (int k = 0; k < half; k += kLanes) {
+        const int count = half - k < kLanes ? half - k : kLanes;
+        const f32x16 low = load_lanes(at + k * a_size, a.dtype, 1, count);
+        const f32x16 high = load_lanes(at + (k + half) * a_size, a.dtype, 1, count);
+        const f32x16 cos_low = load_lanes(row.b + k * b_size, b.dtype, 1, count);
+        const f32x16 cos_high = load_lanes(row.b + (k + half) * b_size, b.dtype, 1, count);
+        const f32x16 sin_low = load_lanes(sines + k * c_size, c.dtype, 1, count);
+        const f32x16 sin_high = load_lanes(sines + (k + half) * c_size, c.dtype, 1, count);
+        store_lanes(out_at + k * out_size, out.dtype, 1, round(low * cos_low) + round(-high * sin_low), count);
+        store_lanes(out_at + (k + half) * out_size, out.dtype, 1, round(high * cos_high) + round(low * sin_high),
+                    count);
+      }
+    }
+  }
+}
+
+}  // namespace dh

@@ -1,0 +1,424 @@
+"""Turns a trace into native operations: linear layers, attention, gathers and row-wise arithmetic.
+
+Anything else in the forward raises `CannotLower` with its name; such a model keeps running eagerly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from specdec.model.recording import ATTEND, CannotLower
+from specdec.model.trace import BatchSize, Domain, Node, Ref, Trace, Value, tensors_in
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+# The numbers are those of `dh::Op`.
+_UNARY = {
+    "neg": 5,
+    "sqrt": 8,
+    "rsqrt": 9,
+    "reciprocal": 10,
+    "exp": 11,
+    "tanh": 12,
+    "sigmoid": 13,
+    "silu": 14,
+    "relu": 15,
+}
+_BINARY = {"add": 1, "sub": 2, "mul": 3, "div": 4}
+_POWERS = {2: 6, 3: 7, 0.5: 8, -0.5: 9, -1: 10}
+COPY, NEG, ADD, MUL, SQUARE, RSQRT = 0, 5, 1, 3, 6, 9
+_GELU, _GELU_TANH, _CLAMP = 16, 17, 18
+_CASTS = frozenset({"_to_copy", "to", "type_as"})
+
+Index = Literal["tokens", "logit_rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One native operation: reads `inputs`, writes `out` (all of a value, or a part that nobody else writes)."""
+
+    out: Ref
+    inputs: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elementwise(Operation):
+    """Arithmetic with broadcasting; without a second input, `scalar` takes its place."""
+
+    op: int
+    scalar: float = 0.0
+    scalar2: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean(Operation):
+    """Mean over the innermost dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm(Operation):
+    """RMS norm, or layer norm when `centred`, over the innermost dimension; inputs: x [, weight [, bias]]."""
+
+    centred: bool
+    round_before: bool
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary(Operation):
+    """x * cos + rotate_half(x) * sin; inputs: x, cos, sin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather(Operation):
+    """Rows of the input (a constant table or a row value) by token ids or logit rows."""
+
+    index: Index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearLayer(Operation):
+    """inputs: x [, bias]."""
+
+    weight: torch.Tensor
+    """[columns, inner]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Operation):
+    """inputs: query, key, value with dims (..., heads, ..., head size)."""
+
+    layer_idx: int
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A whole forward."""
+
+    operations: list[Operation] = field(default_factory=list)
+    logits: Ref | None = None
+
+
+def lower(trace: Trace) -> Lowered:
+    """Return the operations that yield the trace's logits, in fp32.
+
+    Raises:
+        CannotLower: naming what has no native form.
+    """
+    return _Lowering(trace).run()
+
+
+class _Lowering:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._operations: list[Operation] = []
+
+    def run(self) -> Lowered:
+        wanted = _needed(self._trace)
+        for node in self._trace.nodes:
+            values = [value for value in node.creates if value is not None]
+            if any(value in wanted and value.kind == "row" for value in values):
+                self._node(node)
+        logits = self._trace.ref(self._trace.logits)
+        if logits.value.domain != "logit_rows" or logits.value.kind != "row":
+            raise CannotLower("the logits do not have one row per logit row")
+        if logits.dtype is not torch.float32 or not _is_whole(logits):
+            fp32 = self._fresh(self._trace.logits, logits, torch.float32)
+            logits = self._elementwise(COPY, fp32, logits)
+        return Lowered(self._operations, logits)
+
+    def _node(self, node: Node) -> None:
+        if node.name == ATTEND:
+            self._attention(node)
+            return
+        _, name, overload = node.name.split(".")
+        handler: Callable[[Node], None] | None = getattr(self, f"_lower_{name}", None)
+        if name in _UNARY:
+            self._unary(node, _UNARY[name])
+        elif name in _BINARY:
+            self._binary(node, _BINARY[name])
+        elif name in _CASTS:
+            self._copy(node)
+        elif handler is not None:
+            handler(node)
+        else:
+            raise CannotLower(f"{name}.{overload} has no native form")
+
+    def _copy(self, node: Node) -> None:
+        self._elementwise(COPY, self._own(node.outputs[0]), self._trace.ref(node.args[0]))
+
+    def _unary(self, node: Node, op: int) -> None:
+        self._elementwise(op, self._own(node.outputs[0]), self._trace.ref(node.args[0]))
+
+    def _binary(self, node: Node, op: int) -> None:
+        first, second = node.args[:2]
+        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+            raise CannotLower(f"{node.name} with {node.kwargs}")
+        if not isinstance(first, torch.Tensor):
+            raise CannotLower(f"{node.name} of a number and a tensor")
+        if isinstance(second, torch.Tensor):
+            self._elementwise(op, self._own(node.outputs[0]), self._trace.ref(first), self._trace.ref(second))
+        else:
+            self._elementwise(op, self._own(node.outputs[0]), self._trace.ref(first), scalar=_number(second))
+
+    def _lower_pow(self, node: Node) -> None:
+        exponent = node.args[1]
+        if exponent not in _POWERS:
+            raise CannotLower(f"pow with exponent {exponent}")
+        self._unary(node, _POWERS[exponent])
+
+    def _lower_square(self, node: Node) -> None:
+        self._unary(node, SQUARE)
+
+    def _lower_gelu(self, node: Node) -> None:
+        self._unary(node, _GELU_TANH if node.kwargs.get("approximate", "none") == "tanh" else _GELU)
+
+    def _lower_clamp(self, node: Node) -> None:
+        low, high = (_argument(node, position, name) for position, name in ((1, "min"), (2, "max")))
+        self._elementwise(
+            _CLAMP,
+            self._own(node.outputs[0]),
+            self._trace.ref(node.args[0]),
+            scalar=-math.inf if low is None else _number(low),
+            scalar2=math.inf if high is None else _number(high),
+        )
+
+    def _lower_mean(self, node: Node) -> None:
+        source = self._trace.ref(node.args[0])
+        axes = [axis % len(source.dims) for axis in node.args[1]]
+        keeps = bool(_argument(node, 2, "keepdim"))
+        if axes != [len(source.dims) - 1] or not keeps or source.row_axis == axes[0]:
+            raise CannotLower("a mean over anything but the last dimension")
+        self._emit(Mean(out=self._own(node.outputs[0]), inputs=(source,)))
+
+    def _lower_layer_norm(self, node: Node) -> None:
+        epsilon = _argument(node, 4, "eps")
+        self._norm(node, centred=True, epsilon=1e-5 if epsilon is None else epsilon)
+
+    def _lower_rms_norm(self, node: Node) -> None:
+        epsilon = _argument(node, 3, "eps")
+        default = torch.finfo(node.args[0].dtype).eps
+        self._norm(node, centred=False, epsilon=default if epsilon is None else epsilon)
+
+    def _norm(self, node: Node, *, centred: bool, epsilon: float) -> None:
+        if len(node.args[1]) != 1:
+            raise CannotLower("a norm over several dimensions")
+        inputs = [self._contiguous(node.args[0])]
+        for position, name in ((2, "weight"), (3, "bias"))[: 2 if centred else 1]:
+            parameter = _argument(node, position, name)
+            if parameter is None:
+                break
+            inputs.append(self._trace.ref(parameter))
+        self._emit(
+            Norm(
+                out=self._own(node.outputs[0]),
+                inputs=tuple(inputs),
+                centred=centred,
+                round_before=False,
+                epsilon=float(epsilon),
+            )
+        )
+
+    def _lower_cat(self, node: Node) -> None:
+        out = self._own(node.outputs[0])
+        axis = (_argument(node, 1, "dim") or 0) % len(out.dims)
+        start = 0
+        for tensor in node.args[0]:
+            size = tensor.shape[axis]
+            if size:
+                self._copy_into(out, axis, start, size, tensor)
+            start += size
+
+    def _lower_stack(self, node: Node) -> None:
+        out = self._own(node.outputs[0])
+        axis = (_argument(node, 1, "dim") or 0) % len(out.dims)
+        for index, tensor in enumerate(node.args[0]):
+            self._copy_into(out, axis, index, 1, tensor.unsqueeze(axis))
+
+    def _copy_into(self, out: Ref, axis: int, start: int, size: int, tensor: torch.Tensor) -> None:
+        if axis == out.row_axis:
+            raise CannotLower("a concatenation of rows")
+        dims = list(out.dims)
+        stride = dims[axis][1]
+        dims[axis] = (size, 0 if size == 1 else stride)
+        part = replace(out, offset=out.offset + start * stride, dims=tuple(dims))
+        self._emit(Elementwise(op=COPY, out=part, inputs=(_broadcast(self._trace.ref(tensor), part),)))
+
+    def _lower_embedding(self, node: Node) -> None:
+        table, ids = node.args[:2]
+        if self._trace.value_of(ids).tensor is not self._trace.input_ids:
+            raise CannotLower("an embedding of something other than token ids")
+        self._gather(node, self._trace.ref(table), "tokens")
+
+    def _lower_index(self, node: Node) -> None:
+        source, indices = node.args
+        given = [index for index in indices if index is not None]
+        if len(given) != 1 or self._trace.value_of(given[0]).tensor is not self._trace.logit_rows:
+            raise CannotLower("an index that is not the rows of the logits")
+        ref = self._contiguous(source)
+        if ref.row_axis != len(indices) - 1:
+            raise CannotLower("an index of the logit rows into something other than rows")
+        self._gather(node, ref, "logit_rows")
+
+    def _lower_index_select(self, node: Node) -> None:
+        source, axis, indices = node.args
+        ref = self._contiguous(source)
+        if self._trace.value_of(indices).tensor is not self._trace.logit_rows or ref.row_axis != axis % source.dim():
+            raise CannotLower("an index_select that is not the rows of the logits")
+        self._gather(node, ref, "logit_rows")
+
+    def _gather(self, node: Node, source: Ref, index: Index) -> None:
+        out = self._own(node.outputs[0])
+        if source.dtype is not out.dtype:
+            raise CannotLower(f"{node.name} that changes the dtype")
+        self._emit(Gather(out=out, inputs=(source,), index=index))
+
+    def _lower_linear(self, node: Node) -> None:
+        bias = _argument(node, 2, "bias")
+        self._linear(node, node.args[0], node.args[1], bias)
+
+    def _lower_addmm(self, node: Node) -> None:
+        if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
+            raise CannotLower("addmm with factors")
+        self._linear(node, node.args[1], node.args[2].t(), node.args[0])
+
+    def _lower_mm(self, node: Node) -> None:
+        self._linear(node, node.args[0], node.args[1].t(), None)
+
+    def _linear(self, node: Node, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        trace = self._trace
+        parameters = [weight] if bias is None else [weight, bias]
+        if any(trace.value_of(tensor).kind != "constant" for tensor in parameters) or weight.dim() != 2:
+            raise CannotLower("a matrix product of two activations")
+        if x.dtype not in FLOATS or any(tensor.dtype is not x.dtype for tensor in parameters):
+            raise CannotLower(f"a linear layer of {weight.dtype} on {x.dtype}")
+        if weight.shape[1] * x.element_size() % 4:
+            raise CannotLower("a bf16 linear layer with an odd number of inputs")
+        inputs = [self._contiguous(x)]
+        if bias is not None:
+            inputs.append(trace.ref(bias.contiguous()))
+        self._emit(LinearLayer(out=self._own(node.outputs[0]), inputs=tuple(inputs), weight=weight))
+
+    def _attention(self, node: Node) -> None:
+        layer_idx, *tensors = node.args
+        refs = tuple(self._heads(tensor) for tensor in tensors)
+        self._emit(Attention(out=self._own(node.outputs[0]), inputs=refs, layer_idx=layer_idx))
+
+    def _heads(self, tensor: torch.Tensor) -> Ref:
+        ref = self._trace.ref(tensor)
+        if ref.row_axis != 0 or len(ref.dims) != 3 or ref.dtype not in FLOATS:
+            raise CannotLower(f"attention on {ref.dtype} of shape {list(tensor.shape)}")
+        if ref.value.kind == "row" and (ref.dims[2][1] == 1 or ref.dims[2][0] == 1):
+            return ref
+        return self._elementwise(COPY, self._fresh(tensor, ref, ref.dtype), ref)
+
+    def _elementwise(
+        self,
+        op: int,
+        out: Ref,
+        first: Ref,
+        second: Ref | None = None,
+        *,
+        scalar: float = 0.0,
+        scalar2: float = 0.0,
+    ) -> Ref:
+        inputs = tuple(_broadcast(ref, out) for ref in (first, second) if ref is not None)
+        self._emit(Elementwise(op=op, out=out, inputs=inputs, scalar=scalar, scalar2=scalar2))
+        return out
+
+    def _own(self, output: torch.Tensor) -> Ref:
+        """All of the value that a node's output is."""
+        ref = self._trace.ref(output)
+        if ref.dtype not in FLOATS:
+            raise CannotLower(f"activations of {ref.dtype}")
+        return ref
+
+    def _fresh(self, tensor: torch.Tensor, like: Ref, dtype: torch.dtype) -> Ref:
+        """A new value with the shape of `tensor` and the rows of `like`, row-major."""
+        assert like.row_axis is not None
+        inner = [size for axis, size in enumerate(tensor.shape) if axis != like.row_axis]
+        value = Value("row", like.value.domain, tuple(tensor.shape), like.row_axis, dtype, tensor)
+        strides = [math.prod(inner[index + 1 :]) for index in range(len(inner))]
+        dims = list(zip(inner, strides, strict=True))
+        dims.insert(like.row_axis, (1, 0))
+        return Ref(value, 0, value.row_size, tuple(dims), like.row_axis)
+
+    def _contiguous(self, tensor: torch.Tensor) -> Ref:
+        """`tensor` with its innermost dimensions in one piece, copied if need be."""
+        ref = self._trace.ref(tensor)
+        if ref.value.kind == "row" and ref.dtype in FLOATS and _is_dense(ref):
+            return ref
+        return self._elementwise(COPY, self._fresh(tensor, ref, ref.dtype), ref)
+
+    def _emit(self, operation: Operation) -> None:
+        if any(ref.dtype not in FLOATS for ref in operation.inputs):
+            raise CannotLower(f"arithmetic on {operation.inputs[0].dtype}")
+        self._operations.append(operation)
+
+
+def _needed(trace: Trace) -> set[Value]:
+    """Values that the logits depend on."""
+    creator = {value: node for node in trace.nodes for value in node.creates if value is not None}
+    wanted: set[Value] = set()
+    pending = [trace.value_of(trace.logits)]
+    while pending:
+        value = pending.pop()
+        if value in wanted:
+            continue
+        wanted.add(value)
+        node = creator.get(value)
+        if node is not None:
+            pending.extend(trace.value_of(tensor) for tensor in tensors_in((node.args, node.kwargs)))
+    return wanted
+
+
+def _broadcast(ref: Ref, out: Ref) -> Ref:
+    """`ref` with the dimensions of `out`: missing ones and those of size 1 get stride 0."""
+    missing = len(out.dims) - len(ref.dims)
+    row_axis = None if ref.row_axis is None else ref.row_axis + missing
+    if row_axis is not None and row_axis != out.row_axis:
+        raise CannotLower("operands whose rows are different dimensions")
+    if ref.value.domain is not None and ref.value.domain != out.value.domain:
+        raise CannotLower("operands with different numbers of rows")
+    dims = [(1, 0)] * missing + list(ref.dims)
+    aligned = tuple(
+        (1, 0) if axis == out.row_axis else (out_size, stride if size == out_size else 0)
+        for axis, ((size, stride), (out_size, _)) in enumerate(zip(dims, out.dims, strict=True))
+    )
+    return replace(ref, dims=aligned, row_axis=out.row_axis)
+
+
+def _is_dense(ref: Ref) -> bool:
+    """Whether a row's elements are consecutive, in order."""
+    expected = 1
+    for size, stride in reversed(ref.dims):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_whole(ref: Ref) -> bool:
+    return ref.offset == 0 and _is_dense(ref) and math.prod(size for size, _ in ref.dims) == ref.value.row_size
+
+
+def _argument(node: Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def _number(argument: Any) -> float:
+    if isinstance(argument, BatchSize) or not isinstance(argument, int | float):
+        raise CannotLower("arithmetic with a number that depends on the batch")
+    return float(argument)
+
+
+def domain_of(operation: Operation) -> Domain:
+    """Which rows the operation runs over."""
+    domain = operation.out.value.domain
+    assert domain is not None
+    return domain

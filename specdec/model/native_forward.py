@@ -1,0 +1,461 @@
+"""A lowered forward as the C++ side runs it: instructions, buffers, packed weights.
+
+The structs mirror `csrc/forward.cpp`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from specdec.attention.base import LayerAttention, LayerCaches
+from specdec.attention.cpu import NativeLayer, native_layer, native_step
+from specdec.attention.metadata import AttentionMetadata
+from specdec.attention.native import load_library
+from specdec.model.lowering import (
+    Attention,
+    Elementwise,
+    Gather,
+    LinearLayer,
+    Mean,
+    Norm,
+    Operation,
+    Rotary,
+    domain_of,
+)
+from specdec.model.recording import CannotLower
+from specdec.model.schedule import Step
+from specdec.model.trace import Ref, Value
+
+SOURCE = Path(__file__).parent / "csrc" / "forward.cpp"
+
+_ELEMENTWISE, _MEAN, _NORM, _ROTARY, _GATHER, _LINEAR, _ATTENTION = range(7)
+_SHARES = {"rows": 0, "columns": 1, "own": 2}
+_INDICES = {"tokens": 0, "logit_rows": 2}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_NO_BUFFER = -1
+_MAX_DIMS = 3
+_LANES = 16
+_HUGE_PAGE = 1 << 21
+_ARENA_BYTES = 1 << 26
+
+
+class _Operand(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("buffer", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("offset", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+        ("stride", ctypes.c_int64 * _MAX_DIMS),
+        ("by_position", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class _Norm(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("centred", ctypes.c_int32),
+        ("round_before", ctypes.c_int32),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
+class _Instruction(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("kind", ctypes.c_int32),
+        ("op", ctypes.c_int32),
+        ("share", ctypes.c_int32),
+        ("sync", ctypes.c_int32),
+        ("logit_rows", ctypes.c_int32),
+        ("extent", ctypes.c_int32 * _MAX_DIMS),
+        ("out", _Operand),
+        ("a", _Operand),
+        ("b", _Operand),
+        ("c", _Operand),
+        ("scalar", ctypes.c_float),
+        ("scalar2", ctypes.c_float),
+        ("norm", _Norm),
+        ("index", ctypes.c_int32),
+        ("num_indices", ctypes.c_int32),
+        ("weight", ctypes.c_int32),
+        ("num_units", ctypes.c_int32),
+        ("num_columns", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
+        ("plan", ctypes.c_int32),
+    ]
+
+
+class _Inputs(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("token_ids", ctypes.c_void_p),
+        ("logit_rows", ctypes.c_void_p),
+        ("num_logit_rows", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """A buffer that grows with the batch."""
+
+    index: int
+    row_bytes: int
+    domain: str
+
+
+class PackedWeights:
+    """Linear weights in the kernel's layout, each packed once."""
+
+    def __init__(self, library: ctypes.CDLL, max_bytes: int) -> None:
+        self._library = library
+        self._max_bytes = max_bytes
+        # The weight beside its panels keeps its address from being used again.
+        self._packed: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self.num_bytes = 0
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the panels of `weight` [columns, inner].
+
+        Raises:
+            CannotLower: all packed weights together would take more than is allowed.
+        """
+        key = (weight.data_ptr(), weight.shape, weight.stride())
+        if key in self._packed:
+            return self._packed[key][1]
+        columns, inner = weight.shape
+        size = -(-columns // _LANES) * _LANES * inner * weight.element_size()
+        if self.num_bytes + size > self._max_bytes:
+            raise CannotLower(f"its packed weights take more than max_frozen_bytes = {self._max_bytes}")
+        panels = self._allocate(size)
+        dense = weight.contiguous()
+        entry_point = self._library.drafthouse_pack_f32 if weight.dtype is torch.float32 else self._library.drafthouse_pack_bf16
+        entry_point(
+            ctypes.c_void_p(dense.data_ptr()),
+            ctypes.c_int64(columns),
+            ctypes.c_int64(inner),
+            ctypes.c_void_p(panels.data_ptr()),
+            ctypes.c_int(torch.get_num_threads()),
+        )
+        self._packed[key] = (weight, panels)
+        self.num_bytes += size
+        return panels
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """Side by side, so that small weights share huge pages."""
+        if self._arena.numel() < num_bytes:
+            self._arena = huge_buffer(max(num_bytes, _ARENA_BYTES))
+        panels, self._arena = self._arena[:num_bytes], self._arena[-(-num_bytes // 64) * 64 :]
+        return panels
+
+
+def huge_buffer(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes], page-aligned, on huge pages where the system gives them.
+
+    A lone core reads memory about a third faster through them.
+    """
+    memory = mmap.mmap(-1, max(num_bytes, 1))
+    if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
+
+
+def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
+    """Build or load the C++ side.
+
+    Raises:
+        NativeUnavailable: it cannot be built or loaded here.
+    """
+    library = load_library(SOURCE, cache_dir)
+    assert library.drafthouse_instruction_size() == ctypes.sizeof(_Instruction), "structs differ from C++"
+    library.drafthouse_program_create.restype = ctypes.c_void_p
+    for name in ("program_destroy", "program_set_buffer", "pack_f32", "pack_bf16"):
+        getattr(library, f"drafthouse_{name}").restype = None
+    return library
+
+
+class NativeForward:
+    """Runs scheduled operations on batches of any size. Not thread-safe."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        steps: Sequence[Step],
+        buffers: dict[Value, int],
+        tables: dict[Value, torch.Tensor],
+        *,
+        logits: Ref,
+        weights: PackedWeights,
+        layers: Sequence[LayerAttention],
+    ) -> None:
+        """Encode the instructions.
+
+        Args:
+            library: what `load_forward_library` returned.
+            steps: the operations, in order.
+            buffers: buffer number of every row value.
+            tables: [positions, row size] of every position value.
+            logits: fp32 result, one of the row values.
+            weights: where linear weights are packed.
+            layers: attention of every layer.
+
+        Raises:
+            CannotLower: something does not fit the instruction format.
+        """
+        self._library = library
+        self._buffers = buffers
+        self._tables = tables
+        self._weights = weights
+        self._layers = layers
+        self._fixed: dict[int, torch.Tensor] = {}
+        self._fixed_index: dict[tuple[int, torch.dtype], int] = {}
+        self._scratch = _scratch_buffers(buffers)
+        self._num_buffers = len(set(buffers.values()))
+        self._plans: dict[tuple[int, int, int | None], int] = {}
+        self._logits_buffer = buffers[logits.value]
+        self._vocab_size = logits.value.row_size
+        instructions = [self._instruction(step) for step in steps]
+        array = (_Instruction * len(instructions))(*instructions)
+        self._program = ctypes.c_void_p(
+            library.drafthouse_program_create(
+                ctypes.byref(array),
+                ctypes.c_int64(len(instructions)),
+                ctypes.c_int64(self._num_buffers),
+                ctypes.c_int64(len(self._plans)),
+            )
+        )
+        for index, tensor in self._fixed.items():
+            self._set_buffer(index, tensor)
+        self._capacity = {"rows": 0, "logit_rows": 0}
+        self._memory: dict[str, torch.Tensor] = {}
+        self._logits = torch.empty(0)
+        self._run: Callable[..., int] = library.drafthouse_program_run
+
+    def __del__(self) -> None:
+        if getattr(self, "_program", None) is not None:
+            self._library.drafthouse_program_destroy(self._program)
+
+    def bind_caches(self, caches: LayerCaches) -> ctypes.Array[NativeLayer]:
+        """Describe K/V pools for `run`; the pools must outlive the result."""
+        layers = [
+            native_layer(layer, caches.keys[layer.layer_idx], caches.values[layer.layer_idx])
+            for layer in self._layers
+        ]
+        return (NativeLayer * len(layers))(*layers)
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        logit_rows: torch.Tensor,
+        metadata: AttentionMetadata,
+        caches: ctypes.Array[NativeLayer],
+    ) -> torch.Tensor:
+        """Run one batch, write its K/V; return fp32 logits [L, vocab], valid until the next run.
+
+        Args:
+            input_ids: int64 [1, T] or [T], contiguous.
+            logit_rows: int64 [L].
+            metadata: the batch, T rows.
+            caches: what `bind_caches` returned.
+
+        Raises:
+            IndexError: a token id or a logit row is out of range.
+        """
+        num_logit_rows = logit_rows.shape[0]
+        self._reserve("rows", metadata.num_rows)
+        self._reserve("logit_rows", num_logit_rows)
+        inputs = _Inputs(input_ids.data_ptr(), logit_rows.data_ptr(), num_logit_rows, torch.get_num_threads())
+        step = native_step(metadata)
+        if self._run(self._program, ctypes.byref(step), caches, ctypes.byref(inputs)):
+            raise IndexError("a token id or a logit row is out of range")
+        return self._logits[:num_logit_rows]
+
+    def _reserve(self, domain: str, num_rows: int) -> None:
+        """Make the scratch buffers hold `num_rows` rows."""
+        if num_rows <= self._capacity[domain]:
+            return
+        capacity = max(num_rows, 2 * self._capacity[domain], 16)
+        mine = [scratch for scratch in self._scratch if scratch.domain == domain]
+        sizes = [-(-scratch.row_bytes * capacity // 64) * 64 + 64 for scratch in mine]
+        memory = huge_buffer(sum(sizes))
+        memory.zero_()
+        self._memory[domain] = memory
+        start = 0
+        for scratch, size in zip(mine, sizes, strict=True):
+            part = memory[start : start + size]
+            self._set_buffer(scratch.index, part)
+            if scratch.index == self._logits_buffer:
+                count = capacity * self._vocab_size
+                self._logits = part[: 4 * count].view(torch.float32).view(capacity, self._vocab_size)
+            start += size
+        self._capacity[domain] = capacity
+
+    def _set_buffer(self, index: int, tensor: torch.Tensor) -> None:
+        self._library.drafthouse_program_set_buffer(
+            self._program, ctypes.c_int64(index), ctypes.c_void_p(tensor.data_ptr())
+        )
+
+    def _instruction(self, step: Step) -> _Instruction:
+        operation = step.operation
+        instruction = _Instruction(
+            share=_SHARES[step.share], sync=step.sync, logit_rows=domain_of(operation) == "logit_rows"
+        )
+        for name in ("a", "b", "c"):
+            getattr(instruction, name).buffer = _NO_BUFFER
+        encode: dict[type[Operation], Callable[[_Instruction, Any], None]] = {
+            Elementwise: self._elementwise,
+            Mean: self._mean,
+            Norm: self._norm,
+            Rotary: self._rotary,
+            Gather: self._gather,
+            LinearLayer: self._linear,
+            Attention: self._attention,
+        }
+        encode[type(operation)](instruction, operation)
+        return instruction
+
+    def _elementwise(self, instruction: _Instruction, operation: Elementwise) -> None:
+        instruction.kind = _ELEMENTWISE
+        instruction.op = operation.op
+        instruction.scalar, instruction.scalar2 = operation.scalar, operation.scalar2
+        self._operands(instruction, (operation.out, *operation.inputs))
+
+    def _mean(self, instruction: _Instruction, operation: Mean) -> None:
+        instruction.kind = _MEAN
+        (source,) = operation.inputs
+        self._operands(instruction, (operation.out, source), sizes=source.dims, keep_last=True)
+
+    def _norm(self, instruction: _Instruction, operation: Norm) -> None:
+        instruction.kind = _NORM
+        instruction.norm = _Norm(operation.centred, operation.round_before, operation.epsilon)
+        source, *parameters = operation.inputs
+        if any(ref.dims[-1] != (source.dims[-1][0], 1) for ref in (operation.out, *parameters)):
+            raise CannotLower("a norm whose weights are not one vector")
+        self._operands(instruction, (operation.out, source), keep_last=True)
+        for name, ref in zip(("b", "c"), parameters, strict=False):
+            setattr(instruction, name, self._operand(ref, (0, 0, 1)))
+
+    def _rotary(self, instruction: _Instruction, operation: Rotary) -> None:
+        instruction.kind = _ROTARY
+        source, cosines, sines = operation.inputs
+        self._operands(instruction, (operation.out, source), keep_last=True)
+        instruction.b = self._operand(cosines, (0, 0, 1))
+        instruction.c = self._operand(sines, (0, 0, 1))
+
+    def _gather(self, instruction: _Instruction, operation: Gather) -> None:
+        instruction.kind = _GATHER
+        instruction.index = _INDICES[operation.index]
+        (source,) = operation.inputs
+        if source.value.kind == "constant":
+            (num_rows, row_stride), _ = source.dims
+            instruction.num_indices = num_rows
+            instruction.a = self._operand(source, (0, 0, 1))
+            instruction.a.row_stride = row_stride
+        else:
+            instruction.a = self._operand(source, (0, 0, 1))
+        instruction.out = self._operand(operation.out, (0, 0, 1))
+        instruction.extent = (ctypes.c_int32 * _MAX_DIMS)(1, 1, operation.out.value.row_size)
+
+    def _linear(self, instruction: _Instruction, operation: LinearLayer) -> None:
+        instruction.kind = _LINEAR
+        weight = operation.weight
+        x, *bias = operation.inputs
+        columns, inner = weight.shape
+        instruction.weight = self._fixed_buffer(self._weights.pack(weight))
+        instruction.num_columns = columns
+        instruction.num_units = inner * weight.element_size() // 4
+        instruction.out = self._operand(operation.out, (0, 0, 1))
+        instruction.a = self._operand(x, (0, 0, 1))
+        if bias:
+            instruction.b = self._operand(bias[0], (0, 0, 1))
+
+    def _attention(self, instruction: _Instruction, operation: Attention) -> None:
+        instruction.kind = _ATTENTION
+        instruction.layer = operation.layer_idx
+        layer = self._layers[operation.layer_idx]
+        key = (layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+        instruction.plan = self._plans.setdefault(key, len(self._plans))
+        for name, ref in zip(("out", "a", "b", "c"), (operation.out, *operation.inputs), strict=True):
+            _, (_, head_stride), _ = ref.dims
+            setattr(instruction, name, self._operand(ref, (0, head_stride, 1)))
+
+    def _operands(
+        self,
+        instruction: _Instruction,
+        refs: Sequence[Ref],
+        *,
+        sizes: Sequence[tuple[int, int]] | None = None,
+        keep_last: bool = False,
+    ) -> None:
+        """Encode operands that run over the same dimensions, as few of them as possible."""
+        dims = [size for size, _ in (refs[0].dims if sizes is None else sizes)]
+        strides = [[stride for _, stride in ref.dims] for ref in refs]
+        extent, strides = _collapse(dims, strides, keep_last=keep_last)
+        instruction.extent = (ctypes.c_int32 * _MAX_DIMS)(*extent)
+        for name, ref, its_strides in zip(("out", "a", "b"), refs, strides, strict=False):
+            setattr(instruction, name, self._operand(ref, its_strides))
+
+    def _operand(self, ref: Ref, strides: Sequence[int]) -> _Operand:
+        value = ref.value
+        operand = _Operand(
+            dtype=_DTYPES[ref.dtype],
+            offset=ref.offset,
+            row_stride=ref.row_stride,
+            stride=(ctypes.c_int64 * _MAX_DIMS)(*strides),
+            by_position=value.kind == "position",
+        )
+        if value.kind == "row":
+            operand.buffer = self._buffers[value]
+        else:
+            operand.buffer = self._fixed_buffer(self._tables[value] if value.kind == "position" else value.tensor)
+        return operand
+
+    def _fixed_buffer(self, tensor: torch.Tensor) -> int:
+        key = (tensor.data_ptr(), tensor.dtype)
+        if key not in self._fixed_index:
+            self._fixed_index[key] = self._num_buffers
+            self._fixed[self._num_buffers] = tensor
+            self._num_buffers += 1
+        return self._fixed_index[key]
+
+
+def _scratch_buffers(buffers: dict[Value, int]) -> list[_Scratch]:
+    found: dict[int, _Scratch] = {}
+    for value, index in buffers.items():
+        assert value.domain is not None
+        found[index] = _Scratch(index, value.row_size * value.dtype.itemsize, value.domain)
+    return list(found.values())
+
+
+def _collapse(
+    sizes: Sequence[int], strides: Sequence[Sequence[int]], *, keep_last: bool
+) -> tuple[list[int], list[list[int]]]:
+    """Merge dimensions that are one for all operands; return exactly three, the leading ones of size 1.
+
+    Args:
+        sizes: of the dimensions.
+        strides: per operand, of the dimensions.
+        keep_last: the last dimension stays what it is.
+    """
+    kept: list[tuple[int, list[int]]] = []
+    for axis, size in enumerate(sizes):
+        here = [operand[axis] for operand in strides]
+        is_last = axis == len(sizes) - 1
+        if size == 1 and not (is_last and keep_last):
+            continue
+        if kept and not (is_last and keep_last):
+            outer_size, outer = kept[-1]
+            if all(above == inner * size for above, inner in zip(outer, here, strict=True)):
+                kept[-1] = (outer_size * size, here)
+                continue
+        kept.append((size, here))
+    if len(kept) > _MAX_DIMS:
+        raise CannotLower(f"arithmetic over {len(kept)} separate dimensions")
+    kept = [(1, [0] * len(strides))] * (_MAX_DIMS - len(kept)) + kept
+    return [size for size, _ in kept], [[dims[operand] for _, dims in kept] for operand in range(len(strides))]
