@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from cluster.config import ClusterConfig
 from deploy.openai.settings import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_CHOICES
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
@@ -34,6 +35,8 @@ class HttpConfig(StrictConfig):
 class DrafthouseConfig(EngineConfig):
     """Everything that `drafthouse serve` needs to know."""
 
+    cluster: ClusterConfig = ClusterConfig()
+    """Where the workers run, and how many of each."""
     http: HttpConfig = HttpConfig()
     """The endpoint."""
 

@@ -59,6 +59,7 @@ def serve(
         str | None,
         typer.Option(help="A running Ray cluster (`auto` or HOST:PORT), instead of a local one."),
     ] = None,
+    logs: Annotated[bool, typer.Option("--logs", help="Show the log lines of all processes.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Serve a model on a Ray cluster, until Ctrl-C.
@@ -83,6 +84,7 @@ def serve(
             is_insecure_allowed=insecure,
             num_cpus=num_cpus,
             address=address,
+            show_logs=logs,
         )
     )
 

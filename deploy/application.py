@@ -1,0 +1,55 @@
+"""The whole Serve application: ingress, coordinators and draft pool."""
+
+from __future__ import annotations
+
+from ray import serve
+
+from cluster.application import build_deployments, resolve
+from deploy.config import DrafthouseConfig
+from deploy.ingress import IngressReplica
+from deploy.openai.settings import DoorSettings
+
+APPLICATION = "drafthouse"
+INGRESS = "Ingress"
+_MAX_ONGOING_REQUESTS = 10_000
+"""HTTP requests that Serve lets into one ingress at once. Nearly all of them wait, at little cost; the
+coordinators' queues, not this number, decide who is refused."""
+
+
+def build_application(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -> serve.Application:
+    """Return the application, ready for `serve.run`. Ray must be connected.
+
+    Raises:
+        ResourceError: the workers do not fit the cluster.
+    """
+    cluster = resolve(config.cluster)
+    deployments = build_deployments(config.engine(), cluster)
+    return _ingress().bind(config.target, cluster, door_settings(config, api_key_digests), *deployments)
+
+
+def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -> DoorSettings:
+    """Return what the HTTP door is to know."""
+    http = config.http
+    return DoorSettings(
+        served_model_name=http.served_model_name,
+        max_body_bytes=http.max_body_bytes,
+        max_choices=http.max_choices,
+        request_timeout_s=http.request_timeout_s,
+        api_key_digests=api_key_digests,
+        parallelism="tp1",
+        rule=config.speculative_config.rejection_sample_method,
+    )
+
+
+def _ingress() -> serve.Deployment:
+    return serve.deployment(
+        name=INGRESS,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MAX_ONGOING_REQUESTS,
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=10.0,
+        max_constructor_retry_count=2,
+    )(IngressReplica)

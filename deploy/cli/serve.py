@@ -1,0 +1,167 @@
+"""`drafthouse serve`: check everything, start, show what happens, stop without leaving anything behind.
+
+The first SIGINT or SIGTERM stops gracefully, a second one at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+from rich.console import Console
+
+from deploy.api_keys import read_api_keys
+from deploy.cli.config import summary_of
+from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.config_file import load_config
+from deploy.local_ray import RaySession, session_log_folder
+from deploy.preflight import check_exposure, check_local_resources, check_models, check_port, usable_cpus
+from specdec.core.errors import DrafthouseError, UserError
+
+if TYPE_CHECKING:
+    from deploy.deployment import Deployment
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The command line."""
+
+    config: Path
+    host: str | None
+    port: int | None
+    is_insecure_allowed: bool
+    num_cpus: int | None
+    address: str | None
+    show_logs: bool
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM arrived. Not an Exception: nothing on the way may take it for a failure."""
+
+
+def serve_until_stopped(options: ServeOptions) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        UserError: something that was given is wrong; nothing has been started, or all of it has ended again.
+        DrafthouseError: the deployment broke.
+    """
+    console = Console(stderr=True, highlight=False)
+    _raise_on_signals()
+    try:
+        config = _configured(options)
+        api_key_digests = _checked(config, options, console)
+        _serve(config, api_key_digests, options, console)
+    except Stopped:
+        console.print("stopped")
+
+
+def _configured(options: ServeOptions) -> DrafthouseConfig:
+    config = load_config(options.config)
+    overrides = {"host": options.host, "port": options.port}
+    http = config.http.model_dump() | {name: value for name, value in overrides.items() if value is not None}
+    return config.model_copy(update={"http": HttpConfig.model_validate(http)})
+
+
+def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) -> frozenset[bytes]:
+    """Check all that can be checked before anything is started; return the API keys' digests."""
+    keys_file = config.http.api_keys_file
+    digests: frozenset[bytes] = read_api_keys(keys_file) if keys_file is not None else frozenset()
+    check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
+    check_port(config.http)
+    with console.status(f"checking {config.target.model}"):
+        check_models(config.engine())
+        if options.address is None:
+            check_local_resources(config, options.num_cpus or usable_cpus())
+    return digests
+
+
+def _serve(
+    config: DrafthouseConfig, api_key_digests: frozenset[bytes], options: ServeOptions, console: Console
+) -> None:
+    started_s = time.monotonic()
+    answers = sys.stdout
+    num_cpus = options.num_cpus or usable_cpus()
+    where = f"at {options.address}" if options.address else f"with {num_cpus} CPUs"
+    session = RaySession(address=options.address, num_cpus=num_cpus, show_logs=options.show_logs)
+    # Ray writes messages of its own to standard output; ours is for the URL alone.
+    with contextlib.redirect_stdout(sys.stderr), _closing(session, console):
+        with console.status(f"starting Ray {where}"):
+            session.open()
+        _raise_on_signals()  # Ray has put a handler of its own in place
+        from deploy.deployment import Deployment
+
+        deployment = Deployment(config, api_key_digests, show_logs=options.show_logs)
+        with _stopping(deployment, console):
+            _start(deployment, console)
+            console.print(f"ready after {time.monotonic() - started_s:.1f} s: {summary_of(config)}")
+            console.print("Ctrl-C stops it")
+            typer.echo(_where(config, deployment.url), file=answers)
+            for change in deployment.watch():
+                console.print(change)
+
+
+def _start(deployment: Deployment, console: Console) -> None:
+    try:
+        with console.status("placing the workers") as status:
+            deployment.start()
+            for progress in deployment.wait_ready():
+                status.update(progress)
+    except UserError:
+        raise
+    except DrafthouseError:
+        console.print(f"the logs of all processes are in {session_log_folder()}")
+        raise
+
+
+@contextlib.contextmanager
+def _closing(session: RaySession, console: Console) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        with console.status("stopping Ray"):
+            session.close()
+        _raise_on_signals()
+
+
+@contextlib.contextmanager
+def _stopping(deployment: Deployment, console: Console) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        try:
+            with console.status("serving running requests to their end (Ctrl-C again: stop at once)"):
+                deployment.stop()
+        except Stopped:
+            console.print("stopping at once")
+
+
+def _raise_on_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, _raise_stopped)
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
+    raise Stopped
+
+
+def _where(config: DrafthouseConfig, url: str) -> str:
+    """Return the URL and a command that uses it."""
+    http = config.http
+    name = http.served_model_name or Path(config.target.model).name
+    body = json.dumps({"model": name, "prompt": "def quicksort(", "max_tokens": 64})
+    key = ' -H "Authorization: Bearer $API_KEY"' if http.api_keys_file else ""
+    return f"{url}/v1\ncurl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"

@@ -1,0 +1,162 @@
+"""The application's life on a connected Ray cluster: start, become ready, be watched, end."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping
+
+import httpx
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.api import RunTarget
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
+
+from cluster.directory_actor import close_directory
+from deploy.application import APPLICATION, build_application
+from deploy.config import DrafthouseConfig, HttpConfig
+from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, ResourceError
+
+_POLL_S = 0.25
+_WATCH_S = 2.0
+_PROBE_TIMEOUT_S = 5.0
+_CAUSE = re.compile(r"specdec\.core\.errors\.(\w+): (.*)")
+"""How our own errors look at the end of the traceback that Serve reports."""
+
+
+_USER_ERRORS: Mapping[str, type[DrafthouseError]] = {
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, ResourceError)
+}
+
+
+class DeploymentFailed(DrafthouseError):
+    """The application did not start, or ended by itself."""
+
+
+class Deployment:
+    """One application on the connected cluster."""
+
+    def __init__(
+        self, config: DrafthouseConfig, api_key_digests: frozenset[bytes], *, show_logs: bool = False
+    ) -> None:
+        # Importing Serve has set the level of its logger.
+        logging.getLogger("ray.serve").setLevel(logging.INFO if show_logs else logging.WARNING)
+        self._config = config
+        self._api_key_digests = api_key_digests
+
+    @property
+    def url(self) -> str:
+        """How this machine reaches the endpoint."""
+        return base_url(self._config.http)
+
+    def start(self) -> None:
+        """Deploy. Does not wait until anything is loaded.
+
+        Raises:
+            ResourceError: the workers do not fit the cluster.
+        """
+        http = self._config.http
+        serve.start(
+            proxy_location=ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(
+                host=http.host,
+                port=http.port,
+                # Ours ends a request with an answer; Serve's would cut it.
+                request_timeout_s=None,
+                keep_alive_timeout_s=http.keep_alive_timeout_s,
+            ),
+            logging_config=_quiet(),
+        )
+        application = build_application(self._config, self._api_key_digests)
+        target = RunTarget(application, name=APPLICATION, route_prefix="/", logging_config=_quiet())
+        serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+        )
+
+    def wait_ready(self) -> Iterator[str]:
+        """Yield one line of progress now and then, until a request would be served.
+
+        Raises:
+            UserError: a worker found something wrong with what it was given.
+            DeploymentFailed: a worker failed otherwise, or it took too long.
+        """
+        started_s = time.monotonic()
+        limit_s = self._config.cluster.startup_timeout_s
+        while True:
+            overview = _overview()
+            _raise_if_failed(overview)
+            if overview.status == ApplicationStatus.RUNNING and self._answers():
+                return
+            waited_s = time.monotonic() - started_s
+            if waited_s > limit_s:
+                raise DeploymentFailed(f"not ready after {limit_s:g} s: {_progress(overview)}")
+            yield f"{_progress(overview)} ({waited_s:.0f} s)"
+            time.sleep(_POLL_S)
+
+    def watch(self) -> Iterator[str]:
+        """Yield a line whenever the application's state changes; ends only by exceptions.
+
+        Raises:
+            DeploymentFailed: the cluster or the application is gone.
+        """
+        known = ApplicationStatus.RUNNING
+        while True:
+            time.sleep(_WATCH_S)
+            try:
+                overview = _overview()
+            except (RayError, RayServeException) as error:
+                raise DeploymentFailed(f"the Ray cluster was lost: {error}") from error
+            if overview.status != known:
+                known = overview.status
+                yield f"{known.value.lower()}: {_progress(overview)} {overview.message}".strip()
+
+    def stop(self) -> None:
+        """Serve what is running, within the drain times, and end the application; Serve itself stays."""
+        serve.delete(APPLICATION)
+        close_directory(self._config.cluster.namespace)
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=_PROBE_TIMEOUT_S).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+def base_url(http: HttpConfig) -> str:
+    """Return the URL by which this machine reaches the endpoint."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)
+    return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
+
+
+def _overview() -> ApplicationStatusOverview:
+    overview = serve.status().applications.get(APPLICATION)
+    if overview is None:
+        raise DeploymentFailed("the application is not there any more")
+    return overview
+
+
+def _progress(overview: ApplicationStatusOverview) -> str:
+    """Return which deployments are up: `Coordinator starting, DraftPool ready`."""
+    parts = []
+    for name, deployment in overview.deployments.items():
+        num_running = sum(number for state, number in deployment.replica_states.items() if state == "RUNNING")
+        num_all = sum(deployment.replica_states.values())
+        parts.append(f"{name} {'ready' if num_all and num_running == num_all else 'starting'}")
+    return ", ".join(parts) or "placing the workers"
+
+
+def _raise_if_failed(overview: ApplicationStatusOverview) -> None:
+    if overview.status != ApplicationStatus.DEPLOY_FAILED:
+        return
+    messages = [overview.message, *(deployment.message for deployment in overview.deployments.values())]
+    for message in messages:
+        for name, text in reversed(_CAUSE.findall(message)):
+            raise _USER_ERRORS.get(name, DeploymentFailed)(text)
+    raise DeploymentFailed("\n".join(message for message in messages if message))
+
+
+def _quiet() -> LoggingConfig:
+    return LoggingConfig(log_level="WARNING", enable_access_log=False)

@@ -1,0 +1,45 @@
+"""The Ingress deployment: the HTTP application over the cluster, one replica per door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from cluster.client import ClusterService
+from cluster.config import ClusterConfig
+from deploy.openai.app import create_app
+from deploy.openai.settings import DoorSettings
+from deploy.openai.tokenization import HuggingFaceTokenizer
+from specdec.model.config import ModelConfig
+from workers.process import prepare_logging
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+
+@serve.ingress()
+class IngressReplica:
+    """Speaks HTTP to clients and channels to coordinators.
+
+    It is up before any coordinator is: until one can be reached, requests are answered with 503.
+    """
+
+    def __init__(
+        self, target: ModelConfig, cluster: ClusterConfig, settings: DoorSettings, *deployments: Any
+    ) -> None:
+        """`deployments` are those that Serve must start with this one; their handles are not used."""
+        prepare_logging("ingress")
+        tokenizer = HuggingFaceTokenizer.load(Path(target.model), trust_remote_code=target.trust_remote_code)
+        self._service = ClusterService(cluster)
+        self._app = create_app(self._service, settings, tokenizer)
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Join the cluster and return the application; Serve calls it once, in the loop of the requests."""
+        await self._service.start()
+        return self._app
+
+    async def __del__(self) -> None:
+        """Called by Serve before the replica ends."""
+        await self._service.close()

@@ -1,0 +1,106 @@
+"""A Ray cluster on this machine for as long as a command runs, or a connection to one that runs already.
+
+Ray reads its environment when it is imported and hands it to every process it starts, so this module sets
+it first and imports Ray afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import psutil
+
+from specdec.core.errors import ResourceError
+
+_ENVIRONMENT = {
+    # Workers would run at nice 15 and lose every race for a core.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+_AUTH_MODE = "RAY_AUTH_MODE"
+_OBJECT_STORE_BYTES = 128 << 20
+"""Tokens travel on channels and weights are read from disk: the object store holds next to nothing."""
+_GRACE_S = 5.0
+logger = logging.getLogger(__name__)
+
+
+class RaySession:
+    """Between `open` and `close` Ray is connected; afterwards no process that it started is left."""
+
+    def __init__(self, *, address: str | None, num_cpus: int | None, show_logs: bool) -> None:
+        """`address` None starts a cluster of `num_cpus` CPUs (None: all that this process may use)."""
+        self._address = address
+        self._num_cpus = num_cpus
+        self._show_logs = show_logs
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the cluster is this session's own."""
+        return self._address is None
+
+    def open(self) -> None:
+        """Connect, starting a cluster if none is named.
+
+        Raises:
+            ResourceError: there is no cluster at the address.
+        """
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if self.is_local:
+            # Ray's own default for a cluster like this one, said aloud so that no warning is needed.
+            os.environ.setdefault(_AUTH_MODE, "token")
+        self._connect()
+
+    def close(self) -> None:
+        """Disconnect; end the cluster if it is this session's own. Idempotent."""
+        import ray
+
+        children = self._own_processes()
+        ray.shutdown()
+        if self.is_local:
+            _end(children)
+
+    def _connect(self) -> None:
+        import ray
+
+        level = logging.INFO if self._show_logs else logging.ERROR
+        if self._address is not None:
+            try:
+                ray.init(self._address, log_to_driver=self._show_logs, logging_level=level)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ResourceError(f"--address: no Ray cluster at {self._address}: {error}") from error
+            return
+        ray.init(
+            num_cpus=self._num_cpus,
+            include_dashboard=False,
+            log_to_driver=self._show_logs,
+            logging_level=level,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+
+    def _own_processes(self) -> list[psutil.Process]:
+        """Everything below this process now; workers are children of Ray's own processes."""
+        return psutil.Process().children(recursive=True) if self.is_local else []
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Wait for processes to end by themselves, then end them."""
+    _, alive = psutil.wait_procs(processes, timeout=_GRACE_S)
+    for process in alive:
+        logger.debug("killing %s, which outlived Ray", process)
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=_GRACE_S)
+
+
+def session_log_folder() -> str:
+    """Return where the logs of the connected cluster's processes are."""
+    from ray._private.worker import global_worker  # Ray has no public form of this
+
+    node = global_worker.node
+    return str(node.get_logs_dir_path()) if node is not None else "the Ray nodes' log folders"

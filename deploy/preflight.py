@@ -1,0 +1,127 @@
+"""What can be checked before anything is started. Every failure is a `UserError` that says what to do."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from cluster.config import ClusterConfig
+from cluster.placement import NodeSnapshot, plan_placement
+from deploy.config import DrafthouseConfig, HttpConfig
+from specdec.core.errors import CheckpointError, ConfigError, ResourceError
+from specdec.engine.config import EngineConfig
+from specdec.model.checkpoint import open_checkpoint
+
+
+def check_exposure(http: HttpConfig, *, is_insecure_allowed: bool) -> None:
+    """Refuse an address that others can reach when no API key is asked for.
+
+    Raises:
+        ConfigError: that is the case, and nobody allowed it.
+    """
+    if is_loopback(http.host) or http.api_keys_file is not None or is_insecure_allowed:
+        return
+    raise ConfigError(
+        f"http.host {http.host} can be reached from other machines and no API key would be asked for; "
+        "set http.api_keys_file, or pass --insecure if that is what you want"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_port(http: HttpConfig) -> None:
+    """Check that the endpoint's port can be listened on.
+
+    Raises:
+        ResourceError: it cannot; says why.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"http.host: {http.host} is not an address: {error.strerror}") from None
+    with socket.socket(family, kind, protocol) as listener:
+        # As servers do: a port that is merely waiting for old connections to fade counts as free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(1)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot listen on {http.host} port {http.port}: {error.strerror}; choose another with --port"
+            ) from None
+
+
+def check_models(engine: EngineConfig) -> None:
+    """Check that the model folders are complete and that draft and target share their tokenizer.
+
+    Whether the models are of a kind that can be run is left to the workers, which load them: their answer
+    is reported as well.
+
+    Raises:
+        CheckpointError, ConfigError: naming the folder or file and the cause.
+    """
+    folders = [Path(engine.target.model)]
+    if engine.speculative_config.model is not None:
+        folders.append(Path(engine.speculative_config.model))
+    for folder in folders:
+        open_checkpoint(folder)
+    vocabularies = [_vocabulary(folder) for folder in folders]
+    if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):
+        # It says where they differ, at the price of importing transformers.
+        from specdec.proposers.draft_model_factory import require_same_tokenizer
+
+        require_same_tokenizer(str(folders[1]), str(folders[0]))
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Return a folder's tokens by text, or None when only transformers can read its tokenizer."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the Rust side raises nothing more precise
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def check_local_resources(config: DrafthouseConfig, num_cpus: int) -> None:
+    """Check that the workers fit one machine with `num_cpus` CPUs and the GPUs of this one.
+
+    Raises:
+        ResourceError: naming what lacks what.
+    """
+    cluster: ClusterConfig = config.cluster
+    if not cluster.check_resources:
+        return
+    available = {"CPU": float(num_cpus), "GPU": _num_gpus(cluster)}
+    node = NodeSnapshot(node_id="this machine", available=available, labels={})
+    has_drafter = config.speculative_config.model is not None
+    plan_placement(cluster, [node], has_drafter=has_drafter)
+
+
+def _num_gpus(cluster: ClusterConfig) -> float:
+    """Return the GPUs of this machine, if anybody asks for some."""
+    if not (cluster.target_groups.bundle.num_gpus or cluster.draft_pool.bundle.num_gpus):
+        return 0.0
+    import torch
+
+    return float(torch.cuda.device_count())
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
