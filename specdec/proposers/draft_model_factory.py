@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from specdec.core.errors import ConfigError
+import logging
+
 from specdec.model.config import ModelConfig
-from specdec.model.loader import LoadedModel, load_model, load_tokenizer
+from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.registry import TargetFacts
 from specdec.sampling.sampler import Sampler
 
+logger = logging.getLogger(__name__)
+
 
 def load_draft_model(config: SpeculativeConfig, target: TargetFacts) -> DraftModelProposer:
     """Load the draft model, its cache and its sampler.
 
     Raises:
-        ConfigError: its tokenizer is not the target's.
-        CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind.
+        CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind, or its
+            tokenizer is not the target's.
         ResourceError: the cache's memory does not hold a single block.
     """
     assert config.model is not None, "checked by SpeculativeConfig"
@@ -45,23 +48,10 @@ def make_draft_model_proposer(
 
 
 def require_same_tokenizer(draft_folder: str, target_folder: str) -> None:
-    """Check that both models mean the same text by the same token ids.
+    """Check that both models mean the same text by the same token ids; log what else differs.
 
     Raises:
-        ConfigError: naming the first token id on which they differ.
-        CheckpointError: one of the tokenizers cannot be loaded.
+        CheckpointError: naming the first token id on which they differ, or what cannot be loaded.
     """
-    draft_tokens = _tokens_by_id(draft_folder)
-    target_tokens = _tokens_by_id(target_folder)
-    for token_id in sorted(draft_tokens.keys() | target_tokens.keys()):
-        ours, theirs = draft_tokens.get(token_id), target_tokens.get(token_id)
-        if ours != theirs:
-            raise ConfigError(
-                f"speculative_config.model: the tokenizer of {draft_folder} is not that of {target_folder}: "
-                f"token id {token_id} is {ours!r} in the one and {theirs!r} in the other; "
-                "draft_model needs a draft model that was trained with the target's tokenizer"
-            )
-
-
-def _tokens_by_id(folder: str) -> dict[int, str]:
-    return {token_id: token for token, token_id in load_tokenizer(folder).get_vocab().items()}
+    for difference in check_same_tokenizer(target_folder, draft_folder):
+        logger.warning("speculative_config.model: %s", difference)

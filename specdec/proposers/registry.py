@@ -29,8 +29,8 @@ def create_proposer(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     """Make the proposer that `config.method` names, loading what it needs.
 
     Raises:
-        ConfigError: there is no such method, or its model does not fit the target.
-        CheckpointError: its model cannot be loaded.
+        ConfigError: there is no such method.
+        CheckpointError: its model cannot be loaded, or has another tokenizer than the target.
     """
     factory = FACTORIES.get(config.method)
     if factory is None:

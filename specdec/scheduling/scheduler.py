@@ -139,7 +139,7 @@ class _Planner:
 
     def _admits(self, request: Schedulable, num_admitted: int) -> bool:
         num_running = len(self._running) + num_admitted
-        if self._preempted or self._num_free_rows == 0 or num_running >= self._limits.max_num_seqs:
+        if self._preempted or self._num_free_rows <= 0 or num_running >= self._limits.max_num_seqs:
             return False
         spare = max(1, self._limits.num_usable_blocks // _SPARE_SHARE) if num_running else 0
         return self._num_blocks_for(request.committed_len) + spare <= self._num_free_blocks

@@ -52,7 +52,7 @@ def test_tokenizers_must_agree(tmp_path: Path) -> None:
     facts = TargetFacts(
         vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4, model=str(tmp_path / "target")
     )
-    with pytest.raises(ConfigError, match=f"token id {VOCAB_SIZE - 1} is None"):
+    with pytest.raises(CheckpointError, match=f"token id {VOCAB_SIZE - 1} is absent in the draft"):
         create_proposer(config, facts)
 
 
