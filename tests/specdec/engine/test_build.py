@@ -1,0 +1,62 @@
+"""Engines from a configuration: the five lines of the README, on a tiny model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.core.errors import CheckpointError
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.build import controller_for
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.proposers.config import SpeculativeConfig
+from tests.architectures import save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path)
+    return path
+
+
+def config(folder: Path, **speculative: Any) -> EngineConfig:
+    return EngineConfig.model_validate(
+        {
+            "target": {"model": str(folder), "dtype": "float32", "compile": {"mode": "off"}},
+            "speculative_config": {"compile": {"mode": "off"}, "cache": {"num_blocks": 64}} | speculative,
+            "cache": {"num_blocks": 64, "block_size": 4},
+            "scheduler": {"max_num_seqs": 4},
+        }
+    )
+
+
+def test_every_method_gives_the_same_text(folder: Path) -> None:
+    texts = set()
+    for method in ("none", "ngram", "draft_model"):
+        model = {"model": str(folder)} if method == "draft_model" else {}
+        with Engine(config(folder, method=method, **model)) as engine:
+            params = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
+            results = engine.generate(["hello, world", "the"], params)
+            texts.add(tuple(result.text for result in results))
+            if method == "draft_model":
+                assert engine.metrics().num_accepted_tokens > 0
+            assert engine.description.model_id == folder.name
+    assert len(texts) == 1
+
+
+def test_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        Engine(config(tmp_path / "nowhere"))
+
+
+def test_number_of_draft_tokens_is_what_the_configuration_says() -> None:
+    def chosen(**speculative: Any) -> list[int]:
+        controller = controller_for(SpeculativeConfig.model_validate(speculative))
+        return list(controller.choose([None, None]))  # type: ignore[list-item]
+
+    assert chosen(method="none") == [0, 0]
+    assert chosen(num_speculative_tokens=7) == [7, 7]
