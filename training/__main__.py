@@ -20,7 +20,7 @@ from training.progress import console
 from training.prompts import select_prompts, write_prompts
 from training.recipe_record import write_recipe
 from training.target import TargetRecipe, target_config, train_target
-from training.tokenizer import load_tokenizer, train_tokenizer
+from training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 app = typer.Typer(
     help="Recipes of the demo model family, in this order: tokenizer, target, draft, evaluate.",
@@ -46,7 +46,7 @@ def tokenizer(models: Models = MODELS) -> None:
     """
     corpus = load_corpus()
     trained = train_tokenizer(file.text for file in corpus.train)
-    trained.save_pretrained(models / "target")
+    save_tokenizer(trained, models / "target")
     write_prompts(select_prompts(corpus.held_out, trained), models / "prompts.jsonl")
     console.print(f"{len(trained)} tokens -> {models / 'target'}, prompts -> {models / 'prompts.jsonl'}")
 

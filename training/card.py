@@ -131,10 +131,13 @@ def _losses(report: dict[str, Any]) -> str:
     text += "\nThe target, exiting after so many layers, nats per token:\n\n"
     text += _table(["layers", *exits], [["loss", *(f"{value:.3f}" for value in exits.values())]])
     mtp = report["mtp"]
+    agreement, accuracy, by_target = (
+        f"{mtp[key]:.1%}" for key in ("agreement", "accuracy", "target_accuracy")
+    )
     return text + (
-        f"\nThe MTP module's first token agrees with the target's own greedy choice at {mtp['agreement']:.1%}\n"
-        f"of the held-out positions, and with the text at {mtp['accuracy']:.1%} (the target itself: "
-        f"{mtp['target_accuracy']:.1%}); its loss is {mtp['nats_per_token']:.3f} nats per token.\n"
+        f"\nThe MTP module's first token agrees with the target's own greedy choice at {agreement} of the\n"
+        f"held-out positions, and with the text at {accuracy} (the target itself: {by_target}); its loss is\n"
+        f"{mtp['nats_per_token']:.3f} nats per token.\n"
     )
 
 

@@ -41,7 +41,7 @@ REFRESH_STEPS = 24
 class DraftRecipe:
     """Everything that decides the draft's weights, given the target."""
 
-    steps: int = 1300
+    steps: int = 1200
     batch_tokens: int = 8192
     short_length: int = 512
     """Row length of corpus rows, in tokens."""
@@ -53,7 +53,7 @@ class DraftRecipe:
     prompt_length: int = 64
     sample_length: int = 192
     """Tokens generated after each prompt of a generated row."""
-    target_pool_rows: int = 2304
+    target_pool_rows: int = 1536
     """Rows sampled from the target once."""
     early_divergence: DivergenceName = "forward_kl"
     """Until generated rows begin ..."""

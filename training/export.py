@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalL
 
 from training.mtp import MultiTokenPrediction, load_published_tensors, published_tensors
 from training.target import TargetTraining
-from training.tokenizer import END_ID, PAD_ID, SEPARATOR_ID
+from training.tokenizer import END_ID, PAD_ID, SEPARATOR_ID, save_tokenizer
 
 MTP_FILE = "mtp.safetensors"
 
@@ -27,7 +27,7 @@ def _save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
         max_length=config.max_position_embeddings,
     )
     copy.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def save_target(training: TargetTraining, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,6 +62,17 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT_LENGTH,
         clean_up_tokenization_spaces=False,
     )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template; older transformers read them too."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    for loading_option in ("backend", "is_local", "local_files_only"):
+        settings.pop(loading_option, None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
