@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -138,6 +138,22 @@ def _run(
     engine: Engine, requests: list[Request], progress: Callable[[int, int], None] | None
 ) -> dict[RequestId, _Collected]:
     collected = {request.request_id: _Collected() for request in requests}
+    try:
+        for num_finished in _finishes(engine, requests, collected):
+            if progress is not None:
+                progress(num_finished, len(requests))
+    finally:
+        if engine.has_work:  # interrupted: leave the engine as it was
+            for request in requests:
+                engine.abort(request.request_id)
+            engine.step()
+    return collected
+
+
+def _finishes(
+    engine: Engine, requests: list[Request], collected: dict[RequestId, _Collected]
+) -> Iterator[int]:
+    """Run all requests; yield the number of finished ones whenever it grows."""
     to_add = list(reversed(requests))
     num_finished = 0
     while to_add or engine.has_work:
@@ -147,9 +163,7 @@ def _run(
             collected[output.request_id].add(output)
             if output.finish_reason is not None:
                 num_finished += 1
-                if progress is not None:
-                    progress(num_finished, len(requests))
-    return collected
+                yield num_finished
 
 
 def _was_added(engine: Engine, request: Request) -> bool:

@@ -368,6 +368,20 @@ class TestGenerate:
             engine.generate(["b", []], GREEDY)
         assert not engine.has_work
 
+    def test_interruption_leaves_the_engine_empty(self) -> None:
+        class Interrupted(Exception):
+            pass
+
+        def interrupt(num_finished: int, num_all: int) -> None:
+            raise Interrupted
+
+        engine = toy_engine(max_num_seqs=1)
+        with pytest.raises(Interrupted):
+            engine.generate(["b", "c", "d"], GREEDY, progress=interrupt)
+        assert not engine.has_work
+        engine.check_integrity()
+        assert len(engine.generate(["b", "c"], GREEDY)) == 2
+
     def test_prints_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
         toy_engine().generate("b", GREEDY)
         assert capsys.readouterr() == ("", "")
