@@ -64,15 +64,18 @@ def paged_attention(
         others: whatever else the layer passes; the probe has refused what would change the result.
 
     Returns:
-        [1, T, H, D], and no attention weights.
+        [1, T, H, D], contiguous (models view it as [1, T, H * D]), and no attention weights.
     """
-    assert paged is not None, "this model runs on a paged batch only"
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    if paged is None:
+        raise UnsupportedAttention(f"layer {layer_idx} is not handed the keywords of the model's forward")
     if isinstance(paged, AttentionProbe):
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedAttention(f"layer {layer_idx} is not causal")
         paged.record(layer_idx, query, key, value, scaling, sliding_window, softcap, attention_mask, others)
-        return torch.zeros_like(query).transpose(1, 2), None
+        return torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format), None
     rows = paged.attend(layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return rows[None], None
+    return rows.contiguous()[None], None
 
 
 class AttentionProbe:

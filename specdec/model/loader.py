@@ -23,10 +23,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.attention.base import LayerAttention
-from specdec.attention.hf import ATTENTION_NAME, AttentionProbe, UnsupportedAttention
+from specdec.attention.hf import ATTENTION_NAME
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, revision_of
 from specdec.model.config import ModelConfig
+from specdec.model.inspection import inspect_forward
 from specdec.model.support import unsupported_reason
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def load_model(config: ModelConfig, progress: LoadProgress | None = None) -> Loa
     revision = revision_of(checkpoint, progress)
     model = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress)
     torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
-    layers, vocab_size = _probe(checkpoint, model)
+    layers, vocab_size = inspect_forward(model, checkpoint.path)
     if progress is not None:
         progress("probe", 1, 1)
     return LoadedModel(
@@ -247,20 +248,6 @@ def _quiet_transformers() -> Iterator[None]:
         _HF_LOGGING.set_verbosity(verbosity)
         if had_bar:
             _HF_LOGGING.enable_progress_bar()
-
-
-def _probe(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[tuple[LayerAttention, ...], int]:
-    """Run one token through the model to learn its attention layers and the width of its logits."""
-    probe = AttentionProbe()
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    try:
-        with torch.inference_mode():
-            output = model(input_ids=token, position_ids=token, use_cache=False, paged=probe)
-        return probe.layers(model.config.get_text_config().num_hidden_layers), output.logits.shape[-1]
-    except (UnsupportedAttention, TypeError, AssertionError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path}: model type {model.config.model_type} cannot be served: {error}"
-        ) from error
 
 
 def _eos_token_ids(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tuple[int, ...]:

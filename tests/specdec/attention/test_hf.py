@@ -78,3 +78,15 @@ def test_a_layer_that_attends_twice_is_refused() -> None:
     call(probe, 0)
     with pytest.raises(UnsupportedAttention, match="layer 0 attends more than once"):
         call(probe, 0)
+
+
+def test_a_model_that_drops_the_keywords_is_refused() -> None:
+    with pytest.raises(UnsupportedAttention, match="layer 0 is not handed the keywords"):
+        paged_attention(Layer(0), *[torch.ones(1, 1, 1, 8)] * 3, None)
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    layer = Layer(3)
+    layer.is_causal = False
+    with pytest.raises(UnsupportedAttention, match="layer 3 is not causal"):
+        paged_attention(layer, *[torch.ones(1, 1, 1, 8)] * 3, None, paged=AttentionProbe())

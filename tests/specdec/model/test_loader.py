@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from specdec.attention.base import LayerAttention
+from specdec.attention.hf import ATTENTION_NAME, AttentionProbe
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.checkpoint import open_checkpoint, revision_of
 from specdec.model.config import ModelConfig
+from specdec.model.inspection import TESTED_MODEL_TYPES, paged_forward_error
 from specdec.model.loader import check_same_tokenizer, load_model, load_tokenizer
-from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
+from tests.architectures import ARCHITECTURES, VOCAB_SIZE, make_tokenizer, save_model
 
 WEIGHTS = "model.safetensors"
 
@@ -258,6 +262,47 @@ def test_unsupported_architectures_are_refused_before_weights_are_read(
     monkeypatch.setattr("specdec.model.loader._read_weights", None)
     config.save_pretrained(folder)
     with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+# ----------------------------------------------------------------------- the look at a model's forward
+
+
+def save_untested(folder: Path) -> None:
+    config = transformers.OlmoConfig(**SMALL, num_attention_heads=2, intermediate_size=32)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def test_an_architecture_without_tests_is_compared_with_its_own_attention(folder: Path) -> None:
+    save_untested(folder)
+    assert "olmo" not in TESTED_MODEL_TYPES
+    loaded = load(folder)
+    assert paged_forward_error(loaded.model, loaded.layers) < 1e-5
+    assert loaded.model.config._attn_implementation == ATTENTION_NAME
+
+
+def test_only_architectures_with_tests_are_spared_the_comparison() -> None:
+    assert {make_config().model_type for make_config in ARCHITECTURES.values()} >= TESTED_MODEL_TYPES
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_that_differs_from_its_own_attention_is_refused(
+    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misjudged(probe: AttentionProbe, num_layers: int) -> tuple[LayerAttention, ...]:
+        return tuple(replace(layer, sliding_window=1) for layer in recorded(probe, num_layers))
+
+    recorded = AttentionProbe.layers
+    monkeypatch.setattr(AttentionProbe, "layers", misjudged)
+    save_untested(folder)
+    with pytest.raises(CheckpointError, match=r"olmo cannot be served: .*logits differ from its own"):
+        load(folder, dtype=dtype)
+
+
+def test_an_encoder_is_refused(folder: Path) -> None:
+    config = transformers.BertConfig(**SMALL, num_attention_heads=2, intermediate_size=32)
+    transformers.BertLMHeadModel(config).save_pretrained(folder)
+    with pytest.raises(CheckpointError, match="bert cannot be served: layer 0 is not causal"):
         load(folder)
 
 

@@ -1,0 +1,151 @@
+"""Looks at a freshly loaded model's forward: what its attention layers are, and whether paging is exact.
+
+The engine runs any causal LM of `transformers`, also those that our tests have never seen. For these the
+paged forward is compared with the model's own attention when the model loads, so that an architecture
+that does something unforeseen is refused instead of served wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.attention.base import LayerAttention, PagedBatch
+from specdec.attention.hf import ATTENTION_NAME, AttentionProbe, UnsupportedAttention
+from specdec.attention.metadata import build_metadata
+from specdec.attention.sdpa import SdpaAttention
+from specdec.core.errors import CheckpointError
+from specdec.kv.pool import KvPool, KvShape
+
+TESTED_MODEL_TYPES = frozenset(
+    {
+        "cohere2",
+        "gemma2",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+    }
+)
+"""Compared in every test run, so not again at every start."""
+
+_NUM_TOKENS = 24
+_CHUNKS = (0, 11, 12, 13, _NUM_TOKENS)
+_BLOCK_SIZE = 4
+_LARGEST_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+"""Norm of the difference over norm of the logits around their mean. Forwards that differ only in rounding
+stay far below, a wrong position or a lost token lies far above."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    parents: None = None
+
+
+class ForwardFacts(NamedTuple):
+    """What a look at a model's forward told."""
+
+    layers: tuple[LayerAttention, ...]
+    vocab_size: int
+    """Width of its logits."""
+
+
+def inspect_forward(model: PreTrainedModel, path: Path) -> ForwardFacts:
+    """Run a few tokens through a model that was loaded with the paged attention.
+
+    Raises:
+        CheckpointError: its layers ask for attention that is not supported, or (model types that no test
+            covers) its paged forward is not the function that its own attention computes.
+    """
+    try:
+        facts = _probe(model)
+        error = (
+            0.0 if model.config.model_type in TESTED_MODEL_TYPES else paged_forward_error(model, facts.layers)
+        )
+    except UnsupportedAttention as failure:
+        raise _refusal(model, path, str(failure)) from failure
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as failure:
+        raise _refusal(model, path, f"its forward fails with paged attention: {failure}") from failure
+    # Written so that a NaN is refused too.
+    if not error <= _LARGEST_ERROR[model.dtype]:
+        raise _refusal(
+            model,
+            path,
+            f"over a paged cache its logits differ from its own attention's by {error:.2g} of their spread",
+        )
+    return facts
+
+
+def _refusal(model: PreTrainedModel, path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: model type {model.config.model_type} cannot be served: {reason}")
+
+
+def _probe(model: PreTrainedModel) -> ForwardFacts:
+    probe = AttentionProbe()
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        output = model(input_ids=token, position_ids=token, use_cache=False, paged=probe)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    return ForwardFacts(probe.layers(num_layers), int(output.logits.shape[-1]))
+
+
+def paged_forward_error(model: PreTrainedModel, layers: Sequence[LayerAttention]) -> float:
+    """Return how far the paged forward, in chunks, is from the model's own eager attention.
+
+    The result is relative: 0 is equal, 1 as far apart as unrelated logits. The model's attention
+    implementation is switched to eager and back.
+    """
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    token_ids = [(7919 * (index + 1)) % vocab_size for index in range(_NUM_TOKENS)]
+    # Any: transformers types its forward and this switch too narrowly.
+    hf_model: Any = model
+    with torch.inference_mode():
+        hf_model.set_attn_implementation("eager")
+        try:
+            input_ids = torch.tensor([token_ids], device=model.device)
+            own = hf_model(input_ids=input_ids, use_cache=False).logits[0].float()
+        finally:
+            hf_model.set_attn_implementation(ATTENTION_NAME)
+        paged = _paged_logits(hf_model, layers, token_ids).float()
+    spread = (own - own.mean(-1, keepdim=True)).norm()
+    return float((paged - own).norm() / spread)
+
+
+def _paged_logits(model: Any, layers: Sequence[LayerAttention], token_ids: list[int]) -> torch.Tensor:
+    """Logits [_NUM_TOKENS, vocab] of a chunked prefill over blocks in falling order."""
+    num_blocks = _NUM_TOKENS // _BLOCK_SIZE
+    pool = KvPool(
+        [KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in layers],
+        num_blocks=1 + num_blocks,
+        block_size=_BLOCK_SIZE,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    backend, rows = SdpaAttention(), []
+    for low, high in pairwise(_CHUNKS):
+        chunk = _Chunk(token_ids[low:high], low, range(num_blocks, 0, -1))
+        metadata = build_metadata([chunk], block_size=_BLOCK_SIZE, device=model.device)
+        output = model(
+            input_ids=torch.tensor([token_ids[low:high]], device=model.device),
+            position_ids=metadata.positions[None],
+            use_cache=False,
+            paged=PagedBatch(
+                backend=backend, layers=layers, caches=pool, metadata=metadata, plan=backend.begin(metadata)
+            ),
+        )
+        rows.append(output.logits[0])
+    return torch.cat(rows)
