@@ -6,17 +6,20 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeVarTuple
+from typing import TypeVarTuple
 
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ChannelClosed, DrafthouseError
+from specdec.core.idle_work import IdleWork
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.engine.engine import Engine
 from specdec.engine.text_stream import Finish
+
+__all__ = ["AsyncEngine", "IdleWork"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +29,6 @@ _QUIET_S = 0.2
 
 StreamKey = tuple[RequestId, Epoch]
 Arguments = TypeVarTuple("Arguments")
-
-
-class IdleWork(Protocol):
-    """Something useful to do while no request is present, piece by piece (compiling shape buckets)."""
-
-    def pending(self) -> bool:
-        """Return whether anything is left to do."""
-        ...
-
-    def run_next(self) -> None:
-        """Do the next piece. It cannot be interrupted, so it should be short."""
-        ...
 
 
 class _Stream:
@@ -76,15 +67,15 @@ class AsyncEngine:
     Each round wakes each event loop once, however many streams it serves.
     """
 
-    def __init__(self, engine: Engine, *, idle_work: IdleWork | None = None) -> None:
+    def __init__(self, engine: Engine, *, idle_work: Sequence[IdleWork] | None = None) -> None:
         """Start the engine's thread.
 
         Args:
             engine: used by that thread alone from now on.
-            idle_work: done while no request has been present for a moment.
+            idle_work: done in this order while no request has been present for a moment; None: the engine's.
         """
         self._engine = engine
-        self._idle_work = idle_work
+        self._idle_work = engine.idle_work if idle_work is None else tuple(idle_work)
         self._commands: deque[Callable[[], None]] = deque()
         self._takes_commands = True
         self._lock = threading.Lock()
@@ -175,8 +166,8 @@ class AsyncEngine:
 
     def _idle(self) -> None:
         """Wait for a command; when none comes for a while, do a piece of idle work."""
-        work = self._idle_work
-        if work is None or not work.pending():
+        work = next((work for work in self._idle_work if work.pending()), None)
+        if work is None:
             self._wake.wait()
             self._wake.clear()
         elif self._wake.wait(_QUIET_S if self._was_busy else 0.0):

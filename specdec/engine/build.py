@@ -31,13 +31,13 @@ class EngineParts:
     controller: SpeculationController
 
 
-def build_parts(config: EngineConfig) -> EngineParts:
-    """Load models and tokenizer.
+def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
+    """Load models and tokenizer; `progress` hears of the target's.
 
     Raises:
         UserError: a checkpoint, a device or the memory is not as the configuration says.
     """
-    target = build_target(config)
+    target = build_target(config, progress)
     facts = TargetFacts(
         vocab_size=target.description.vocab_size,
         dtype=target.description.dtype,

@@ -9,6 +9,7 @@ from typing import Self
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ChannelClosed, InputError, TransportError
+from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
@@ -23,6 +24,7 @@ from specdec.engine.round import RoundLoop
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish, StreamLimits, TextStream
 from specdec.engine.tokenizer import Tokenizer
+from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer
 from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
 from specdec.scheduling.config import SchedulerConfig
@@ -44,13 +46,13 @@ class Engine:
     Every request that was accepted ends in exactly one output with a finish reason, whatever happens.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load what `config` names.
+    def __init__(self, config: EngineConfig, *, progress: LoadProgress | None = None) -> None:
+        """Load what `config` names; `progress` hears how far the target's loading is.
 
         Raises:
             UserError: a checkpoint, a device or the memory is not as the configuration says.
         """
-        self._set_up(build_parts(config), MonotonicClock())
+        self._set_up(build_parts(config, progress), MonotonicClock())
 
     @classmethod
     def from_parts(
@@ -82,6 +84,7 @@ class Engine:
         description = parts.target.description
         self._parts = parts
         self._clock = clock
+        self._idle_work = idle_work_of(parts.target, parts.proposer)
         self._metrics = EngineMetrics()
         self._admission = AdmissionLimits(
             vocab_size=description.vocab_size,
@@ -124,6 +127,17 @@ class Engine:
     def max_sequence_len(self) -> int:
         """Longest sequence, prompt and output together, in tokens: what both model and cache allow."""
         return self._admission.max_sequence_len
+
+    @property
+    def idle_work(self) -> tuple[IdleWork, ...]:
+        """What makes target and proposer faster once it is done; `AsyncEngine` does it while idle."""
+        return self._idle_work
+
+    def warm_up(self) -> None:
+        """Do all idle work now (compiling takes seconds), for those who would rather wait than start slow."""
+        for work in self._idle_work:
+            while work.pending():
+                work.run_next()
 
     @property
     def has_work(self) -> bool:

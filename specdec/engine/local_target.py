@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec.core.description import TargetDescription
+from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
@@ -34,7 +35,9 @@ class LocalTarget:
     A submitted step is run when it is collected: in one process there is nothing to overlap with.
     """
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+    def __init__(self, runner: ModelRunner, sampler: Sampler, *, idle_work: Sequence[IdleWork] = ()) -> None:
+        """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`)."""
+        self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
         self._sampler = sampler
         self._sequences: dict[RequestId, _SequenceState] = {}

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
@@ -83,6 +84,7 @@ class DraftModelProposer:
         vocab_size: int,
         max_read_tokens: int = 512,
         max_context: int | None = None,
+        idle_work: Sequence[IdleWork] = (),
     ) -> None:
         """Draft with `runner`, whose KV pool is this proposer's alone.
 
@@ -93,7 +95,9 @@ class DraftModelProposer:
             max_read_tokens: most committed tokens that one call reads. A sequence that has more to catch up
                 on than is left of it gets no proposal in that call.
             max_context: longest prefix plus draft, in tokens; None: the runner's limit.
+            idle_work: what makes the runner faster (see `HasIdleWork`).
         """
+        self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
         self._sampler = sampler
         self._vocab_size = min(vocab_size, runner.vocab_size)

@@ -241,16 +241,33 @@ class TestIdleWork:
     def test_is_done_while_nothing_waits(self) -> None:
         engine = toy_engine()
         work = self.Pieces(engine)
-        with serving(engine, idle_work=work):
+        with serving(engine, idle_work=[work]):
             assert work.finished.wait(10)
         assert work.threads == {"engine"}
+
+    def test_that_of_target_and_proposer_is_done_unasked(self) -> None:
+        target, proposer = ToyTarget(MODEL), OracleProposer()
+        engine = toy_engine(proposer, target=target)
+        works = [self.Pieces(engine), self.Pieces(engine)]
+        target.idle_work, proposer.idle_work = works[:1], works[1:]  # type: ignore[attr-defined]
+        engine = toy_engine(proposer, target=target)
+        assert list(engine.idle_work) == works
+        with serving(engine):
+            assert all(work.finished.wait(10) for work in works)
+
+    def test_may_be_done_at_once(self) -> None:
+        target = ToyTarget(MODEL)
+        work = self.Pieces(toy_engine())
+        target.idle_work = [work]  # type: ignore[attr-defined]
+        toy_engine(target=target).warm_up()
+        assert work.num_done == 5
 
     def test_is_not_done_while_a_request_is_present(self) -> None:
         async def main() -> None:
             engine = toy_engine(target=SlowTarget(MODEL))
             work = self.Pieces(engine)
             work.num_done = 5
-            with serving(engine, idle_work=work) as service:
+            with serving(engine, idle_work=[work]) as service:
                 outputs: list[RequestOutput] = []
                 async for output in service.generate(request(params=LONG)):
                     work.num_done = 0  # now there would be something to do
