@@ -29,7 +29,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.special_ids = frozenset(tokenizer.all_special_ids) | _hidden_ids(self._backend)
         self._single: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -56,3 +56,11 @@ class HuggingFaceTokenizer:
                 token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         return text
+
+
+def _hidden_ids(backend: Any) -> frozenset[int]:
+    """Return the tokens that a Rust tokenizer leaves out of text: it knows more of them than all_special_ids."""
+    if backend is None:
+        return frozenset()
+    added = backend.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)

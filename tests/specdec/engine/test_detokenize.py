@@ -119,6 +119,12 @@ def test_special_tokens_do_not_show() -> None:
     assert "".join(pieces(tokenizer, [the, 0, cat, the, 0, 0, the])) == "thecat the the"
 
 
+def test_special_tokens_that_only_the_backend_knows_do_not_show() -> None:
+    tokenizer = sentencepiece_like(declares_special_ids=False)
+    assert tokenizer.special_ids == {0}
+    assert "".join(pieces(tokenizer, [257, 0, 257])) == "the the"
+
+
 def test_bytes_of_a_fallback_run_form_characters() -> None:
     tokenizer = sentencepiece_like()
     token_ids = [1 + byte for byte in "\u4f60\u597d".encode()]

@@ -41,7 +41,7 @@ def byte_level() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(_WithBackend(backend, [0]))
 
 
-def sentencepiece_like() -> HuggingFaceTokenizer:
+def sentencepiece_like(*, declares_special_ids: bool = True) -> HuggingFaceTokenizer:
     """Llama 2's kind: words begin with U+2581, unknown characters fall back to bytes."""
     words = ["\u2581the", "\u2581a", "\u2581", "cat", "s", "\u2581dog", "e", "t", "h", "a", "\u00e9"]
     tokens = [EOS, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -63,7 +63,7 @@ def sentencepiece_like() -> HuggingFaceTokenizer:
         ]
     )
     backend.add_special_tokens([EOS])
-    return HuggingFaceTokenizer(_WithBackend(backend, [0]))
+    return HuggingFaceTokenizer(_WithBackend(backend, [0] if declares_special_ids else []))
 
 
 def word_piece() -> HuggingFaceTokenizer:
