@@ -59,7 +59,7 @@ class HuggingFaceTokenizer:
 
 
 def _hidden_ids(backend: Any) -> frozenset[int]:
-    """Return the tokens that a Rust tokenizer leaves out of text: it knows more of them than all_special_ids."""
+    """Return what a Rust tokenizer leaves out of text, which may be more than `all_special_ids`."""
     if backend is None:
         return frozenset()
     added = backend.get_added_tokens_decoder()
