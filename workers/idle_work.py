@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from specdec.engine.async_engine import IdleWork
+if TYPE_CHECKING:  # importing it loads torch, which a worker must do only after its threads are set
+    from specdec.engine.async_engine import IdleWork
 
 _QUIET_S = 0.25
 """Silence after which a worker counts as idle."""

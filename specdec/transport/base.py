@@ -72,7 +72,11 @@ class Channel(Protocol):
         ...
 
     def connect(self, peer: PeerAddress) -> None:
-        """Open a link to a peer, or replace the one to an earlier address of it. Does not wait."""
+        """Open a link to a peer, or replace the one to an earlier address of it.
+
+        Does not wait. A link that the peer refuses, because it has not yet been told of us, is tried again
+        during `receive`, and what was sent on it meanwhile is kept.
+        """
         ...
 
     def disconnect(self, peer_id: PeerId) -> None:

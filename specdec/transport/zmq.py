@@ -6,6 +6,9 @@ peer's name is looked up from the key that CURVE has verified, never read from w
 A key that is no longer admitted is unheard at once, although its connection may stand a while.
 
 ZeroMQ's own I/O threads answer heartbeats, so a peer that computes for long is not taken for dead.
+
+After a refused handshake ZeroMQ may or may not try again (libzmq issues 2329 and 3519), so links do
+it themselves: one that is not up is made anew, with what was sent on it, from within `receive`.
 """
 
 from __future__ import annotations
@@ -40,6 +43,15 @@ logger = logging.getLogger(__name__)
 
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN: Final = "drafthouse"
+_UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
+_REFUSED: Final = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+_FIRST_RETRY_S: Final = 0.05
+_MAX_RETRY_S: Final = 1.0
+_CONNECT_TIMEOUT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +142,13 @@ class ZmqChannel:
         if known is not None and known.address == peer:
             return
         self.disconnect(peer.peer_id)
-        socket = self._socket(zmq.DEALER)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, peer.public_key.encode())
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(peer.endpoint)
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-        self._links[peer.peer_id] = _Link(peer, socket, monitor)
+        self._links[peer.peer_id] = self._open_link(peer)
 
     def disconnect(self, peer_id: PeerId) -> None:
         """Close a link; see `Channel.disconnect`."""
         link = self._links.pop(peer_id, None)
         if link is not None:
-            self._poller.unregister(link.socket)
-            self._poller.unregister(link.monitor)
-            link.close(linger_ms=0)
+            self._close_link(link)
 
     def admit(self, peers: Iterable[PeerAddress]) -> None:
         """Replace the set of peers that may open links (any thread)."""
@@ -161,7 +163,7 @@ class ZmqChannel:
         link = self._links.get(peer_id)
         try:
             if link is not None:
-                link.socket.send(frame, zmq.NOBLOCK)
+                link.send(frame)
             elif (route := self._callers.get(peer_id)) is not None:
                 self._router.send_multipart((route, frame), zmq.NOBLOCK)
             else:
@@ -181,13 +183,13 @@ class ZmqChannel:
     def receive(self, timeout_s: float | None) -> Envelope:
         """Return the next arrival; see `Channel.receive`."""
         self._require_open()
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready:
-            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            wait_s = min(until_s, self._renew_links()) - time.monotonic()
             # ZeroMQ waits in whole milliseconds: round up, so that short waits are waits.
-            events = self._poller.poll(None if left_s is None else math.ceil(left_s * 1000))
+            events = self._poller.poll(None if wait_s == math.inf else math.ceil(max(0.0, wait_s) * 1000))
             woken = self._drain({source for source, _ in events})
-            if not self._ready and (woken or (until_s is not None and time.monotonic() >= until_s)):
+            if not self._ready and (woken or time.monotonic() >= until_s):
                 raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
         self._counters.received += 1
         return self._ready.popleft()
@@ -237,6 +239,38 @@ class ZmqChannel:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         return socket
 
+    def _open_link(self, peer: PeerAddress) -> _Link:
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, peer.public_key.encode())
+        socket.setsockopt(zmq.RECONNECT_IVL, int(_FIRST_RETRY_S * 1000))
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(_MAX_RETRY_S * 1000))
+        monitor = socket.get_monitor_socket(_UP | _REFUSED | zmq.Event.DISCONNECTED)
+        socket.connect(peer.endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return _Link(peer, socket, monitor, renew_at_s=time.monotonic() + _CONNECT_TIMEOUT_S)
+
+    def _close_link(self, link: _Link) -> None:
+        self._poller.unregister(link.socket)
+        self._poller.unregister(link.monitor)
+        link.close(linger_ms=0)
+
+    def _renew_links(self) -> float:
+        """Make links anew whose time has come; return when the next one's will come."""
+        next_s = math.inf
+        for peer_id, link in self._links.items():
+            if link.is_up:
+                continue
+            if link.renew_at_s <= time.monotonic():
+                self._close_link(link)
+                renewed = self._links[peer_id] = self._open_link(link.address)
+                renewed.retry_s = min(2 * link.retry_s, _MAX_RETRY_S)
+                for frame in link.unsent:
+                    renewed.send(frame)
+                link = renewed
+            next_s = min(next_s, link.renew_at_s)
+        return next_s
+
     def _drain(self, sources: set[object]) -> bool:
         """Move everything that has arrived into `_ready`; return whether another thread woke us."""
         woken = False
@@ -249,8 +283,7 @@ class ZmqChannel:
         for link in self._links.values():
             if link.socket in sources:
                 self._drain_link(link)
-            if link.monitor in sources:
-                recv_monitor_message(link.monitor)
+            if link.monitor in sources and link.note_events():
                 self._ready.append(Envelope(sender=link.address.peer_id, message=PeerLost()))
         return woken
 
@@ -297,6 +330,44 @@ class _Link:
     address: PeerAddress
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    renew_at_s: float
+    """When to make it anew, if it is not up by then."""
+    retry_s: float = _FIRST_RETRY_S
+    is_up: bool = False
+    unsent: list[bytes] = field(default_factory=list)
+    """What was handed to the socket while the link was not up: it has not left."""
+
+    def send(self, frame: bytes) -> None:
+        """Hand a frame to the socket.
+
+        Raises:
+            zmq.Again: its queue is full.
+        """
+        if self.is_up:
+            self.socket.send(frame, zmq.NOBLOCK)
+            return
+        if len(self.unsent) >= self.socket.get_hwm():
+            raise zmq.Again
+        self.unsent.append(frame)
+        with contextlib.suppress(zmq.Again):  # a refused socket takes nothing, its successor will
+            self.socket.send(frame, zmq.NOBLOCK)
+
+    def note_events(self) -> bool:
+        """Take in what happened to the connection; return whether a link that was up is broken."""
+        was_lost = False
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == _UP:
+                self.is_up = True
+                self.unsent.clear()
+            elif self.is_up:  # ZeroMQ reconnects by itself, but perhaps to no avail
+                self.is_up = False
+                was_lost = True
+                self.retry_s = _FIRST_RETRY_S
+                self.renew_at_s = time.monotonic() + _CONNECT_TIMEOUT_S
+            else:
+                self.renew_at_s = min(self.renew_at_s, time.monotonic() + self.retry_s)
+        return was_lost
 
     def close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
@@ -348,7 +419,8 @@ class _Gate:
         if key and self._channel.allowed(key):
             verdict = (b"200", b"OK", key.encode())
         else:
-            logger.warning("refused a link from %s: not a member", address.decode(errors="replace"))
+            # Logged quietly: a member that has just joined is refused until this process hears of it.
+            logger.info("refused a link from %s: not a member", address.decode(errors="replace"))
             self._channel.counters.dropped["refused_link"] += 1
             verdict = (b"400", b"not a member", b"")
         self._socket.send_multipart((version, request_id, *verdict, b""))

@@ -77,6 +77,8 @@ def test_admission_may_come_after_the_link_and_may_be_withdrawn(open_channel: Op
     until = time.monotonic() + 10
     while True:  # a link refused before its admission is retried by the client
         client.send(PeerId("server"), Ping(1))
+        with pytest.raises(ChannelTimeout):
+            client.receive(0.05)
         try:
             assert server.receive(0.2).sender == "client"
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from collections.abc import Iterator
@@ -110,6 +111,23 @@ def test_a_server_with_another_key_than_the_directory_says_is_not_spoken_to() ->
         )
         client.send(PeerId("server"), Ping(1))
         unheard(server)
+
+
+def test_a_link_that_was_refused_comes_up_when_its_key_is_admitted() -> None:
+    with channels("server", "client") as (server, client):
+        client.connect(server.address)
+        client.send(PeerId("server"), Ping(1))
+        while not server.counters.dropped["refused_link"]:
+            unheard(server, 0.05)
+        client.send(PeerId("server"), Ping(2))
+        server.admit([client.address])
+        heard = []
+        while len(heard) < 2:
+            with contextlib.suppress(ChannelTimeout):
+                client.receive(0.01)  # links come up while their owner listens
+            with contextlib.suppress(ChannelTimeout):
+                heard.append(server.receive(0.01).message)
+        assert heard == [Ping(1), Ping(2)]
 
 
 def test_a_link_that_restarts_under_the_same_key_is_the_same_peer() -> None:
