@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from specdec.core.description import TargetDescription as TargetDescription
+from specdec.core.description import TargetDescription
 from specdec.core.plan import TargetResult, TargetStep
+
+__all__ = ["Target", "TargetDescription"]
 
 
 class Target(Protocol):
