@@ -17,6 +17,11 @@ import torch
 from specdec.attention.base import LayerAttention
 from specdec.attention.metadata import AttentionMetadata
 
+_MAX_GATHERED_KEYS = 1 << 17
+"""Keys gathered at once: they are copied, so this bounds the memory that a step needs beside the pool."""
+_MAX_SCORES = 1 << 26
+"""Scores in memory at once (fp32, 256 MiB); more query rows are taken in turns."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
@@ -63,10 +68,11 @@ class SdpaAttention:
             num_blocks = -(-context_len // metadata.block_size)
             members_of.setdefault((query_len, _size_class(num_blocks)), []).append(index)
         block_size = metadata.block_size
+        parts = [part for members in members_of.values() for part in _affordable(metadata, members)]
         return _Plan(
             slot_blocks=torch.div(metadata.slot_mapping, block_size, rounding_mode="floor"),
             slot_offsets=torch.remainder(metadata.slot_mapping, block_size),
-            groups=tuple(_make_group(metadata, members) for members in members_of.values()),
+            groups=tuple(_make_group(metadata, part) for part in parts),
         )
 
     def attend(
@@ -93,6 +99,13 @@ class SdpaAttention:
             hidden = _hidden(group, metadata, layer.sliding_window)
             output[group.rows] = _attend(query[group.rows], key_cache, value_cache, group, hidden, layer)
         return output
+
+
+def _affordable(metadata: AttentionMetadata, members: list[int]) -> list[list[int]]:
+    """Split `members` so that no part gathers more than `_MAX_GATHERED_KEYS` (or one sequence)."""
+    longest = max(metadata.context_lens_host[index] for index in members)
+    size = max(1, _MAX_GATHERED_KEYS // longest)
+    return [members[first : first + size] for first in range(0, len(members), size)]
 
 
 def _size_class(num_blocks: int) -> int:
@@ -183,19 +196,41 @@ def _attend(
     values = _gather(value_cache, group)
     if group.padding is not None:
         values.masked_fill_(group.padding, 0.0)
-    query_nGRqD = query.reshape(num_sequences, query_len, num_kv_heads, ratio, head_dim).permute(
-        0, 2, 3, 1, 4
-    )
+    by_head = query.reshape(num_sequences, query_len, num_kv_heads, ratio, head_dim).permute(0, 2, 3, 1, 4)
+    step = max(1, _MAX_SCORES // (num_sequences * layer.num_heads * group.num_keys))
+    parts = [
+        _weighted_sum(
+            by_head[:, :, :, first : first + step],
+            keys,
+            values,
+            None if hidden is None else hidden[:, :, :, first : first + step],
+            layer,
+        )
+        for first in range(0, query_len, step)
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+    return out.permute(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _weighted_sum(
+    query_nGRqD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor | None,
+    layer: LayerAttention,
+) -> torch.Tensor:
+    """Attention of q rows per sequence and head to keys and values [n, G, L, D] -> [n, G, R, q, D]."""
+    shape = query_nGRqD.shape
+    num_sequences, num_kv_heads, ratio, query_len, head_dim = shape
     folded = query_nGRqD.reshape(num_sequences, num_kv_heads, ratio * query_len, head_dim)
     scores = torch.matmul(folded, keys.transpose(2, 3)).float().mul_(layer.scaling)
     if layer.softcap is not None:
         scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
     if hidden is not None:
-        split = scores.view(num_sequences, num_kv_heads, ratio, query_len, group.num_keys)
+        split = scores.view(num_sequences, num_kv_heads, ratio, query_len, -1)
         split.masked_fill_(hidden, float("-inf"))
-    weights = torch.softmax(scores, dim=-1).to(query.dtype)
-    out = torch.matmul(weights, values).view(num_sequences, num_kv_heads, ratio, query_len, head_dim)
-    return out.permute(0, 3, 1, 2, 4).reshape(query.shape)
+    weights = torch.softmax(scores, dim=-1).to(folded.dtype)
+    return torch.matmul(weights, values).view(shape)
 
 
 def _gather(cache: torch.Tensor, group: _Group) -> torch.Tensor:

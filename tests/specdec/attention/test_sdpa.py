@@ -135,6 +135,21 @@ def test_equals_dense_attention(case: Case) -> None:
     torch.testing.assert_close(attend(case, metadata, tensors).double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(case=cases(), max_keys=st.sampled_from((1, 40)), max_scores=st.sampled_from((1, 300)))
+def test_taking_large_batches_in_turns_changes_nothing(
+    case: Case, max_keys: int, max_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = build_metadata(case.slices, block_size=BLOCK_SIZE)
+    tensors = make_tensors(case, metadata.num_rows)
+    expected = dense(case, tensors)
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec.attention.sdpa._MAX_GATHERED_KEYS", max_keys)
+        patch.setattr("specdec.attention.sdpa._MAX_SCORES", max_scores)
+        got = attend(case, metadata, tensors)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @hypothesis.given(cases())
 def test_writes_this_step_and_nothing_else(case: Case) -> None:
     metadata = build_metadata(case.slices, block_size=BLOCK_SIZE)
