@@ -48,8 +48,8 @@ indentation are tokens of their own, so that a prompt may end after either.
 _METHOD = """
 ## How they were trained
 
-**Target.** Next-token loss on rows of 512 tokens, the last tenth of the steps on rows of 4,096. From the
-first step with LayerSkip's recipe (Elhoushi et al. 2024): dropout of whole layers per sequence, growing
+**Target.** Next-token loss on rows of 512 tokens; near the end every other step has rows of 4,096 (a share
+of {target_long_share} of all tokens). From the first step with LayerSkip's recipe (Elhoushi et al. 2024): dropout of whole layers per sequence, growing
 exponentially with depth (p_max {layer_dropout}) and over time, and an early-exit loss through the shared
 final norm and head, one exit a step in rotation (e_scale {exit_scale}). Any exit works; the exit layer is a
 setting of whoever serves it. One DeepSeek-V3-style MTP module is an auxiliary objective (weight
@@ -199,6 +199,7 @@ def render_card(models: Path, report: dict[str, Any]) -> str:
     """The card's markdown."""
     recipes = {name: read_recipe(models / name) for name in ("target", "draft")}
     settings = {**recipes["target"]["recipe"], **recipes["draft"]["recipe"]}
+    settings["target_long_share"] = recipes["target"]["recipe"]["long_share"]
     names = {key: str(settings[key]).replace("_", " ") for key in ("early_divergence", "late_divergence")}
     names = {key: name.replace(" kl", " KL") for key, name in names.items()}
     data = _DATA.format(python=recipes["target"]["python"], **report["data"])

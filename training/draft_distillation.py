@@ -213,7 +213,7 @@ class DraftTraining:
         """int64 [B, T]: what ``step`` trains on."""
         kind = row_kind(step, self.recipe)
         if kind == "long":
-            return self._long.batch(step - self.recipe.long_from)
+            return self._long.batch((step - self.recipe.long_from) // 2)
         if kind == "corpus":
             return self._short.batch(step)
         if kind == "target":

@@ -31,10 +31,10 @@ class TargetRecipe:
     batch_tokens: int = 8192
     """Tokens per step, at both lengths."""
     short_length: int = 512
-    """Row length of the first nine tenths, in tokens."""
+    """Row length of most steps, in tokens."""
     long_length: int = CONTEXT_LENGTH
-    long_share: float = 0.1
-    """Share of the steps, at the end, at ``long_length``."""
+    long_share: float = 0.11
+    """Share of the steps at ``long_length``: every other step of the last 2 x this share."""
     muon_lr: float = 3e-3
     adamw_lr: float = 3e-3
     weight_decay: float = 0.1
@@ -52,9 +52,9 @@ class TargetRecipe:
     seed: int = 1
 
     @property
-    def short_steps(self) -> int:
-        """Steps before the switch to ``long_length``."""
-        return self.steps - round(self.long_share * self.steps)
+    def long_from(self) -> int:
+        """First step at ``long_length``; from here on lengths alternate."""
+        return self.steps - round(2 * self.long_share * self.steps)
 
 
 def target_config() -> LlamaConfig:
@@ -143,9 +143,10 @@ def total_loss(
 
 
 def _batch(short: PackedBatches, long: PackedBatches, step: int, recipe: TargetRecipe) -> torch.Tensor:
-    if step < recipe.short_steps:
-        return short.batch(step)
-    return long.batch(step - recipe.short_steps)
+    since_long = step - recipe.long_from
+    if since_long >= 0 and since_long % 2 == 0:
+        return long.batch(since_long // 2)
+    return short.batch(step)
 
 
 def train_step(
