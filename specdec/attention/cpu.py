@@ -21,7 +21,10 @@ from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.native import load_library, resolve_cache_dir
 
 SOURCE = Path(__file__).parent / "csrc" / "attention.cpp"
-_ENTRY_POINTS = {torch.float32: "drafthouse_paged_attention_f32", torch.bfloat16: "drafthouse_paged_attention_bf16"}
+_ENTRY_POINTS = {
+    torch.float32: "drafthouse_paged_attention_f32",
+    torch.bfloat16: "drafthouse_paged_attention_bf16",
+}
 
 
 class NativeStep(ctypes.Structure):

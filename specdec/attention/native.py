@@ -87,7 +87,9 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise NativeUnavailable(
-        f"no C++ compiler found (CXX={wanted})" if wanted else f"no C++ compiler found ({', '.join(_COMPILERS)})"
+        f"no C++ compiler found (CXX={wanted})"
+        if wanted
+        else f"no C++ compiler found ({', '.join(_COMPILERS)})"
     )
 
 
@@ -125,7 +127,8 @@ def _cache_key(source: Path, includes: Sequence[Path], compiler: str) -> str:
 
 def _openmp_library() -> Path | None:
     """The OpenMP runtime that PyTorch brings along: a second one would have threads of its own, and the
-    two pools would spin against each other."""
+    two pools would spin against each other.
+    """
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return found[0] if found else None
 

@@ -12,7 +12,19 @@ from dataclasses import replace
 
 import torch
 
-from specdec.model.lowering import ADD, COPY, MUL, NEG, RSQRT, SQUARE, Elementwise, Mean, Norm, Operation, Rotary
+from specdec.model.lowering import (
+    ADD,
+    COPY,
+    MUL,
+    NEG,
+    RSQRT,
+    SQUARE,
+    Elementwise,
+    Mean,
+    Norm,
+    Operation,
+    Rotary,
+)
 from specdec.model.trace import Ref, Value
 
 
@@ -66,7 +78,7 @@ def _apply(rule: Rule, operations: list[Operation], results: Sequence[Value]) ->
 
 
 def _rms_norm(graph: _Graph, last: Operation) -> tuple[Operation, Sequence[Operation]] | None:
-    """x / sqrt(mean(x^2) + eps) * weight, rounded before the weight (Llama), after it (Gemma), or not at all."""
+    """x / sqrt(mean(x^2) + eps) * weight, rounded before the weight (Llama), after it (Gemma) or not."""
     if not isinstance(last, Elementwise):
         return None
     absorbed: list[Operation] = []

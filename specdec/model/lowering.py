@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -40,7 +40,7 @@ Index = Literal["tokens", "logit_rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One native operation: reads `inputs`, writes `out` (all of a value, or a part that nobody else writes)."""
+    """Reads `inputs`, writes `out`: all of a value, or a part that nobody else writes."""
 
     out: Ref
     inputs: tuple[Ref, ...]
@@ -96,12 +96,13 @@ class Attention(Operation):
     layer_idx: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Lowered:
     """A whole forward."""
 
-    operations: list[Operation] = field(default_factory=list)
-    logits: Ref | None = None
+    operations: list[Operation]
+    logits: Ref
+    """fp32, all of a value with one row per logit row."""
 
 
 def lower(trace: Trace) -> Lowered:
@@ -268,7 +269,10 @@ class _Lowering:
     def _lower_index_select(self, node: Node) -> None:
         source, axis, indices = node.args
         ref = self._contiguous(source)
-        if self._trace.value_of(indices).tensor is not self._trace.logit_rows or ref.row_axis != axis % source.dim():
+        if (
+            self._trace.value_of(indices).tensor is not self._trace.logit_rows
+            or ref.row_axis != axis % source.dim()
+        ):
             raise CannotLower("an index_select that is not the rows of the logits")
         self._gather(node, ref, "logit_rows")
 
@@ -404,7 +408,9 @@ def _is_dense(ref: Ref) -> bool:
 
 
 def _is_whole(ref: Ref) -> bool:
-    return ref.offset == 0 and _is_dense(ref) and math.prod(size for size, _ in ref.dims) == ref.value.row_size
+    return (
+        ref.offset == 0 and _is_dense(ref) and math.prod(size for size, _ in ref.dims) == ref.value.row_size
+    )
 
 
 def _argument(node: Node, position: int, name: str) -> Any:

@@ -135,7 +135,11 @@ class PackedWeights:
             raise CannotLower(f"its packed weights take more than max_frozen_bytes = {self._max_bytes}")
         panels = self._allocate(size)
         dense = weight.contiguous()
-        entry_point = self._library.drafthouse_pack_f32 if weight.dtype is torch.float32 else self._library.drafthouse_pack_bf16
+        entry_point = (
+            self._library.drafthouse_pack_f32
+            if weight.dtype is torch.float32
+            else self._library.drafthouse_pack_bf16
+        )
         entry_point(
             ctypes.c_void_p(dense.data_ptr()),
             ctypes.c_int64(columns),
@@ -413,7 +417,9 @@ class NativeForward:
         if value.kind == "row":
             operand.buffer = self._buffers[value]
         else:
-            operand.buffer = self._fixed_buffer(self._tables[value] if value.kind == "position" else value.tensor)
+            operand.buffer = self._fixed_buffer(
+                self._tables[value] if value.kind == "position" else value.tensor
+            )
         return operand
 
     def _fixed_buffer(self, tensor: torch.Tensor) -> int:
@@ -458,4 +464,6 @@ def _collapse(
     if len(kept) > _MAX_DIMS:
         raise CannotLower(f"arithmetic over {len(kept)} separate dimensions")
     kept = [(1, [0] * len(strides))] * (_MAX_DIMS - len(kept)) + kept
-    return [size for size, _ in kept], [[dims[operand] for _, dims in kept] for operand in range(len(strides))]
+    return [size for size, _ in kept], [
+        [dims[operand] for _, dims in kept] for operand in range(len(strides))
+    ]

@@ -69,11 +69,11 @@ class RecordingAttention:
         return output
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every dispatched operation; all tensors stay alive, so that memory addresses stay unique."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self._paused = False
 

@@ -133,21 +133,29 @@ class ModelRunner:
             metadata=metadata,
             plan=self.backend.begin(metadata),
         )
-        positions = metadata.positions[None]
+        return self.call_model(inputs.input_ids, metadata.positions[None], inputs.logit_rows, paged)
+
+    def call_model(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, paged: Any
+    ) -> torch.Tensor:
+        """Run the model's own forward with `paged` as what its attention layers call.
+
+        `input_ids` and `positions` are int64 [1, T], `logit_rows` int64 [L]; returns [L, vocab].
+        """
         if self._keeps_logits:
             output = self._model(
-                input_ids=inputs.input_ids,
+                input_ids=input_ids,
                 position_ids=positions,
                 use_cache=False,
-                logits_to_keep=inputs.logit_rows,
+                logits_to_keep=logit_rows,
                 paged=paged,
             )
             logits: torch.Tensor = output.logits[0]
             return logits
         # A head that cannot be told which rows to compute computes them all: right, but not cheap.
-        output = self._model(input_ids=inputs.input_ids, position_ids=positions, use_cache=False, paged=paged)
+        output = self._model(input_ids=input_ids, position_ids=positions, use_cache=False, paged=paged)
         every_row: torch.Tensor = output.logits[0]
-        return every_row[inputs.logit_rows]
+        return every_row[logit_rows]
 
 
 def _logit_rows(slices: Sequence[SequenceSlice]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

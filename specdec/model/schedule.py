@@ -119,7 +119,8 @@ def _columns(operation: Operation) -> int | None:
         return None
     size = operation.out.value.row_size
     for ref in operation.inputs:
-        if ref.value.kind == "position" or not (_is_row(ref, size) or all(stride == 0 for _, stride in ref.dims)):
+        is_number = ref.value.kind == "constant" and all(stride == 0 for _, stride in ref.dims)
+        if ref.value.kind == "position" or not (is_number or _is_row(ref, size)):
             return None
         if ref.value.kind == "row" and ref.value.row_size != size:
             return None
@@ -141,18 +142,19 @@ def place(steps: Sequence[Step], results: Sequence[Value]) -> dict[Value, int]:
 
     A buffer is taken over only after everybody has waited since its last use. `results` keep theirs.
     """
-    last_use = {ref.value: at for at, step in enumerate(steps) for ref in (*step.operation.inputs, step.operation.out)}
+    touched = [{ref.value for ref in (*step.operation.inputs, step.operation.out)} for step in steps]
+    last_use = {value: at for at, values in enumerate(touched) for value in values}
     for value in results:
         last_use[value] = len(steps)
     buffers: dict[Value, int] = {}
     free: dict[tuple[str, int], list[int]] = {}
-    retiring: list[tuple[int, Value]] = []
+    retiring: list[Value] = []
     count = 0
     for at, step in enumerate(steps):
         if step.sync:
-            for used, value in [entry for entry in retiring if entry[0] < at]:
-                retiring.remove((used, value))
-                free.setdefault(_size_key(value), []).append(buffers[value])
+            for retired in retiring:
+                free.setdefault(_size_key(retired), []).append(buffers[retired])
+            retiring.clear()
         value = step.operation.out.value
         if value not in buffers:
             candidates = free.get(_size_key(value))
@@ -161,9 +163,7 @@ def place(steps: Sequence[Step], results: Sequence[Value]) -> dict[Value, int]:
             else:
                 buffers[value] = count
                 count += 1
-        for used in {ref.value for ref in (*step.operation.inputs, step.operation.out)}:
-            if used in buffers and last_use[used] == at:
-                retiring.append((at, used))
+        retiring.extend(used for used in touched[at] if used in buffers and last_use[used] == at)
     return buffers
 
 

@@ -15,6 +15,7 @@ dimensions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,7 +59,7 @@ class Value:
     @property
     def row_size(self) -> int:
         """Elements per row."""
-        return int(np.prod([size for axis, size in enumerate(self.shape) if axis != self.row_axis], dtype=np.int64))
+        return math.prod(size for axis, size in enumerate(self.shape) if axis != self.row_axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +144,15 @@ class Trace:
         """
         value = self.value_of(tensor)
         if value.kind == "constant":
-            strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+            strides = [
+                0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ]
             constant = Value("constant", None, tuple(tensor.shape), None, tensor.dtype, tensor)
             return Ref(constant, 0, 0, tuple(zip(tensor.shape, strides, strict=True)), None)
         if value.kind == "unknown":
-            raise CannotLower(f"a tensor of shape {list(value.shape)} depends on the batch but not on its tokens")
+            raise CannotLower(
+                f"a tensor of shape {list(value.shape)} depends on the batch but not on its tokens"
+            )
         places = self._places(tensor)
         offset, strides = _affine(places)
         row_axes = [axis for axis, stride in enumerate(strides) if stride and stride % value.row_size == 0]
@@ -163,7 +168,7 @@ class Trace:
 
     def _places(self, tensor: torch.Tensor) -> NDArray[np.int64]:
         """For every element of `tensor`, its offset in the memory of its value."""
-        value, storage = self._storages[_storage_key(tensor)]
+        _, storage = self._storages[_storage_key(tensor)]
         assert storage is not None
         itemsize = storage.itemsize
         return np.lib.stride_tricks.as_strided(
@@ -174,11 +179,17 @@ class Trace:
         )
 
     def _register(self, tensor: torch.Tensor, value: Value, places: NDArray[np.int64] | None = None) -> None:
-        """Note that `tensor`, fresh, holds `value`; `places`: where its elements are in the value's memory."""
+        """Note that `tensor`, fresh, holds `value`.
+
+        `places`: where its elements are in the value's memory; None: row by row, in order.
+        """
         if places is None:
             assert value.row_axis is not None
             row_first = np.arange(tensor.numel(), dtype=np.int64).reshape(
-                [value.shape[value.row_axis], *(s for axis, s in enumerate(value.shape) if axis != value.row_axis)]
+                [
+                    value.shape[value.row_axis],
+                    *(s for axis, s in enumerate(value.shape) if axis != value.row_axis),
+                ]
             )
             places = np.moveaxis(row_first, 0, value.row_axis)
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -254,14 +265,17 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 def _kind_of(inputs: Sequence[Value]) -> Kind:
     kinds = {value.kind for value in inputs}
-    for kind in ("unknown", "row", "position"):
+    weightiest_first: tuple[Kind, ...] = ("unknown", "row", "position")
+    for kind in weightiest_first:
         if kind in kinds:
-            return kind  # type: ignore[return-value]
+            return kind
     return "constant"
 
 
 def _row_axis(first: torch.Tensor, second: torch.Tensor) -> tuple[Domain | None, int | None]:
-    different = [axis for axis, sizes in enumerate(zip(first.shape, second.shape, strict=True)) if sizes[0] != sizes[1]]
+    different = [
+        axis for axis, sizes in enumerate(zip(first.shape, second.shape, strict=True)) if sizes[0] != sizes[1]
+    ]
     if len(different) != 1:
         return None, None
     axis = different[0]

@@ -14,6 +14,8 @@
 
 namespace dh {
 
+constexpr int kSpins = 1000;  // some ten microseconds
+
 // Sense-reversing barrier that spins: phases of a forward take microseconds. After a while it yields, so
 // that more threads than cores stay slow instead of stuck.
 class Barrier {
@@ -27,7 +29,7 @@ class Barrier {
       return;
     }
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-      if (spins > 20000) {
+      if (spins > kSpins) {
         sched_yield();
       } else {
 #if defined(__x86_64__)

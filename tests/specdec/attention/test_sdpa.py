@@ -135,7 +135,7 @@ def test_equals_dense_attention(case: Case) -> None:
     torch.testing.assert_close(attend(case, metadata, tensors).double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(max_examples=25, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(case=cases(), max_keys=st.sampled_from((1, 40)), max_scores=st.sampled_from((1, 300)))
 def test_taking_large_batches_in_turns_changes_nothing(
     case: Case, max_keys: int, max_scores: int, monkeypatch: pytest.MonkeyPatch
@@ -150,6 +150,7 @@ def test_taking_large_batches_in_turns_changes_nothing(
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(cases())
 def test_writes_this_step_and_nothing_else(case: Case) -> None:
     metadata = build_metadata(case.slices, block_size=BLOCK_SIZE)
@@ -165,6 +166,7 @@ def test_writes_this_step_and_nothing_else(case: Case) -> None:
         assert torch.equal(by_slot, old_by_slot)
 
 
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(cases())
 def test_padding_changes_nothing(case: Case) -> None:
     metadata = build_metadata(case.slices, block_size=BLOCK_SIZE)
@@ -182,6 +184,7 @@ def test_padding_changes_nothing(case: Case) -> None:
     assert got.isfinite().all()
 
 
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(cases())
 def test_foreign_garbage_never_shows(case: Case) -> None:
     """NaN left behind in free blocks, the scratch block and the unused tail of a sequence's last one."""

@@ -1,0 +1,247 @@
+"""The compiled forward of a runner: made while idle, piece by piece, then used for batches of every shape.
+
+The model's forward is recorded, lowered to native operations and run by one C++ call in one parallel
+region (docs/decisions/compiled-forward.md says why). Until it is ready, and for good where there is no C++
+compiler or the model does something that has no native form, the runner runs eagerly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from specdec.attention.base import PagedBatch
+from specdec.attention.cpu import CpuPagedAttention, NativeLayer
+from specdec.attention.metadata import build_metadata
+from specdec.attention.native import NativeUnavailable, resolve_cache_dir
+from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
+from specdec.model.batch import SequenceSlice
+from specdec.model.config import CompileConfig
+from specdec.model.fusion import fuse
+from specdec.model.lowering import LinearLayer, lower
+from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library
+from specdec.model.position_tables import position_tables
+from specdec.model.recording import CannotLower, record
+from specdec.model.runner import ForwardInputs, ModelRunner
+from specdec.model.schedule import place, schedule
+from specdec.model.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+State = Literal["off", "pending", "ready", "failed"]
+
+_POLL_S = 0.05
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Largest difference from eager logits, relative to the largest logit, with which a forward is used."""
+_CHECKED_BATCHES = (((0, 7), (0, 3)), ((7, 1), (3, 3)), ((8, 1),))
+"""(start, rows) of each sequence in the batches of the self-check: prefill, mixed, decode of one."""
+_CHECKED_BLOCKS = 16
+"""Enough for the longest of these sequences in blocks of one token."""
+
+
+class WarmUpProgress(Protocol):
+    """Called by `CompiledForward.warm_up` when a piece begins."""
+
+    def __call__(self, stage: str) -> None:
+        """`stage` says what is being done, for people."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Libraries:
+    forward: ctypes.CDLL
+    attention: CpuPagedAttention
+
+
+class CompiledForward:
+    """Implements `runner.ForwardGraphs` and `engine.async_engine.IdleWork` for one runner on the CPU.
+
+    `run_next` and `try_run` are called from the runner's thread.
+    """
+
+    def __init__(self, runner: ModelRunner, config: CompileConfig) -> None:
+        """Prepare; nothing is compiled yet."""
+        self._runner = runner
+        self._config = config
+        self._cache_dir = resolve_cache_dir(config.cache_dir)
+        self._forward: NativeForward | None = None
+        self._caches: ctypes.Array[NativeLayer] | None = None
+        self._stage = "starting"
+        self._pieces = self._compile()
+        wanted = config.mode == "auto" and runner.loaded.device.type == "cpu"
+        self._state: State = "pending" if wanted else "off"
+
+    @property
+    def state(self) -> State:
+        """off: switched off, or not on a CPU; failed: everything stays eager, and a log line has said why."""
+        return self._state
+
+    def pending(self) -> bool:
+        """Whether `run_next` has anything to do."""
+        return self._state == "pending"
+
+    def run_next(self) -> None:
+        """Do the next piece of the work: well under a second, unless the model is very deep."""
+        if self._state != "pending":
+            return
+        try:
+            self._stage = next(self._pieces)
+        except StopIteration:
+            self._state = "ready"
+        except (NativeUnavailable, CannotLower) as error:
+            self._fail(str(error))
+        except Exception as error:
+            # A forward that cannot be compiled must never take down the one that runs.
+            logger.debug("compiling the forward failed", exc_info=True)
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def warm_up(self, progress: WarmUpProgress | None = None) -> State:
+        """Do all of the work now; return the state it ends in."""
+        while self.pending():
+            if progress is not None:
+                progress(self._stage)
+            self.run_next()
+        return self._state
+
+    def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
+        """Return fp32 logits [L, vocab], valid until the next call; None when nothing is compiled.
+
+        Raises:
+            IndexError: a token id is not in the vocabulary.
+        """
+        if self._forward is None or self._caches is None:
+            return None
+        return self._forward.run(inputs.input_ids, inputs.logit_rows, inputs.metadata, self._caches)
+
+    def _fail(self, reason: str) -> None:
+        self._state = "failed"
+        logger.warning("%s runs eagerly, which is slower: %s", self._runner.loaded.path.name, reason)
+
+    def _compile(self) -> Iterator[str]:
+        """Yields the name of the next piece."""
+        runner = self._runner
+        libraries = yield from self._build()
+        layers = runner.loaded.layers
+        if all(libraries.attention.supports(runner.loaded.dtype, layer.head_dim) for layer in layers):
+            runner.backend = libraries.attention
+        else:
+            raise CannotLower(f"the C++ attention does not run {runner.loaded.dtype} with these heads")
+        yield "recording the forward"
+        started_s = time.perf_counter()
+        recordings = record(runner.call_model)
+        yield "tracing what depends on what"
+        trace = Trace(*recordings)
+        yield "lowering operations"
+        lowered = lower(trace)
+        yield "scheduling operations"
+        results = [lowered.logits.value]
+        operations = fuse(lowered.operations, results)
+        steps = schedule(operations)
+        buffers = place(steps, results)
+        used = {ref.value for operation in operations for ref in operation.inputs}
+        yield "tabulating positions"
+        of_positions = [value for value in used if value.kind == "position"]
+        tables = position_tables(trace, of_positions, runner.max_model_len)
+        weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
+        for operation in operations:
+            if isinstance(operation, LinearLayer):
+                weights.pack(operation.weight)
+                yield "packing weights"
+        forward = NativeForward(
+            libraries.forward, steps, buffers, tables, logits=lowered.logits, weights=weights, layers=layers
+        )
+        yield "checking against the eager forward"
+        self._check(forward)
+        self._forward, self._caches = forward, forward.bind_caches(runner.pool)
+        logger.info(
+            "%s: forward compiled in %.1f s (%d operations, %.0f MB of packed weights)",
+            runner.loaded.path.name,
+            time.perf_counter() - started_s,
+            len(steps),
+            weights.num_bytes / 1e6,
+        )
+
+    def _build(self) -> Generator[str, None, _Libraries]:
+        """Build or load the C++ libraries beside whatever else this thread does."""
+        outcome: list[_Libraries | NativeUnavailable] = []
+
+        def build() -> None:
+            try:
+                outcome.append(
+                    _Libraries(load_forward_library(self._cache_dir), CpuPagedAttention(self._cache_dir))
+                )
+            except NativeUnavailable as error:
+                outcome.append(error)
+
+        builder = threading.Thread(target=build, name="kernel-build", daemon=True)
+        builder.start()
+        builder.join(_POLL_S)
+        while builder.is_alive():
+            yield "building the C++ kernels"
+            builder.join(_POLL_S)
+        if not outcome:
+            raise NativeUnavailable("the build of the C++ kernels died")
+        if isinstance(outcome[0], NativeUnavailable):
+            raise outcome[0]
+        return outcome[0]
+
+    def _check(self, forward: NativeForward) -> None:
+        """Run a few small batches both ways, on pools of their own.
+
+        Raises:
+            CannotLower: the logits differ.
+        """
+        runner = self._runner
+        pools = [_small_pool(runner) for _ in range(2)]
+        caches = forward.bind_caches(pools[0])
+        for batch in _CHECKED_BATCHES:
+            slices = [_checked_slice(runner, index, start, rows) for index, (start, rows) in enumerate(batch)]
+            if any(piece.start + len(piece.token_ids) > runner.max_model_len for piece in slices):
+                break
+            inputs = runner.pack(slices)
+            metadata = build_metadata(slices, block_size=runner.block_size)
+            paged = PagedBatch(
+                backend=runner.backend,
+                layers=runner.loaded.layers,
+                caches=pools[1],
+                metadata=metadata,
+                plan=runner.backend.begin(metadata),
+            )
+            with torch.inference_mode():
+                logits = forward.run(inputs.input_ids, inputs.logit_rows, metadata, caches)
+                expected = runner.call_model(
+                    inputs.input_ids, metadata.positions[None], inputs.logit_rows, paged
+                ).float()
+            difference = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+            if not difference <= _TOLERANCE[runner.loaded.dtype]:
+                raise CannotLower(f"its logits differ from the eager ones by {difference:.1e} (relative)")
+
+
+def _small_pool(runner: ModelRunner) -> KvPool:
+    shapes = [
+        KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in runner.loaded.layers
+    ]
+    return KvPool(
+        shapes,
+        num_blocks=FIRST_BLOCK + 2 * _CHECKED_BLOCKS,
+        block_size=runner.block_size,
+        dtype=runner.loaded.dtype,
+        device=runner.loaded.device,
+    )
+
+
+def _checked_slice(runner: ModelRunner, index: int, start: int, num_rows: int) -> SequenceSlice:
+    first = FIRST_BLOCK + index * _CHECKED_BLOCKS
+    return SequenceSlice(
+        token_ids=[(7 * position + index) % runner.vocab_size for position in range(start, start + num_rows)],
+        start=start,
+        block_table=range(first, first + _CHECKED_BLOCKS),
+        num_logit_rows=num_rows,
+    )
