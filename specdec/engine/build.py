@@ -10,6 +10,7 @@ from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
 from specdec.model.checkpoint import LoadProgress
 from specdec.model.facts import read_facts
+from specdec.model.graphs import CompiledForward
 from specdec.model.loader import load_model, load_tokenizer
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
@@ -62,9 +63,10 @@ def build_target(config: EngineConfig, progress: LoadProgress | None = None) -> 
     """
     loaded = load_model(config.target, progress)
     runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
+    compiled = runner.graphs = CompiledForward(runner, config.target.compile)
     sampler = Sampler()
     sampler.warm_up()
-    return LocalTarget(runner, sampler)
+    return LocalTarget(runner, sampler, idle_work=(compiled,))
 
 
 def build_draft_proposer(config: EngineConfig) -> Proposer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from specdec.model.config import ModelConfig
+from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
@@ -42,9 +43,16 @@ def make_draft_model_proposer(
 ) -> DraftModelProposer:
     """Return the proposer over a draft model that is loaded already."""
     runner = ModelRunner(loaded, config.cache, max_num_seqs=target.max_num_seqs)
+    compiled = runner.graphs = CompiledForward(runner, config.compile)
     sampler = Sampler()
     sampler.warm_up()
-    return DraftModelProposer(runner, sampler, vocab_size=target.vocab_size, max_context=config.max_model_len)
+    return DraftModelProposer(
+        runner,
+        sampler,
+        vocab_size=target.vocab_size,
+        max_context=config.max_model_len,
+        idle_work=(compiled,),
+    )
 
 
 def require_same_tokenizer(draft_folder: str, target_folder: str) -> None:

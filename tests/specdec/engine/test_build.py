@@ -12,6 +12,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import controller_for
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
+from specdec.model.config import CompileConfig
 from specdec.proposers.config import SpeculativeConfig
 from tests.architectures import save_model
 
@@ -46,6 +47,21 @@ def test_every_method_gives_the_same_text(folder: Path) -> None:
                 assert engine.metrics().num_accepted_tokens > 0
             assert engine.description.model_id == folder.name
     assert len(texts) == 1
+
+
+def test_text_is_the_same_once_everything_is_compiled(folder: Path) -> None:
+    compiled = {"compile": {"mode": "auto"}}
+    eager = config(folder, method="draft_model", model=str(folder), **compiled)
+    target = eager.target.model_copy(update={"compile": CompileConfig()})
+    with Engine(eager.model_copy(update={"target": target})) as engine:
+        params = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
+        before = engine.generate(["hello, world", "the"], params)
+        assert all(work.pending() for work in engine.idle_work)
+        assert len(engine.idle_work) == 2
+        engine.warm_up()
+        assert not any(work.pending() for work in engine.idle_work)
+        after = engine.generate(["hello, world", "the"], params)
+    assert [result.token_ids for result in after] == [result.token_ids for result in before]
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:
