@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ray import serve
 
-from cluster.application import build_deployments, resolve
+from cluster.application import build_application as build_cluster
+from cluster.application import resolve
 from deploy.config import DrafthouseConfig
 from deploy.ingress import IngressReplica
 from deploy.openai.settings import DoorSettings
@@ -23,8 +24,8 @@ def build_application(config: DrafthouseConfig, api_key_digests: frozenset[bytes
         ResourceError: the workers do not fit the cluster.
     """
     cluster = resolve(config.cluster)
-    deployments = build_deployments(config.engine(), cluster)
-    return _ingress().bind(config.target, cluster, door_settings(config, api_key_digests), *deployments)
+    coordinators = build_cluster(config.engine(), cluster)
+    return _ingress().bind(config.target, cluster, door_settings(config, api_key_digests), coordinators)
 
 
 def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -> DoorSettings:

@@ -58,6 +58,12 @@ class Deployment:
         Raises:
             ResourceError: the workers do not fit the cluster.
         """
+        try:
+            self._start()
+        except (RayError, RayServeException) as error:
+            raise DeploymentFailed(f"Ray could not start the application: {_first_line(error)}") from error
+
+    def _start(self) -> None:
         http = self._config.http
         serve.start(
             proxy_location=ProxyLocation.HeadOnly,
@@ -105,10 +111,7 @@ class Deployment:
         known = ApplicationStatus.RUNNING
         while True:
             time.sleep(_WATCH_S)
-            try:
-                overview = _overview()
-            except (RayError, RayServeException) as error:
-                raise DeploymentFailed(f"the Ray cluster was lost: {error}") from error
+            overview = _overview()
             if overview.status != known:
                 known = overview.status
                 yield f"{known.value.lower()}: {_progress(overview)} {overview.message}".strip()
@@ -132,10 +135,17 @@ def base_url(http: HttpConfig) -> str:
 
 
 def _overview() -> ApplicationStatusOverview:
-    overview = serve.status().applications.get(APPLICATION)
+    try:
+        overview = serve.status().applications.get(APPLICATION)
+    except (RayError, RayServeException) as error:
+        raise DeploymentFailed(f"the Ray cluster was lost: {_first_line(error)}") from error
     if overview is None:
         raise DeploymentFailed("the application is not there any more")
     return overview
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _progress(overview: ApplicationStatusOverview) -> str:

@@ -27,9 +27,10 @@ class IngressReplica:
     """
 
     def __init__(
-        self, target: ModelConfig, cluster: ClusterConfig, settings: DoorSettings, *deployments: Any
+        self, target: ModelConfig, cluster: ClusterConfig, settings: DoorSettings, coordinators: Any
     ) -> None:
-        """`deployments` are those that Serve must start with this one; their handles are not used."""
+        """`coordinators` makes Serve start them with this one; the handle is not used: tokens travel on
+        channels."""
         prepare_logging("ingress")
         tokenizer = HuggingFaceTokenizer.load(Path(target.model), trust_remote_code=target.trust_remote_code)
         self._service = ClusterService(cluster)

@@ -94,7 +94,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         return None
     try:
         return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the Rust side raises nothing more precise
+    except Exception as error:  # noqa: BLE001 - the Rust side raises nothing more precise
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 

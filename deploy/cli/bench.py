@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -58,7 +60,9 @@ def run_offline(
                 with console.status(f"batch {batch_size}, {mode}"):
                     measurements.append(measure(engine, workload, repeats=repeats))
     if json_file != Path("-"):
-        Console().print(_table(measurements))
+        # A pipe or a file has no width of its own.
+        width = None if sys.stdout.isatty() else 120
+        Console(width=width).print(_table(measurements))
     if json_file is not None:
         _write(json_file, {"environment": _environment(config), "measurements": measurements})
 
@@ -96,19 +100,10 @@ def _environment(config: EngineConfig) -> dict[str, object]:
 
 
 def _table(measurements: Sequence[Measurement]) -> Table:
-    table = Table(title="offline generation")
-    for name in (
-        "batch",
-        "mode",
-        "tokens/s",
-        "speedup",
-        "first token",
-        "tokens/proposal",
-        "draft",
-        "verify",
-        "loops",
-    ):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    table = Table(title="offline generation", box=box.SIMPLE_HEAD)
+    headers = ("batch", "mode", "tok/s", "speedup", "TTFT ms", "tok/prop", "draft ms", "verify ms", "loops")
+    for header in headers:
+        table.add_column(header, justify="left" if header == "mode" else "right", no_wrap=True)
     plain = {entry.batch_size: entry.tokens_per_s for entry in measurements if not entry.is_speculative}
     for entry in measurements:
         baseline = plain.get(entry.batch_size)
@@ -117,10 +112,10 @@ def _table(measurements: Sequence[Measurement]) -> Table:
             "speculative" if entry.is_speculative else "plain",
             f"{entry.tokens_per_s:.1f}",
             f"{entry.tokens_per_s / baseline:.2f}x" if baseline else "-",
-            f"{1e3 * entry.first_token_s:.0f} ms",
+            f"{1e3 * entry.first_token_s:.0f}",
             f"{entry.mean_acceptance_length:.2f}" if entry.is_speculative else "-",
-            f"{entry.draft_ms_per_round:.2f} ms",
-            f"{entry.verify_ms_per_round:.2f} ms",
+            f"{entry.draft_ms_per_round:.2f}" if entry.is_speculative else "-",
+            f"{entry.verify_ms_per_round:.2f}",
             f"{entry.num_looping}/{entry.batch_size}",
         )
     return table

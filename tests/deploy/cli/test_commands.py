@@ -1,0 +1,218 @@
+"""The command line: output where it belongs, one readable message per mistake, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from deploy.cli.main import app
+from deploy.config import DrafthouseConfig
+from tests.architectures import make_model, make_tokenizer
+
+runner = CliRunner()
+
+
+def invoke(*arguments: object) -> tuple[int, str, str]:
+    result = runner.invoke(app, list(map(str, arguments)))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def user_error(*arguments: object) -> str:
+    """Run a command that must fail as a user's mistake, and return its message."""
+    code, _, stderr = invoke(*arguments)
+    assert code == 2
+    assert "Traceback" not in stderr
+    return stderr
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["generate"], ["bench", "offline"], ["config", "validate"]]
+)
+def test_help_has_examples(command: list[str]) -> None:
+    code, stdout, _ = invoke(*command, "--help")
+    assert code == 0
+    assert "Usage" in stdout
+    if command:
+        assert f"drafthouse {' '.join(command)}" in stdout
+
+
+def test_help_loads_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys; from deploy.cli.main import app\n"
+        "try: app(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'fastapi') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_generate_prints_what_transformers_generates_without_ray(config: Path) -> None:
+    script = (
+        "import sys; from deploy.cli.main import app\n"
+        f"try: app(['generate', 'def f(x):', '--config', {str(config)!r}, '--max-tokens', '20'])\n"
+        "except SystemExit as done: assert not done.code\n"
+        "assert 'ray' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    prompt = make_tokenizer()("def f(x):", return_tensors="pt").input_ids
+    with torch.no_grad():
+        output = make_model("llama", seed=1).generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=20,
+            pad_token_id=0,
+        )
+    expected = make_tokenizer().decode(output[0][prompt.shape[1] :], skip_special_tokens=True)
+    assert done.stdout == expected + "\n"
+    assert "tokens/s" in done.stderr
+    assert "mean acceptance length" in done.stderr
+
+
+def test_generate_with_folders_and_a_seed(models: Path) -> None:
+    def sampled(seed: int, *options: object) -> str:
+        code, stdout, stderr = invoke(
+            "generate", "abc", "--model", models / "target", "--temperature", 1, "--seed", seed,
+            "--max-tokens", 12, *options,
+        )  # fmt: skip
+        assert code == 0, stderr
+        return stdout
+
+    assert sampled(1) == sampled(1, "--draft", models / "draft", "-k", 2) == sampled(1, "-k", 0)
+    assert sampled(1) != sampled(2)
+
+
+def test_bench_offline(config: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n{"prompt": "def"}\n')
+    code, stdout, stderr = invoke(
+        "bench", "offline", "-c", config, "-b", 2, "--max-tokens", 8, "--repeats", 1, "--json", results,
+        "--prompts", prompts,
+    )  # fmt: skip
+    assert code == 0, stderr
+    assert "speculative" in stdout
+    plain, speculative = json.loads(results.read_text())["measurements"]
+    assert (plain["is_speculative"], speculative["is_speculative"]) == (False, True)
+    assert plain["num_tokens"] == speculative["num_tokens"] == 16
+    assert plain["mean_acceptance_length"] == 1.0
+    assert speculative["mean_acceptance_length"] == pytest.approx(3.5, abs=0.51)
+    assert speculative["num_rounds"] < plain["num_rounds"]
+
+
+def test_config_validate_and_schema(config: Path) -> None:
+    code, stdout, _ = invoke("config", "validate", config)
+    assert code == 0
+    assert "ok" in stdout
+    code, stdout, _ = invoke("config", "schema")
+    assert json.loads(stdout) == DrafthouseConfig.model_json_schema()
+
+
+def test_mistakes_in_options(
+    config: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "temperature" in user_error("generate", "a", "-c", config, "--temperature", -1)
+    assert "temperature" in user_error("generate", "a", "-c", config, "--temperature", "nan")
+    assert "max_tokens" in user_error("generate", "a", "-c", config, "--max-tokens", -5)
+    assert "PROMPT" in user_error("generate", "", "-c", config)
+    assert "either --config or --model" in user_error(
+        "generate", "a", "-c", config, "--model", models / "target"
+    )
+    assert "--draft needs --model" in user_error("generate", "a", "--draft", models / "draft")
+    assert "holds no prompt" in user_error("bench", "offline", "-c", config, "--prompts", _empty(tmp_path))
+    assert "nowhere.yaml does not exist" in user_error("generate", "a", "-c", "nowhere.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert "configs/demo.yaml" in user_error("generate", "a")
+
+
+def _empty(folder: Path) -> Path:
+    file = folder / "empty.txt"
+    file.write_text("\n")
+    return file
+
+
+def test_unknown_key_names_file_line_and_key(config: Path) -> None:
+    config.write_text(config.read_text() + "http:\n  prot: 80\n")
+    lines = config.read_text().splitlines()
+    message = user_error("config", "validate", config)
+    assert f"{config}:{len(lines)}: http.prot: unknown key; did you mean port?" in message
+    assert "http.prot" in user_error("serve", config)
+
+
+def test_broken_checkpoints_are_named(config: Path, models: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(models / "target", broken)
+    text = config.read_text()
+    config.write_text(text.replace(f"{models}/target", str(broken)))
+    weights = broken / "model.safetensors"
+    whole = weights.read_bytes()
+
+    weights.write_bytes(whole[:-100])
+    assert str(weights) in user_error("config", "validate", config)
+    assert str(weights) in user_error("serve", config)
+    weights.unlink()
+    assert "no weights" in user_error("serve", config)
+    weights.write_bytes(whole)
+    (broken / "tokenizer.json").write_text("{")
+    assert "tokenizer.json" in user_error("serve", config)
+    (broken / "config.json").unlink()
+    assert "config.json" in user_error("serve", config)
+    shutil.rmtree(broken)
+    assert "does not exist" in user_error("serve", config)
+
+
+def test_foreign_tokenizer_is_refused_before_anything_starts(config: Path, models: Path) -> None:
+    config.write_text(config.read_text().replace(f"{models}/draft", f"{models}/foreign"))
+    message = user_error("serve", config)
+    assert "tokenizer" in message
+    assert "token id 128" in message
+
+
+def test_port_in_use(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = user_error("serve", config, "--port", port)
+    assert f"port {port}" in message
+    assert "--port" in message
+
+
+def test_open_address_needs_keys(config: Path, tmp_path: Path) -> None:
+    assert "--insecure" in user_error("serve", config, "--host", "0.0.0.0")
+    assert "--insecure" in user_error("serve", config, "--host", "192.0.2.7")
+    keys = tmp_path / "keys"
+    config.write_text(config.read_text() + f"http: {{host: 0.0.0.0, api_keys_file: {keys}}}\n")
+    assert "cannot be read" in user_error("serve", config)
+    keys.write_text("# none\n")
+    assert "holds no key" in user_error("serve", config)
+
+
+def test_too_few_cpus(config: Path) -> None:
+    message = user_error("serve", config, "--num-cpus", 1)
+    assert "draft worker" in message
+    assert "1 CPU" in message
+
+
+def test_bug_is_reported_without_traceback_unless_asked(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("deploy.cli.generate.generate_text", broken)
+    code, _, stderr = invoke("generate", "a", "-c", config)
+    assert code == 1
+    assert "ZeroDivisionError: oops" in stderr
+    assert "Traceback" not in stderr
+    monkeypatch.setattr("deploy.cli.border._Tracebacks.are_shown", False)
+    code, _, stderr = invoke("generate", "a", "-c", config, "--debug")
+    assert "Traceback" in stderr

@@ -1,0 +1,267 @@
+"""`drafthouse serve` as a user runs it: a process, a local Ray cluster, tiny models, the OpenAI client."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import torch
+
+from deploy.config_file import load_config
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.engine import Engine
+from tests.architectures import make_model, save_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+_MARK = "DRAFTHOUSE_TEST_RUN"
+_START_S = 240
+_STOP_S = 60
+
+
+@dataclass
+class Server:
+    """A running `drafthouse serve`."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    url: str
+    config: Path
+    log: Path
+    ray_folder: Path
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes that this run started, whoever their parent is now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def clean_up(self) -> None:
+        """Stop whatever is left."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(_STOP_S)
+        for process in self.processes():
+            process.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        shutil.rmtree(self.ray_folder)
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"ray_drafthouse_{name} "))
+
+
+def start(folder: Path) -> Server:
+    """Start the command on tiny models and wait until it prints its URL."""
+    save_model(folder / "target", seed=1)
+    save_model(folder / "draft", seed=1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = folder / "config.yaml"
+    config.write_text(
+        f"""\
+target: {{model: target, dtype: float32, device: cpu, num_threads: 1, compile: {{mode: "off"}}}}
+speculative_config:
+  method: draft_model
+  model: draft
+  num_speculative_tokens: 3
+  num_threads: 1
+  compile: {{mode: "off"}}
+cache: {{num_blocks: 128, block_size: 8}}
+cluster: {{drain_timeout_s: 3}}
+http: {{port: {port}, served_model_name: tiny}}
+"""
+    )
+    mark, log = uuid.uuid4().hex, folder / "log"
+    # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
+    ray_folder = Path(f"/tmp/dh-{mark[:8]}")
+    ray_folder.mkdir()
+    environment = os.environ | {_MARK: mark, "RAY_TMPDIR": str(ray_folder), "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-c", "from deploy.cli import main; main()", "serve"]
+    with log.open("w") as log_stream:
+        process = subprocess.Popen(
+            [*command, str(config), "--num-cpus", "2"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log_stream,
+            text=True,
+            # A group of its own, so that Ctrl-C can be played to all of it as a terminal does.
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    # Ends the wait when the command never gets there; a ready one is stopped by its test.
+    watchdog = subprocess.Popen(["sh", "-c", f"sleep {_START_S} && kill -TERM {process.pid}"])
+    first_line = process.stdout.readline()
+    watchdog.kill()
+    watchdog.wait()
+    server = Server(process, mark, first_line.strip().removesuffix("/v1"), config, log, ray_folder)
+    if not first_line:
+        server.clean_up()
+        pytest.fail(f"the command ended with {process.returncode}: {log.read_text()}")
+    return server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = start(tmp_path_factory.mktemp("serve"))
+    try:
+        yield server
+    finally:
+        server.clean_up()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def engine(server: Server) -> Iterator[Engine]:
+    """The same configuration in this process."""
+    threads = torch.get_num_threads()
+    with Engine(load_config(server.config).engine()) as engine:
+        yield engine
+    torch.set_num_threads(threads)
+
+
+def prompts(number: int) -> list[list[int]]:
+    generator = random.Random(3)
+    return [[generator.randrange(2, 128) for _ in range(generator.randrange(1, 60))] for _ in range(number)]
+
+
+def test_curl_line_works(server: Server) -> None:
+    assert server.process.stdout is not None
+    command = server.process.stdout.readline()
+    done = subprocess.run(["sh", "-c", f"{command.strip()} -sS"], capture_output=True, text=True, check=True)
+    assert '"text_completion"' in done.stdout
+
+
+def test_greedy_is_what_transformers_and_the_engine_generate(
+    server: Server, client: openai.OpenAI, engine: Engine
+) -> None:
+    model, batch = make_model("llama", seed=1), prompts(8)
+    completion: Any = client.completions.create(
+        model="tiny",
+        prompt=batch,
+        temperature=0,
+        max_tokens=24,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "return_metrics": True},
+    )
+    served = [choice.token_ids for choice in completion.choices]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    assert served == [list(result.token_ids) for result in engine.generate(batch, params)]
+    for prompt, token_ids in zip(batch, served, strict=True):
+        with torch.no_grad():
+            output = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=24,
+                min_new_tokens=24,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        assert token_ids == output[0][len(prompt) :].tolist()
+    assert completion.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+
+
+def test_sixteen_seeded_streams_are_what_the_engine_generates(client: openai.OpenAI, engine: Engine) -> None:
+    batch = prompts(16)
+
+    def stream(index: int) -> str:
+        with client.completions.create(
+            model="tiny",
+            prompt=batch[index],
+            temperature=0.9,
+            seed=index,
+            max_tokens=30,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        ) as chunks:
+            return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with ThreadPoolExecutor(16) as pool:
+        served = list(pool.map(stream, range(16)))
+    params = [
+        SamplingParams(temperature=0.9, seed=seed, max_tokens=30, ignore_eos=True) for seed in range(16)
+    ]
+    assert served == [result.text for result in engine.generate(batch, params)]
+
+
+def test_bad_requests_are_answered_and_named(server: Server, client: openai.OpenAI) -> None:
+    url = f"{server.url}/v1/completions"
+    for content, status, param in (
+        (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+        (b'{"prompt": "a", "max_tokens": -1}', 400, "max_tokens"),
+        (b'{"prompt": "", "max_tokens": 1}', 400, "prompt"),
+        (b"\xff", 400, None),
+        (b'{"prompt": "' + b"a" * (10 << 20) + b'"}', 413, None),
+    ):
+        response = httpx.post(url, content=content, timeout=60)
+        assert response.status_code == status
+        assert response.json()["error"]["param"] == param
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
+        response = httpx.request(method, server.url + path)
+        assert response.status_code == status
+        assert "message" in response.json()["error"]
+    assert client.completions.create(model="tiny", prompt="ab", max_tokens=2).choices[0].text
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_client_that_leaves_frees_its_blocks(server: Server, is_stream: bool) -> None:
+    body = {"prompt": "ab", "max_tokens": 250, "ignore_eos": True, "stream": is_stream, "n": 4}
+    if is_stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.1)
+    deadline_s = time.monotonic() + 30
+    while server.metric("kv_cache_usage_perc") > 0:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert server.metric("num_requests_running") == 0
+    assert server.metric('request_success_total{finished_reason="abort"}') >= 4
+
+
+def test_workers_are_separate_processes(server: Server) -> None:
+    titles = {" ".join(process.cmdline()) for process in server.processes()}
+    for name in ("TargetWorkerProcess", "DraftWorkerProcess", "Coordinator", "DraftPool", "Ingress"):
+        assert any(name in title for title in titles), titles
+
+
+def test_ctrl_c_leaves_nothing(server: Server) -> None:
+    """Last, because the server is gone afterwards. A request is running while it stops."""
+    body = {"prompt": "ab", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        while server.metric("num_requests_running") == 0 and not running.done():
+            time.sleep(0.02)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.process.wait(_STOP_S) == 0, server.log.read_text()
+        assert "[DONE]" in running.result().text
+    assert "stopped" in server.log.read_text()
+    assert "Traceback" not in server.log.read_text()
+    assert [process.cmdline() for process in server.processes()] == []
