@@ -30,31 +30,27 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     return config.model_copy(update={"channels": channels})
 
 
-def build_deployments(engine: EngineConfig, cluster: ClusterConfig) -> list[serve.Application]:
-    """Return the bound deployments: the coordinator and, where the method needs it, the draft pool.
+def build_application(engine: EngineConfig, cluster: ClusterConfig) -> serve.Application:
+    """Return the coordinator bound to the draft pool, where the method needs one.
 
-    Whoever builds the application on top passes them as arguments to its own deployment's `bind`, so that
-    Serve starts them with it.
+    `serve.run` takes it as it is; a door on top takes it as an argument of its own deployment's `bind`, so
+    that Serve starts all of it as one application. `cluster` should be the result of `resolve`, and the
+    door's `ClusterService` be given the same.
 
     Raises:
-        ResourceError: they do not fit the cluster.
+        ResourceError: it does not fit the cluster.
     """
     cluster = resolve(cluster)
     has_drafter = engine.speculative_config.method in REMOTE_METHODS
     nodes = snapshot_nodes() if cluster.check_resources else _boundless(cluster)
     plan = plan_placement(cluster, nodes, has_drafter=has_drafter)
-    applications = [
-        _deployment(
-            CoordinatorReplica, COORDINATOR, cluster.target_groups.num_groups, plan.target, cluster
-        ).bind(engine, cluster)
-    ]
-    if plan.draft is not None:
-        applications.append(
-            _deployment(
-                DraftPoolReplica, DRAFT_POOL, cluster.draft_pool.num_workers, plan.draft, cluster
-            ).bind(engine, cluster)
-        )
-    return applications
+    num_groups = cluster.target_groups.num_groups
+    coordinator = _deployment(CoordinatorReplica, COORDINATOR, num_groups, plan.target, cluster)
+    if plan.draft is None:
+        return coordinator.bind(engine, cluster)
+    num_workers = cluster.draft_pool.num_workers
+    pool = _deployment(DraftPoolReplica, DRAFT_POOL, num_workers, plan.draft, cluster)
+    return coordinator.bind(engine, cluster, pool.bind(engine, cluster))
 
 
 def snapshot_nodes() -> list[NodeSnapshot]:

@@ -29,7 +29,8 @@ class CoordinatorReplica:
     The constructor returns when the target is loaded and the replica is in the directory.
     """
 
-    def __init__(self, engine: EngineConfig, cluster: ClusterConfig) -> None:
+    def __init__(self, engine: EngineConfig, cluster: ClusterConfig, draft_pool: object = None) -> None:
+        """`draft_pool` only makes Serve deploy the pool with us: its workers are found in the directory."""
         self._peer_id = new_peer_id("coordinator")
         prepare_logging(self._peer_id)
         self._cluster = cluster

@@ -72,7 +72,8 @@ class DraftPoolReplica:
         pool = self._cluster.draft_pool
         worker_id = new_peer_id("draft")
         channels = self._cluster.channels
-        actor = DraftWorker.options(**worker_options(pool.bundle)).remote(
+        options = worker_options(pool.bundle, worker_id, self._cluster.namespace)
+        actor = DraftWorker.options(**options).remote(
             self._engine, worker_id, bind_host(channels), channel_options(channels)
         )
         worker = WorkerHandle(actor, "draft worker")

@@ -36,13 +36,15 @@ def channel_options(config: ChannelConfig) -> ZmqOptions:
     )
 
 
-def worker_options(bundle: BundleConfig) -> dict[str, Any]:
+def worker_options(bundle: BundleConfig, name: PeerId, namespace: str) -> dict[str, Any]:
     """Actor options that put a worker into this replica's own placement group.
 
     One process holds one model: a worker that dies is replaced by its owner, not restarted by Ray, so that
     it gets a new identity.
     """
     options: dict[str, Any] = {
+        "name": name,
+        "namespace": namespace,
         "num_cpus": bundle.num_cpus,
         "num_gpus": bundle.num_gpus,
         "resources": dict(bundle.resources),

@@ -100,8 +100,10 @@ class TargetGroup:
 
     def _start_worker(self, owner: PeerAddress) -> PeerAddress:
         group = self._cluster.target_groups
-        actor = TargetWorker.options(**worker_options(group.bundle)).remote(
-            self._config, new_peer_id("target"), self._host, owner, self._options
+        worker_id = new_peer_id("target")
+        options = worker_options(group.bundle, worker_id, self._cluster.namespace)
+        actor = TargetWorker.options(**options).remote(
+            self._config, worker_id, self._host, owner, self._options
         )
         self._worker = WorkerHandle(actor, "target worker")
         return self._worker.await_address(group.load_timeout_s)

@@ -122,9 +122,12 @@ class RemoteProposer:
 
     @property
     def num_workers(self) -> int:
-        """Draft workers that would be waited for now."""
-        now_s = self._clock.now_s()
-        return sum(link.patience.is_waited_for(now_s) for link in list(self._links.values()))
+        """Draft workers that would be waited for now (any thread)."""
+        with self._wanted_lock:
+            if self._wanted is not None:  # not looked at yet
+                return len(self._wanted)
+            now_s = self._clock.now_s()
+            return sum(link.patience.is_waited_for(now_s) for link in self._links.values())
 
     def set_workers(self, workers: Sequence[PeerAddress]) -> None:
         """Use exactly these draft workers from the next round on (any thread)."""
@@ -168,15 +171,16 @@ class RemoteProposer:
     def _follow_membership(self) -> None:
         with self._wanted_lock:
             wanted, self._wanted = self._wanted, None
-        if wanted is None:
-            return
-        by_id = {address.peer_id: address for address in wanted}
-        for worker in [w for w, link in self._links.items() if by_id.get(w) != link.address]:
+            if wanted is not None:
+                self._change_links({address.peer_id: address for address in wanted})
+
+    def _change_links(self, wanted: Mapping[PeerId, PeerAddress]) -> None:
+        for worker in [w for w, link in self._links.items() if wanted.get(w) != link.address]:
             del self._links[worker]
             self._channel.disconnect(worker)
             for request_id in [r for r, reg in self._registrations.items() if reg.worker == worker]:
                 del self._registrations[request_id]
-        for worker, address in by_id.items():
+        for worker, address in wanted.items():
             if worker not in self._links:
                 self._channel.connect(address)
                 self._links[worker] = _Link(address, DraftPatience(self._deadlines))

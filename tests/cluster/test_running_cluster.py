@@ -1,0 +1,324 @@
+"""The real thing on a local Ray cluster: same tokens as in process, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+
+import pytest
+
+from cluster.config import ClusterConfig
+from specdec.core.errors import ChannelTimeout, InputError
+from specdec.core.ids import RequestId
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.proposers.config import SpeculativeConfig
+from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.messages import Hello
+from specdec.transport.zmq import ZmqChannel
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+APP = "drafthouse-test"
+
+
+@pytest.fixture(scope="module")
+def deployed(ray_cluster: None, engine_config: EngineConfig, cluster_config: ClusterConfig) -> Iterator[None]:
+    from ray import serve
+
+    from cluster.application import build_application
+
+    serve.run(build_application(engine_config, cluster_config), name=APP, route_prefix=None)
+    yield
+    serve.delete(APP)
+
+
+def requests(num: int, *, max_tokens: int, name: str) -> list[Request]:
+    """Half greedy, half sampled, of different lengths."""
+    return [
+        Request(
+            request_id=RequestId(f"{name}-{index}"),
+            prompt_token_ids=tuple((7 * index + 3 * step) % 100 + 2 for step in range(5 + 9 * index)),
+            params=SamplingParams(temperature=float(index % 2), max_tokens=max_tokens, ignore_eos=True),
+            seed=1000 + index,
+        )
+        for index in range(num)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(engine_config: EngineConfig) -> Iterator[Callable[[Sequence[Request]], dict[str, list[int]]]]:
+    """Tokens of the in-process engine without speculation, by request id."""
+    config = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
+    with Engine(config) as engine:
+
+        def run(wanted: Sequence[Request]) -> dict[str, list[int]]:
+            tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
+            for request in wanted:
+                engine.add_request(request)
+            while engine.has_work:
+                for output in engine.step():
+                    tokens[output.request_id].extend(output.token_ids)
+            return tokens
+
+        yield run
+
+
+class Streams:
+    """Requests sent through a `ClusterService`, and what came back."""
+
+    def __init__(self, service: object, wanted: Sequence[Request]) -> None:
+        self.service = service
+        self.tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
+        self.last: dict[str, RequestOutput] = {}
+        self.tasks = [asyncio.create_task(self.consume(request)) for request in wanted]
+
+    async def consume(self, request: Request) -> None:
+        async for output in self.service.generate(request):  # type: ignore[attr-defined]
+            assert output.first_index == len(self.tokens[request.request_id])
+            self.tokens[request.request_id].extend(output.token_ids)
+            assert request.request_id not in self.last, "an output after the last one"
+            if output.finish_reason is not None:
+                self.last[request.request_id] = output
+
+    async def all_have_begun(self) -> None:
+        while not all(self.tokens.values()):
+            await asyncio.sleep(0.001)
+        assert not self.last, "a stream ended before the test could interfere"
+
+    async def finish(self) -> None:
+        await asyncio.wait_for(asyncio.gather(*self.tasks), 120)
+
+
+def with_service(config: ClusterConfig, scenario: Callable[[object], Awaitable[None]]) -> None:
+    """Run a scenario against a service that is connected and ready, with drafters there."""
+    from cluster.client import ClusterService
+
+    async def main() -> None:
+        service = ClusterService(config)
+        await service.start()
+        try:
+            await service.wait_ready(60)
+            await metric(service, "draft_workers", lambda value: value >= 1)
+            await scenario(service)
+        finally:
+            await service.close()
+
+    asyncio.run(main())
+
+
+async def metric(service: object, name: str, holds: Callable[[float], bool], within_s: float = 60) -> float:
+    """Wait until a metric is as it should be; return it."""
+    until = time.monotonic() + within_s
+    while True:
+        values = await service.metrics()  # type: ignore[attr-defined]
+        if name in values and holds(values[name]):
+            return float(values[name])
+        assert time.monotonic() < until, f"{name} is {values.get(name)}"
+        await asyncio.sleep(0.1)
+
+
+def worker(config: ClusterConfig, role: str) -> object:
+    """The actor of the one live worker of a kind."""
+    import ray
+
+    names = [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == config.namespace and entry["name"].startswith(f"{role}-")
+    ]
+    assert len(names) == 1, names
+    return ray.get_actor(names[0], namespace=config.namespace)
+
+
+def kill(config: ClusterConfig, role: str) -> None:
+    import ray
+
+    ray.kill(worker(config, role), no_restart=True)
+
+
+Plain = Callable[[Sequence[Request]], dict[str, list[int]]]
+
+
+def test_tokens_are_those_of_the_target_alone(
+    deployed: None, cluster_config: ClusterConfig, plain: Plain
+) -> None:
+    wanted = requests(6, max_tokens=60, name="same")
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.finish()
+        assert streams.tokens == plain(wanted)
+        for request in wanted:
+            last = streams.last[request.request_id]
+            assert (last.finish_reason, last.num_generated_tokens) == ("length", 60)
+        accepted = await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 0)
+        assert accepted > 100, "the drafter hardly helped: this proves little"
+
+    with_service(cluster_config, scenario)
+
+
+def test_a_killed_draft_worker_changes_nothing_but_speed(
+    deployed: None, cluster_config: ClusterConfig, plain: Plain
+) -> None:
+    wanted = requests(6, max_tokens=180, name="nodraft")
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        kill(cluster_config, "draft")
+        await streams.finish()
+        assert streams.tokens == plain(wanted)
+        assert await metric(service, "fallback_requests", lambda value: value > 0)
+        # The pool replaces it, and drafting goes on.
+        await metric(service, "draft_workers", lambda value: value == 0)
+        await metric(service, "draft_workers", lambda value: value == 1)
+        before = await metric(service, "spec_decode_num_accepted_tokens", lambda value: True)
+        await Streams(service, requests(1, max_tokens=60, name="again")).finish()
+        await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > before)
+
+    with_service(cluster_config, scenario)
+
+
+def test_streams_outlive_the_target_worker(
+    deployed: None, cluster_config: ClusterConfig, plain: Plain
+) -> None:
+    wanted = requests(6, max_tokens=180, name="notarget")
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        kill(cluster_config, "target")
+        await streams.finish()
+        assert streams.tokens == plain(wanted)
+        assert {last.finish_reason for last in streams.last.values()} == {"length"}
+        assert await metric(service, "target_losses", lambda value: value >= 1)
+
+    with_service(cluster_config, scenario)
+
+
+def test_an_idle_coordinator_replaces_its_target_worker_too(
+    deployed: None, cluster_config: ClusterConfig, plain: Plain
+) -> None:
+    wanted = requests(2, max_tokens=20, name="idle")
+
+    async def scenario(service: object) -> None:
+        before = await metric(service, "target_losses", lambda value: True)
+        kill(cluster_config, "target")
+        await metric(service, "target_losses", lambda value: value == before + 1)
+        streams = Streams(service, wanted)
+        await streams.finish()
+        assert streams.tokens == plain(wanted)
+
+    with_service(cluster_config, scenario)
+
+
+def test_a_client_that_leaves_frees_its_blocks(deployed: None, cluster_config: ClusterConfig) -> None:
+    (request,) = requests(1, max_tokens=200, name="leaves")
+    (other,) = requests(1, max_tokens=200, name="aborted")
+
+    async def scenario(service: object) -> None:
+        outputs: AsyncIterator[RequestOutput] = service.generate(request)  # type: ignore[attr-defined]
+        await anext(outputs)
+        await outputs.aclose()  # type: ignore[attr-defined]
+        streams = Streams(service, [other])
+        await streams.all_have_begun()
+        await service.abort(other.request_id)  # type: ignore[attr-defined]
+        await streams.finish()
+        assert streams.last[other.request_id].finish_reason == "abort"
+        await metric(service, "num_requests_running", lambda value: value == 0)
+        await metric(service, "kv_cache_usage_perc", lambda value: value == 0)
+        assert await metric(service, 'request_success{finished_reason="abort"}', lambda value: value >= 2)
+
+    with_service(cluster_config, scenario)
+
+
+def test_a_door_that_vanishes_frees_its_blocks(deployed: None, cluster_config: ClusterConfig) -> None:
+    from cluster.client import ClusterService
+
+    wanted = requests(3, max_tokens=240, name="vanishes")
+
+    async def vanish() -> None:
+        service = ClusterService(cluster_config)
+        await service.start()
+        await service.wait_ready(60)
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        await service.close()  # without a word about its streams
+        for task in streams.tasks:
+            task.cancel()
+
+    asyncio.run(vanish())
+
+    async def scenario(service: object) -> None:
+        await metric(service, "num_requests_running", lambda value: value == 0)
+        await metric(service, "kv_cache_usage_perc", lambda value: value == 0)
+
+    with_service(cluster_config, scenario)
+
+
+def test_bad_input_is_refused_by_name_and_harms_nobody(
+    deployed: None, cluster_config: ClusterConfig, plain: Plain
+) -> None:
+    (good,) = requests(1, max_tokens=30, name="good")
+    too_long = Request(
+        request_id=RequestId("too-long"), prompt_token_ids=(5,) * 300, params=SamplingParams(), seed=1
+    )
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, [good])
+        with pytest.raises(InputError, match="256"):
+            await Streams(service, [too_long]).finish()
+        await streams.finish()
+        assert streams.tokens == plain([good])
+
+    with_service(cluster_config, scenario)
+
+
+def test_a_peer_without_a_members_key_is_not_heard(deployed: None, cluster_config: ClusterConfig) -> None:
+    import ray
+
+    from cluster.directory_actor import open_directory
+
+    directory = open_directory(cluster_config.namespace, cluster_config.membership.lease_s)
+    snapshot = ray.get(directory.exchange.remote(None, None))
+    addresses: list[PeerAddress] = [member.address for member in snapshot.members]
+    addresses.append(ray.get(worker(cluster_config, "target").address.remote()))  # type: ignore[attr-defined]
+    roles = {address.peer_id.split("-")[0] for address in addresses}
+    assert roles >= {"coordinator", "draft", "target"}
+    stranger = ZmqChannel(PeerId("coordinator-stranger"))
+    for address in addresses:
+        stranger.connect(address)
+        stranger.send(address.peer_id, Hello(1 << 62))
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until:
+        with pytest.raises(ChannelTimeout):
+            stranger.receive(0.2)
+    stranger.close()
+
+
+def test_streams_outlive_the_coordinator(deployed: None, cluster_config: ClusterConfig, plain: Plain) -> None:
+    import ray
+
+    wanted = requests(4, max_tokens=200, name="nocoordinator")
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        replicas = [
+            entry["name"]
+            for entry in ray.util.list_named_actors(all_namespaces=True)
+            if "#Coordinator#" in entry["name"]
+        ]
+        assert len(replicas) == 1
+        ray.kill(ray.get_actor(replicas[0], namespace="serve"), no_restart=True)
+        await streams.finish()
+        assert streams.tokens == plain(wanted)
+        assert {last.finish_reason for last in streams.last.values()} == {"length"}
+        assert {last.epoch for last in streams.last.values()} == {1}
+
+    with_service(cluster_config, scenario)
