@@ -149,9 +149,9 @@ class RemoteProposer:
         started_s = self._clock.now_s()
         self._wait(this_round)
         self._counters["draft_wait_seconds"] += self._clock.now_s() - started_s  # type: ignore[assignment]
-        num_wanted = sum(num_draft_tokens.get(sequence.request_id, 0) > 0 for sequence in sequences)
+        num_wanted = sum(1 for budget in num_draft_tokens.values() if budget > 0)
         self._counters["fallback_requests"] += num_wanted - len(this_round.proposals)
-        return {request_id: found for request_id, found in this_round.proposals.items() if found.token_ids}
+        return this_round.proposals
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
@@ -188,33 +188,33 @@ class RemoteProposer:
     def _by_worker(self, sequences: Sequence[SequenceView]) -> dict[PeerId, list[SequenceView]]:
         """Group the sequences by the worker to ask now; those that none can be asked for are left out."""
         now_s = self._clock.now_s()
+        limit = self._capabilities.max_context
+        patience = {worker: link.patience for worker, link in self._links.items()}
+        ready = [worker for worker, its in patience.items() if its.is_waited_for(now_s)]
+        silent = {
+            w for w, its in patience.items() if its.late_for_s(now_s) > self._deadlines.reassign_after_s
+        }
         groups: dict[PeerId, list[SequenceView]] = defaultdict(list)
         for sequence in sequences:
-            limit = self._capabilities.max_context
             if limit is not None and sequence.committed_len >= limit:
                 continue
-            worker = self._worker_of(sequence.request_id, now_s)
-            if worker is not None and self._links[worker].patience.may_ask(now_s):
-                groups[worker].append(sequence)
-        return groups
+            registration = self._registrations.get(sequence.request_id)
+            if registration is None or (registration.worker in silent and ready):
+                registration = self._register(sequence.request_id, ready or list(self._links))
+            if registration is not None:
+                groups[registration.worker].append(sequence)
+        return {worker: group for worker, group in groups.items() if patience[worker].may_ask(now_s)}
 
-    def _worker_of(self, request_id: RequestId, now_s: float) -> PeerId | None:
-        """The worker that has the sequence's cache; another one when there is none or it is silent."""
-        registration = self._registrations.get(request_id)
-        ready = [w for w, link in self._links.items() if link.patience.is_waited_for(now_s)]
-        if registration is not None:
-            silent_s = self._links[registration.worker].patience.late_for_s(now_s)
-            if silent_s <= self._deadlines.reassign_after_s or not ready:
-                return registration.worker
-            self.release([request_id])
-        candidates = ready or list(self._links)
+    def _register(self, request_id: RequestId, candidates: Sequence[PeerId]) -> _Registration | None:
+        """Give a sequence to the least busy of the candidates, taking it from the one that has it."""
+        self.release([request_id])
         if not candidates:
             return None
         worker = min(candidates, key=lambda candidate: self._links[candidate].num_registered)
-        self._registrations[request_id] = _Registration(worker, self._next_epoch)
+        registration = self._registrations[request_id] = _Registration(worker, self._next_epoch)
         self._next_epoch += 1
         self._links[worker].num_registered += 1
-        return worker
+        return registration
 
     def _ask(
         self,

@@ -420,7 +420,7 @@ class _Gate:
             verdict = (b"200", b"OK", key.encode())
         else:
             # Logged quietly: a member that has just joined is refused until this process hears of it.
-            logger.info("refused a link from %s: not a member", address.decode(errors="replace"))
+            logger.debug("refused a link from %s: not a member", address.decode(errors="replace"))
             self._channel.counters.dropped["refused_link"] += 1
             verdict = (b"400", b"not a member", b"")
         self._socket.send_multipart((version, request_id, *verdict, b""))
