@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specdec.engine.config import EngineConfig
-from specdec.engine.local_target import LocalTarget
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
 from specdec.model.checkpoint import LoadProgress
-from specdec.model.facts import read_facts
-from specdec.model.graphs import CompiledForward
-from specdec.model.loader import load_model, load_tokenizer
-from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import TargetFacts, create_proposer
-from specdec.sampling.sampler import Sampler
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+
+# Loading torch and transformers takes seconds and hundreds of megabytes: a coordinator, which has neither
+# model in its process, never does, and so they are imported where a model is built.
+if TYPE_CHECKING:
+    from specdec.engine.local_target import LocalTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,12 @@ def build_target(config: EngineConfig, progress: LoadProgress | None = None) -> 
     Raises:
         UserError: as `build_parts`.
     """
+    from specdec.engine.local_target import LocalTarget
+    from specdec.model.graphs import CompiledForward
+    from specdec.model.loader import load_model
+    from specdec.model.runner import ModelRunner
+    from specdec.sampling.sampler import Sampler
+
     loaded = load_model(config.target, progress)
     runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
     compiled = runner.graphs = CompiledForward(runner, config.target.compile)
@@ -75,6 +81,8 @@ def build_draft_proposer(config: EngineConfig) -> Proposer:
     Raises:
         UserError: as `build_parts`.
     """
+    from specdec.model.facts import read_facts
+
     facts = read_facts(config.target)
     return create_proposer(
         config.speculative_config,
@@ -93,6 +101,8 @@ def build_tokenizer(config: EngineConfig) -> Tokenizer:
     Raises:
         CheckpointError: it is missing or unreadable.
     """
+    from specdec.model.loader import load_tokenizer
+
     target = config.target
     return HuggingFaceTokenizer(load_tokenizer(target.model, trust_remote_code=target.trust_remote_code))
 
