@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -63,6 +65,36 @@ struct Operands {
   Rows<const T> query, key, value;
   Rows<T> out;
 };
+
+// Rows whose sums are kept in registers at a time.
+#if defined(__AVX512F__)
+constexpr int kScoreRows = 8;
+constexpr int kValueRows = 6;
+#else
+constexpr int kScoreRows = 2;
+constexpr int kValueRows = 1;
+#endif
+
+// Calls `f` with the number from 1 to N that `value` is, as a type.
+template <int N, typename F>
+inline void one_of(int value, const F& f) {
+  if constexpr (N > 1) {
+    if (value < N) return one_of<N - 1>(value, f);
+  }
+  f(std::integral_constant<int, N>{});
+}
+
+// Calls `f(std::integral_constant<int, n>, first)` for tiles of n <= N rows, of nearly equal height, that
+// cover `count` rows.
+template <int N, typename F>
+inline void in_tiles(int count, const F& f) {
+  const int tiles = (count + N - 1) / N;
+  for (int tile = 0, first = 0; tile < tiles; ++tile) {
+    const int rows = (count - first + tiles - tile - 1) / (tiles - tile);
+    one_of<N>(rows, [&](auto n) { f(n, first); });
+    first += rows;
+  }
+}
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -198,14 +230,42 @@ class BlockAttention {
     std::fill(weighted_, weighted_ + block_.count * padded_dim_, 0.0f);
   }
 
-  // Adds keys [first, last), which lie in one chunk and start at a step, to the state.
+  // Adds keys [first, last), which lie in one chunk and start at a step, to the state. Blocks lie anywhere in
+  // the pool and hardware does not guess where the next ones are: while a step is computed, the keys and
+  // values of the next are asked for.
   void attend(int first, int last) {
+    locate(first, std::min(kStep, last - first), here_);
     for (int key = first; key < last; key += kStep) {
       const int count = std::min(kStep, last - key);
-      prefetch(key + kStep, last);
+      num_next_ = std::clamp(last - key - kStep, 0, kStep);
+      locate(key + kStep, num_next_, next_);
       score(key, count);
       update(count);
-      accumulate(key, count);
+      accumulate(count);
+      std::swap(here_, next_);
+    }
+  }
+
+  // Offsets in the pool of keys [key, key + count).
+  void locate(int key, int count, int64_t* offsets) const {
+    for (int t = 0; t < count;) {
+      const int64_t first = pool_offset(key + t), stride = layer_.head_dim;
+      const int here = std::min(layer_.block_size - (key + t) % layer_.block_size, count - t);
+      for (int i = 0; i < here; ++i) offsets[t + i] = first + i * stride;
+      t += here;
+    }
+  }
+
+  // Asks for the next step's keys and values number [first, last).
+  void prefetch_next(int first, int last) const {
+    const size_t bytes = layer_.head_dim * sizeof(T);
+    for (int t = first; t < std::min(last, num_next_); ++t) {
+      const char* key = reinterpret_cast<const char*>(static_cast<const T*>(layer_.key_pool) + next_[t]);
+      const char* value = reinterpret_cast<const char*>(static_cast<const T*>(layer_.value_pool) + next_[t]);
+      for (size_t at = 0; at < bytes; at += 64) {
+        prefetch_line(key + at);
+        prefetch_line(value + at);
+      }
     }
   }
 
@@ -219,64 +279,37 @@ class BlockAttention {
            layer_.head_dim;
   }
 
-  // Blocks lie anywhere in the pool: hardware does not guess where the next step's are.
-  void prefetch(int key, int last) const {
-    const int64_t bytes = layer_.head_dim * sizeof(T);
-    const int end = std::min(key + kStep, last);
-    while (key < end) {
-      const int here = std::min(layer_.block_size - key % layer_.block_size, end - key);
-      const char* keys = reinterpret_cast<const char*>(static_cast<const T*>(layer_.key_pool) + pool_offset(key));
-      const char* values =
-          reinterpret_cast<const char*>(static_cast<const T*>(layer_.value_pool) + pool_offset(key));
-      for (int64_t at = 0; at < here * bytes; at += 64) {
-        __builtin_prefetch(keys + at);
-        __builtin_prefetch(values + at);
-      }
-      key += here;
-    }
-  }
-
   // Scores of keys [key, key + count) for every row, masked, in scores_[row][kStep].
   void score(int key, int count) {
     for (int tile = 0; tile < count; tile += kLanes) {
-      load_columns(key + tile, std::min(kLanes, count - tile));
-      int r = 0;
-      for (; r + 4 <= block_.count; r += 4) score_rows<4>(r, tile);
-      for (; r < block_.count; ++r) score_rows<1>(r, tile);
+      prefetch_next(tile, tile + kLanes);
+      load_columns(tile, std::min(kLanes, count - tile));
+      in_tiles<kScoreRows>(block_.count, [&](auto rows, int r) { score_rows<rows.value>(r, tile); });
     }
     const int padded = round_up(count, kLanes);
     for (int r = 0; r < block_.count; ++r) {
-      float* scores = scores_ + r * kStep;
-      for (int t = 0; t < padded; t += kLanes) {
-        f32x16 s = load16(scores + t) * layer_.scaling;
-        if (layer_.softcap != 0.0f) s = tanh16(s / layer_.softcap) * layer_.softcap;
-        store16(scores + t, s);
-      }
+      if (layer_.softcap != 0.0f) cap(r, padded);
       mask(r, key, padded);
     }
   }
 
-  // Sixteen keys as columns: columns_[unit][lane] is unit `unit` of key `key + lane`, 0 beyond `count`.
-  void load_columns(int key, int count) {
+  // Sixteen keys as columns: columns_[unit][lane] is unit `unit` of the step's key `tile + lane`, 0 beyond
+  // `count`.
+  void load_columns(int tile, int count) {
     const T* pool = static_cast<const T*>(layer_.key_pool);
-    const T* keys[kLanes];
-    for (int lane = 0; lane < count; ++lane) {
-      const int within = (key + lane) % layer_.block_size;
-      keys[lane] = lane == 0 || within == 0 ? pool + pool_offset(key + lane) : keys[lane - 1] + layer_.head_dim;
-    }
     const int bytes = layer_.head_dim * int(sizeof(T));
     for (int unit = 0; unit < num_units_; unit += kLanes) {
-      u32x16 tile[kLanes] = {};
+      u32x16 square[kLanes] = {};
       const int here = std::min(64, bytes - unit * 4);
       for (int lane = 0; lane < count; ++lane) {
-        const char* source = reinterpret_cast<const char*>(keys[lane]) + unit * 4;
+        const char* source = reinterpret_cast<const char*>(pool + here_[tile + lane]) + unit * 4;
         if (here == 64)
-          tile[lane] = load_as<u32x16>(source);
+          square[lane] = load_as<u32x16>(source);
         else
-          std::memcpy(&tile[lane], source, here);
+          std::memcpy(&square[lane], source, here);
       }
-      transpose16(tile);
-      for (int i = 0; i < kLanes; ++i) store_as(columns_ + (unit + i) * kLanes, tile[i]);
+      transpose16(square);
+      for (int i = 0; i < kLanes; ++i) store_as(columns_ + (unit + i) * kLanes, square[i]);
     }
   }
 
@@ -292,7 +325,13 @@ class BlockAttention {
         odd[i] = Units<T>::multiply_add(odd[i], b, query[i * num_units_ + unit + 1]);
       }
     }
-    for (int i = 0; i < R; ++i) store16(scores_ + (r + i) * kStep + tile, even[i] + odd[i]);
+    for (int i = 0; i < R; ++i) store16(scores_ + (r + i) * kStep + tile, (even[i] + odd[i]) * layer_.scaling);
+  }
+
+  void cap(int r, int padded) {
+    float* scores = scores_ + r * kStep;
+    for (int t = 0; t < padded; t += kLanes)
+      store16(scores + t, tanh16(load16(scores + t) / layer_.softcap) * layer_.softcap);
   }
 
   // Masks keys [key, key + padded) for row r.
@@ -346,12 +385,9 @@ class BlockAttention {
     }
   }
 
-  void accumulate(int key, int count) {
+  void accumulate(int count) {
     const T* pool = static_cast<const T*>(layer_.value_pool);
-    for (int t = 0; t < count; ++t) {
-      const int within = (key + t) % layer_.block_size;
-      values_[t] = t == 0 || within == 0 ? pool + pool_offset(key + t) : values_[t - 1] + layer_.head_dim;
-    }
+    for (int t = 0; t < count; ++t) values_[t] = pool + here_[t];
     int d = 0;
     for (; d + 4 * kLanes <= layer_.head_dim; d += 4 * kLanes) accumulate_columns<4>(d, count);
     for (; d + kLanes <= layer_.head_dim; d += kLanes) accumulate_columns<1>(d, count);
@@ -360,10 +396,7 @@ class BlockAttention {
 
   template <int V>
   void accumulate_columns(int d, int count) {
-    int r = 0;
-    for (; r + 4 <= block_.count; r += 4) accumulate_rows<4, V>(r, d, count);
-    for (; r + 2 <= block_.count; r += 2) accumulate_rows<2, V>(r, d, count);
-    for (; r < block_.count; ++r) accumulate_rows<1, V>(r, d, count);
+    in_tiles<kValueRows>(block_.count, [&](auto rows, int r) { accumulate_rows<rows.value, V>(r, d, count); });
   }
 
   template <int R, int V>
@@ -407,6 +440,10 @@ class BlockAttention {
   int base_ = 0;  // cached tokens older than this step
   const int32_t* table_ = nullptr;
   const T* values_[kStep];
+  int64_t offsets_[2][kStep];
+  int64_t* here_ = offsets_[0];  // of the step's keys and values in the pool
+  int64_t* next_ = offsets_[1];  // of the next step's
+  int num_next_ = 0;
 
   alignas(64) uint32_t query_[kRowBlock * kMaxHeadDim];
   alignas(64) uint32_t columns_[kMaxHeadDim * kLanes];

@@ -42,21 +42,28 @@ inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : n
 
 inline f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 
-// Fixed order: lane i with lane i + 8, then + 4, + 2, + 1.
+#if defined(__clang__)
+#define DH_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define DH_SHUFFLE(v, ...) __builtin_shuffle(v, i32x16{__VA_ARGS__})
+#endif
+
+// Folds the lanes by halves: lane i with lane i + 8, then + 4, + 2, + 1.
+template <typename F>
+inline float fold(f32x16 v, const F& f) {
+  v = f(v, DH_SHUFFLE(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = f(v, DH_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = f(v, DH_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  v = f(v, DH_SHUFFLE(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+  return v[0];
+}
+
 inline float reduce_add(f32x16 v) {
-  alignas(64) float lane[kLanes];
-  store_as(lane, v);
-  for (int width = 8; width > 0; width >>= 1)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  return fold(v, [](f32x16 a, f32x16 b) { return a + b; });
 }
 
 inline float reduce_max(f32x16 v) {
-  alignas(64) float lane[kLanes];
-  store_as(lane, v);
-  for (int width = 8; width > 0; width >>= 1)
-    for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
+  return fold(v, [](f32x16 a, f32x16 b) { return vmax(a, b); });
 }
 
 inline float to_float(bf16 value) {
@@ -135,34 +142,51 @@ inline f32x16 tanh16(f32x16 x) {
   return 1.0f - 2.0f / (e + 1.0f);
 }
 
-// Transposes a 16 x 16 matrix of 32-bit values held in 16 vectors (Eklundh: swap bit by bit).
-template <int Step>
-inline void transpose_stage(u32x16* rows) {
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & Step) continue;
-    const u32x16 a = rows[i], b = rows[i + Step];
-#define DH_LO(l) ((l & Step) ? 16 + l - Step : l)
-#define DH_HI(l) ((l & Step) ? 16 + l : l + Step)
-#define DH_ALL(M) \
-  M(0), M(1), M(2), M(3), M(4), M(5), M(6), M(7), M(8), M(9), M(10), M(11), M(12), M(13), M(14), M(15)
-#if defined(__clang__)
-    rows[i] = __builtin_shufflevector(a, b, DH_ALL(DH_LO));
-    rows[i + Step] = __builtin_shufflevector(a, b, DH_ALL(DH_HI));
+// Asks for a cache line. GCC takes a function of nothing but __builtin_prefetch for one without effects, and
+// drops it.
+inline void prefetch_line(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
 #else
-    rows[i] = __builtin_shuffle(a, b, u32x16{DH_ALL(DH_LO)});
-    rows[i + Step] = __builtin_shuffle(a, b, u32x16{DH_ALL(DH_HI)});
+  __builtin_prefetch(p);
 #endif
-#undef DH_ALL
-#undef DH_HI
-#undef DH_LO
-  }
 }
 
+#if defined(__clang__)
+#define DH_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define DH_PICK(a, b, ...) __builtin_shuffle(a, b, u32x16{__VA_ARGS__})
+#endif
+
+// Transposes a 16 x 16 matrix of 32-bit values held in 16 vectors: pairs of 32 bits, pairs of 64, then
+// quarters of a vector twice, each of which is a single cheap instruction where vectors are that wide.
 inline void transpose16(u32x16* rows) {
-  transpose_stage<8>(rows);
-  transpose_stage<4>(rows);
-  transpose_stage<2>(rows);
-  transpose_stage<1>(rows);
+  u32x16 a[kLanes], b[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    a[i] = DH_PICK(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    a[i + 1] = DH_PICK(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < kLanes; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = DH_PICK(a[i + j], a[i + j + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+      b[i + 2 * j + 1] = DH_PICK(a[i + j], a[i + j + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+  }
+  // b[4 g + c] holds, in quarter q, column 4 q + c of rows 4 g .. 4 g + 3.
+  for (int c = 0; c < 4; ++c) {
+    for (int h = 0; h < 2; ++h) {
+      const u32x16 first = b[8 * h + c], second = b[8 * h + 4 + c];
+      a[4 * c + h] = DH_PICK(first, second, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+      a[4 * c + 2 + h] = DH_PICK(first, second, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+  }
+  for (int c = 0; c < 4; ++c) {
+    for (int odd = 0; odd < 2; ++odd) {
+      const u32x16 first = a[4 * c + 2 * odd], second = a[4 * c + 2 * odd + 1];
+      rows[4 * odd + c] = DH_PICK(first, second, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+      rows[8 + 4 * odd + c] = DH_PICK(first, second, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+  }
 }
 
 // acc[lane] += a[lane].lo * b.lo + a[lane].hi * b.hi for pairs of bf16 packed in 32 bits, b the same in
