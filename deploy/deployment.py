@@ -18,7 +18,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 from cluster.directory_actor import close_directory
 from deploy.application import APPLICATION, build_application
 from deploy.config import DrafthouseConfig, HttpConfig
-from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, ResourceError
+from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, ResourceError, UserError
 
 _POLL_S = 0.25
 _WATCH_S = 2.0
@@ -28,7 +28,7 @@ _CAUSE = re.compile(r"specdec\.core\.errors\.(\w+): (.*)")
 
 
 _USER_ERRORS: Mapping[str, type[DrafthouseError]] = {
-    kind.__name__: kind for kind in (CheckpointError, ConfigError, ResourceError)
+    kind.__name__: kind for kind in (UserError, CheckpointError, ConfigError, ResourceError)
 }
 
 

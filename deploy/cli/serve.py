@@ -121,7 +121,7 @@ def _start(deployment: Deployment, console: Console) -> None:
     except UserError:
         raise
     except DrafthouseError:
-        console.print(f"the logs of all processes are in {session_log_folder()}")
+        console.print(f"the logs of all processes are in {session_log_folder()}", soft_wrap=True)
         raise
 
 
