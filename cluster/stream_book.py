@@ -149,6 +149,11 @@ class StreamBook:
             self.close(request_id)
             stream.sink(_last_output(stream, "abort"))
 
+    def close_all(self) -> None:
+        """Nobody waits for any stream any more."""
+        for request_id in list(self._streams):
+            self.close(request_id)
+
     def hear(self, envelope: Envelope) -> None:
         """Take a message of a coordinator in."""
         coordinator = self._coordinators.get(envelope.sender)

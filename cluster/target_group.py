@@ -17,6 +17,7 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
+from specdec.engine.tokenizer import Tokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.registry import TargetFacts, create_proposer
 from specdec.transport.base import PeerAddress, PeerId
@@ -39,7 +40,7 @@ class TargetGroup:
         self._keys = keys
         self._host = bind_host(cluster.channels)
         self._options = channel_options(cluster.channels)
-        self._tokenizer = build_tokenizer(engine)
+        self._tokenizer: Tokenizer | None = None
         self._incarnations = itertools.count(time.time_ns())
         self._worker: WorkerHandle | None = None
         self._target: RemoteTarget | None = None
@@ -58,7 +59,10 @@ class TargetGroup:
         channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
         times = RemoteTargetTimes(step_timeout_s=self._cluster.target_groups.step_timeout_s)
         try:
-            worker = self._start_worker(channel.address)
+            loading = self._start_worker(channel.address)
+            if self._tokenizer is None:  # meanwhile: importing transformers takes seconds
+                self._tokenizer = build_tokenizer(self._config)
+            worker = loading.await_address(self._cluster.target_groups.load_timeout_s)
             target = RemoteTarget(channel, worker, incarnation=next(self._incarnations), times=times)
         except BaseException:
             channel.close()
@@ -98,7 +102,7 @@ class TargetGroup:
             self._worker.stop()
             self._worker = None
 
-    def _start_worker(self, owner: PeerAddress) -> PeerAddress:
+    def _start_worker(self, owner: PeerAddress) -> WorkerHandle:
         group = self._cluster.target_groups
         worker_id = new_peer_id("target")
         options = worker_options(group.bundle, worker_id, self._cluster.namespace)
@@ -106,7 +110,7 @@ class TargetGroup:
             self._config, worker_id, self._host, owner, self._options
         )
         self._worker = WorkerHandle(actor, "target worker")
-        return self._worker.await_address(group.load_timeout_s)
+        return self._worker
 
     def _require_same_model(self, description: TargetDescription) -> None:
         """Streams may only be replayed onto the model that began them."""

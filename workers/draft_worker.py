@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from specdec.core.idle_work import idle_work_of
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
-from workers.idle_work import IdleRunner
+from workers.idle_runner import IdleRunner
 from workers.process import ServingThread, prepare_logging, prepare_threads
 
 if TYPE_CHECKING:
     from specdec.transport.zmq import ZmqOptions
 
 logger = logging.getLogger(__name__)
+
+_QUIET_S = 0.5
+"""How long no request must have been present before idle work begins."""
 
 
 class DraftWorkerProcess:
@@ -40,10 +44,13 @@ class DraftWorkerProcess:
         logger.info("drafter ready after %.1f s", time.monotonic() - started_s)
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._server = server = DraftServer(self._channel, proposer)
-        idle = IdleRunner([])
-        self._thread = ServingThread(
-            "draft", lambda: idle.after(server.step(idle.patience_s)), self._channel.close
-        )
+        idle = IdleRunner(idle_work_of(proposer), quiet_s=_QUIET_S)
+
+        def serve_once() -> None:
+            was_served = server.step(idle.patience_s)
+            idle.after(was_served, is_needed=server.num_sequences > 0)
+
+        self._thread = ServingThread("draft", serve_once, self._channel.close)
 
     def address(self) -> PeerAddress:
         """How coordinators reach this worker. Answers once the model is loaded."""

@@ -10,13 +10,16 @@ import ray
 
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
-from workers.idle_work import IdleRunner
+from workers.idle_runner import IdleRunner
 from workers.process import ServingThread, prepare_logging, prepare_threads
 
 if TYPE_CHECKING:
     from specdec.transport.zmq import ZmqOptions
 
 logger = logging.getLogger(__name__)
+
+_QUIET_S = 1.5
+"""Longer than any round waits for drafts: the target hears nothing during that time."""
 
 
 class TargetWorkerProcess:
@@ -51,10 +54,13 @@ class TargetWorkerProcess:
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._channel.admit([owner])
         server = TargetServer(self._channel, target)
-        idle = IdleRunner([])
-        self._thread = ServingThread(
-            "target", lambda: idle.after(server.step(idle.patience_s)), self._channel.close
-        )
+        idle = IdleRunner(target.idle_work, quiet_s=_QUIET_S)
+
+        def serve_once() -> None:
+            was_served = server.step(idle.patience_s)
+            idle.after(was_served, is_needed=False)
+
+        self._thread = ServingThread("target", serve_once, self._channel.close)
 
     def address(self) -> PeerAddress:
         """How the coordinator reaches this worker. Answers once the model is loaded."""

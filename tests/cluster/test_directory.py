@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from cluster.directory import DirectoryState, DirectoryView, Member
+from specdec.transport.base import PeerAddress, PeerId
+
+
+def member(name: str, key: str = "k") -> Member:
+    address = PeerAddress(peer_id=PeerId(name), endpoint=f"tcp://{name}", public_key=key)
+    return Member(address=address, role="draft")
+
+
+A, B = member("a"), member("b")
+
+
+def test_a_lease_ends_unless_it_is_renewed() -> None:
+    state = DirectoryState(lease_s=3.0, incarnation=1)
+    state.announce(A, 0.0)
+    state.announce(B, 0.0)
+    state.announce(B, 2.0)
+    assert state.snapshot(2.9).members == (A, B)
+    assert state.snapshot(3.0).members == (B,)
+    assert state.snapshot(5.0).members == ()
+
+
+def test_the_version_changes_with_the_members_only() -> None:
+    state = DirectoryState(lease_s=3.0, incarnation=7)
+    versions = [state.snapshot(0.0).version]
+    state.announce(A, 0.0)
+    versions.append(state.snapshot(0.0).version)
+    state.announce(A, 1.0)
+    assert state.snapshot(1.0).version == versions[-1]
+    state.announce(member("a", key="another process"), 1.0)
+    versions.append(state.snapshot(1.0).version)
+    state.leave(PeerId("a"))
+    state.leave(PeerId("nobody"))
+    versions.append(state.snapshot(1.0).version)
+    assert versions == sorted(set(versions))
+    assert {version.incarnation for version in versions} == {7}
+
+
+def test_a_view_follows_and_outlives_its_directory() -> None:
+    state, view = DirectoryState(lease_s=3.0, incarnation=1), DirectoryView(lease_s=3.0)
+    state.announce(A, 0.0)
+    assert view.take(state.snapshot(0.0), 0.0)
+    assert not view.take(None, 1.0)
+    assert not view.take(None, 1e6), "an unreachable directory takes nobody away"
+    assert view.members == (A,)
+    state.leave(PeerId("a"))
+    assert view.take(state.snapshot(1.0), 1.0)
+    assert view.members == ()
+
+
+def test_a_restarted_directory_gives_members_a_lease_s_time_to_come_back() -> None:
+    old, new = DirectoryState(lease_s=3.0, incarnation=1), DirectoryState(lease_s=3.0, incarnation=2)
+    view = DirectoryView(lease_s=3.0)
+    old.announce(A, 0.0)
+    old.announce(B, 0.0)
+    view.take(old.snapshot(0.0), 0.0)
+    assert not view.take(new.snapshot(10.0), 10.0), "it is empty because it is new"
+    new.announce(B, 11.0)
+    assert not view.take(new.snapshot(11.0), 11.0)
+    assert view.take(None, 13.0), "A has not come back"
+    assert view.members == (B,)
+    new.leave(PeerId("b"))
+    assert view.take(new.snapshot(14.0), 14.0), "B is known to the new one, so its word counts"
+    assert view.members == ()
+
+
+def test_a_successor_of_a_process_is_another_member() -> None:
+    state, view = DirectoryState(lease_s=3.0, incarnation=1), DirectoryView(lease_s=3.0)
+    state.announce(A, 0.0)
+    view.take(state.snapshot(0.0), 0.0)
+    successor = member("a", key="new")
+    state.announce(successor, 1.0)
+    assert view.take(state.snapshot(1.0), 1.0)
+    assert view.with_role("draft") == (successor,)
+    assert view.with_role("ingress") == ()
+
+
+@pytest.mark.parametrize("role", ["ingress", "coordinator", "draft"])
+def test_a_snapshot_tells_roles_apart(role: str) -> None:
+    state = DirectoryState(lease_s=3.0, incarnation=1)
+    state.announce(A, 0.0)
+    found = state.snapshot(0.0).with_role(role)  # type: ignore[arg-type]
+    assert found == ((A,) if role == "draft" else ())
