@@ -85,7 +85,9 @@ class InProcess:
         assert isinstance(parts.target, LocalTarget)
         assert isinstance(parts.proposer, DraftModelProposer)
         self.target_runner = parts.target.runner
-        self.draft_runner = parts.proposer.runner
+        draft_runner = parts.proposer.runner
+        assert isinstance(draft_runner, ModelRunner)
+        self.draft_runner = draft_runner
         self.engine = Engine.from_parts(
             target=parts.target,
             proposer=parts.proposer,
@@ -93,6 +95,7 @@ class InProcess:
             scheduler=parts.scheduler,
             controller=parts.controller,
         )
+        self.engine.warm_up()
         self._num_runs = 0
 
     def run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int, k: int) -> RunRecord:

@@ -59,6 +59,11 @@ class LocalTarget:
         """Facts about the model, and the length that both it and the cache allow."""
         return self._description
 
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the model, for measurements of the bare forward."""
+        return self._runner
+
     def submit(self, step: TargetStep) -> None:
         """Queue a round."""
         self._pending.append(step)
@@ -121,15 +126,17 @@ class LocalTarget:
         for work in works:
             rows = slice(first, first + work.num_sampled_rows)
             first = rows.stop
-            if all(finite[rows]):
-                chosen = token_ids[rows]
-                logprobs = self._logprobs(work, logits[rows], chosen)
-                results.append(WorkResult(token_ids=tuple(chosen), logprobs=logprobs))
-            else:
-                bad = work.start + len(work.token_ids) - work.num_sampled_rows + finite[rows].index(False)
-                results.append(
-                    WorkResult(token_ids=(), error=f"non-finite logits after the token at position {bad}")
+            num_finite = _num_leading(finite[rows])
+            if num_finite < work.num_sampled_rows and work.parents is not None:
+                num_finite = 0  # rows of a tree are not in the order of any one path
+            chosen = token_ids[rows.start : rows.start + num_finite]
+            results.append(
+                WorkResult(
+                    token_ids=tuple(chosen),
+                    logprobs=self._logprobs(work, logits[rows.start : rows.start + num_finite], chosen),
+                    error=None if num_finite == work.num_sampled_rows else _non_finite(work, finite[rows]),
                 )
+            )
         return tuple(results)
 
     def _row_spec(self, work: TargetWork) -> RowSpec:
@@ -143,12 +150,22 @@ class LocalTarget:
     def _logprobs(
         self, work: TargetWork, logits: torch.Tensor, token_ids: list[int]
     ) -> tuple[TokenLogprobs, ...] | None:
-        """Log-probabilities at the work's sampled rows, when its request wants them."""
+        """Log-probabilities at the work's first sampled rows, when its request wants them."""
         params = self._sequences[work.request_id].params
         if params.logprobs is None or not token_ids:
             return None
-        rows = SamplingRows.build([self._row_spec(work)], logits.device)
+        rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(token_ids))], logits.device)
         return tuple(logprobs_of(logits, token_ids, params.logprobs, params.logprobs_mode, rows))
+
+
+def _num_leading(finite: Sequence[bool]) -> int:
+    """Number of rows before the first that is not finite."""
+    return finite.index(False) if False in finite else len(finite)
+
+
+def _non_finite(work: TargetWork, finite: Sequence[bool]) -> str:
+    position = work.start + len(work.token_ids) - work.num_sampled_rows + finite.index(False)
+    return f"non-finite logits after the token at position {position}"
 
 
 def _row_parents(work: TargetWork) -> tuple[int, ...]:

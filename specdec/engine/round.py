@@ -162,7 +162,7 @@ class RoundLoop:
         outcomes: list[DraftOutcome] = []
         for work, answer in zip(step.works, result.results, strict=True):
             live = self._roster.running[work.request_id]
-            if answer.error is not None:
+            if answer.error is not None and not answer.token_ids:
                 failure = Finish(reason="error", error=answer.error, error_code="sequence_failed")
                 outputs.append(self._retire(live, live.end(failure, now_s)))
             elif work.num_sampled_rows == 0:
@@ -170,7 +170,7 @@ class RoundLoop:
             else:
                 proposal = proposals.get(work.request_id)
                 drafted = proposal.token_ids if proposal is not None else ()
-                verdict = match(drafted, None, answer.token_ids)
+                verdict = match(drafted[: len(answer.token_ids) - 1], None, answer.token_ids)
                 num_kept = live.commit(verdict.token_ids, answer.logprobs, now_s)
                 if drafted:
                     outcomes.append(

@@ -100,10 +100,13 @@ class ModelRunner:
         self._model: Any = loaded.model
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
-    @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Run one flat batch; see `model.batch.Runner.forward`."""
-        inputs = self.pack(slices)
+        return self.forward_packed(self.pack(slices))
+
+    @torch.inference_mode()
+    def forward_packed(self, inputs: ForwardInputs) -> torch.Tensor:
+        """`forward` of a batch that is laid out already."""
         logits = None if self.graphs is None else self.graphs.try_run(inputs)
         if logits is None:
             logits = self.forward_eager(inputs)

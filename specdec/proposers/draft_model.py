@@ -110,6 +110,11 @@ class DraftModelProposer:
             name="draft_model", sampled=True, kv="own", max_context=self._max_context
         )
 
+    @property
+    def runner(self) -> Runner:
+        """What runs the draft model, for measurements of the bare forward."""
+        return self._runner
+
     def propose(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
     ) -> dict[RequestId, Proposal]:

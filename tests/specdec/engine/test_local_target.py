@@ -16,6 +16,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.target import Target
 from specdec.kv.config import CacheConfig
+from specdec.model.batch import SequenceSlice
 from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
@@ -239,6 +240,27 @@ def test_non_finite_logits_end_their_request_and_no_other(
     assert bad.error == "non-finite logits after the token at position 5"
     assert good.error is None
     assert good.token_ids == (expected_token(reference, PROMPT, GREEDY, 0),)
+
+
+def test_non_finite_logits_behind_a_draft_token_leave_what_comes_before(
+    target: LocalTarget, runner: ModelRunner, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(target)
+    desk.admit("a", SamplingParams(temperature=0.0, logprobs=1), seed=5)
+    desk.run(work("a", PROMPT[:4], 0, 0, [5]))
+    forward = runner.forward
+
+    def poisoned(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        logits = forward(slices).clone()
+        logits[1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(runner, "forward", poisoned)
+    (result,) = desk.run(work("a", PROMPT[4:6], 4, 2, [7], table_start=1))
+    assert result.token_ids == (expected_token(reference, PROMPT[:5], GREEDY, 0),)
+    assert result.logprobs is not None
+    assert len(result.logprobs) == 1
+    assert result.error == "non-finite logits after the token at position 5"
 
 
 def test_close_is_idempotent(target: LocalTarget) -> None:
