@@ -46,6 +46,9 @@ COORDINATOR_FAILED = "coordinator_failed"
 _MAX_CRASHES = 2
 """A request that was in flight at so many losses of the target is next run alone, once."""
 
+_PROBATION_OUTPUTS = 8
+"""Outputs after which a request that runs alone is cleared of the suspicion."""
+
 
 class StreamEngine(Protocol):
     """What the desk needs of an engine."""
@@ -86,7 +89,8 @@ class RequestDesk:
         self._aborted: deque[RequestId] = deque()
         self._replays: deque[RequestId] = deque()
         self._suspects: deque[RequestId] = deque()
-        self._alone: RequestId | None = None
+        self._alone: _Stream | None = None
+        self._probation_left = 0
         self._is_draining = False
         self._woken = False
         self.description: TargetDescription | None = None
@@ -163,7 +167,8 @@ class RequestDesk:
         while self._submitted:
             request_id, epoch = self._submitted[0]
             stream = self._streams.get(request_id)
-            if stream is not None and stream.epoch == epoch:
+            # Doubled messages may have ordered it twice.
+            if stream is not None and stream.epoch == epoch and not stream.is_admitted:
                 self._admit(engine, stream)
             self._submitted.popleft()
 
@@ -181,9 +186,11 @@ class RequestDesk:
                 if stream is None or stream.epoch != output.epoch:
                     continue
                 stream.generated.extend(output.token_ids)
-                if output.request_id == self._alone:
-                    self._alone = None
-                    stream.num_crashes = 0
+                if stream is self._alone:
+                    self._probation_left -= 1
+                    if self._probation_left == 0:
+                        self._alone = None
+                        stream.num_crashes = 0
                 if output.finish_reason is not None:
                     del self._streams[output.request_id]
                 frames[stream.ingress].append(output)
@@ -246,7 +253,7 @@ class RequestDesk:
         stream = self._streams.get(output.request_id)
         if stream is None or stream.epoch != output.epoch:
             return
-        if output.request_id == self._alone:
+        if stream is self._alone:
             del self._streams[output.request_id]
             message = f"the target was lost {stream.num_crashes + 1} times while it ran this request"
             frames[stream.ingress].append(_failure(stream, message, "request_failed_repeatedly"))
@@ -259,15 +266,16 @@ class RequestDesk:
         """Run requests that may be killing the target one at a time; return whether one is under way."""
         while True:
             if self._alone is not None:
-                if self._alone in self._streams:
+                if self._streams.get(self._alone.request.request_id) is self._alone:
                     return True
-                self._alone = None
+                self._alone = None  # it has ended, or its ingress began a new epoch
             if not self._suspects:
                 return False
             stream = self._streams.get(self._suspects[0])
             if stream is not None:
                 self._admit(engine, stream)
-                self._alone = self._suspects[0]
+                self._alone = stream
+                self._probation_left = _PROBATION_OUTPUTS
             self._suspects.popleft()
 
     def _replay(self, engine: StreamEngine) -> bool:

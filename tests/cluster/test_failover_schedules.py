@@ -1,0 +1,513 @@
+"""Ingresses and coordinators over a simulated bad network: every stream ends once, with the right tokens.
+
+Real `StreamBook`, `RequestDesk` and `Engine`; only targets are toys, and Ray is absent. Coordinators crash,
+targets are lost, links lose, double, delay and reorder messages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from cluster.desk import TARGET_LOST, RequestDesk
+from cluster.directory import Member
+from cluster.stream_book import StreamBook
+from specdec.core.clock import ManualClock
+from specdec.core.errors import CapacityError, ChannelTimeout, DrafthouseError, InputError, TransportError
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.engine import Engine
+from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.proposers.ngram import NgramProposer
+from specdec.scheduling.config import SchedulerConfig
+from specdec.transport.base import PeerId
+from specdec.transport.memory import Faults, MemoryNetwork
+from specdec.transport.messages import Abort, OutputFrame, Ping, SubmitRequest
+
+VOCAB = 9
+MODEL = ToyModel(VOCAB, seed=3)
+LEASE_S = 3.0
+ROUND_S = 0.05
+
+
+class SimCoordinator:
+    """A coordinator whose rounds take simulated time."""
+
+    def __init__(self, sim: Simulation, name: str, revision: str = "toy", max_num_waiting: int = 100) -> None:
+        self.sim = sim
+        self.channel = sim.network.open(PeerId(name))
+        self.max_num_waiting = max_num_waiting
+        self.desk = RequestDesk(self.channel.send, sim.clock, lease_s=LEASE_S)
+        self.member = Member(
+            address=self.channel.address, role="coordinator", capacity=4, model_revision=revision
+        )
+        self.is_alive = True
+        self.num_losses = 0
+        self.lose_after: int | None = None
+        self.poison: RequestId | None = None
+        self.engine = self.new_engine()
+        sim.network.serve(PeerId(name), lambda: self.desk.hear(self.channel.receive(0)))
+        self.round()
+
+    def new_engine(self) -> Engine:
+        self.toy = ToyTarget(MODEL, num_blocks=48)
+        self.toy.num_steps_until_lost = self.lose_after
+        engine = Engine.from_parts(
+            target=self.toy,
+            proposer=NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3),
+            tokenizer=ToyTokenizer.of_letters(VOCAB),
+            scheduler=SchedulerConfig(
+                max_num_seqs=4, max_num_batched_tokens=16, max_num_waiting=self.max_num_waiting
+            ),
+            clock=self.sim.clock,
+        )
+        self.desk.description = engine.description
+        return engine
+
+    def lose_target(self, num_steps: int = 0) -> None:
+        self.toy.num_steps_until_lost = num_steps
+
+    def round(self) -> None:
+        if not self.is_alive:
+            return
+        self.desk.tick()
+        try:
+            self.desk.serve(self.engine)
+            if self.poison is not None and self.poison in self.toy.known_requests:
+                self.lose_target()
+            is_lost = self.engine.has_work and self.desk.deliver(self.engine.step())
+        except TransportError:
+            is_lost = True
+        pause_s = ROUND_S
+        if is_lost:
+            self.num_losses += 1
+            self.engine = self.new_engine()
+            self.desk.begin_replay()
+            pause_s = 1.0
+        self.engine.check_integrity()
+        self.sim.network.schedule(pause_s, self.round)
+
+    def crash(self) -> None:
+        self.is_alive = False
+        self.sim.network.kill(self.member.peer_id)
+
+
+class SimIngress:
+    """An ingress that collects what its streams bring."""
+
+    def __init__(self, sim: Simulation, name: str = "ingress") -> None:
+        self.sim = sim
+        self.channel = sim.network.open(PeerId(name))
+        self.book = StreamBook(self.channel.send, sim.clock, lease_s=LEASE_S, failover_timeout_s=60.0)
+        self.tokens: dict[RequestId, list[int]] = {}
+        self.text: dict[RequestId, str] = {}
+        self.last: dict[RequestId, RequestOutput | DrafthouseError] = {}
+        self.is_alive = True
+        sim.network.serve(PeerId(name), lambda: self.book.hear(self.channel.receive(0)))
+        self.tick()
+
+    def tick(self) -> None:
+        if self.is_alive:
+            self.book.tick()
+            self.sim.network.schedule(0.5, self.tick)
+
+    def open(self, request: Request) -> None:
+        self.tokens[request.request_id] = []
+        self.text[request.request_id] = ""
+
+        def sink(event: RequestOutput | DrafthouseError) -> None:
+            assert request.request_id not in self.last, "something after the end"
+            if isinstance(event, DrafthouseError):
+                assert not self.tokens[request.request_id]
+                self.last[request.request_id] = event
+                return
+            assert event.first_index == len(self.tokens[request.request_id])
+            self.tokens[request.request_id].extend(event.token_ids)
+            self.text[request.request_id] += event.text
+            if event.finish_reason is not None:
+                self.last[request.request_id] = event
+
+        self.book.open(request, sink)
+
+
+class Simulation:
+    def __init__(self, faults: Faults | None = None, seed: int = 0) -> None:
+        self.clock = ManualClock()
+        self.network = MemoryNetwork(faults=faults, seed=seed, clock=self.clock)
+        self.coordinators: list[SimCoordinator] = []
+        self.ingresses: list[SimIngress] = []
+        self.num_started = 0
+
+    def start_coordinator(self, **options: object) -> SimCoordinator:
+        self.num_started += 1
+        coordinator = SimCoordinator(self, f"coordinator-{self.num_started}", **options)  # type: ignore[arg-type]
+        self.coordinators.append(coordinator)
+        self.tell()
+        return coordinator
+
+    def start_ingress(self, name: str = "ingress") -> SimIngress:
+        ingress = SimIngress(self, name)
+        self.ingresses.append(ingress)
+        self.tell()
+        return ingress
+
+    def crash(self, coordinator: SimCoordinator, *, told_after_s: float = 5.0) -> None:
+        coordinator.crash()
+        self.coordinators.remove(coordinator)
+        self.network.schedule(told_after_s, self.tell)
+
+    def tell(self) -> None:
+        """What the directory does: everybody hears who is there."""
+        for coordinator in self.coordinators:
+            coordinator.channel.admit([ingress.channel.address for ingress in self.ingresses])
+        members = [coordinator.member for coordinator in self.coordinators]
+        for ingress in self.ingresses:
+            for member in members:
+                ingress.channel.connect(member.address)
+            ingress.book.set_coordinators(members)
+
+    def run_until_done(self, limit_s: float = 2000.0) -> None:
+        until_s = self.clock.now_s() + limit_s
+        while any(ingress.book.num_streams for ingress in self.ingresses):
+            assert self.clock.now_s() < until_s, "a stream never ended"
+            self.network.run_for(0.5)
+
+
+def a_request(name: str, rng: random.Random, max_tokens: int = 30) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        prompt_token_ids=tuple(rng.choices(range(VOCAB), k=rng.randint(1, 20))),
+        params=SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=max_tokens),
+        seed=rng.getrandbits(64),
+    )
+
+
+def expected(request: Request) -> list[int]:
+    assert request.params.max_tokens is not None
+    return MODEL.continuation(
+        request.prompt_token_ids, request.params, request.seed, request.params.max_tokens
+    )
+
+
+def assert_right(ingress: SimIngress, requests: Sequence[Request], *, may_be_blamed: bool = False) -> None:
+    """Every stream is whole; `may_be_blamed`: or was ended as the cause of too many losses of the target."""
+    tokenizer = ToyTokenizer.of_letters(VOCAB)
+    for request in requests:
+        last = ingress.last[request.request_id]
+        assert isinstance(last, RequestOutput)
+        if may_be_blamed and last.error_code == "request_failed_repeatedly":
+            tokens = ingress.tokens[request.request_id]
+            assert tokens == expected(request)[: len(tokens)]
+            continue
+        assert last.finish_reason == "length", last.error
+        assert ingress.tokens[request.request_id] == expected(request), request
+        assert ingress.text[request.request_id] == tokenizer.decode(expected(request))
+        assert last.num_generated_tokens == request.params.max_tokens
+
+
+def random_faults(rng: random.Random) -> Faults:
+    return Faults(
+        delay_s=(0.0, rng.choice([0.0, 0.01, 0.2])),
+        loss=rng.choice([0.0, 0.0, 0.02, 0.1]),
+        duplication=rng.choice([0.0, 0.1]),
+        in_order=rng.random() < 0.6,
+    )
+
+
+def disturb(sim: Simulation, rng: random.Random) -> None:
+    """Perhaps let something fail, or come back."""
+    fate = rng.random()
+    if fate < 0.1 and sim.coordinators:
+        sim.crash(rng.choice(sim.coordinators), told_after_s=rng.uniform(0, 6))
+    elif fate < 0.2:
+        sim.start_coordinator()
+    elif fate < 0.35 and sim.coordinators:
+        rng.choice(sim.coordinators).lose_target(rng.randint(0, 3))
+    elif fate < 0.42:
+        sim.network.faults = random_faults(rng)
+
+
+def run_random_schedule(seed: int) -> int:
+    """Two ingresses, a few coordinators, everything failing; return the number of failovers."""
+    rng = random.Random(seed)
+    sim = Simulation(random_faults(rng), seed)
+    for _ in range(rng.randint(1, 3)):
+        sim.start_coordinator()
+    ingresses = [sim.start_ingress("ingress-1"), sim.start_ingress("ingress-2")]
+    sim.network.run_for(2.0)
+    opened: tuple[list[Request], list[Request]] = ([], [])
+    to_open = [(rng.randrange(2), a_request(f"r{seed}-{index}", rng)) for index in range(8)]
+    for _ in range(60):
+        sim.network.run_for(0.1)
+        if to_open and rng.random() < 0.4:
+            where, request = to_open.pop()
+            try:
+                ingresses[where].open(request)
+            except CapacityError:
+                to_open.append((where, request))
+            else:
+                opened[where].append(request)
+        else:
+            disturb(sim, rng)
+    if not sim.coordinators:
+        sim.start_coordinator()
+    sim.run_until_done()
+    for index, ingress in enumerate(ingresses):
+        assert_right(ingress, opened[index], may_be_blamed=True)
+    sim.network.faults = Faults()
+    sim.network.run_for(3 * LEASE_S)
+    for coordinator in sim.coordinators:
+        assert coordinator.desk.num_streams == 0, "a stream is served that nobody waits for"
+        assert not coordinator.engine.has_work
+    return sum(ingress.book.counters["failovers"] for ingress in ingresses)
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_random_schedules(block: int) -> None:
+    num_failovers = sum(run_random_schedule(seed) for seed in range(25 * block, 25 * block + 25))
+    assert num_failovers > 20, "hardly anything failed: these schedules prove nothing"
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(6, 86))
+def test_many_more_random_schedules(block: int) -> None:
+    for seed in range(25 * block, 25 * block + 25):
+        run_random_schedule(seed)
+
+
+def simple(num_coordinators: int = 1, **options: object) -> tuple[Simulation, SimIngress]:
+    sim = Simulation()
+    for _ in range(num_coordinators):
+        sim.start_coordinator(**options)
+    ingress = sim.start_ingress()
+    sim.network.run_for(1.0)
+    assert ingress.book.description is not None
+    return sim, ingress
+
+
+def test_a_stream_moves_to_another_coordinator_with_what_was_delivered() -> None:
+    sim, ingress = simple(2)
+    request = a_request("r", random.Random(1))
+    ingress.open(request)
+    sim.network.run_for(0.2)
+    delivered = list(ingress.tokens[request.request_id])
+    assert 0 < len(delivered) < 30
+    (serving,) = [c for c in sim.coordinators if c.desk.num_streams]
+    sim.crash(serving)
+    sim.run_until_done()
+    assert_right(ingress, [request])
+    last = ingress.last[request.request_id]
+    assert isinstance(last, RequestOutput)
+    assert last.epoch == 1
+    survivor = sim.coordinators[0]
+    assert survivor.engine.metrics().generation_tokens <= 30 - len(delivered), (
+        "delivered tokens were made again"
+    )
+
+
+def test_a_lost_target_is_replayed_by_its_coordinator_without_the_ingress_noticing() -> None:
+    sim, ingress = simple()
+    requests = [a_request(f"r{index}", random.Random(index)) for index in range(6)]
+    for request in requests:
+        ingress.open(request)
+    sim.network.run_for(0.2)
+    sim.coordinators[0].lose_target()
+    sim.run_until_done()
+    assert_right(ingress, requests)
+    assert ingress.book.counters["failovers"] == 0
+    assert {last.epoch for last in ingress.last.values() if isinstance(last, RequestOutput)} == {0}
+
+
+def test_a_request_that_kills_targets_is_ended_alone_and_the_others_live() -> None:
+    sim, ingress = simple()
+    requests = [a_request(f"r{index}", random.Random(index)) for index in range(4)]
+    coordinator = sim.coordinators[0]
+    coordinator.poison = requests[2].request_id
+    for request in requests:
+        ingress.open(request)
+    sim.run_until_done()
+    assert_right(ingress, [requests[0], requests[1], requests[3]])
+    last = ingress.last[requests[2].request_id]
+    assert isinstance(last, RequestOutput)
+    assert (last.finish_reason, last.error_code) == ("error", "request_failed_repeatedly")
+    assert coordinator.num_losses == 3
+
+
+def test_when_all_coordinators_are_gone_streams_wait_and_then_end_in_one_error() -> None:
+    sim, ingress = simple()
+    request = a_request("r", random.Random(1))
+    ingress.open(request)
+    sim.network.run_for(0.2)
+    sim.crash(sim.coordinators[0])
+    sim.network.run_for(50.0)
+    assert request.request_id not in ingress.last
+    assert ingress.book.description is None
+    sim.network.run_for(20.0)
+    last = ingress.last[request.request_id]
+    assert isinstance(last, RequestOutput)
+    assert (last.finish_reason, last.error_code) == ("error", "coordinator_lost")
+    with pytest.raises(CapacityError, match="no model is ready"):
+        ingress.open(a_request("other", random.Random(2)))
+
+
+def test_another_model_does_not_continue_a_stream() -> None:
+    sim, ingress = simple()
+    request = a_request("r", random.Random(1))
+    ingress.open(request)
+    sim.network.run_for(0.2)
+    sim.crash(sim.coordinators[0])
+    sim.start_coordinator(revision="another")
+    sim.run_until_done()
+    last = ingress.last[request.request_id]
+    assert isinstance(last, RequestOutput)
+    assert last.error_code == "coordinator_lost"
+
+
+def test_a_full_queue_is_refused_and_a_bad_request_by_name() -> None:
+    sim, ingress = simple(max_num_waiting=1)
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=60) for index in range(12)]
+    for request in requests:
+        ingress.open(request)
+    too_long = msgspec.structs.replace(requests[0], request_id=RequestId("long"), prompt_token_ids=(1,) * 999)
+    ingress.open(too_long)
+    sim.run_until_done()
+    refused = [r for r in requests if isinstance(ingress.last[r.request_id], CapacityError)]
+    assert 5 <= len(refused) <= 8
+    assert_right(ingress, [request for request in requests if request not in refused])
+    assert isinstance(ingress.last[too_long.request_id], InputError)
+
+
+def test_refused_at_one_coordinator_a_request_goes_to_the_next() -> None:
+    sim, ingress = simple(2, max_num_waiting=0)
+    requests = [a_request(f"r{index}", random.Random(index)) for index in range(2)]
+    for request in requests:
+        ingress.open(request)
+        sim.network.run_for(0.2)
+    sim.run_until_done()
+    refused = [r for r in requests if isinstance(ingress.last[r.request_id], CapacityError)]
+    assert_right(ingress, [request for request in requests if request not in refused])
+
+
+def test_a_drained_coordinator_finishes_what_it_has_and_gets_nothing_new() -> None:
+    sim, ingress = simple(2)
+    first, second = (a_request(name, random.Random(5)) for name in ("first", "second"))
+    ingress.open(first)
+    sim.network.run_for(0.2)
+    (serving,) = [c for c in sim.coordinators if c.desk.num_streams]
+    serving.desk.drain()
+    ingress.open(second)
+    sim.run_until_done()
+    assert_right(ingress, [first, second])
+    assert {last.epoch for last in ingress.last.values() if isinstance(last, RequestOutput)} <= {0, 1}
+    assert serving.engine.metrics().finished["length"] == 1
+
+
+def test_a_client_that_leaves_and_one_that_aborts_free_their_blocks() -> None:
+    sim, ingress = simple()
+    coordinator = sim.coordinators[0]
+    leaves, aborts = (a_request(name, random.Random(5), max_tokens=60) for name in ("leaves", "aborts"))
+    ingress.open(leaves)
+    ingress.open(aborts)
+    sim.network.run_for(0.3)
+    assert coordinator.engine.metrics().kv_cache_usage > 0
+    ingress.book.close(leaves.request_id)
+    ingress.book.abort(aborts.request_id)
+    sim.network.run_for(3 * ROUND_S)
+    assert coordinator.engine.metrics().kv_cache_usage == 0
+    assert not coordinator.engine.has_work
+    last = ingress.last[aborts.request_id]
+    assert isinstance(last, RequestOutput)
+    assert last.finish_reason == "abort"
+    assert leaves.request_id not in ingress.last
+
+
+def test_an_ingress_that_vanishes_frees_its_blocks_after_its_lease() -> None:
+    sim, ingress = simple()
+    coordinator = sim.coordinators[0]
+    ingress.open(a_request("r", random.Random(5), max_tokens=200))
+    sim.network.run_for(0.3)
+    ingress.is_alive = False
+    sim.network.kill(ingress.channel.address.peer_id)
+    sim.network.run_for(LEASE_S / 2)
+    assert coordinator.desk.num_streams == 1
+    sim.network.run_for(LEASE_S)
+    assert coordinator.desk.num_streams == 0
+    assert coordinator.engine.metrics().kv_cache_usage == 0
+
+
+def test_another_ingress_can_neither_abort_nor_take_a_stream() -> None:
+    sim, ingress = simple()
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.network.run_for(0.3)
+    thief = sim.network.open(PeerId("thief"))
+    coordinator = sim.coordinators[0]
+    coordinator.channel.admit([ingress.channel.address, thief.address])
+    thief.connect(coordinator.member.address)
+    thief.send(coordinator.member.peer_id, Abort(request.request_id, Epoch(99)))
+    thief.send(coordinator.member.peer_id, SubmitRequest(msgspec.structs.replace(request, epoch=Epoch(99))))
+    sim.run_until_done()
+    assert_right(ingress, [request])
+
+
+def test_frames_of_old_epochs_are_dropped() -> None:
+    """A coordinator that was taken for dead goes on sending: nobody hears it."""
+    sim, ingress = simple(2)
+    request = a_request("r", random.Random(1))
+    ingress.open(request)
+    sim.network.run_for(0.2)
+    (zombie,) = [c for c in sim.coordinators if c.desk.num_streams]
+    (stream,) = ingress.book._streams.values()
+    ingress.book._evict(stream)
+    assert stream.coordinator is not None
+    frame = OutputFrame(
+        (
+            RequestOutput(
+                request_id=request.request_id,
+                epoch=Epoch(0),
+                first_index=len(stream.delivered),
+                token_ids=(0, 0, 0),
+                text="aaa",
+                finish_reason="length",
+            ),
+        )
+    )
+    zombie.channel.send(ingress.channel.address.peer_id, frame)
+    sim.run_until_done()
+    assert_right(ingress, [request])
+    assert ingress.book.counters["stale_frames_dropped"] >= 1
+
+
+def test_a_pong_never_overtakes_the_last_output_of_a_stream() -> None:
+    """Over a link that keeps its order, nothing is ever submitted twice."""
+    sim, ingress = simple()
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=3) for index in range(30)]
+    for request in requests:
+        ingress.open(request)
+        sim.network.run_for(0.07)
+        ingress.channel.send(sim.coordinators[0].member.peer_id, Ping(1 << 40))
+    sim.run_until_done()
+    assert_right(ingress, requests)
+    assert ingress.book.counters["failovers"] == 0
+    with pytest.raises(ChannelTimeout):
+        ingress.channel.receive(0)
+
+
+def test_the_error_that_means_replay_is_the_engine_s() -> None:
+    """The desk recognises by its code that an engine gave its requests up."""
+    toy = ToyTarget(MODEL)
+    engine = Engine.from_parts(
+        target=toy,
+        proposer=NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2),
+        tokenizer=ToyTokenizer.of_letters(VOCAB),
+    )
+    engine.add_request(a_request("r", random.Random(0)))
+    toy.num_steps_until_lost = 0
+    (output,) = engine.step()
+    assert output.error_code == TARGET_LOST
