@@ -9,6 +9,7 @@
 
 #include "simd.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace dh {
 
@@ -98,24 +99,9 @@ inline void linear_tile(const Linear& linear, int panel, const T* x, int64_t x_s
 template <typename T, int P>
 inline void linear_panels(const Linear& linear, int panel, const T* x, int64_t x_stride, T* y, int64_t y_stride,
                           int64_t rows) {
-  // Tiles of nearly equal height: 7 rows are 4 + 3, not 6 + 1.
-  const int64_t tiles = (rows + kRowTile - 1) / kRowTile;
-  for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
-    const int64_t count = (rows - row + tiles - tile - 1) / (tiles - tile);
-    const T* xs = x + row * x_stride;
-    T* ys = y + row * y_stride;
-    switch (count) {
-      case 1: linear_tile<T, 1, P>(linear, panel, xs, x_stride, ys, y_stride); break;
-      case 2: linear_tile<T, 2, P>(linear, panel, xs, x_stride, ys, y_stride); break;
-#if defined(__AVX512F__)
-      case 3: linear_tile<T, 3, P>(linear, panel, xs, x_stride, ys, y_stride); break;
-      case 4: linear_tile<T, 4, P>(linear, panel, xs, x_stride, ys, y_stride); break;
-      case 5: linear_tile<T, 5, P>(linear, panel, xs, x_stride, ys, y_stride); break;
-      case 6: linear_tile<T, 6, P>(linear, panel, xs, x_stride, ys, y_stride); break;
-#endif
-    }
-    row += count;
-  }
+  in_tiles<kRowTile>(int(rows), [&](auto n, int row) {
+    linear_tile<T, n.value, P>(linear, panel, x + row * x_stride, x_stride, y + row * y_stride, y_stride);
+  });
 }
 
 // y [rows, columns] = x [rows, inner] W^T + bias for panels [first, last).
