@@ -1,0 +1,154 @@
+"""One coordinator's engine, a target worker and draft workers on a simulated network, in one thread."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from specdec.core.clock import ManualClock
+from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import SequenceView
+from specdec.engine.draft_server import DraftServer
+from specdec.engine.engine import Engine
+from specdec.engine.remote_proposer import RemoteProposer
+from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
+from specdec.engine.target_server import TargetServer
+from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.proposers.base import ProposerCapabilities
+from specdec.scheduling.config import SchedulerConfig
+from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.memory import Faults, MemoryNetwork
+
+VOCAB = 11
+MODEL = ToyModel(VOCAB, seed=1)
+OTHER_MODEL = ToyModel(VOCAB, seed=1, perturbation=0.2)
+CAPABILITIES = ProposerCapabilities(name="toy", sampled=True, kv="own", remote=True)
+TARGET = PeerId("target")
+PATIENT = RemoteTargetTimes(step_timeout_s=1e6, lost_link_grace_s=1e6, attach_timeout_s=1e6)
+
+
+class ToyDrafter:
+    """Drafts with a model like the target's, and takes its (simulated) time."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, clock: ManualClock, busy_s: float = 0.0) -> None:
+        self.clock = clock
+        self.busy_s = busy_s
+        self.num_calls = 0
+        self.known: set[RequestId] = set()
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        self.num_calls += 1
+        self.clock.advance(self.busy_s)
+        self.known.update(sequence.request_id for sequence in sequences)
+        return {
+            sequence.request_id: Proposal(
+                request_id=sequence.request_id,
+                committed_len=sequence.committed_len,
+                prefix_hash=sequence.prefix_hash,
+                token_ids=tuple(
+                    OTHER_MODEL.continuation(sequence.token_ids, sequence.params, sequence.seed, budget)
+                ),
+                noise_stream="target",
+            )
+            for sequence in sequences
+            if (budget := num_draft_tokens[sequence.request_id])
+        }
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        self.known.difference_update(request_ids)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Cluster:
+    """One coordinator's engine, one target worker, any number of draft workers, one simulated network."""
+
+    def __init__(self, faults: Faults, seed: int = 0, *, num_drafters: int = 1, num_blocks: int = 64) -> None:
+        self.clock = ManualClock()
+        self.network = MemoryNetwork(seed=seed, clock=self.clock)
+        self.drafters: dict[PeerId, ToyDrafter] = {}
+        self.addresses: dict[PeerId, PeerAddress] = {}
+        self.num_started = 0
+        self.proposer = RemoteProposer(
+            self.network.open(PeerId("coordinator-draft")),
+            capabilities=CAPABILITIES,
+            vocab_size=VOCAB,
+            clock=self.clock,
+        )
+        for _ in range(num_drafters):
+            self.start_drafter()
+        worker = self.network.open(TARGET)
+        coordinator = self.network.open(PeerId("coordinator"))
+        worker.admit([coordinator.address])
+        toy = ToyTarget(MODEL, num_blocks=num_blocks)
+        self.target_server = TargetServer(worker, toy)
+        self.network.serve(TARGET, lambda: self.target_server.step(0))
+        self.network.faults = faults
+        target = RemoteTarget(coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock)
+        self.engine = Engine.from_parts(
+            target=target,
+            proposer=self.proposer,
+            tokenizer=ToyTokenizer.of_letters(VOCAB),
+            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+            clock=self.clock,
+        )
+
+    def start_drafter(self, busy_s: float = 0.0) -> PeerId:
+        self.num_started += 1
+        name = PeerId(f"draft-{self.num_started}")
+        channel = self.network.open(name)
+        channel.admit([self.proposer._channel.address])
+        drafter = ToyDrafter(self.clock, busy_s)
+        server = DraftServer(channel, drafter, clock=self.clock)
+        self.network.serve(name, lambda: server.step(0))
+        self.drafters[name] = drafter
+        self.addresses[name] = channel.address
+        self.proposer.set_workers(list(self.addresses.values()))
+        return name
+
+    def stop_drafter(self, name: PeerId, *, told: bool) -> None:
+        """Kill a drafter; `told`: the directory notices too."""
+        self.network.kill(name)
+        del self.drafters[name]
+        del self.addresses[name]
+        if told:
+            self.proposer.set_workers(list(self.addresses.values()))
+
+    def run(self, requests: Sequence[Request]) -> dict[RequestId, list[int]]:
+        tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+        for request in requests:
+            self.engine.add_request(request)
+        while self.engine.has_work:
+            self.step(tokens)
+        return tokens
+
+    def step(self, tokens: dict[RequestId, list[int]]) -> None:
+        for output in self.engine.step():
+            assert output.error is None, output.error
+            assert output.first_index == len(tokens[output.request_id])
+            tokens[output.request_id].extend(output.token_ids)
+        self.engine.check_integrity()
+
+
+def a_request(name: str, rng: random.Random) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        prompt_token_ids=tuple(rng.choices(range(VOCAB), k=rng.randint(1, 24))),
+        params=SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), max_tokens=rng.randint(1, 24)),
+        seed=rng.getrandbits(64),
+    )
+
+
+def expected(request: Request) -> list[int]:
+    assert request.params.max_tokens is not None
+    return MODEL.continuation(
+        request.prompt_token_ids, request.params, request.seed, request.params.max_tokens
+    )

@@ -1,0 +1,187 @@
+"""One owner at a time, each step once, and a clear end."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.core.clock import ManualClock
+from specdec.core.errors import ChannelTimeout, TransportError
+from specdec.core.ids import RequestId
+from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
+from specdec.engine.target_server import TargetServer
+from specdec.engine.toy_target import ToyModel, ToyTarget
+from specdec.transport.base import PeerId
+from specdec.transport.memory import Faults, MemoryNetwork
+from specdec.transport.messages import Ping, RunStep
+
+WORKER = PeerId("worker")
+A = RequestId("a")
+TIMES = RemoteTargetTimes(
+    attach_timeout_s=5.0, step_timeout_s=20.0, resend_after_s=1.0, lost_link_grace_s=2.0
+)
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.network = MemoryNetwork(clock=self.clock)
+        self.worker = self.network.open(WORKER)
+        self.toy = ToyTarget(ToyModel(7))
+        self.server = TargetServer(self.worker, self.toy)
+        self.error: BaseException | None = None
+        self.network.serve(WORKER, self.serve)
+        self.owners = [self.network.open(PeerId(name)) for name in ("first", "second")]
+        self.worker.admit([owner.address for owner in self.owners])
+
+    def serve(self) -> None:
+        try:
+            self.server.step(0)
+        except TransportError as error:
+            self.error = error
+            self.network.kill(WORKER)
+
+    def attach(self, owner: int, incarnation: int) -> RemoteTarget:
+        return RemoteTarget(
+            self.owners[owner], self.worker.address, incarnation=incarnation, times=TIMES, clock=self.clock
+        )
+
+
+def step(step_id: int, *, admit: bool = False, tokens: tuple[int, ...] = (1, 2, 3)) -> TargetStep:
+    work = TargetWork(A, tokens, 0, 1, 0, (1, 2))
+    admitted = (AdmittedSequence(A, 5, SamplingParams(temperature=0.0)),) if admit else ()
+    return TargetStep(step_id, (work,), admitted)
+
+
+def test_steps_are_answered_in_order_and_two_may_be_in_flight() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    assert target.description == world.toy.description
+    target.submit(step(10, admit=True))
+    target.submit(step(11))
+    first, second = target.collect(), target.collect()
+    assert (first.step_id, second.step_id) == (10, 11)
+    assert first.results == second.results
+
+
+def test_steps_run_once_and_in_order_over_a_network_that_doubles_loses_and_reorders() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    world.network.faults = Faults(delay_s=(0.0, 3.0), loss=0.3, duplication=0.3, in_order=False)
+    ran: list[int] = []
+    submit = world.toy.submit
+
+    def recording(one: TargetStep) -> None:
+        ran.append(one.step_id)
+        submit(one)
+
+    world.toy.submit = recording  # type: ignore[method-assign]
+    world.clock.advance(1.0)
+    results: list[TargetResult] = []
+    target._times = RemoteTargetTimes(step_timeout_s=1e6)
+    for number in range(100):
+        target.submit(step(number, admit=number == 0))
+        if number % 2:
+            results += [target.collect(), target.collect()]
+    assert ran == list(range(100))
+    assert [result.step_id for result in results] == list(range(100))
+
+
+def test_a_newer_owner_fences_the_older_off_and_inherits_a_clean_target() -> None:
+    world = World()
+    old = world.attach(0, 1)
+    old.submit(step(0, admit=True))
+    old.collect()
+    assert world.toy.known_requests == {A}
+    new = world.attach(1, 2)
+    new.submit(step(0, admit=True))  # the toy refuses to admit a sequence twice
+    assert new.collect().results
+    old.submit(step(1))
+    with pytest.raises(TransportError, match="taken over: incarnation 2 > 1"):
+        old.collect()
+    new.submit(step(1))
+    assert new.collect().step_id == 1
+
+
+def test_an_older_owner_cannot_come_back() -> None:
+    world = World()
+    world.attach(0, 5)
+    with pytest.raises(TransportError, match="taken over"):
+        world.attach(1, 4)
+    with pytest.raises(TransportError, match="taken over"):
+        world.attach(1, 5)
+
+
+def test_an_idle_owner_learns_that_it_was_fenced_off() -> None:
+    world = World()
+    old = world.attach(0, 1)
+    old.check()
+    world.attach(1, 2)
+    with pytest.raises(TransportError, match="taken over"):
+        old.check()
+
+
+def test_steps_of_others_are_not_run() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    world.owners[1].connect(world.worker.address)
+    world.owners[1].send(WORKER, RunStep(1, 0, step(666, admit=True)))
+    world.owners[1].send(WORKER, RunStep(7, 0, step(666, admit=True)))
+    world.owners[1].send(WORKER, Ping(1))
+    world.network.run_for(1.0)
+    assert world.toy.known_requests == frozenset()
+    target.submit(step(0, admit=True))
+    assert target.collect().step_id == 0
+
+
+def test_a_dead_worker_is_noticed_after_the_grace() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    target.submit(step(0, admit=True))
+    target.collect()
+    world.network.kill(WORKER)
+    started_s = world.clock.now_s()
+    target.submit(step(1))
+    with pytest.raises(TransportError, match="is gone"):
+        target.collect()
+    assert world.clock.now_s() - started_s <= TIMES.lost_link_grace_s
+
+
+def test_a_dead_worker_is_noticed_without_a_step_too() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    world.network.kill(WORKER)
+    target.check()
+    world.network.run_for(1.0)
+    target.check()
+    world.network.run_for(1.1)
+    with pytest.raises(TransportError, match="is gone"):
+        target.check()
+
+
+def test_a_worker_that_hangs_is_given_up() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    world.network.serve(WORKER, lambda: None)
+    target.submit(step(0, admit=True))
+    with pytest.raises(ChannelTimeout):
+        target.collect()
+    assert world.clock.now_s() == pytest.approx(TIMES.step_timeout_s)
+
+
+def test_a_worker_that_fails_says_why() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    world.toy.num_steps_until_lost = 0
+    target.submit(step(0, admit=True))
+    with pytest.raises(TransportError, match="the toy target is lost, as asked"):
+        target.collect()
+    assert world.error is not None, "its process ends"
+
+
+def test_a_worker_that_is_not_there_is_a_timeout() -> None:
+    world = World()
+    world.network.kill(WORKER)
+    with pytest.raises((ChannelTimeout, TransportError)):
+        world.attach(0, 1)
