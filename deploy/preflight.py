@@ -16,6 +16,8 @@ from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.model.checkpoint import open_checkpoint
 
+_CONNECT_TIMEOUT_S = 5.0
+
 
 def check_exposure(http: HttpConfig, *, is_insecure_allowed: bool) -> None:
     """Refuse an address that others can reach when no API key is asked for.
@@ -63,6 +65,24 @@ def check_port(http: HttpConfig) -> None:
             raise ResourceError(
                 f"cannot listen on {http.host} port {http.port}: {error.strerror}; choose another with --port"
             ) from None
+
+
+def check_address(address: str) -> None:
+    """Check that somebody listens where a Ray cluster is said to be; Ray itself would try for minutes.
+
+    Raises:
+        ResourceError: nobody does.
+        ConfigError: it is neither `auto` nor HOST:PORT.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--address must be auto or HOST:PORT, got {address}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ResourceError(f"--address: no Ray cluster answers at {address}: {error}") from None
 
 
 def check_models(engine: EngineConfig) -> None:

@@ -24,7 +24,14 @@ from deploy.cli.config import summary_of
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.config_file import load_config
 from deploy.local_ray import RaySession, session_log_folder
-from deploy.preflight import check_exposure, check_local_resources, check_models, check_port, usable_cpus
+from deploy.preflight import (
+    check_address,
+    check_exposure,
+    check_local_resources,
+    check_models,
+    check_port,
+    usable_cpus,
+)
 from specdec.core.errors import DrafthouseError, UserError
 
 if TYPE_CHECKING:
@@ -80,6 +87,8 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
     digests: frozenset[bytes] = read_api_keys(keys_file) if keys_file is not None else frozenset()
     check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
     check_port(config.http)
+    if options.address is not None:
+        check_address(options.address)
     with console.status(f"checking {config.target.model}"):
         check_models(config.engine())
         if options.address is None:

@@ -136,7 +136,6 @@ class _Door:
         outputs = ChoiceOutputs(
             self._service, prepared.requests, self.metrics, timeout_s=self._settings.request_timeout_s
         )
-        headers = {"X-Request-Id": prepared.response_id}
         try:
             if prepared.body.stream:
                 events = EventStream(prepared, outputs, self._tokenizer).events()
@@ -146,9 +145,9 @@ class _Door:
                 except BaseException:
                     await events.aclose()
                     raise
-                return EventStreamResponse(first, events, headers)
+                return EventStreamResponse(first, events)
             body = await until_client_leaves(self._collect(prepared, outputs), receive)
-            return Response(body, headers=headers, media_type="application/json")
+            return Response(body, media_type="application/json")
         except ClientLeft:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 

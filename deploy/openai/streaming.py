@@ -123,8 +123,8 @@ class EventStreamResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], headers: dict[str, str]) -> None:
-        super().__init__(headers=_HEADERS | headers)
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._first = first
         self._rest = rest

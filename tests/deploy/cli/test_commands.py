@@ -196,6 +196,13 @@ def test_open_address_needs_keys(config: Path, tmp_path: Path) -> None:
     assert "holds no key" in user_error("serve", config)
 
 
+def test_no_cluster_at_the_address(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert f"127.0.0.1:{port}" in user_error("serve", config, "--address", f"127.0.0.1:{port}")
+    assert "HOST:PORT" in user_error("serve", config, "--address", "ray://head:10001/x")
+
+
 def test_too_few_cpus(config: Path) -> None:
     message = user_error("serve", config, "--num-cpus", 1)
     assert "draft worker" in message

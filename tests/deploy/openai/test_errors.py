@@ -158,9 +158,9 @@ def test_neutral_values_of_unsupported_fields_are_fine(door: Door) -> None:
 
 
 def test_unknown_field_is_refused_with_the_nearest_name(door: Door) -> None:
-    error = error_of(door.complete(temprature=0.5))
-    assert error["param"] == "temprature"
-    assert "'temperature'" in error["message"]
+    error = error_of(door.complete(max_token=5))
+    assert error["param"] == "max_token"
+    assert "'max_tokens'" in error["message"]
 
 
 def test_unknown_model(door: Door) -> None:

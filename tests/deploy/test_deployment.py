@@ -1,0 +1,67 @@
+"""What is made of Serve's reports, without a cluster."""
+
+from __future__ import annotations
+
+import pytest
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+
+from deploy.application import door_settings
+from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.deployment import DeploymentFailed, _raise_if_failed, base_url
+from specdec.core.errors import CheckpointError, DrafthouseError, UserError
+from specdec.model.config import ModelConfig
+
+TRACEBACK = """\
+Failed to update the deployments ['Coordinator'].
+Traceback (most recent call last):
+  File "worker.py", line 1, in load
+specdec.core.errors.{name}: {text}
+
+The above exception was the direct cause of the following exception:
+
+  File "replica.py", line 7, in initialize
+RuntimeError: the replica could not start
+"""
+
+
+def overview(status: ApplicationStatus, message: str) -> ApplicationStatusOverview:
+    return ApplicationStatusOverview(status=status, message=message, last_deployed_time_s=0.0, deployments={})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("CheckpointError", CheckpointError), ("UserError", UserError), ("TransportError", DeploymentFailed)],
+)
+def test_failure_of_a_worker_is_told_in_its_own_words(name: str, kind: type[DrafthouseError]) -> None:
+    message = TRACEBACK.format(name=name, text="/models/x is odd")
+    with pytest.raises(DrafthouseError, match=r"^/models/x is odd$") as caught:
+        _raise_if_failed(overview(ApplicationStatus.DEPLOY_FAILED, message))
+    assert type(caught.value) is kind
+
+
+def test_other_failures_are_told_whole_and_progress_is_none() -> None:
+    with pytest.raises(DeploymentFailed, match="no bundle"):
+        _raise_if_failed(overview(ApplicationStatus.DEPLOY_FAILED, "no bundle"))
+    _raise_if_failed(overview(ApplicationStatus.DEPLOYING, TRACEBACK))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("node-1.example", "http://node-1.example:8000"),
+    ],
+)
+def test_base_url(host: str, url: str) -> None:
+    assert base_url(HttpConfig(host=host)) == url
+
+
+def test_door_settings_follow_the_configuration() -> None:
+    http = HttpConfig(served_model_name="m", max_body_bytes=2048, max_choices=3, request_timeout_s=9)
+    config = DrafthouseConfig(target=ModelConfig(model="x"), http=http)
+    settings = door_settings(config, frozenset({b"digest"}))
+    assert (settings.served_model_name, settings.max_body_bytes) == ("m", 2048)
+    assert (settings.max_choices, settings.request_timeout_s) == (3, 9)
+    assert settings.api_key_digests == {b"digest"}
