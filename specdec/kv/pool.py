@@ -12,6 +12,7 @@ import torch
 
 from specdec.core.errors import ResourceError
 from specdec.kv.config import CacheConfig
+from specdec.kv.huge_pages import huge_zeros
 
 FIRST_BLOCK = 1
 """Block 0 is scratch: padding rows write there. Allocators hand out blocks 1 .. N - 1."""
@@ -41,8 +42,8 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         sizes = [(num_blocks, shape.num_kv_heads, block_size, shape.head_dim) for shape in shapes]
-        self.keys = tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
-        self.values = tuple(torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+        self.keys = tuple(_zeros(size, dtype, device) for size in sizes)
+        self.values = tuple(_zeros(size, dtype, device) for size in sizes)
 
     @property
     def num_bytes(self) -> int:
@@ -59,6 +60,12 @@ class KvPool:
         destination_index = torch.tensor(destinations, dtype=torch.long, device=device)
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(0, destination_index, tensor.index_select(0, source_index))
+
+
+def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return huge_zeros(size, dtype)
+    return torch.zeros(tuple(size), dtype=dtype, device=device)
 
 
 def bytes_per_block(shapes: Sequence[KvShape], block_size: int, dtype: torch.dtype) -> int:

@@ -6,7 +6,6 @@ The structs mirror `csrc/forward.cpp`.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from specdec.attention.base import LayerAttention, LayerCaches
 from specdec.attention.cpu import NativeLayer, native_layer, native_step
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.native import load_library
+from specdec.kv.huge_pages import huge_zeros
 from specdec.model.lowering import (
     Attention,
     Elementwise,
@@ -42,7 +42,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NO_BUFFER = -1
 _MAX_DIMS = 3
 _LANES = 16
-_HUGE_PAGE = 1 << 21
 _ARENA_BYTES = 1 << 26
 
 
@@ -154,20 +153,9 @@ class PackedWeights:
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Side by side, so that small weights share huge pages."""
         if self._arena.numel() < num_bytes:
-            self._arena = huge_buffer(max(num_bytes, _ARENA_BYTES))
+            self._arena = huge_zeros([max(num_bytes, _ARENA_BYTES)], torch.uint8)
         panels, self._arena = self._arena[:num_bytes], self._arena[-(-num_bytes // 64) * 64 :]
         return panels
-
-
-def huge_buffer(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], page-aligned, on huge pages where the system gives them.
-
-    A lone core reads memory about a third faster through them.
-    """
-    memory = mmap.mmap(-1, max(num_bytes, 1))
-    if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
 
 
 def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
@@ -287,8 +275,7 @@ class NativeForward:
         capacity = max(num_rows, 2 * self._capacity[domain], 16)
         mine = [scratch for scratch in self._scratch if scratch.domain == domain]
         sizes = [-(-scratch.row_bytes * capacity // 64) * 64 + 64 for scratch in mine]
-        memory = huge_buffer(sum(sizes))
-        memory.zero_()
+        memory = huge_zeros([sum(sizes)], torch.uint8)
         self._memory[domain] = memory
         start = 0
         for scratch, size in zip(mine, sizes, strict=True):
