@@ -16,7 +16,7 @@ from specdec.core.clock import MonotonicClock
 from specdec.engine.config import EngineConfig
 from specdec.transport.pump import ChannelPump
 from specdec.transport.zmq import KeyPair, ZmqChannel
-from workers.process import prepare_logging
+from workers.process import prepare_logging, settle_memory
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class CoordinatorReplica:
             raise
         description = self._desk.description
         assert description is not None
+        settle_memory()
         self._pump.start(self._desk.hear, on_tick=self._desk.tick)
         self._directory.announce(
             Member(

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 _IDLE_CHECK_S = 0.5
 _METRICS_INTERVAL_S = 0.25
 _MAX_BACKOFF_S = 30.0
+_STOP_S = 5.0
 
 
 class EngineSource(Protocol):
@@ -32,6 +33,10 @@ class EngineSource(Protocol):
 
     def metrics(self) -> Mapping[str, float]:
         """Counters that the engine itself does not have."""
+        ...
+
+    def stop(self) -> None:
+        """End the target (any thread)."""
         ...
 
 
@@ -75,7 +80,10 @@ class EngineLoop:
         self._stopping = True
         self._desk.wake()
         if self._thread.is_alive():
-            self._thread.join(timeout=60)
+            self._thread.join(timeout=_STOP_S)
+        if self._thread.is_alive():  # it waits for a target: let it wait in vain
+            self._source.stop()
+            self._thread.join(timeout=_STOP_S)
 
     def _run(self) -> None:
         try:

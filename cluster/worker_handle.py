@@ -6,12 +6,18 @@ import logging
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from specdec.core.errors import ResourceError, TransportError, UserError
+from specdec.core.errors import CheckpointError, ConfigError, ResourceError, TransportError, UserError
 from specdec.transport.base import PeerAddress
 
 logger = logging.getLogger(__name__)
+
+_USER_ERRORS = {
+    f"{kind.__module__}.{kind.__name__}": kind
+    for kind in (UserError, CheckpointError, ConfigError, ResourceError)
+}
+"""By the name that ends a traceback: Ray hands a constructor's error on as text."""
 
 
 class WorkerHandle:
@@ -34,9 +40,7 @@ class WorkerHandle:
         except GetTimeoutError as error:
             self.stop()
             raise ResourceError(f"the {self._what} was not ready after {timeout_s:g} s") from error
-        except RayTaskError as error:
-            raise _readable(error, self._what) from error
-        except RayActorError as error:
+        except (RayTaskError, RayActorError) as error:
             raise _readable(error, self._what) from error
         return address
 
@@ -60,13 +64,10 @@ class WorkerHandle:
 
 def _readable(error: Exception, what: str) -> Exception:
     """Turn Ray's error about a failed constructor into the user's own, where it was one."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, UserError):
-        return cause
-    if isinstance(error, ActorDiedError) and (lines := str(error).strip().splitlines()):
-        for line in reversed(lines):
-            name, _, text = line.strip().partition(": ")
-            if name.startswith("specdec.core.errors."):
-                return UserError(text)
-        return TransportError(f"the {what} died: {lines[-1].strip()}")
-    return TransportError(f"the {what} failed: {error}")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    for line in reversed(lines):
+        name, _, text = line.strip().partition(": ")
+        kind = _USER_ERRORS.get(name)
+        if kind is not None:
+            return kind(text)
+    return TransportError(f"the {what} died: {lines[-1].strip()}")

@@ -12,7 +12,7 @@ from specdec.core.idle_work import idle_work_of
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner
-from workers.process import ServingThread, prepare_logging, prepare_threads
+from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
 
 if TYPE_CHECKING:
     from specdec.transport.zmq import ZmqOptions
@@ -42,6 +42,7 @@ class DraftWorkerProcess:
         logger.info("loading drafter %s (%d threads)", speculative.model or speculative.method, num_threads)
         proposer = build_draft_proposer(config)
         logger.info("drafter ready after %.1f s", time.monotonic() - started_s)
+        settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._server = server = DraftServer(self._channel, proposer)
         idle = IdleRunner(idle_work_of(proposer), quiet_s=_QUIET_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -38,6 +39,16 @@ def prepare_logging(name: str) -> None:
     )
     for noisy in ("httpx", "transformers", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def settle_memory() -> None:
+    """Take everything loaded so far out of the garbage collector's sight.
+
+    torch and transformers make hundreds of thousands of long-lived objects; walking them in the middle of a
+    round costs tens of milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class ServingThread:

@@ -11,7 +11,7 @@ import ray
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner
-from workers.process import ServingThread, prepare_logging, prepare_threads
+from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
 
 if TYPE_CHECKING:
     from specdec.transport.zmq import ZmqOptions
@@ -51,6 +51,7 @@ class TargetWorkerProcess:
             description.num_blocks,
             description.block_size,
         )
+        settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._channel.admit([owner])
         server = TargetServer(self._channel, target)

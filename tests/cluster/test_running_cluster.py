@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 
 import pytest
 
-from cluster.config import ClusterConfig
-from specdec.core.errors import ChannelTimeout, InputError
+from cluster.config import BundleConfig, ClusterConfig, TargetGroupsConfig
+from specdec.core.errors import ChannelTimeout, CheckpointError, InputError, ResourceError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
@@ -301,6 +301,42 @@ def test_a_peer_without_a_members_key_is_not_heard(deployed: None, cluster_confi
     stranger.close()
 
 
+def test_the_directory_may_be_lost(deployed: None, cluster_config: ClusterConfig, plain: Plain) -> None:
+    import ray
+
+    from cluster.directory_actor import DIRECTORY_NAME
+
+    before, after = requests(2, max_tokens=60, name="before"), requests(2, max_tokens=60, name="after")
+
+    async def scenario(service: object) -> None:
+        directory = ray.get_actor(DIRECTORY_NAME, namespace=cluster_config.namespace)
+        ray.kill(directory, no_restart=False)
+        streams = Streams(service, before)
+        await streams.finish()
+        assert streams.tokens == plain(before)
+
+    with_service(cluster_config, scenario)
+
+    async def newcomer(service: object) -> None:
+        streams = Streams(service, after)
+        await streams.finish()
+        assert streams.tokens == plain(after)
+        assert await metric(service, "draft_workers", lambda value: value == 1)
+
+    with_service(cluster_config, newcomer)
+
+
+def test_what_does_not_fit_the_cluster_is_refused_at_once(
+    ray_cluster: None, engine_config: EngineConfig, cluster_config: ClusterConfig
+) -> None:
+    from cluster.application import build_application
+
+    bundle = BundleConfig(num_gpus=64)
+    wanting = cluster_config.model_copy(update={"target_groups": TargetGroupsConfig(bundle=bundle)})
+    with pytest.raises(ResourceError, match=r"target group 1 of 1 needs 1 CPU \+ 64 GPU on one node"):
+        build_application(engine_config, wanting)
+
+
 def test_streams_outlive_the_coordinator(deployed: None, cluster_config: ClusterConfig, plain: Plain) -> None:
     import ray
 
@@ -322,3 +358,21 @@ def test_streams_outlive_the_coordinator(deployed: None, cluster_config: Cluster
         assert {last.epoch for last in streams.last.values()} == {1}
 
     with_service(cluster_config, scenario)
+
+
+def test_a_worker_that_cannot_load_says_so_in_the_user_s_words(
+    ray_cluster: None, engine_config: EngineConfig, cluster_config: ClusterConfig
+) -> None:
+    from cluster.runtime import channel_options, new_peer_id
+    from cluster.worker_handle import WorkerHandle
+    from workers.target_worker import TargetWorker
+
+    broken = engine_config.model_copy(
+        update={"target": engine_config.target.model_copy(update={"model": "/nowhere/at/all"})}
+    )
+    owner = PeerAddress(peer_id=PeerId("nobody"), endpoint="tcp://127.0.0.1:1", public_key="x" * 40)
+    actor = TargetWorker.options(num_cpus=0).remote(  # type: ignore[attr-defined]
+        broken, new_peer_id("target"), "127.0.0.1", owner, channel_options(cluster_config.channels)
+    )
+    with pytest.raises(CheckpointError, match="model folder /nowhere/at/all does not exist"):
+        WorkerHandle(actor, "target worker").await_address(60)
