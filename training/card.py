@@ -49,13 +49,14 @@ _METHOD = """
 ## How they were trained
 
 **Target.** Next-token loss on rows of 512 tokens; near the end every other step has rows of 4,096 (a share
-of {target_long_share} of all tokens). From the first step with LayerSkip's recipe (Elhoushi et al. 2024): dropout of whole layers per sequence, growing
-exponentially with depth (p_max {layer_dropout}) and over time, and an early-exit loss through the shared
-final norm and head, one exit a step in rotation (e_scale {exit_scale}). Any exit works; the exit layer is a
-setting of whoever serves it. One DeepSeek-V3-style MTP module is an auxiliary objective (weight
-{mtp_weight}, {mtp_weight_end} for the last third); its tensors are in `target/mtp.safetensors` under the
-published names (`model.layers.8.*`), the embedding and head in it are the target's. It takes the target's
-hidden state **after** the final norm, embedding half first in `eh_proj`.
+of {target_long_share} of all tokens). From the first step with LayerSkip's recipe (Elhoushi et al. 2024):
+dropout of whole layers per sequence, growing exponentially with depth (p_max {layer_dropout}) and over
+time, and an early-exit loss through the shared final norm and head, one exit a step in rotation (e_scale
+{exit_scale}). Any exit works; the exit layer is a setting of whoever serves it. One DeepSeek-V3-style MTP
+module is an auxiliary objective (weight {mtp_weight}, {mtp_weight_end} for the last third); its tensors are
+in `target/mtp.safetensors` under the published names (`model.layers.8.*`), the embedding and head in it are
+the target's. It takes the target's hidden state **after** the final norm, embedding half first in
+`eh_proj`.
 
 **Draft.** Distilled from the target's full distribution (GKD, Agarwal et al. 2024): corpus rows first with
 {early_divergence}; then corpus rows alternate with generated ones (a third of them the target's samples,
