@@ -45,7 +45,7 @@ class CoordinatorReplica:
         self._pump = ChannelPump(channel, name="front")
         self._desk = RequestDesk(self._pump.send, MonotonicClock(), lease_s=cluster.membership.lease_s)
         self._group = TargetGroup(engine, cluster, self._peer_id, keys)
-        self._loop = EngineLoop(self._desk, self._group)
+        self._loop = EngineLoop(self._desk, self._group, channel.counters)
         self._directory = DirectoryLink(
             namespace=cluster.namespace,
             lease_s=cluster.membership.lease_s,

@@ -11,6 +11,7 @@ from typing import Protocol
 from cluster.desk import COORDINATOR_FAILED, RequestDesk
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.engine.engine import Engine
+from specdec.transport.base import ChannelCounters
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,11 @@ class EngineSource(Protocol):
 class EngineLoop:
     """Owns the thread in which a coordinator's rounds run."""
 
-    def __init__(self, desk: RequestDesk, source: EngineSource) -> None:
+    def __init__(self, desk: RequestDesk, source: EngineSource, channel: ChannelCounters) -> None:
+        """`channel` counts what happened on the link to the ingresses."""
         self._desk = desk
         self._source = source
+        self._channel = channel
         self._stopping = False
         self._ready = threading.Event()
         self._metrics_due_s = 0.0
@@ -53,7 +56,7 @@ class EngineLoop:
         """Why the first engine could not be made, if so; the loop has then ended."""
         self.num_losses = 0
         self.recovery_s = 0.0
-        """Time without a target after the last loss."""
+        """Time without a target, all losses together."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -142,8 +145,9 @@ class EngineLoop:
                 self._desk.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             else:
-                self.recovery_s = time.monotonic() - lost_s
-                logger.info("the target is back after %.1f s", self.recovery_s)
+                took_s = time.monotonic() - lost_s
+                self.recovery_s += took_s
+                logger.info("the target is back after %.1f s", took_s)
                 return engine
         return None
 
@@ -157,4 +161,8 @@ class EngineLoop:
                 "target_losses": self.num_losses,
                 "target_recovery_seconds": self.recovery_s,
                 "replays": self._desk.num_replays,
+                **{
+                    f'channel_messages_dropped{{reason="{reason}"}}': count
+                    for reason, count in list(self._channel.dropped.items())
+                },
             }
