@@ -24,7 +24,6 @@ def _save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
         bos_token_id=SEPARATOR_ID,
         eos_token_id=[SEPARATOR_ID, END_ID],
         pad_token_id=PAD_ID,
-        max_length=config.max_position_embeddings,
     )
     copy.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
