@@ -30,7 +30,9 @@ ITL_BUCKETS_S = (
 E2E_BUCKETS_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
-_GAUGE = re.compile(r"^num_requests_|_(perc|ratio|occupancy|utilization|workers|coordinators)$|^num_(free|used)_")
+_GAUGE = re.compile(
+    r"^coordinators$|^num_requests_|_(perc|ratio|occupancy|utilization|workers)$|^num_(free|used)_"
+)
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 

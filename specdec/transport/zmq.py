@@ -14,7 +14,6 @@ it themselves: one that is not up is made anew, with what was sent on it, from w
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import threading
@@ -25,8 +24,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
-from zmq.utils.z85 import encode as z85_encode
 
 from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError, ResourceError
 from specdec.transport.base import (
@@ -38,20 +35,10 @@ from specdec.transport.base import (
     PeerLost,
 )
 from specdec.transport.messages import Message, WrongVersion, decode, encode
+from specdec.transport.zmq_gate import Gate
+from specdec.transport.zmq_link import CONNECT_TIMEOUT_S, EVENTS, FIRST_RETRY_S, MAX_RETRY_S, Link
 
-logger = logging.getLogger(__name__)
-
-_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN: Final = "drafthouse"
-_UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
-_REFUSED: Final = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-)
-_FIRST_RETRY_S: Final = 0.05
-_MAX_RETRY_S: Final = 1.0
-_CONNECT_TIMEOUT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +91,12 @@ class ZmqChannel:
         self._counters = ChannelCounters()
         self._admitted: dict[str, PeerId] = {}
         self._callers: dict[PeerId, bytes] = {}
-        self._links: dict[PeerId, _Link] = {}
+        self._links: dict[PeerId, Link] = {}
         self._ready: deque[Envelope] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gate = _Gate(self._context, self)
+        self._gate = Gate(self._context, lambda key: key in self._admitted, self._note_refusal)
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._closed = False
@@ -216,9 +203,8 @@ class ZmqChannel:
             os.close(self._wake_fd)
             self._wake_fd = -1
 
-    def allowed(self, public_key: str) -> bool:
-        """Whether a key belongs to an admitted peer (called by the gate's thread)."""
-        return public_key in self._admitted
+    def _note_refusal(self) -> None:
+        self._counters.dropped["refused_link"] += 1
 
     def _require_open(self) -> None:
         if self._closed:
@@ -239,18 +225,18 @@ class ZmqChannel:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         return socket
 
-    def _open_link(self, peer: PeerAddress) -> _Link:
+    def _open_link(self, peer: PeerAddress) -> Link:
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.CURVE_SERVERKEY, peer.public_key.encode())
-        socket.setsockopt(zmq.RECONNECT_IVL, int(_FIRST_RETRY_S * 1000))
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(_MAX_RETRY_S * 1000))
-        monitor = socket.get_monitor_socket(_UP | _REFUSED | zmq.Event.DISCONNECTED)
+        socket.setsockopt(zmq.RECONNECT_IVL, int(FIRST_RETRY_S * 1000))
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(MAX_RETRY_S * 1000))
+        monitor = socket.get_monitor_socket(EVENTS)
         socket.connect(peer.endpoint)
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
-        return _Link(peer, socket, monitor, renew_at_s=time.monotonic() + _CONNECT_TIMEOUT_S)
+        return Link(peer, socket, monitor, renew_at_s=time.monotonic() + CONNECT_TIMEOUT_S)
 
-    def _close_link(self, link: _Link) -> None:
+    def _close_link(self, link: Link) -> None:
         self._poller.unregister(link.socket)
         self._poller.unregister(link.monitor)
         link.close(linger_ms=0)
@@ -264,7 +250,7 @@ class ZmqChannel:
             if link.renew_at_s <= time.monotonic():
                 self._close_link(link)
                 renewed = self._links[peer_id] = self._open_link(link.address)
-                renewed.retry_s = min(2 * link.retry_s, _MAX_RETRY_S)
+                renewed.retry_s = min(2 * link.retry_s, MAX_RETRY_S)
                 for frame in link.unsent:
                     renewed.send(frame)
                 link = renewed
@@ -301,7 +287,7 @@ class ZmqChannel:
             elif self._keep(sender, frames[1].buffer):
                 self._callers[sender] = frames[0].bytes
 
-    def _drain_link(self, link: _Link) -> None:
+    def _drain_link(self, link: Link) -> None:
         while True:
             try:
                 frames = link.socket.recv_multipart(zmq.NOBLOCK)
@@ -323,107 +309,6 @@ class ZmqChannel:
             return False
         self._ready.append(Envelope(sender=sender, message=message))
         return True
-
-
-@dataclass(slots=True)
-class _Link:
-    address: PeerAddress
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    renew_at_s: float
-    """When to make it anew, if it is not up by then."""
-    retry_s: float = _FIRST_RETRY_S
-    is_up: bool = False
-    unsent: list[bytes] = field(default_factory=list)
-    """What was handed to the socket while the link was not up: it has not left."""
-
-    def send(self, frame: bytes) -> None:
-        """Hand a frame to the socket.
-
-        Raises:
-            zmq.Again: its queue is full.
-        """
-        if self.is_up:
-            self.socket.send(frame, zmq.NOBLOCK)
-            return
-        if len(self.unsent) >= self.socket.get_hwm():
-            raise zmq.Again
-        self.unsent.append(frame)
-        with contextlib.suppress(zmq.Again):  # a refused socket takes nothing, its successor will
-            self.socket.send(frame, zmq.NOBLOCK)
-
-    def note_events(self) -> bool:
-        """Take in what happened to the connection; return whether a link that was up is broken."""
-        was_lost = False
-        while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)["event"]
-            if event == _UP:
-                self.is_up = True
-                self.unsent.clear()
-            elif self.is_up:  # ZeroMQ reconnects by itself, but perhaps to no avail
-                self.is_up = False
-                was_lost = True
-                self.retry_s = _FIRST_RETRY_S
-                self.renew_at_s = time.monotonic() + _CONNECT_TIMEOUT_S
-            else:
-                self.renew_at_s = min(self.renew_at_s, time.monotonic() + self.retry_s)
-        return was_lost
-
-    def close(self, linger_ms: int) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(linger_ms)
-
-
-class _Gate:
-    """Answers ZeroMQ's authentication requests (RFC 27, ZAP) from the channel's admitted keys."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], channel: ZmqChannel) -> None:
-        self._channel = channel
-        self._socket = context.socket(zmq.REP)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(_ZAP_ENDPOINT)
-        # A thread cannot wait on a socket that another closes: it is told to end by a message instead.
-        self._stop = context.socket(zmq.PAIR)
-        self._stop.setsockopt(zmq.LINGER, 0)
-        self._stop.bind("inproc://gate-stop")
-        self._stopped = context.socket(zmq.PAIR)
-        self._stopped.setsockopt(zmq.LINGER, 0)
-        self._stopped.connect("inproc://gate-stop")
-        self._thread = threading.Thread(target=self._run, name="zmq-gate", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._stop.send(b"")
-        self._thread.join()
-        self._stop.close(0)
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._stopped, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._stopped in ready:
-                self._socket.close(0)
-                self._stopped.close(0)
-                return
-            self._answer(self._socket.recv_multipart())
-
-    def _answer(self, request: list[bytes]) -> None:
-        version, request_id, _domain, address, _identity, mechanism, *credentials = request
-        key = ""
-        if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
-            key = z85_encode(credentials[0]).decode()
-        if key and self._channel.allowed(key):
-            verdict = (b"200", b"OK", key.encode())
-        else:
-            # Logged quietly: a member that has just joined is refused until this process hears of it.
-            logger.debug("refused a link from %s: not a member", address.decode(errors="replace"))
-            self._channel.counters.dropped["refused_link"] += 1
-            verdict = (b"400", b"not a member", b"")
-        self._socket.send_multipart((version, request_id, *verdict, b""))
 
 
 def _bracketed(host: str) -> str:

@@ -1,0 +1,78 @@
+"""One link of a `ZmqChannel`: its socket, and whether it is up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from specdec.transport.base import PeerAddress
+
+EVENTS: Final = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.DISCONNECTED
+)
+"""What a link's monitor must report."""
+FIRST_RETRY_S: Final = 0.05
+MAX_RETRY_S: Final = 1.0
+CONNECT_TIMEOUT_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class Link:
+    """A DEALER to one peer. While it is not up, what was sent on it is kept for its successor."""
+
+    address: PeerAddress
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    renew_at_s: float
+    """When to make it anew, if it is not up by then."""
+    retry_s: float = FIRST_RETRY_S
+    is_up: bool = False
+    unsent: list[bytes] = field(default_factory=list)
+    """What was handed to the socket while the link was not up: it has not left."""
+
+    def send(self, frame: bytes) -> None:
+        """Hand a frame to the socket.
+
+        Raises:
+            zmq.Again: its queue is full.
+        """
+        if self.is_up:
+            self.socket.send(frame, zmq.NOBLOCK)
+            return
+        if len(self.unsent) >= self.socket.get_hwm():
+            raise zmq.Again
+        self.unsent.append(frame)
+        with contextlib.suppress(zmq.Again):  # a refused socket takes nothing, its successor will
+            self.socket.send(frame, zmq.NOBLOCK)
+
+    def note_events(self) -> bool:
+        """Take in what happened to the connection; return whether a link that was up is broken."""
+        was_lost = False
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.is_up = True
+                self.unsent.clear()
+            elif self.is_up:  # ZeroMQ reconnects by itself, but perhaps to no avail
+                self.is_up = False
+                was_lost = True
+                self.retry_s = FIRST_RETRY_S
+                self.renew_at_s = time.monotonic() + CONNECT_TIMEOUT_S
+            else:
+                self.renew_at_s = min(self.renew_at_s, time.monotonic() + self.retry_s)
+        return was_lost
+
+    def close(self, linger_ms: int) -> None:
+        """Close both sockets."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
