@@ -42,8 +42,10 @@ def run_offline(
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True).checked()
     config = _wide_enough(config, max(batch_sizes))
     console = Console(stderr=True)
-    with console.status(f"loading {config.target.model}"):
+    with console.status(f"loading {config.target.model}") as status:
         engine = Engine(config)
+        status.update("compiling the forward (the first time takes half a minute)")
+        engine.warm_up()
     measurements = []
     with engine:
         token_ids = [tuple(engine.tokenizer.encode(prompt)) for prompt in prompts]

@@ -25,11 +25,13 @@ def generate_text(prompt: str, config: EngineConfig, params: SamplingParams) -> 
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise InputError("PROMPT must not be empty", param="prompt")
-    with Console(stderr=True).status(f"loading {config.target.model}"):
+    with Console(stderr=True).status(f"loading {config.target.model}") as status:
         from specdec.engine.engine import Engine
         from specdec.engine.offline import choice_requests
 
         engine = Engine(config)
+        status.update("compiling the forward (the first time takes half a minute)")
+        engine.warm_up()
     with engine:
         token_ids = tuple(engine.tokenizer.encode(text))
         (request,) = choice_requests(token_ids, params, "generate")

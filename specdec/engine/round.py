@@ -62,6 +62,8 @@ class RoundLoop:
         verified_s = self._clock.now_s()
         outputs, outcomes = self._commit(step, result, proposals, verified_s)
         draft_s, verify_s = proposed_s - planned_s, verified_s - submitted_s
+        self._metrics.target_forward_s += result.forward_s
+        self._metrics.target_sample_s += result.sample_s
         self._observe(step, outputs, outcomes, draft_s, verify_s)
         self._metrics.coordinator_s += self._clock.now_s() - started_s - draft_s - verify_s
         return outputs

@@ -46,6 +46,8 @@ def test_every_method_gives_the_same_text(folder: Path) -> None:
             if method == "draft_model":
                 assert engine.metrics().num_accepted_tokens > 0
             assert engine.description.model_id == folder.name
+            metrics = engine.metrics()
+            assert 0 < metrics.target_forward_s + metrics.target_sample_s <= metrics.verify_s
     assert len(texts) == 1
 
 
