@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from specdec.core.description import TargetDescription
@@ -94,12 +95,36 @@ class LocalTarget:
         _synchronize(logits)
         forwarded_s = time.perf_counter()
         results = self._sample(step.works, logits)
+        results = self._without_spoiling_drafts(step.works, results)
         return TargetResult(
             step_id=step.step_id,
             results=results,
             forward_s=forwarded_s - started_s,
             sample_s=time.perf_counter() - forwarded_s,
         )
+
+    def _without_spoiling_drafts(
+        self, works: Sequence[TargetWork], results: tuple[WorkResult, ...]
+    ) -> tuple[WorkResult, ...]:
+        """Run works that gave no token again, without their drafts.
+
+        A draft token whose values are not finite spoils the rows before it, which do not see it: its weight
+        in their attention is 0, and 0 times NaN is NaN.
+        """
+        spoilt = [
+            index
+            for index, (work, result) in enumerate(zip(works, results, strict=True))
+            if work.num_sampled_rows > 1 and not result.token_ids
+        ]
+        if not spoilt:
+            return results
+        again = [_without_draft(works[index]) for index in spoilt]
+        answers = self._sample(again, self._runner.forward([self._slice(work) for work in again]))
+        corrected = list(results)
+        for index, answer in zip(spoilt, answers, strict=True):
+            error = results[index].error if answer.error is None else answer.error
+            corrected[index] = msgspec.structs.replace(answer, error=error)
+        return tuple(corrected)
 
     def _slice(self, work: TargetWork) -> SequenceSlice:
         """Apply the work's block table update and describe its rows."""
@@ -156,6 +181,13 @@ class LocalTarget:
             return None
         rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(token_ids))], logits.device)
         return tuple(logprobs_of(logits, token_ids, params.logprobs, params.logprobs_mode, rows))
+
+
+def _without_draft(work: TargetWork) -> TargetWork:
+    num_drafted = work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
+    return msgspec.structs.replace(
+        work, token_ids=work.token_ids[: len(work.token_ids) - num_drafted], num_sampled_rows=1, parents=None
+    )
 
 
 def _num_leading(finite: Sequence[bool]) -> int:

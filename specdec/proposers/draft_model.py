@@ -29,22 +29,28 @@ from specdec.sampling.sampler import Sampler
 class _DraftSequence:
     """What the draft model has read of one sequence."""
 
-    __slots__ = ("drafted", "num_read", "seen", "table")
+    __slots__ = ("drafted", "is_foreign", "num_read", "seen", "table")
 
     def __init__(self, table: BlockTable) -> None:
         self.table = table
         self.seen = SeenPrefix()
+        self.is_foreign = False
+        """Whether that prefix holds a token that the draft model does not have."""
         self.num_read = 0
         """Tokens of the prefix `seen` whose K/V are in the cache."""
         self.drafted: tuple[int, ...] = ()
         """Tokens read behind that prefix (only when all of it was read)."""
 
-    def follow(self, sequence: SequenceView) -> None:
+    def follow(self, sequence: SequenceView, vocab_size: int) -> None:
         """Keep the K/V of what was read and has since been committed, and no more."""
         if not self.seen.continues_in(sequence):
+            self.seen = SeenPrefix()
             self.num_read = 0
-        elif self.num_read == self.seen.length:
-            committed = sequence.token_ids[self.seen.length :]
+            self.drafted = ()
+            self.is_foreign = False
+        committed = sequence.token_ids[self.seen.length :]
+        self.is_foreign = self.is_foreign or max(committed, default=0) >= vocab_size
+        if self.num_read == self.seen.length:
             for drafted, token_id in zip(self.drafted, committed, strict=False):
                 if drafted != token_id:
                     break
@@ -154,7 +160,11 @@ class DraftModelProposer:
         assert held == self._allocator.num_used
 
     def _open(self, sequence: SequenceView, budget: int, in_use: set[RequestId]) -> _Drafting | None:
-        """Hold blocks for a sequence and its draft; None when there is no room for it."""
+        """Hold blocks for a sequence and its draft; None when it has no room or cannot be read.
+
+        Models of one tokenizer may be padded to different vocabularies: a token id beyond the draft model's
+        can come in a prompt of token ids, and a target that was not trained well can sample one.
+        """
         committed_len = sequence.committed_len
         budget = min(budget, self._max_context - committed_len)
         state = self._states.get(sequence.request_id)
@@ -165,7 +175,11 @@ class DraftModelProposer:
                 BlockTable(self._allocator, self._runner.block_size)
             )
         self._states.move_to_end(sequence.request_id)
-        state.follow(sequence)
+        state.follow(sequence, self._runner.vocab_size)
+        if state.is_foreign:
+            state.num_read = 0
+            state.table.release()
+            return None
         if not self._make_room(state.table.num_missing(committed_len + budget), in_use):
             # What it holds is worth nothing if it can never be completed, but blocks others.
             self.release((sequence.request_id,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +261,42 @@ def test_non_finite_logits_behind_a_draft_token_leave_what_comes_before(
     assert result.logprobs is not None
     assert len(result.logprobs) == 1
     assert result.error == "non-finite logits after the token at position 5"
+
+
+@pytest.fixture
+def token_without_values(runner: ModelRunner) -> Iterator[int]:
+    """A token whose embedding is NaN."""
+    row = runner.loaded.model.get_input_embeddings().weight.data[99]
+    before = row.clone()
+    row.fill_(float("nan"))
+    yield 99
+    row.copy_(before)
+
+
+@pytest.mark.parametrize("parents", [None, (0, 0, 1)], ids=["chain", "tree"])
+def test_draft_token_whose_values_are_not_finite_spoils_no_row_before_it(
+    target: LocalTarget,
+    reference: PreTrainedModel,
+    token_without_values: int,
+    parents: tuple[int, ...] | None,
+) -> None:
+    """Its weight in the attention of rows that do not see it is 0, and 0 times NaN is NaN."""
+    desk = Desk(target)
+    desk.admit("a", SamplingParams(temperature=0.0, logprobs=1), seed=5)
+    desk.admit("b")
+    desk.run(work("a", PROMPT[:4], 0, 0, [5]), work("b", PROMPT[:6], 0, 0, [6, 8]))
+    drafted = [*PROMPT[4:5], 3, token_without_values, 7]
+    spoilt, good = desk.run(
+        work("a", drafted, 4, 4, [7], table_start=1, parents=parents),
+        work("b", PROMPT[6:7], 6, 1, table_start=2),
+    )
+    assert spoilt.token_ids == (expected_token(reference, PROMPT[:5], GREEDY, 0),)
+    assert spoilt.logprobs is not None
+    assert len(spoilt.logprobs) == 1
+    assert spoilt.error is not None
+    assert good.token_ids == (expected_token(reference, PROMPT, GREEDY, 0),)
+    (after,) = desk.run(work("a", [PROMPT[5]], 5, 1, table_start=2))  # K/V of the row before are whole
+    assert after.token_ids == (expected_token(reference, PROMPT[:6], GREEDY, 0),)
 
 
 def test_close_is_idempotent(target: LocalTarget) -> None:

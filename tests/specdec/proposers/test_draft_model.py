@@ -178,6 +178,43 @@ def test_tokens_that_the_target_lacks_are_never_proposed() -> None:
         assert max(tokens) < 5
 
 
+class TestVocabularies:
+    """Models of one tokenizer whose embeddings are padded differently."""
+
+    FOREIGN = VOCAB_SIZE + 3
+
+    @staticmethod
+    def strict_runner() -> ToyRunner:
+        class Strict(ToyRunner):
+            """Raises for ids beyond its vocabulary, as an embedding does."""
+
+            def forward(self, slices):  # type: ignore[no-untyped-def]
+                if any(token_id >= VOCAB_SIZE for one in slices for token_id in one.token_ids):
+                    raise IndexError("index out of range in self")
+                return super().forward(slices)
+
+        return Strict(MODEL)
+
+    def test_tokens_that_the_draft_model_lacks_end_drafting_for_their_sequence_only(self) -> None:
+        proposer = make(self.strict_runner(), vocab_size=VOCAB_SIZE + 8)
+        foreign, good = view("foreign", [1, self.FOREIGN, 2]), view("good", [1, 2, 3])
+        for _ in range(2):
+            budgets = {one.request_id: 4 for one in (foreign, good)}
+            assert set(proposer.propose([foreign, good], budgets)) == {"good"}
+            foreign = view("foreign", (*foreign.token_ids, 5))
+        assert proposer._states[RequestId("foreign")].table.num_blocks == 0
+
+    def test_one_that_comes_later_ends_drafting_until_it_is_taken_back(self) -> None:
+        proposer = make(self.strict_runner(), vocab_size=VOCAB_SIZE + 8)
+        assert propose_one(proposer, view("a", [1, 2, 3]))
+        assert propose_one(proposer, view("a", [1, 2, 3, self.FOREIGN])) == ()
+        assert propose_one(proposer, view("a", [1, 2, 3, self.FOREIGN, 4])) == ()
+        assert propose_one(proposer, view("a", [1, 2, 3, 4])) == propose_one(make(), view("a", [1, 2, 3, 4]))
+
+    def test_foreign_prompt_that_is_only_read(self) -> None:
+        assert make(self.strict_runner()).propose([view("a", [self.FOREIGN, 1, 2])], {}) == {}
+
+
 def test_non_finite_logits_end_the_draft_not_the_round() -> None:
     class Broken(ToyRunner):
         def forward(self, slices):  # type: ignore[no-untyped-def]
