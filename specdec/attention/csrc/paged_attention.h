@@ -184,7 +184,7 @@ class BlockAttention {
 
   // Folds the partial state (m, l, a) of row r into (maximum, total, weighted), which hold what came before.
   static void merge(float* maximum, float* total, float* weighted, float m, float l, const float* a, int dim) {
-    if (m == kMinusInfinity) return;
+    if (m == kMinusInfinity && l == 0.0f) return;  // nothing was visible; NaN scores leave no maximum, but a NaN l
     const float top = std::max(*maximum, m);
     const float old_scale = exp16(splat(*maximum - top))[0];  // exp(-inf) is 0: nothing came before
     const float new_scale = exp16(splat(m - top))[0];

@@ -195,6 +195,25 @@ def test_softcap(cpu: CpuPagedAttention) -> None:
     check(cpu, make_case([(1, 70), (6, 9)], softcap=3.0))
 
 
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_nan_in_a_query_comes_out_whatever_the_context(
+    cpu: CpuPagedAttention, num_threads: int, window: int | None
+) -> None:
+    """A context of several chunks must not turn it into a number: nobody would notice a broken model."""
+    case = make_case([(3, 1300), (2, 20)], window=window)
+    case.query[1] = case.query[3] = float("nan")
+    expected, *_ = attend(SdpaAttention(), case)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        output, *_ = attend(cpu, case)
+    finally:
+        torch.set_num_threads(before)
+    assert output[1].isnan().all()
+    torch.testing.assert_close(output, expected, rtol=5e-6, atol=5e-6, equal_nan=True)
+
+
 def test_a_wrong_mask_would_be_noticed(cpu: CpuPagedAttention) -> None:
     """Negative control of the comparison above."""
     case = make_case([(6, 70)], trees=True)
