@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -82,6 +82,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            modes = " or ".join(get_args(LogprobsMode))
+            raise InputError(
+                f"logprobs_mode must be {modes}, got {self.logprobs_mode!r}", param="logprobs_mode"
+            )
+        for param in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, param), bool):
+                raise InputError(f"{param} must be true or false, got {getattr(self, param)!r}", param=param)
+        _require_several("stop", self.stop, str, "strings")
+        _require_several("stop_token_ids", self.stop_token_ids, int, "token ids")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InputError(
                 f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop"
@@ -98,6 +108,12 @@ def _require_number(param: str, value: float, low: float, high: float, right: st
         raise InputError(f"{param} must be a number {right}, got {value!r}", param=param)
     if not math.isfinite(value) or not low <= value <= high:
         raise InputError(f"{param} must be {right}, got {value}", param=param)
+
+
+def _require_several(param: str, values: object, kind: type, what: str) -> None:
+    # A lone string is iterable too: its characters would each become a stop string.
+    if not isinstance(values, tuple | list) or not all(isinstance(value, kind) for value in values):
+        raise InputError(f"{param} must be a sequence of {what}, got {values!r}", param=param)
 
 
 def _require_int(param: str, value: int, low: int, high: int | None) -> None:

@@ -43,6 +43,9 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
         (request.prompt_token_ids, "prompt"),
         (request.delivered_token_ids, "delivered_token_ids"),
     ):
+        if not all(isinstance(token_id, int) for token_id in token_ids):
+            wrong = next(token_id for token_id in token_ids if not isinstance(token_id, int))
+            raise InputError(f"token ids must be integers, got {wrong!r}", param=param)
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
             raise InputError(
                 f"token ids must be between 0 and {limits.vocab_size - 1}, "

@@ -46,12 +46,22 @@ def test_prompt_longer_than_the_pool() -> None:
         ({"prompt_token_ids": (1, 10)}, "prompt"),
         ({"prompt_token_ids": (-1,)}, "prompt"),
         ({"delivered_token_ids": (11,)}, "delivered_token_ids"),
+        ({"prompt_token_ids": (1, 2.0)}, "prompt"),
+        ({"prompt_token_ids": ("1",)}, "prompt"),
+        ({"delivered_token_ids": (None,)}, "delivered_token_ids"),
         ({"seed": -1}, "seed"),
         ({"seed": 1 << 64}, "seed"),
         ({"num_draft_tokens": -1}, "num_draft_tokens"),
         ({"num_draft_tokens": 65}, "num_draft_tokens"),
         ({"params": SamplingParams(temperature=-1.0)}, "temperature"),
         ({"params": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"params": SamplingParams(stop="END")}, "stop"),  # type: ignore[arg-type]
+        ({"params": SamplingParams(stop=("a", b"b"))}, "stop"),  # type: ignore[arg-type]
+        ({"params": SamplingParams(stop=("",))}, "stop"),
+        ({"params": SamplingParams(stop_token_ids=5)}, "stop_token_ids"),  # type: ignore[arg-type]
+        ({"params": SamplingParams(stop_token_ids=(-1,))}, "stop_token_ids"),
+        ({"params": SamplingParams(ignore_eos="no")}, "ignore_eos"),  # type: ignore[arg-type]
+        ({"params": SamplingParams(logprobs_mode="all")}, "logprobs_mode"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_fields_are_named(changes: dict[str, object], param: str) -> None:
