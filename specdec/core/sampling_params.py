@@ -87,6 +87,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(
                 f"logprobs_mode must be {modes}, got {self.logprobs_mode!r}", param="logprobs_mode"
             )
+        self._check_stopping()
+        return self
+
+    def _check_stopping(self) -> None:
         for param in ("include_stop_str_in_output", "ignore_eos"):
             if not isinstance(getattr(self, param), bool):
                 raise InputError(f"{param} must be true or false, got {getattr(self, param)!r}", param=param)
@@ -100,7 +104,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("stop strings must not be empty", param="stop")
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0, None)
-        return self
 
 
 def _require_number(param: str, value: float, low: float, high: float, right: str) -> None:

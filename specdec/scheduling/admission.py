@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specdec.core.errors import CapacityError, InputError
@@ -43,9 +44,7 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
         (request.prompt_token_ids, "prompt"),
         (request.delivered_token_ids, "delivered_token_ids"),
     ):
-        if not all(isinstance(token_id, int) for token_id in token_ids):
-            wrong = next(token_id for token_id in token_ids if not isinstance(token_id, int))
-            raise InputError(f"token ids must be integers, got {wrong!r}", param=param)
+        _require_integers(token_ids, param)
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
             raise InputError(
                 f"token ids must be between 0 and {limits.vocab_size - 1}, "
@@ -61,6 +60,12 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
             f"num_draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, got {requested}",
             param="num_draft_tokens",
         )
+
+
+def _require_integers(values: Iterable[object], param: str) -> None:
+    for value in values:
+        if not isinstance(value, int):
+            raise InputError(f"token ids must be integers, got {value!r}", param=param)
 
 
 def _check_length(request: Request, limits: AdmissionLimits) -> None:
