@@ -60,14 +60,17 @@ class TextStream:
         looks = num_generated >= self._params.min_tokens
         if looks and token_id in self._stop_ids:
             return self._read_stop_token(token_id)
+        is_last = num_generated >= self.max_generated
         text = self._detokenizer.feed(token_id)
+        if is_last:
+            text += self._detokenizer.flush()  # whole characters may wait behind a part of one
         if self._scanner is not None:
             scanned = self._scanner.feed(text, look=looks)
             if isinstance(scanned, StopMatch):
                 self.finish = Finish(reason="stop", stop_reason=scanned.stop)
                 return scanned.text
             text = scanned
-        if num_generated >= self.max_generated:
+        if is_last:
             self.finish = Finish(reason="length")
             text += self.drain()
         return text
