@@ -35,7 +35,7 @@ class ClusterPath:
         )
         self._session = RaySession(address=None, num_cpus=2, show_logs=False)
         self._session.open()
-        self._deployment = Deployment(self._config, frozenset(), is_cluster_own=True)
+        self._deployment = Deployment(self._config, frozenset())
         self._deployment.start()
         for _ in self._deployment.wait_ready():
             pass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.bench_offline import ends_in_loop
+from specdec.core.loops import ends_in_loop
 
 
 @dataclass(frozen=True, slots=True)

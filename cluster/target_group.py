@@ -19,7 +19,8 @@ from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.tokenizer import Tokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
-from specdec.proposers.registry import TargetFacts, create_proposer
+from specdec.proposers.registry import create_proposer
+from specdec.proposers.target_facts import TargetFacts
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.zmq import KeyPair, ZmqChannel
 from workers.target_worker import TargetWorker

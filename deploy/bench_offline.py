@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from specdec.core.ids import RequestId
+from specdec.core.loops import ends_in_loop
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
 from specdec.sampling.noise import choice_seed
-
-_LOOP_MAX_PERIOD = 32
-_LOOP_MIN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +119,6 @@ def measure(engine: Engine, workload: Workload, *, repeats: int) -> Measurement:
         coordinator_ms_per_round=1e3 * statistics.median(run.coordinator_s / run.rounds for run in runs),
         repeats_seconds=tuple(run.seconds for run in runs),
     )
-
-
-def ends_in_loop(token_ids: Sequence[int]) -> bool:
-    """Whether the last 64 tokens repeat themselves with a period of at most 32 tokens."""
-    tail = list(token_ids[-_LOOP_MIN_TOKENS:])
-    if len(tail) < _LOOP_MIN_TOKENS:
-        return False
-    return any(tail[period:] == tail[:-period] for period in range(1, _LOOP_MAX_PERIOD + 1))
 
 
 def _run(engine: Engine, workload: Workload, name: str) -> _Run:

@@ -19,13 +19,13 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from specdec.core.loops import ends_in_loop
 from training.generation import gumbel_noise, noisy_choice, sample
 from training.mtp import MultiTokenPrediction
 from training.progress import console
 from training.tokenizer import CONTEXT_LENGTH
 
 POSITION_EDGES = (0, 64, 256, 512, 1024, 2048, 4096)
-LOOP_WINDOW, LOOP_LONGEST_PERIOD = 64, 32
 NUM_GENERATED = 256
 SPECULATION_LENGTH = 4
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -135,14 +135,6 @@ def mtp_accuracy(
     }
 
 
-def is_looping(tokens: Sequence[int]) -> bool:
-    """Whether the last 64 tokens repeat with a period of at most 32."""
-    tail = list(tokens[-LOOP_WINDOW:])
-    if len(tail) < LOOP_WINDOW:
-        return False
-    return any(tail[period:] == tail[:-period] for period in range(1, LOOP_LONGEST_PERIOD + 1))
-
-
 def accepted_per_round(matches: Sequence[bool], k: int) -> list[int]:
     """Accepted draft tokens of each round of ``k`` along a stream; ``matches[t]``: draft = target at t.
 
@@ -202,7 +194,7 @@ class Streams:
     def looping(self) -> list[bool]:
         """Per row: did it end in a loop."""
         return [
-            is_looping(row[:length]) for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)
+            ends_in_loop(row[:length]) for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)
         ]
 
 

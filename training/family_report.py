@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec.core.loops import LOOP_LONGEST_PERIOD, LOOP_WINDOW
 from training.corpus import Corpus
 from training.datasets import TokenizedCorpus
 from training.evaluation import (
-    LOOP_LONGEST_PERIOD,
-    LOOP_WINDOW,
     NUM_GENERATED,
     SPECULATION_LENGTH,
     evaluate_acceptance,

@@ -11,7 +11,8 @@ from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.registry import TargetFacts, create_proposer
+from specdec.proposers.registry import create_proposer
+from specdec.proposers.target_facts import TargetFacts
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 

@@ -10,7 +10,7 @@ from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.registry import TargetFacts
+from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)

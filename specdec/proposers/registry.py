@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from specdec.core.errors import ConfigError
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetFacts:
-    """What a proposer has to know of the target it drafts for."""
-
-    vocab_size: int
-    dtype: str
-    """As in `ModelConfig.dtype`."""
-    max_num_seqs: int
-    """Sequences that the target runs at once at most."""
-    model: str | None = None
-    """Path of the target's folder, to compare tokenizers with; None: not compared."""
+from specdec.proposers.target_facts import TargetFacts
 
 
 def create_proposer(config: SpeculativeConfig, target: TargetFacts) -> Proposer:

@@ -15,7 +15,6 @@ from training.evaluation import (
     exit_losses,
     generate_streams,
     held_out_windows,
-    is_looping,
 )
 from training.generation import gumbel_noise, sample
 from training.ngram_baseline import KneserNey, join_documents
@@ -38,13 +37,6 @@ def test_last_exit_is_the_model(tiny_config: LlamaConfig) -> None:
     expected = model(window[None], labels=window[None]).loss
     assert losses.shape == (4, 19)
     assert losses[-1].mean().item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_loops_have_short_periods() -> None:
-    assert is_looping([9, 9, *range(32), *range(32)])
-    assert is_looping([1] * 64)
-    assert not is_looping([*range(33), *range(33)])
-    assert not is_looping([1] * 63)
 
 
 def test_rounds_accept_runs_of_matches() -> None:

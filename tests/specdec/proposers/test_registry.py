@@ -8,7 +8,8 @@ import pytest
 
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.registry import FACTORIES, TargetFacts, create_proposer
+from specdec.proposers.registry import FACTORIES, create_proposer
+from specdec.proposers.target_facts import TargetFacts
 from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
 from tests.specdec.proposers.contract import view
 

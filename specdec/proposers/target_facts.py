@@ -1,0 +1,18 @@
+"""What a proposer has to know of the target it drafts for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFacts:
+    """What a proposer has to know of the target it drafts for."""
+
+    vocab_size: int
+    dtype: str
+    """As in `ModelConfig.dtype`."""
+    max_num_seqs: int
+    """Sequences that the target runs at once at most."""
+    model: str | None = None
+    """Path of the target's folder, to compare tokenizers with; None: not compared."""
