@@ -60,9 +60,11 @@ class WorkResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One per sampled row, when the request asked for them."""
     error: str | None = None
-    """Set when a sampled row has non-finite logits; `token_ids` then ends before that row. When it is the first
-    row, the sequence cannot go on; behind a draft token it matters only if that token is right, and then the
-    next round meets it as its first row."""
+    """Set when a sampled row has non-finite logits; `token_ids` then ends before that row.
+
+    When it is the first row, the sequence cannot go on. Behind a draft token it matters only if that token is
+    right, and then the next round meets it as its first row.
+    """
 
 
 class TargetResult(msgspec.Struct, frozen=True, array_like=True):
