@@ -31,12 +31,13 @@ _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
     "-O3",
     "-march=native",
-    "-std=c++17",
+    "-std=c++20",
     "-fPIC",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
     "-fopenmp",
+    "-pthread",
 )
 _BUILD_TIMEOUT_S = 300.0
 

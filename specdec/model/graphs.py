@@ -28,7 +28,7 @@ from specdec.model.fusion import fuse
 from specdec.model.lowering import LinearLayer, lower
 from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library
 from specdec.model.position_tables import position_tables
-from specdec.model.recording import CannotLower, record
+from specdec.model.recording import CannotLower, record, single_threaded
 from specdec.model.runner import ForwardInputs, ModelRunner
 from specdec.model.schedule import place, schedule
 from specdec.model.trace import Trace
@@ -214,8 +214,8 @@ class CompiledForward:
                 metadata=metadata,
                 plan=runner.backend.begin(metadata),
             )
-            with torch.inference_mode():
-                logits = forward.run(inputs.input_ids, inputs.logit_rows, metadata, caches)
+            logits = forward.run(inputs.input_ids, inputs.logit_rows, metadata, caches)
+            with torch.inference_mode(), single_threaded():
                 expected = runner.call_model(
                     inputs.input_ids, metadata.positions[None], inputs.logit_rows, paged
                 ).float()

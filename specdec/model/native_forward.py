@@ -35,8 +35,8 @@ from specdec.model.trace import Ref, Value
 
 SOURCE = Path(__file__).parent / "csrc" / "forward.cpp"
 
-_ELEMENTWISE, _MEAN, _NORM, _ROTARY, _GATHER, _LINEAR, _ATTENTION = range(7)
-_SHARES = {"rows": 0, "columns": 1, "own": 2}
+_ELEMENTWISE, _MEAN, _NORM, _ROTARY, _GATHER, _LINEAR, _WRITE_KV, _ATTENTION = range(8)
+_CUTS = {"rows": 0, "columns": 1, "own": 2}
 _INDICES = {"tokens": 0, "logit_rows": 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NO_BUFFER = -1
@@ -69,7 +69,7 @@ class _Instruction(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("kind", ctypes.c_int32),
         ("op", ctypes.c_int32),
-        ("share", ctypes.c_int32),
+        ("cut", ctypes.c_int32),
         ("sync", ctypes.c_int32),
         ("logit_rows", ctypes.c_int32),
         ("extent", ctypes.c_int32 * _MAX_DIMS),
@@ -144,7 +144,6 @@ class PackedWeights:
             ctypes.c_int64(columns),
             ctypes.c_int64(inner),
             ctypes.c_void_p(panels.data_ptr()),
-            ctypes.c_int(torch.get_num_threads()),
         )
         self._packed[key] = (weight, panels)
         self.num_bytes += size
@@ -212,7 +211,7 @@ class NativeForward:
         self._plans: dict[tuple[int, int, int | None], int] = {}
         self._logits_buffer = buffers[logits.value]
         self._vocab_size = logits.value.row_size
-        instructions = [self._instruction(step) for step in steps]
+        instructions = [instruction for step in steps for instruction in self._encode(step)]
         array = (_Instruction * len(instructions))(*instructions)
         self._program = ctypes.c_void_p(
             library.drafthouse_program_create(
@@ -292,13 +291,15 @@ class NativeForward:
             self._program, ctypes.c_int64(index), ctypes.c_void_p(tensor.data_ptr())
         )
 
-    def _instruction(self, step: Step) -> _Instruction:
+    def _encode(self, step: Step) -> Sequence[_Instruction]:
         operation = step.operation
         instruction = _Instruction(
-            share=_SHARES[step.share], sync=step.sync, logit_rows=domain_of(operation) == "logit_rows"
+            cut=_CUTS[step.share], sync=step.sync, logit_rows=domain_of(operation) == "logit_rows"
         )
-        for name in ("a", "b", "c"):
+        for name in ("out", "a", "b", "c"):
             getattr(instruction, name).buffer = _NO_BUFFER
+        if isinstance(operation, Attention):
+            return self._attention(instruction, operation)
         encode: dict[type[Operation], Callable[[_Instruction, Any], None]] = {
             Elementwise: self._elementwise,
             Mean: self._mean,
@@ -306,10 +307,9 @@ class NativeForward:
             Rotary: self._rotary,
             Gather: self._gather,
             LinearLayer: self._linear,
-            Attention: self._attention,
         }
         encode[type(operation)](instruction, operation)
-        return instruction
+        return [instruction]
 
     def _elementwise(self, instruction: _Instruction, operation: Elementwise) -> None:
         instruction.kind = _ELEMENTWISE
@@ -366,15 +366,23 @@ class NativeForward:
         if bias:
             instruction.b = self._operand(bias[0], (0, 0, 1))
 
-    def _attention(self, instruction: _Instruction, operation: Attention) -> None:
-        instruction.kind = _ATTENTION
-        instruction.layer = operation.layer_idx
+    def _attention(self, instruction: _Instruction, operation: Attention) -> Sequence[_Instruction]:
+        """Writing K/V, which can go on without waiting, and attending, once everybody has written."""
         layer = self._layers[operation.layer_idx]
-        key = (layer.num_heads, layer.num_kv_heads, layer.sliding_window)
-        instruction.plan = self._plans.setdefault(key, len(self._plans))
-        for name, ref in zip(("out", "a", "b", "c"), (operation.out, *operation.inputs), strict=True):
-            _, (_, head_stride), _ = ref.dims
-            setattr(instruction, name, self._operand(ref, (0, head_stride, 1)))
+        plan = (layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+        query, key, value = (self._heads(ref) for ref in operation.inputs)
+        instruction.layer = operation.layer_idx
+        write = _Instruction.from_buffer_copy(instruction)
+        write.kind, write.cut = _WRITE_KV, _CUTS["rows"]
+        write.a, write.b = key, value
+        instruction.kind, instruction.sync = _ATTENTION, True
+        instruction.plan = self._plans.setdefault(plan, len(self._plans))
+        instruction.out, instruction.a = self._heads(operation.out), query
+        return [write, instruction]
+
+    def _heads(self, ref: Ref) -> _Operand:
+        _, (_, head_stride), _ = ref.dims
+        return self._operand(ref, (0, head_stride, 1))
 
     def _operands(
         self,

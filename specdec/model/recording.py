@@ -8,7 +8,8 @@ anything but sizes, the forward depends on its data and is not something that ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,17 @@ class _Pause:
         self._recorder._paused = False
 
 
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """PyTorch's own operations run on one thread: on a few rows, waking others costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 ModelCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 """(input_ids [1, T], positions [1, T], logit_rows [L], paged) -> logits [L, vocab]: one eager forward."""
 
@@ -119,10 +131,11 @@ def record(call_model: ModelCall) -> tuple[Recording, Recording]:
     Raises:
         CannotLower: the two runs did different things.
     """
-    first, second = (
-        _record_once(call_model, num_rows, num_logit_rows)
-        for num_rows, num_logit_rows in zip(NUM_ROWS, NUM_LOGIT_ROWS, strict=True)
-    )
+    with single_threaded():
+        first, second = (
+            _record_once(call_model, num_rows, num_logit_rows)
+            for num_rows, num_logit_rows in zip(NUM_ROWS, NUM_LOGIT_ROWS, strict=True)
+        )
     names = [[call.name for call in recording.calls] for recording in (first, second)]
     if names[0] != names[1]:
         different = next(

@@ -24,17 +24,18 @@ void run(const dh::Step& step, const dh::Layer& layer, const AttentionCall& call
                               {static_cast<T*>(call.out.data), call.out.row_stride, call.out.head_stride}};
   static thread_local dh::AttentionPlan plan;
   static thread_local dh::PartialResults partials;
-  dh::AttentionPlan& shared_plan = plan;  // of the calling thread, for all members
+  dh::AttentionPlan& shared_plan = plan;  // of the calling thread, for the whole team
   dh::PartialResults& shared_partials = partials;
-  dh::run_team(num_threads, [&](const dh::Member& member) {
-    if (member.index == 0) {
-      shared_plan.build(step, layer, member.size);
-      shared_partials.reserve(shared_plan.num_partials, layer.head_dim);
-    }
-    dh::write_kv(member, step, layer, op);
-    member.sync();
-    dh::paged_attention(member, step, layer, op, shared_plan, shared_partials);
-  });
+  dh::run_in_two_phases(
+      num_threads,
+      [&](const dh::Share& share) {
+        if (share.index == 0) {
+          shared_plan.build(step, layer, share.size);
+          shared_partials.reserve(shared_plan.num_partials, layer.head_dim);
+        }
+        dh::write_kv(share, step, layer, op);
+      },
+      [&](const dh::Share& share) { dh::paged_attention(share, step, layer, op, shared_plan, shared_partials); });
 }
 
 }  // namespace

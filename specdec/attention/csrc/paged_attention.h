@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -77,11 +78,11 @@ constexpr int kValueRows = 1;
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Each member writes its share of rows: the same rows as in every other row-wise phase.
+// Writes a share of the rows: the same rows as in every other row-wise operation.
 template <typename T>
-void write_kv(const Member& member, const Step& step, const Layer& layer, const Operands<T>& op) {
+void write_kv(const Share& share, const Step& step, const Layer& layer, const Operands<T>& op) {
   int64_t first, last;
-  member.share(step.num_rows, &first, &last);
+  share.of(step.num_rows, &first, &last);
   const size_t bytes = layer.head_dim * sizeof(T);
   for (int64_t row = first; row < last; ++row) {
     const int64_t block = step.slots[row] / layer.block_size, offset = step.slots[row] % layer.block_size;
@@ -441,21 +442,30 @@ struct WorkItem {
   int first_key;
   int last_key;
   int64_t cost;
-  int64_t partial;  // index of the first of its rows among the partial results; -1: writes its rows itself
+  int split;        // which split block this is a chunk of; -1: it is a whole block
+  int64_t partial;  // chunk: index of the first of its rows among the partial results
+};
+
+// A block whose chunks are separate items. Whoever finishes the last of them merges them all.
+struct Split {
+  int first_item;
+  int num_chunks;
+  std::atomic<int> finished{0};
+
+  Split(int first, int count) : first_item(first), num_chunks(count) {}
+  Split(const Split& other) : first_item(other.first_item), num_chunks(other.num_chunks) {}
 };
 
 // How one step's attention is shared out; the same for all layers of equal heads and window.
 struct AttentionPlan {
   std::vector<WorkItem> items;
-  std::vector<int> thread_start;  // items of thread t: thread_start[t] .. thread_start[t + 1] - 1
-  std::vector<int> split_start;   // first item of each block that is split by chunk ...
-  std::vector<int> split_end;     // ... and the item after its last
+  std::vector<int> share_start;  // items of share s: share_start[s] .. share_start[s + 1] - 1
+  std::vector<Split> splits;
   int64_t num_partials = 0;
 
-  void build(const Step& step, const Layer& layer, int num_threads) {
+  void build(const Step& step, const Layer& layer, int num_shares) {
     items.clear();
-    split_start.clear();
-    split_end.clear();
+    splits.clear();
     num_partials = 0;
     const int group = layer.num_heads / layer.num_kv_heads;
     int64_t total = 0, largest = 0;
@@ -463,23 +473,22 @@ struct AttentionPlan {
       total += cost;
       largest = std::max(largest, cost);
     });
-    // Splitting costs a second phase: only where whole blocks would leave threads idle.
-    const bool split = num_threads > 1 && largest * num_threads > total + total / 4;
+    // Merging costs: split only where whole blocks would leave threads idle.
+    const bool split = num_shares > 1 && largest * num_shares > total + total / 4;
     for_each_block(step, layer, group, [&](const RowBlock& block, int first, int last, int64_t cost) {
       const int from = first / kChunk, to = (last + kChunk - 1) / kChunk;
-      if (!split || to - from < 2 || cost * num_threads * 4 < total) {
-        items.push_back({block, first, last, cost, -1});
+      if (!split || to - from < 2 || cost * num_shares * 4 < total) {
+        items.push_back({block, first, last, cost, -1, 0});
         return;
       }
-      split_start.push_back(int(items.size()));
+      splits.emplace_back(int(items.size()), to - from);
       for (int chunk = from; chunk < to; ++chunk) {
         const int begin = std::max(first, chunk * kChunk), end = std::min(last, (chunk + 1) * kChunk);
-        items.push_back({block, begin, end, cost_of(block, begin, end), num_partials});
+        items.push_back({block, begin, end, cost_of(block, begin, end), int(splits.size()) - 1, num_partials});
         num_partials += block.count;
       }
-      split_end.push_back(int(items.size()));
     });
-    finish(num_threads, total);
+    finish(num_shares, total);
   }
 
  private:
@@ -508,19 +517,18 @@ struct AttentionPlan {
     }
   }
 
-  void finish(int num_threads, int64_t total) {
-    thread_start.assign(num_threads + 1, int(items.size()));
-    thread_start[0] = 0;
+  void finish(int num_shares, int64_t total) {
+    share_start.assign(num_shares + 1, int(items.size()));
+    share_start[0] = 0;
     int64_t before = 0;
-    int thread = 0;
+    int share = 0;
     for (int i = 0; i < int(items.size()); ++i) {
-      // An item goes to the thread whose share of the whole cost holds the item's middle.
+      // An item goes to the share of the whole cost that holds the item's middle.
       const int64_t middle = before + items[i].cost / 2;
-      while (thread + 1 < num_threads && middle * num_threads >= total * (thread + 1)) thread_start[++thread] = i;
+      while (share + 1 < num_shares && middle * num_shares >= total * (share + 1)) share_start[++share] = i;
       before += items[i].cost;
     }
   }
-
 };
 
 // Partial results of chunks: per row maximum, total and padded_dim weighted sums.
@@ -535,37 +543,41 @@ struct PartialResults {
   float* at(int64_t index) { return values.data() + index * stride; }
 };
 
-// Attends to what `write_kv` has put into the pool (a sync between the two). Ends without a sync.
 template <typename T>
-void paged_attention(const Member& member, const Step& step, const Layer& layer, const Operands<T>& op,
-                     const AttentionPlan& plan, PartialResults& partials) {
-  BlockAttention<T> attention(step, layer, op);
-  for (int i = plan.thread_start[member.index]; i < plan.thread_start[member.index + 1]; ++i) {
-    const WorkItem& item = plan.items[i];
-    attention.begin(item.block);
-    if (item.partial < 0)
-      attention.attend_and_write(item.first_key, item.last_key);
-    else
-      attention.attend_and_keep(item.first_key, item.last_key,
-                                [&](int r) { return partials.at(item.partial + r); });
-  }
-  if (plan.split_start.empty()) return;
-  member.sync();
+void merge_chunks(BlockAttention<T>& attention, const AttentionPlan& plan, const Split& split,
+                  PartialResults& partials) {
+  const RowBlock& block = plan.items[split.first_item].block;
   const int dim = attention.padded_dim();
   alignas(64) float weighted[kMaxHeadDim];
-  int64_t first, last;
-  member.share(int64_t(plan.split_start.size()), &first, &last);
-  for (int64_t s = first; s < last; ++s) {
-    const RowBlock& block = plan.items[plan.split_start[s]].block;
-    attention.begin(block);
-    for (int r = 0; r < block.count; ++r) {
-      float maximum = kMinusInfinity, total = 0.0f;
-      std::fill(weighted, weighted + dim, 0.0f);
-      for (int i = plan.split_start[s]; i < plan.split_end[s]; ++i) {
-        const float* partial = partials.at(plan.items[i].partial + r);
-        BlockAttention<T>::merge(&maximum, &total, weighted, partial[0], partial[1], partial + kLanes, dim);
-      }
-      attention.write(r, total, weighted);
+  attention.begin(block);
+  for (int r = 0; r < block.count; ++r) {
+    float maximum = kMinusInfinity, total = 0.0f;
+    std::fill(weighted, weighted + dim, 0.0f);
+    for (int chunk = 0; chunk < split.num_chunks; ++chunk) {
+      const float* partial = partials.at(plan.items[split.first_item + chunk].partial + r);
+      BlockAttention<T>::merge(&maximum, &total, weighted, partial[0], partial[1], partial + kLanes, dim);
+    }
+    attention.write(r, total, weighted);
+  }
+}
+
+// Attends to what `write_kv` has put into the pool, once all of it is there.
+template <typename T>
+void paged_attention(const Share& share, const Step& step, const Layer& layer, const Operands<T>& op,
+                     AttentionPlan& plan, PartialResults& partials) {
+  BlockAttention<T> attention(step, layer, op);
+  for (int i = plan.share_start[share.index]; i < plan.share_start[share.index + 1]; ++i) {
+    const WorkItem& item = plan.items[i];
+    attention.begin(item.block);
+    if (item.split < 0) {
+      attention.attend_and_write(item.first_key, item.last_key);
+      continue;
+    }
+    attention.attend_and_keep(item.first_key, item.last_key, [&](int r) { return partials.at(item.partial + r); });
+    Split& split = plan.splits[item.split];
+    if (split.finished.fetch_add(1, std::memory_order_acq_rel) == split.num_chunks - 1) {
+      split.finished.store(0, std::memory_order_relaxed);  // for the next layer
+      merge_chunks(attention, plan, split, partials);
     }
   }
 }

@@ -1,4 +1,4 @@
-// The threads of one call, and how they wait for each other.
+// How work is shared out, and the threads of one attention call.
 #pragma once
 
 #include <atomic>
@@ -14,62 +14,55 @@
 
 namespace dh {
 
-constexpr int kSpins = 1000;  // some ten microseconds
-
-// Sense-reversing barrier that spins: phases of a forward take microseconds. After a while it yields, so
-// that more threads than cores stay slow instead of stuck.
-class Barrier {
- public:
-  void wait(int size) {
-    if (size == 1) return;
-    const int phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-      if (spins > kSpins) {
-        sched_yield();
-      } else {
-#if defined(__x86_64__)
-        _mm_pause();
-#endif
-      }
-    }
-  }
-
- private:
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> phase_{0};
-};
-
-struct Member {
+// Share `index` of `size` equal shares.
+struct Share {
   int index;
   int size;
-  Barrier* barrier;
 
-  void sync() const { barrier->wait(size); }
-
-  // This member's share [first, last) of `count` equal pieces, contiguous.
-  void share(int64_t count, int64_t* first, int64_t* last) const {
+  // The part [first, last) of `count` pieces, contiguous.
+  void of(int64_t count, int64_t* first, int64_t* last) const {
     *first = count * index / size;
     *last = count * (index + 1) / size;
   }
 };
 
-// Runs `body(member)` on `num_threads` threads at once. The team may come out smaller than asked for.
-template <typename Body>
-void run_team(int num_threads, const Body& body) {
-  Barrier barrier;
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// Spins until `done()`: what is waited for takes microseconds. After a while it yields in between, so that
+// more threads than cores are slow instead of stuck.
+template <typename F>
+void spin_until(const F& done) {
+  for (int spins = 0; !done(); ++spins) {
+    if (spins > 1000)
+      sched_yield();
+    else
+      relax();
+  }
+}
+
+// Runs `first(share)`, then, when all have done that, `second(share)`, on `num_threads` threads.
+template <typename First, typename Second>
+void run_in_two_phases(int num_threads, const First& first, const Second& second) {
 #if defined(_OPENMP)
   if (num_threads > 1) {
+    std::atomic<int> arrived{0};
 #pragma omp parallel num_threads(num_threads)
-    body(Member{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+    {
+      const Share share = {omp_get_thread_num(), omp_get_num_threads()};
+      first(share);
+      arrived.fetch_add(1, std::memory_order_acq_rel);
+      spin_until([&] { return arrived.load(std::memory_order_acquire) == share.size; });
+      second(share);
+    }
     return;
   }
 #endif
-  body(Member{0, 1, &barrier});
+  first(Share{0, 1});
+  second(Share{0, 1});
 }
 
 }  // namespace dh

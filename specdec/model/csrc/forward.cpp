@@ -1,4 +1,4 @@
-// Runs a lowered forward: a list of instructions over buffers, in one parallel region.
+// Runs a lowered forward: a list of instructions over buffers.
 //
 // specdec/model/lowering.py makes the list and decides where threads must wait for each other;
 // specdec/model/native_forward.py mirrors the structs.
@@ -7,21 +7,22 @@
 
 #include "linear.h"
 #include "paged_attention.h"
+#include "pool.h"
 #include "rowwise.h"
 
 namespace {
 
 using dh::bf16;
 using dh::Dtype;
-using dh::Member;
 using dh::Operand;
+using dh::Share;
 
-enum class Kind : int32_t { kElementwise = 0, kMean, kNorm, kRotary, kGather, kLinear, kAttention };
+enum class Kind : int32_t { kElementwise = 0, kMean, kNorm, kRotary, kGather, kLinear, kWriteKv, kAttention };
 
-// How the team shares an instruction out.
-enum class Share : int32_t {
-  kRows = 0,  // each thread some rows
-  kColumns,   // each thread some panels of 16 columns, all rows
+// How an instruction is cut into shares.
+enum class Cut : int32_t {
+  kRows = 0,  // some rows each
+  kColumns,   // some panels of 16 columns each, of all rows
   kOwn,       // attention: by its own plan
 };
 
@@ -30,8 +31,8 @@ enum class Index : int32_t { kTokens = 0, kPositions, kLogitRows };
 struct Instruction {
   Kind kind;
   dh::Op op;
-  Share share;
-  int32_t sync;        // wait for all threads first
+  Cut cut;
+  int32_t sync;        // needs what other shares of earlier instructions have written: a phase begins
   int32_t logit_rows;  // runs over the rows that yield logits, not over all
   dh::Extent extent;
   Operand out, a, b, c;  // `buffer` -1: absent
@@ -53,66 +54,82 @@ struct Inputs {
   int32_t num_threads;
 };
 
-struct Program {
-  std::vector<Instruction> instructions;
-  std::vector<char*> buffers;
-  std::vector<dh::AttentionPlan> plans;
-  dh::PartialResults partials;
-};
+std::vector<int> find_phases(const std::vector<Instruction>& instructions) {
+  std::vector<int> starts;
+  for (size_t i = 0; i < instructions.size(); ++i)
+    if (i == 0 || instructions[i].sync) starts.push_back(int(i));
+  starts.push_back(int(instructions.size()));
+  return starts;
+}
 
-class Run {
+class Program : public dh::Phased {
  public:
-  Run(Program& program, const dh::Step& step, const dh::Layer* layers, const Inputs& inputs)
-      : program_(program), step_(step), layers_(layers), inputs_(inputs) {}
+  Program(std::vector<Instruction> instructions, int64_t num_buffers, int64_t num_plans)
+      : Program(find_phases(instructions), std::move(instructions), num_buffers, num_plans) {}
+  ~Program() override { dh::Pool::instance().forget(*this); }
+
+  void set_buffer(int64_t index, void* data) { buffers_[index] = static_cast<char*>(data); }
 
   // 0, or 1 when an id is out of range.
-  int operator()() {
-    dh::run_team(inputs_.num_threads, [this](const Member& member) {
-      if (member.index == 0) plan(member.size);
-      int64_t first_row[2], last_row[2];
-      member.share(step_.num_rows, &first_row[0], &last_row[0]);
-      member.share(inputs_.num_logit_rows, &first_row[1], &last_row[1]);
-      for (size_t i = 0; i < program_.instructions.size(); ++i) {
-        const Instruction& instruction = program_.instructions[i];
-        if (instruction.sync) member.sync();
-        switch (instruction.share) {
-          case Share::kRows:
-            rows(instruction, first_row[instruction.logit_rows], last_row[instruction.logit_rows]);
-            break;
-          case Share::kColumns: columns(member, instruction); break;
-          case Share::kOwn: attention(member, instruction); break;
-        }
-      }
-    });
+  int run(const dh::Step& step, const dh::Layer* layers, const Inputs& inputs) {
+    step_ = step;
+    layers_ = layers;
+    inputs_ = inputs;
+    failed_.store(0, std::memory_order_relaxed);
+    plan(inputs.num_threads);
+    dh::Pool::instance().run(*this, inputs.num_threads);
     return failed_.load(std::memory_order_relaxed);
   }
 
  private:
-  void plan(int num_threads) {
-    std::vector<bool> planned(program_.plans.size(), false);
+  Program(std::vector<int>&& phases, std::vector<Instruction>&& instructions, int64_t num_buffers, int64_t num_plans)
+      : Phased(int(phases.size()) - 1),
+        phases_(std::move(phases)),
+        instructions_(std::move(instructions)),
+        buffers_(num_buffers, nullptr),
+        plans_(num_plans) {}
+
+  void plan(int num_shares) {
+    std::vector<bool> planned(plans_.size(), false);
     int64_t num_partials = 0;
     int head_dim = 0;
-    for (const Instruction& instruction : program_.instructions) {
+    for (const Instruction& instruction : instructions_) {
       if (instruction.kind != Kind::kAttention || planned[instruction.plan]) continue;
       const dh::Layer& layer = layers_[instruction.layer];
-      program_.plans[instruction.plan].build(step_, layer, num_threads);
+      plans_[instruction.plan].build(step_, layer, num_shares);
       planned[instruction.plan] = true;
-      num_partials = std::max(num_partials, program_.plans[instruction.plan].num_partials);
+      num_partials = std::max(num_partials, plans_[instruction.plan].num_partials);
       head_dim = std::max(head_dim, layer.head_dim);
     }
-    program_.partials.reserve(num_partials, head_dim);
+    partials_.reserve(num_partials, head_dim);
+  }
+
+  void execute(int phase, const Share& share) override {
+    for (int i = phases_[phase]; i < phases_[phase + 1]; ++i) {
+      const Instruction& instruction = instructions_[i];
+      switch (instruction.cut) {
+        case Cut::kRows: rows(share, instruction); break;
+        case Cut::kColumns: columns(share, instruction); break;
+        case Cut::kOwn: attention(share, instruction); break;
+      }
+    }
   }
 
   // Address of the operand's row, null when it is absent.
   char* at(const Operand& operand, int64_t row) const {
     if (operand.buffer < 0) return nullptr;
     if (operand.by_position) row = step_.positions[row];
-    return program_.buffers[operand.buffer] +
+    return buffers_[operand.buffer] +
            (operand.offset + row * operand.row_stride) * dh::size_of(operand.dtype);
   }
 
-  void rows(const Instruction& in, int64_t first, int64_t last) {
-    if (in.kind == Kind::kLinear) return;  // always by columns
+  void rows(const Share& share, const Instruction& in) {
+    if (in.kind == Kind::kWriteKv) {
+      in.a.dtype == Dtype::kFloat ? write_kv<float>(share, in) : write_kv<bf16>(share, in);
+      return;
+    }
+    int64_t first, last;
+    share.of(in.logit_rows ? inputs_.num_logit_rows : step_.num_rows, &first, &last);
     for (int64_t row = first; row < last; ++row) {
       if (in.kind == Kind::kGather) {
         gather(in, row);
@@ -144,11 +161,11 @@ class Run {
     std::memcpy(at(in.out, row), at(in.a, id), bytes);
   }
 
-  void columns(const Member& member, const Instruction& in) {
+  void columns(const Share& share, const Instruction& in) {
     const int num_columns = in.kind == Kind::kLinear ? in.num_columns : in.extent.n[2];
     const int64_t num_rows = in.logit_rows ? inputs_.num_logit_rows : step_.num_rows;
     int64_t first, last;
-    member.share((num_columns + dh::kLanes - 1) / dh::kLanes, &first, &last);
+    share.of((num_columns + dh::kLanes - 1) / dh::kLanes, &first, &last);
     if (in.kind == Kind::kLinear) {
       if (in.a.dtype == Dtype::kFloat)
         linear<float>(in, num_rows, int(first), int(last));
@@ -165,17 +182,10 @@ class Run {
 
   template <typename T>
   void linear(const Instruction& in, int64_t num_rows, int first, int last) {
-    const dh::Linear linear = {reinterpret_cast<const uint32_t*>(program_.buffers[in.weight]), at(in.b, 0),
+    const dh::Linear linear = {reinterpret_cast<const uint32_t*>(buffers_[in.weight]), at(in.b, 0),
                                in.num_units, in.num_columns};
     dh::linear<T>(linear, reinterpret_cast<const T*>(at(in.a, 0)), in.a.row_stride,
                   reinterpret_cast<T*>(at(in.out, 0)), in.out.row_stride, num_rows, first, last);
-  }
-
-  void attention(const Member& member, const Instruction& in) {
-    if (in.out.dtype == Dtype::kFloat)
-      attend<float>(member, in);
-    else
-      attend<bf16>(member, in);
   }
 
   template <typename T>
@@ -184,26 +194,35 @@ class Run {
   }
 
   template <typename T>
-  void attend(const Member& member, const Instruction& in) {
-    const dh::Layer& layer = layers_[in.layer];
-    const dh::Operands<T> op = {heads<const T>(in.a), heads<const T>(in.b), heads<const T>(in.c), heads<T>(in.out)};
-    dh::write_kv(member, step_, layer, op);
-    member.sync();
-    dh::paged_attention(member, step_, layer, op, program_.plans[in.plan], program_.partials);
+  void write_kv(const Share& share, const Instruction& in) const {
+    const dh::Operands<T> op = {{}, heads<const T>(in.a), heads<const T>(in.b), {}};
+    dh::write_kv(share, step_, layers_[in.layer], op);
   }
 
-  Program& program_;
-  const dh::Step& step_;
-  const dh::Layer* layers_;
-  const Inputs& inputs_;
+  void attention(const Share& share, const Instruction& in) {
+    in.out.dtype == Dtype::kFloat ? attend<float>(share, in) : attend<bf16>(share, in);
+  }
+
+  template <typename T>
+  void attend(const Share& share, const Instruction& in) {
+    const dh::Operands<T> op = {heads<const T>(in.a), {}, {}, heads<T>(in.out)};
+    dh::paged_attention(share, step_, layers_[in.layer], op, plans_[in.plan], partials_);
+  }
+
+  const std::vector<int> phases_;
+  const std::vector<Instruction> instructions_;
+  std::vector<char*> buffers_;
+  std::vector<dh::AttentionPlan> plans_;
+  dh::PartialResults partials_;
+  dh::Step step_ = {};
+  const dh::Layer* layers_ = nullptr;
+  Inputs inputs_ = {};
   std::atomic<int> failed_{0};
 };
 
 template <typename T>
-void pack(const void* weight, int64_t columns, int64_t inner, void* panels, int num_threads) {
-  dh::run_team(num_threads, [&](const Member& member) {
-    dh::pack_panels(static_cast<const T*>(weight), columns, inner, static_cast<uint32_t*>(panels), member);
-  });
+void pack(const void* weight, int64_t columns, int64_t inner, void* panels) {
+  dh::pack_panels(static_cast<const T*>(weight), columns, inner, static_cast<uint32_t*>(panels));
 }
 
 }  // namespace
@@ -214,28 +233,22 @@ int drafthouse_instruction_size() { return sizeof(Instruction); }
 
 Program* drafthouse_program_create(const Instruction* instructions, int64_t count, int64_t num_buffers,
                                    int64_t num_plans) {
-  auto* program = new Program;
-  program->instructions.assign(instructions, instructions + count);
-  program->buffers.assign(num_buffers, nullptr);
-  program->plans.resize(num_plans);
-  return program;
+  return new Program({instructions, instructions + count}, num_buffers, num_plans);
 }
 
 void drafthouse_program_destroy(Program* program) { delete program; }
 
-void drafthouse_program_set_buffer(Program* program, int64_t index, void* data) {
-  program->buffers[index] = static_cast<char*>(data);
-}
+void drafthouse_program_set_buffer(Program* program, int64_t index, void* data) { program->set_buffer(index, data); }
 
 int drafthouse_program_run(Program* program, const dh::Step* step, const dh::Layer* layers, const Inputs* inputs) {
-  return Run(*program, *step, layers, *inputs)();
+  return program->run(*step, layers, *inputs);
 }
 
-void drafthouse_pack_f32(const void* weight, int64_t columns, int64_t inner, void* panels, int num_threads) {
-  pack<float>(weight, columns, inner, panels, num_threads);
+void drafthouse_pack_f32(const void* weight, int64_t columns, int64_t inner, void* panels) {
+  pack<float>(weight, columns, inner, panels);
 }
 
-void drafthouse_pack_bf16(const void* weight, int64_t columns, int64_t inner, void* panels, int num_threads) {
-  pack<bf16>(weight, columns, inner, panels, num_threads);
+void drafthouse_pack_bf16(const void* weight, int64_t columns, int64_t inner, void* panels) {
+  pack<bf16>(weight, columns, inner, panels);
 }
 }

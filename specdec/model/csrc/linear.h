@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "simd.h"
-#include "team.h"
 #include "tiles.h"
 
 namespace dh {
@@ -50,11 +49,9 @@ struct Linear {
 
 // Packs W [columns, inner], row-major, inner a multiple of the units' size.
 template <typename T>
-void pack_panels(const T* weight, int64_t columns, int64_t inner, uint32_t* panels, const Member& member) {
+void pack_panels(const T* weight, int64_t columns, int64_t inner, uint32_t* panels) {
   const int64_t num_units = inner / Packing<T>::per, num_panels = (columns + kLanes - 1) / kLanes;
-  int64_t first, last;
-  member.share(num_panels, &first, &last);
-  for (int64_t p = first; p < last; ++p) {
+  for (int64_t p = 0; p < num_panels; ++p) {
     for (int64_t unit = 0; unit < num_units; unit += kLanes) {
       u32x16 tile[kLanes] = {};
       const int64_t here = std::min<int64_t>(kLanes, num_units - unit);
