@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -178,6 +179,26 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(
     for batch, expected in zip(batches, together, strict=True):
         rows = [row for piece in batch for row in _one_by_one(runner, piece)]
         assert torch.equal(torch.cat(rows) if rows else expected, expected)
+
+
+def test_forwards_of_several_threads_do_not_disturb_each_other(loaded_of: LoadedOf) -> None:
+    """They share one pool of threads, of changing size; forwards come and go meanwhile."""
+    names = ["llama", "qwen3", "gpt2"]
+    runners = {name: compiled_runner(loaded_of(name)) for name in names}
+    batches = {name: make_batches(runner) for name, runner in runners.items()}
+    expected = {name: run(runners[name], batches[name]) for name in names}
+
+    def work(name: str) -> bool:
+        torch.set_num_threads(2 + names.index(name))
+        equal = True
+        for _ in range(8):
+            equal &= all(map(torch.equal, run(runners[name], batches[name]), expected[name]))
+            del runners[name]
+            runners[name] = compiled_runner(loaded_of(name))
+        return equal
+
+    with ThreadPoolExecutor(len(names)) as executor:
+        assert all(executor.map(work, names))
 
 
 def _one_by_one(runner: ModelRunner, piece: SequenceSlice) -> list[torch.Tensor]:
