@@ -148,6 +148,7 @@ def _acceptance_rows(report: dict[str, Any], drafter: str, name: str) -> list[li
         result = entry[drafter]
         for kind, texts in (
             ("not looping", result["texts"] - result["looping_texts"]),
+            ("before loop", result["looping_texts"]),
             ("looping", result["looping_texts"]),
         ):
             summary = result[kind.replace(" ", "_")]
@@ -182,9 +183,10 @@ Greedy decoding ends in a loop for {loops["share"]:.0%} of the {loops["texts"]} 
 
 Acceptance at k = 4 with same-noise drafting (`sample_and_match`),
 {report["acceptance"]["generated_per_prompt"]} tokens after each of the {report["acceptance"]["prompts"]}
-prompts of `prompts.jsonl`, looping and other text apart. *Acceptance* is accepted over verified draft
-tokens (a round verifies up to its first mismatch); *reached* is the share of rounds that accept the 1st /
-2nd / 3rd / 4th token; *accepted* is draft tokens per round, to which each round adds one token.
+prompts of `prompts.jsonl`, looping and other text apart (*before loop* is the part of a looping text
+before it repeats itself). *Acceptance* is accepted over verified draft tokens (a round verifies up to its
+first mismatch); *reached* is the share of rounds that accept the 1st / 2nd / 3rd / 4th token; *accepted*
+is draft tokens per round, to which each round adds one token.
 
 """ + _table(["drafter", "temperature", "text", "texts", "acceptance", "reached", "accepted"], rows)
 

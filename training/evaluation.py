@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from specdec.core.loops import ends_in_loop
+from specdec.core.loops import LOOP_LONGEST_PERIOD, LOOP_WINDOW, ends_in_loop
 from training.generation import gumbel_noise, noisy_choice, sample
 from training.mtp import MultiTokenPrediction
 from training.progress import console
@@ -135,6 +135,20 @@ def mtp_accuracy(
     }
 
 
+def loop_start(tokens: Sequence[int]) -> int | None:
+    """Where a text that ends in a loop begins to repeat itself (after the first cycle), or None."""
+    if not ends_in_loop(tokens):
+        return None
+    length = len(tokens)
+    for period in range(1, LOOP_LONGEST_PERIOD + 1):
+        start = length
+        while start > period and tokens[start - 1] == tokens[start - 1 - period]:
+            start -= 1
+        if start <= length - LOOP_WINDOW + period:
+            return start
+    return None
+
+
 def accepted_per_round(matches: Sequence[bool], k: int) -> list[int]:
     """Accepted draft tokens of each round of ``k`` along a stream; ``matches[t]``: draft = target at t.
 
@@ -191,11 +205,10 @@ class Streams:
     """Tokens of each row up to and including end-of-text."""
 
     @property
-    def looping(self) -> list[bool]:
-        """Per row: did it end in a loop."""
-        return [
-            ends_in_loop(row[:length]) for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)
-        ]
+    def loop_starts(self) -> list[int | None]:
+        """Per row: where it begins to loop, None if it does not."""
+        rows = zip(self.tokens.tolist(), self.lengths, strict=True)
+        return [loop_start(row[:length]) for row, length in rows]
 
 
 def generate_streams(
@@ -250,19 +263,20 @@ def _hidden_after(model: LlamaForCausalLM, inputs: torch.Tensor, exit_layer: int
 
 
 def acceptance(streams: Streams, matches: list[list[bool]], k: int = SPECULATION_LENGTH) -> dict[str, Any]:
-    """Summaries over text that loops, text that does not, and all."""
-    rounds = [accepted_per_round(row, k) for row in matches]
-    looping = streams.looping
+    """Summaries over texts that end in a loop, their parts before the loop, texts that do not, and all."""
+    starts = streams.loop_starts
 
-    def over(kept: Iterable[bool]) -> dict[str, Any]:
-        return acceptance_summary([n for row, keep in zip(rounds, kept, strict=True) if keep for n in row], k)
+    def over(rows: Iterable[Sequence[bool]]) -> dict[str, Any]:
+        return acceptance_summary([accepted for row in rows for accepted in accepted_per_round(row, k)], k)
 
+    looping = [(row, start) for row, start in zip(matches, starts, strict=True) if start is not None]
     return {
-        "texts": len(looping),
-        "looping_texts": sum(looping),
-        "not_looping": over(not loops for loops in looping),
-        "looping": over(looping),
-        "all": over(True for _ in looping),
+        "texts": len(starts),
+        "looping_texts": len(looping),
+        "not_looping": over(row for row, start in zip(matches, starts, strict=True) if start is None),
+        "before_loop": over(row[:start] for row, start in looping),
+        "looping": over(row for row, _ in looping),
+        "all": over(matches),
     }
 
 

@@ -48,7 +48,7 @@ def baseline_losses(corpus: TokenizedCorpus) -> np.ndarray:
 
 def loop_report(target: LlamaForCausalLM, prompts: list[Prompt], tokens: list[list[int]]) -> dict[str, Any]:
     """How often greedy decoding ends in a loop, per prompt class."""
-    looping = generate_streams(target, tokens, 0.0, 0, ENDS).looping
+    looping = [start is not None for start in generate_streams(target, tokens, 0.0, 0, ENDS).loop_starts]
     classes = sorted({prompt.prompt_class for prompt in prompts})
     return {
         "definition": f"the last {LOOP_WINDOW} of {NUM_GENERATED} greedy tokens repeat with a period "

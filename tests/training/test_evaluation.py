@@ -15,6 +15,7 @@ from training.evaluation import (
     exit_losses,
     generate_streams,
     held_out_windows,
+    loop_start,
 )
 from training.generation import gumbel_noise, sample
 from training.ngram_baseline import KneserNey, join_documents
@@ -37,6 +38,13 @@ def test_last_exit_is_the_model(tiny_config: LlamaConfig) -> None:
     expected = model(window[None], labels=window[None]).loss
     assert losses.shape == (4, 19)
     assert losses[-1].mean().item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_loops_start_after_their_first_cycle() -> None:
+    assert loop_start([*range(100, 110), *range(32), *range(32)]) == 42
+    assert loop_start([8, 9, *[1, 2] * 40]) == 4
+    assert loop_start([1] * 64) == 1
+    assert loop_start([*range(33), *range(33)]) is None
 
 
 def test_rounds_accept_runs_of_matches() -> None:
