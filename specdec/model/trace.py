@@ -6,7 +6,7 @@ A value belongs to one of four kinds:
     position   computed from parameters and position ids: row by row a function of the position id, kept as a
                table over all positions
     row        everything else; one row per token of the batch (or per logit row)
-    unknown    its shape depends on the batch, but not from its inputs (an `arange`): refused where it is used
+    unknown    not one row per token (a sum over rows, an `arange`): refused where it is used
 
 A row value has a memory of its own, row-major over its row dimension whatever the recorded layout was.
 Views of it, and copies that only change the layout, are `Ref`s: affine in the row and in the other
@@ -55,6 +55,8 @@ class Value:
     dtype: torch.dtype
     tensor: torch.Tensor
     """As recorded first."""
+    origin: str = ""
+    """Unknown: the operation that made the first of the values it comes from."""
 
     @property
     def row_size(self) -> int:
@@ -150,9 +152,7 @@ class Trace:
             constant = Value("constant", None, tuple(tensor.shape), None, tensor.dtype, tensor)
             return Ref(constant, 0, 0, tuple(zip(tensor.shape, strides, strict=True)), None)
         if value.kind == "unknown":
-            raise CannotLower(
-                f"a tensor of shape {list(value.shape)} depends on the batch but not on its tokens"
-            )
+            raise CannotLower(f"{value.origin} does not give one row per token")
         places = self._places(tensor)
         offset, strides = _affine(places)
         row_axes = [axis for axis, stride in enumerate(strides) if stride and stride % value.row_size == 0]
@@ -219,6 +219,8 @@ class Trace:
             self._register(output, inputs[0], self._places(source).reshape(tuple(output.shape)))
             return None
         value = Value(kind, domain, tuple(output.shape), row_axis, output.dtype, output)
+        if kind == "unknown":
+            value.origin = next((source.origin for source in inputs if source.origin), name)
         if kind in ("row", "position"):
             self._register(output, value)
         else:

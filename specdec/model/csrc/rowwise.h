@@ -45,7 +45,6 @@ enum class Op : int32_t {
   kGelu,
   kGeluTanh,
   kClamp,
-  kSquaredRelu,
 };
 
 inline f32x16 load_lanes(const char* p, Dtype dtype, int64_t stride, int count) {
@@ -99,6 +98,9 @@ inline f32x16 erf16(f32x16 x) {
   const f32x16 y = 1.0f - p * t * exp16(-a * a);
   return select(negative, -y, y);
 }
+
+// NaN stays NaN.
+inline f32x16 at_least(f32x16 x, f32x16 low) { return select(x < low, low, x); }
 
 inline f32x16 sigmoid16(f32x16 x) { return 1.0f / (1.0f + exp16(-x)); }
 
@@ -155,19 +157,15 @@ inline void elementwise_row(Op op, const Extent& extent, const Operand& out, con
     case Op::kTanh: return map([](f32x16 x, f32x16) { return tanh16(x); });
     case Op::kSigmoid: return map([](f32x16 x, f32x16) { return sigmoid16(x); });
     case Op::kSilu: return map([](f32x16 x, f32x16) { return x * sigmoid16(x); });
-    case Op::kRelu: return map([](f32x16 x, f32x16) { return vmax(x, f32x16{}); });
+    case Op::kRelu: return map([](f32x16 x, f32x16) { return at_least(x, f32x16{}); });
     case Op::kGelu: return map([](f32x16 x, f32x16) { return x * 0.5f * (1.0f + erf16(x * 0.70710678f)); });
     case Op::kGeluTanh:
       return map([](f32x16 x, f32x16) {
         return x * 0.5f * (1.0f + tanh16(0.79788456f * (x + 0.044715f * x * x * x)));
       });
     case Op::kClamp: return map([=](f32x16 x, f32x16) {
-      const f32x16 low = vmax(x, s);
+      const f32x16 low = at_least(x, s);
       return select(low > s2, s2, low);
-    });
-    case Op::kSquaredRelu: return map([](f32x16 x, f32x16) {
-      const f32x16 positive = vmax(x, f32x16{});
-      return positive * positive;
     });
   }
 }

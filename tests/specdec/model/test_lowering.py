@@ -1,0 +1,297 @@
+"""Lowering small made-up forwards: every operation against PyTorch, every layout, every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdec.attention.base import LayerAttention
+from specdec.attention.cpu import CpuPagedAttention
+from specdec.attention.metadata import build_metadata
+from specdec.attention.native import NativeUnavailable, resolve_cache_dir
+from specdec.kv.pool import KvPool
+from specdec.model.batch import SequenceSlice
+from specdec.model.fusion import fuse
+from specdec.model.lowering import Elementwise, LinearLayer, Mean, Norm, Operation, Rotary, lower
+from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library
+from specdec.model.position_tables import position_tables
+from specdec.model.recording import CannotLower, record
+from specdec.model.schedule import Step, place, schedule
+from specdec.model.trace import Trace
+
+VOCAB, WIDTH, NUM_POSITIONS = 50, 48, 40
+Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden [1, T, WIDTH], positions [1, T]) -> [1, T, anything]: what stands between embedding and logits."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> None:
+    try:
+        CpuPagedAttention()
+    except NativeUnavailable as error:
+        pytest.skip(f"nothing can be lowered here: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Embedding, a body, and a choice of rows; no attention."""
+
+    body: Body
+    table: torch.Tensor
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, paged: Any
+    ) -> torch.Tensor:
+        hidden = self.body(F.embedding(input_ids, self.table), positions)
+        return hidden[:, logit_rows][0]
+
+
+@dataclass(frozen=True)
+class Native:
+    """The same model, lowered."""
+
+    forward: NativeForward
+    steps: list[Step]
+
+    def __call__(self, input_ids: torch.Tensor, start: int, logit_rows: torch.Tensor) -> torch.Tensor:
+        count = input_ids.shape[1]
+        piece = SequenceSlice(
+            token_ids=[0] * count, start=start, block_table=list(range(1, 11)), num_logit_rows=0
+        )
+        metadata = build_metadata([piece], block_size=4)
+        caches = self.forward.bind_caches(
+            KvPool([], num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+        )
+        return self.forward.run(input_ids, logit_rows, metadata, caches)
+
+    def count(self, kind: type[Operation]) -> int:
+        return sum(isinstance(step.operation, kind) for step in self.steps)
+
+
+def lowered(model: Model, *, fused: bool = True) -> Native:
+    trace = Trace(*record(model))
+    result = lower(trace)
+    results = [result.logits.value]
+    operations = fuse(result.operations, results) if fused else result.operations
+    steps = schedule(operations)
+    values = {ref.value for operation in operations for ref in operation.inputs}
+    tables = position_tables(trace, [v for v in values if v.kind == "position"], NUM_POSITIONS)
+    library = load_forward_library(resolve_cache_dir(None))
+    layers: list[LayerAttention] = []
+    forward = NativeForward(
+        library,
+        steps,
+        place(steps, results),
+        tables,
+        logits=result.logits,
+        weights=PackedWeights(library, 1 << 30),
+        layers=layers,
+    )
+    return Native(forward, steps)
+
+
+def make_model(body: Body, dtype: torch.dtype = torch.float32) -> Model:
+    return Model(body, (torch.randn(VOCAB, WIDTH) * 2).to(dtype))
+
+
+def check(
+    body: Body, dtype: torch.dtype = torch.float32, *, fused: bool = True, tolerance: float = 1e-6
+) -> Native:
+    """Compare native and eager results on batches smaller and larger than those recorded."""
+    model = make_model(body, dtype)
+    native = lowered(model, fused=fused)
+    for count, start in ((1, 0), (2, 5), (7, 3), (33, 7)):
+        input_ids = torch.randint(0, VOCAB, (1, count))
+        rows = torch.tensor([0, count - 1])
+        with torch.inference_mode():
+            expected = model(input_ids, torch.arange(start, start + count)[None], rows, None).float()
+        logits = native(input_ids, start, rows)
+        scale = float(expected.abs().nan_to_num().max())
+        torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * scale, equal_nan=True)
+    return native
+
+
+ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "add": lambda x: x + 0.3,
+    "sub": lambda x: x - x * 0.3,
+    "div": lambda x: x / 7,
+    "div by a row": lambda x: (
+        x / (x.abs_value if hasattr(x, "abs_value") else (x * x).mean(-1, keepdim=True))
+    ),
+    "neg": lambda x: -x,
+    "square": torch.square,
+    "pow 2": lambda x: x**2,
+    "pow 3": lambda x: x.pow(3.0),
+    "sqrt": lambda x: (x * x).sqrt(),
+    "rsqrt": lambda x: torch.rsqrt(x * x + 0.1),
+    "reciprocal": lambda x: torch.reciprocal(x * x + 0.1),
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "clamp": lambda x: x.clamp(-1.0, 0.5),
+    "clamp from below": lambda x: torch.clamp(x, min=0.1),
+    "widened": lambda x: (x.float() * 3).to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_elementwise_arithmetic(name: str, dtype: torch.dtype) -> None:
+    # In bf16 a result that lies between two numbers may be rounded to either.
+    tolerance = 1e-6 if dtype is torch.float32 else 8e-3
+    check(lambda x, _: ELEMENTWISE[name](x), dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", ["relu", "clamp", "silu", "gelu", "exp", "tanh", "sqrt", "add", "pow 3"])
+def test_nan_stays_nan(name: str) -> None:
+    check(lambda x, _: ELEMENTWISE[name]((x - 100).sqrt() + x))
+
+
+def test_layouts() -> None:
+    def body(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        heads = x.view(1, x.shape[1], 4, 12).transpose(1, 2)  # [1, 4, T, 12]
+        low, high = heads.chunk(2, dim=-1)
+        turned = torch.cat([-high, low], dim=-1) * heads
+        even = torch.stack([turned[..., ::2], turned[..., 1::2]], dim=-1).flatten(-2)
+        merged = (turned + even).transpose(1, 2).reshape(1, x.shape[1], -1)
+        return torch.cat([merged, merged[..., 5:17].contiguous() + 1.0], dim=-1)
+
+    check(body)
+
+
+def test_position_ids_become_tables() -> None:
+    frequencies = torch.rand(12)
+    learned = torch.randn(NUM_POSITIONS, WIDTH)
+
+    def body(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angles = positions[..., None].float() * frequencies
+        cosines = torch.cat([angles, angles], dim=-1).cos()[:, None]
+        heads = x.view(1, x.shape[1], 2, 24).transpose(1, 2) * cosines
+        return heads.transpose(1, 2).reshape(1, x.shape[1], -1) + F.embedding(positions, learned)
+
+    check(body)
+
+
+def rotary_body(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    angles = positions[..., None].float() * torch.linspace(0.1, 1, 12)
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    heads = x.view(1, x.shape[1], 2, 24).transpose(1, 2)
+    turned = torch.cat([-heads[..., 12:], heads[..., :12]], dim=-1)
+    rotated = heads * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
+    return rotated.transpose(1, 2).reshape(1, x.shape[1], -1)
+
+
+def llama_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return weight.to(x.dtype) * normed.to(x.dtype)
+
+
+def gemma_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * (1.0 + weight)).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
+def test_fused_runs_keep_every_rounding(dtype: torch.dtype, fused: bool) -> None:
+    """In bf16 the results are equal bit for bit, but for sums that end next to a rounding boundary."""
+    weight = torch.randn(WIDTH)
+    tolerance = 1e-6 if dtype is torch.float32 else 4e-3
+    for norm in (llama_norm, gemma_norm):
+        native = check(lambda x, _, norm=norm: norm(x, weight), dtype, fused=fused, tolerance=tolerance)
+        assert (native.count(Norm), native.count(Mean)) == ((1, 0) if fused else (0, 1))
+    native = check(rotary_body, dtype, fused=fused, tolerance=1e-7)
+    assert native.count(Rotary) == (1 if fused else 0)
+
+
+def test_what_only_looks_like_a_norm_is_not_fused() -> None:
+    weight = torch.randn(WIDTH)
+
+    def used_twice(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return weight * (x * scale) + scale
+
+    def of_another(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        other = x + 1.0
+        return weight * (x * torch.rsqrt(other.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    for body in (used_twice, of_another):
+        assert check(body).count(Norm) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("columns", [1, 16, 40, 64, 100, 128, 130])
+def test_linear_layers_of_any_width(dtype: torch.dtype, columns: int) -> None:
+    weight, bias = torch.randn(columns, WIDTH).to(dtype), torch.randn(columns).to(dtype)
+    tolerance = 1e-6 if dtype is torch.float32 else 8e-3
+    for body in (
+        lambda x, _: F.linear(x, weight, bias),
+        lambda x, _: F.linear(x, weight),
+        lambda x, _: torch.addmm(bias, x.view(-1, WIDTH), weight.t().contiguous()).view(1, -1, columns),
+    ):
+        check(body, dtype, tolerance=tolerance)
+
+
+def test_arithmetic_after_a_linear_layer_needs_no_waiting() -> None:
+    gate, up, down = torch.randn(64, WIDTH), torch.randn(64, WIDTH), torch.randn(WIDTH, 64)
+
+    def body(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return x + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    native = check(body, tolerance=1e-5)
+    assert native.count(LinearLayer) == 3
+    waits = [step for step in native.steps if step.sync]
+    assert all(not isinstance(step.operation, Elementwise) for step in waits), "silu, product and sum"
+
+
+def test_layer_and_rms_norm_of_pytorch() -> None:
+    weight, bias = torch.randn(WIDTH), torch.randn(WIDTH)
+    check(lambda x, _: F.layer_norm(x, (WIDTH,), weight, bias, 1e-5))
+    check(lambda x, _: F.layer_norm(x, (WIDTH,)))
+    check(lambda x, _: F.rms_norm(x, (WIDTH,), weight, 1e-5))
+    check(lambda x, _: F.rms_norm(x, (WIDTH,)))
+
+
+REFUSED: dict[str, tuple[Body, str]] = {
+    "sort": (lambda x, _: x.sort(-1).values, "sort"),
+    "softmax over the batch": (lambda x, _: x.softmax(1), "softmax"),
+    "sum over rows": (lambda x, _: x - x.mean(1, keepdim=True), r"mean\.dim does not give one row per token"),
+    "reversed rows": (lambda x, _: x.flip(1), "flip"),
+    "two activations": (lambda x, _: x @ x[0, :1].T, "depends on the batch|rows|matrix product|matmul"),
+    "number of rows": (lambda x, _: x / x.shape[1], "number that depends on the batch"),
+    "in place": (lambda x, _: x.add_(1.0), "in place"),
+    "arange": (
+        lambda x, _: x + torch.arange(x.shape[1])[None, :, None],
+        r"arange\.default does not give one row",
+    ),
+    "data": (lambda x, _: x if x.shape[1] < 4 else -x, "depends on its input"),
+    "integers": (lambda x, _: x + x.long(), "int64"),
+    "other exponent": (lambda x, _: (x * x).pow(0.3), "exponent 0.3"),
+    "least position": (lambda x, p: x + (p - p.min())[..., None].float(), r"min\.default does not give"),
+    "sum of positions": (lambda x, p: x + p.cumsum(-1)[..., None].float(), "depends on the other positions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_cause(name: str) -> None:
+    body, reason = REFUSED[name]
+    with pytest.raises(CannotLower, match=reason):
+        lowered(make_model(body))
