@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,6 +36,7 @@ _AUTO_CONFIG: Any = AutoConfig
 _AUTO_MODEL: Any = AutoModelForCausalLM
 _HF_LOGGING: Any = transformers_logging
 
+_SHORTEST_CONTEXT = 2
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -98,17 +98,24 @@ def load_model(config: ModelConfig, progress: LoadProgress | None = None) -> Loa
 
 
 def _load_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PretrainedConfig:
-    try:
+    model_type = checkpoint.config.get("model_type")
+    with _foreign_files(
+        f"{checkpoint.path / 'config.json'} describes no model that transformers knows "
+        f"(model_type {model_type!r})"
+    ):
         loaded: PretrainedConfig = _AUTO_CONFIG.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        model_type = checkpoint.config.get("model_type")
-        raise CheckpointError(
-            f"{checkpoint.path / 'config.json'} describes no model that transformers knows "
-            f"(model_type {model_type!r}): {error}"
-        ) from error
     return loaded
+
+
+@contextmanager
+def _foreign_files(problem: str) -> Iterator[None]:
+    """Turn whatever transformers stumbles over in a model folder into an error that says so."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - its checks of foreign files raise errors of many libraries
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def _refuse_unsupported(
@@ -136,6 +143,11 @@ def _resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> 
     limit: int | None = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if limit is None and config.max_model_len is None:
         raise ConfigError(f"{config.model} states no max_position_embeddings: set max_model_len")
+    if limit is not None and limit < _SHORTEST_CONTEXT:
+        raise CheckpointError(
+            f"{config.model}: max_position_embeddings is {limit}; a prompt and its first token need "
+            f"{_SHORTEST_CONTEXT} positions"
+        )
     if config.max_model_len is None:
         assert limit is not None
         return limit
@@ -190,22 +202,19 @@ def _read_weights(
 ) -> PreTrainedModel:
     if progress is not None:
         progress("weights", 0, checkpoint.weight_bytes)
-    try:
-        with _quiet_transformers():
-            model, info = _AUTO_MODEL.from_pretrained(
-                checkpoint.path,
-                config=hf_config,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                # Reported, not tolerated: the error of transformers names no tensor.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{checkpoint.path}: the weights cannot be loaded: {error}") from error
+    with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"), _quiet_transformers():
+        model, info = _AUTO_MODEL.from_pretrained(
+            checkpoint.path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            # Reported, not tolerated: the error of transformers names no tensor.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     _check_loading_info(checkpoint, info)
     if progress is not None:
         progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
@@ -253,16 +262,21 @@ def _quiet_transformers() -> Iterator[None]:
 def _eos_token_ids(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tuple[int, ...]:
     """Sorted ids that end a text, from generation_config.json and config.json."""
     found: set[int] = set()
-    sources: list[Any] = [hf_config.get_text_config().eos_token_id]
+    sources: list[tuple[str, Any]] = [("config.json", hf_config.get_text_config().eos_token_id)]
     generation_file = checkpoint.path / "generation_config.json"
     if generation_file.is_file():
         try:
-            sources.append(json.loads(generation_file.read_text(encoding="utf-8")).get("eos_token_id"))
+            content = json.loads(generation_file.read_text(encoding="utf-8"))
+            sources.append((generation_file.name, content.get("eos_token_id")))
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
             raise CheckpointError(f"{generation_file} cannot be read as JSON: {error}") from error
-    for source in sources:
-        if source is not None:
-            found.update([source] if isinstance(source, int) else source)
+    for name, value in sources:
+        token_ids = [] if value is None else [value] if isinstance(value, int) else value
+        if not isinstance(token_ids, list) or not all(isinstance(one, int) for one in token_ids):
+            raise CheckpointError(
+                f"{checkpoint.path / name}: eos_token_id must be a token id or a list of them, got {value!r}"
+            )
+        found.update(token_ids)
     return tuple(sorted(found))
 
 
@@ -275,12 +289,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
+    with _foreign_files(f"{folder} has no tokenizer that can be loaded"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise CheckpointError(f"{folder} has no tokenizer that can be loaded: {error}") from error
     return tokenizer
 
 

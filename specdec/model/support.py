@@ -48,6 +48,8 @@ def _kind_reason(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
 
 
 def _layer_reason(config: PretrainedConfig) -> str | None:
+    if getattr(config, "num_hidden_layers", 1) < 1:
+        return "it has no layers"
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in _ATTENTION_LAYER_TYPES:
             return f"it has layers of type {layer_type}, only full and sliding-window attention are supported"

@@ -177,6 +177,13 @@ def config_of(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: edit_config(folder, **changes)
 
 
+def generation_config(content: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "generation_config.json").write_text(content)
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -194,6 +201,17 @@ def config_of(**changes: Any) -> Callable[[Path], None]:
         (config_of(model_type="no_such_model"), r"'no_such_model'"),
         (config_of(model_type="vit"), r"vit is not a causal language model"),
         (config_of(dtype="float64"), r"dtype torch\.float64 is not supported"),
+        (config_of(dtype="no_such_dtype"), r"config\.json .*no_such_dtype"),
+        (config_of(num_attention_heads=3), r"config\.json .*not a multiple of the number of attention heads"),
+        (config_of(num_attention_heads=0), r"config\.json describes no model"),
+        (config_of(hidden_size="32"), r"config\.json .*hidden_size"),
+        (config_of(num_key_value_heads=0), r"the weights cannot be loaded: ZeroDivisionError"),
+        (config_of(pad_token_id=10**9), r"the weights cannot be loaded: .*Padding_idx"),
+        (config_of(num_hidden_layers=0), r"it has no layers"),
+        (config_of(max_position_embeddings=1), r"max_position_embeddings is 1"),
+        (generation_config("[]"), r"the weights cannot be loaded: .*mapping"),
+        (generation_config('{"eos_token_id": [null]}'), r"generation_config\.json: eos_token_id must be"),
+        (generation_config('{"eos_token_id": "</s>"}'), r"generation_config\.json: eos_token_id must be"),
     ],
 )
 def test_a_broken_folder_is_refused_by_name(
