@@ -114,7 +114,7 @@ def _foreign_files(problem: str) -> Iterator[None]:
     """Turn whatever transformers stumbles over in a model folder into an error that says so."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - its checks of foreign files raise errors of many libraries
+    except Exception as error:  # its checks of foreign files raise errors of many libraries
         raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
