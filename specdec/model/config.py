@@ -15,12 +15,13 @@ class CompileConfig(StrictConfig):
     """How the forward is compiled."""
 
     mode: Literal["auto", "off"] = "auto"
-    """auto: compile shape buckets while idle where a compiler exists, run eagerly until they are ready
-    (and wherever none exists, with one log line); off: always eager."""
+    """auto: compile the forward while idle where a C++ compiler exists, run eagerly until it is ready (and
+    wherever none exists or the model cannot be compiled, with one log line); off: always eager."""
     cache_dir: str | None = None
-    """Folder of compiled artefacts, reused by later starts; None: `~/.cache/drafthouse/compile`."""
+    """Folder of compiled kernels, reused by later starts; None: `~/.cache/drafthouse/compile`."""
     max_frozen_bytes: int = Field(default=4 << 30, ge=0)
-    """Most bytes that weights prepacked for compiled buckets may take beside the model itself."""
+    """Most bytes that the packed copy of the weights, which the compiled forward reads, may take beside the
+    model itself; a model that needs more runs eagerly."""
 
 
 class ModelConfig(StrictConfig):

@@ -35,10 +35,10 @@ class ForwardInputs:
 
 
 class ForwardGraphs(Protocol):
-    """Compiled forwards by shape bucket."""
+    """A compiled form of the model's forward."""
 
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
-        """Return logits [L, vocab], in any floating dtype, or None when no bucket is ready for this shape.
+        """Return logits [L, vocab], in any floating dtype, or None when this batch must run eagerly.
 
         It must write the step's K/V into the runner's pool as the eager forward does.
         """
