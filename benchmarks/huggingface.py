@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 
 class HuggingFaceGenerator:
@@ -55,6 +56,8 @@ class HuggingFaceGenerator:
 
 
 def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()  # we have our own
+    transformers_logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
     model.generation_config.eos_token_id = None
     return model

@@ -31,7 +31,6 @@ from benchmarks.report import Paired, report_headlines, run_paired, write_result
 from benchmarks.workload import Workload, read_prompts, split_by_looping
 from specdec.engine.async_engine import AsyncEngine
 
-DEMO = Path("models/demo")
 CLASSIFY_TOKENS = 256
 SPREAD_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,6 +50,8 @@ class Plan:
     num_classified: int
     cluster_batches: tuple[int, ...]
     inflated_parameters: float
+    inflated_rounds: int
+    """Measured rounds of the inflated target, whose slow peers take most of the time."""
 
     @property
     def num_cells(self) -> int:
@@ -70,6 +71,7 @@ FULL = Plan(
     num_classified=96,
     cluster_batches=(1, 8),
     inflated_parameters=100e6,
+    inflated_rounds=3,
 )
 QUICK = Plan(
     targets=("demo", "inflated"),
@@ -83,16 +85,19 @@ QUICK = Plan(
     num_classified=32,
     cluster_batches=(1,),
     inflated_parameters=100e6,
+    inflated_rounds=1,
 )
 
 
 class Bench:
     """Runs a plan cell by cell."""
 
-    def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
+    def __init__(self, plan: Plan, family: Path, folder: Path, progress: Progress) -> None:
         self._plan = plan
+        self._draft = family / "draft"
+        self._prompts = family / "prompts.jsonl"
         self._progress = progress
-        self._targets = {"demo": DEMO / "target", "inflated": folder / "target-inflated"}
+        self._targets = {"demo": family / "target", "inflated": folder / "target-inflated"}
         with torch.inference_mode():
             inflate(
                 self._targets["demo"],
@@ -108,9 +113,10 @@ class Bench:
         task = self._progress.add_task("cells", total=self._plan.num_cells)
         for target, dtype in product(self._plan.targets, self._plan.dtypes):
             pair = self._open(target, dtype)
-            peer = HuggingFaceGenerator(self._targets[target], SPREAD_DTYPE[dtype], DEMO / "draft")
+            peer = HuggingFaceGenerator(self._targets[target], SPREAD_DTYPE[dtype], self._draft)
             for batch, name in product(self._plan.batches, self._plan.workloads):
-                cell = self._cell(pair, peer, workloads[name].batch(batch))
+                rounds = self._plan.inflated_rounds if target == "inflated" else self._plan.rounds
+                cell = self._cell(pair, peer, workloads[name].batch(batch), rounds)
                 cells.append({"target": target, "dtype": dtype, "batch": batch, "workload": name, **cell})
                 self._progress.advance(task)
             if target == "inflated" and dtype == "bfloat16":
@@ -125,7 +131,7 @@ class Bench:
     def _config(self, target: str, dtype: str) -> Any:
         return engine_config(
             self._targets[target],
-            DEMO / "draft",
+            self._draft,
             dtype,
             max_num_seqs=max(self._plan.batches),
             num_draft_tokens=self._plan.k,
@@ -135,7 +141,7 @@ class Bench:
     def _classify(self) -> dict[str, Workload]:
         """Split the held-out prompts by whether the target's greedy continuation loops."""
         pair = self._open("demo", "float32")
-        texts = read_prompts(DEMO / "prompts.jsonl")[: self._plan.num_classified]
+        texts = read_prompts(self._prompts)[: self._plan.num_classified]
         prompts = [tuple(pair.engine.tokenizer.encode(text)) for text in texts]
         record = pair.run(prompts, CLASSIFY_TOKENS, self._plan.k)
         pair.close()
@@ -143,7 +149,7 @@ class Bench:
         return {workload.name: workload for workload in workloads}
 
     def _cell(
-        self, pair: InProcess, peer: HuggingFaceGenerator, prompts: list[tuple[int, ...]]
+        self, pair: InProcess, peer: HuggingFaceGenerator, prompts: list[tuple[int, ...]], rounds: int
     ) -> dict[str, Any]:
         """All systems on one batch of prompts."""
         plan = self._plan
@@ -166,8 +172,8 @@ class Bench:
         }
         if len(prompts) == 1:
             variants["assisted"] = theirs_assisted
-        task = self._progress.add_task(f"batch {len(prompts)}", total=len(variants) * (plan.rounds + 1))
-        paired = run_paired(variants, plan.rounds, lambda: self._progress.advance(task))
+        task = self._progress.add_task(f"batch {len(prompts)}", total=len(variants) * (rounds + 1))
+        paired = run_paired(variants, rounds, lambda: self._progress.advance(task))
         self._progress.remove_task(task)
         bare = self._bare_forwards(pair, prompts)
         return _summarise(paired, records, texts, bare, plan)
@@ -288,6 +294,9 @@ def headlines(results: dict[str, Any]) -> dict[str, float]:
 def main(
     quick: Annotated[bool, typer.Option(help="A few cells, under five minutes on two cores.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
+        "models/demo"
+    ),
 ) -> None:
     """Measure plain and speculative decoding against transformers, and the cluster against this process.
 
@@ -298,7 +307,7 @@ def main(
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
-        results = Bench(plan, Path(folder), progress).run()
+        results = Bench(plan, models, Path(folder), progress).run()
     numbers = headlines(results)
     write_results(json_file, {**results, "headlines": numbers})
     report_headlines(numbers)
