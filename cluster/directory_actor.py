@@ -50,6 +50,9 @@ def open_directory(namespace: str, lease_s: float) -> Any:
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
+            # Outside the placement group of whoever happens to make it: inside, the directory would end with
+            # that replica, and wait for a restart in a group that is no more.
+            scheduling_strategy="DEFAULT",
         )
         .remote(lease_s)
     )

@@ -326,6 +326,37 @@ def test_the_directory_may_be_lost(deployed: None, cluster_config: ClusterConfig
     with_service(cluster_config, newcomer)
 
 
+def test_the_directory_outlives_the_placement_group_of_its_maker(ray_cluster: None) -> None:
+    """Serve's replicas capture the actors they make into their own placement group."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from cluster.directory_actor import close_directory, open_directory
+
+    namespace = "directory-placement"
+
+    @ray.remote(num_cpus=0)
+    class Replica:
+        def exchange(self) -> None:
+            ray.get(open_directory(namespace, 5.0).exchange.remote(None, None))
+
+    group = placement_group([{"CPU": 0.01}])
+    ray.get(group.ready())
+    capturing = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    replica = Replica.options(scheduling_strategy=capturing).remote()  # type: ignore[attr-defined]
+    ray.get(replica.exchange.remote())
+    remove_placement_group(group)
+    try:
+        with pytest.raises(ray.exceptions.RayActorError):  # until the group is gone
+            for _ in range(600):
+                ray.get(replica.exchange.remote())
+                time.sleep(0.05)
+        assert ray.get(open_directory(namespace, 5.0).exchange.remote(None, None), timeout=20) is not None
+    finally:
+        close_directory(namespace)
+
+
 def test_what_does_not_fit_the_cluster_is_refused_at_once(
     ray_cluster: None, engine_config: EngineConfig, cluster_config: ClusterConfig
 ) -> None:
