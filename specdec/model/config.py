@@ -21,7 +21,7 @@ class CompileConfig(StrictConfig):
     """Folder of compiled kernels, reused by later starts; None: `~/.cache/drafthouse/compile`."""
     max_frozen_bytes: int = Field(default=4 << 30, ge=0)
     """Most bytes that the packed copy of the weights, which the compiled forward reads, may take beside the
-    model itself; a model that needs more runs eagerly."""
+    model itself; what does not fit is read in place, which is slower."""
 
 
 class ModelConfig(StrictConfig):

@@ -74,6 +74,7 @@ class CompiledForward:
         self._forward: NativeForward | None = None
         self._caches: ctypes.Array[NativeLayer] | None = None
         self._stage = "starting"
+        self._weights: PackedWeights | None = None
         self._pieces = self._compile()
         wanted = config.mode == "auto" and runner.loaded.device.type == "cpu"
         self._state: State = "pending" if wanted else "off"
@@ -82,6 +83,11 @@ class CompiledForward:
     def state(self) -> State:
         """off: switched off, or not on a CPU; failed: everything stays eager, and a log line has said why."""
         return self._state
+
+    @property
+    def num_packed_bytes(self) -> int:
+        """Memory that packed weights take."""
+        return 0 if self._weights is None else self._weights.num_bytes
 
     def pending(self) -> bool:
         """Whether `run_next` has anything to do."""
@@ -122,6 +128,7 @@ class CompiledForward:
 
     def _fail(self, reason: str) -> None:
         self._state = "failed"
+        self._weights = None
         logger.warning("%s runs eagerly, which is slower: %s", self._runner.loaded.path.name, reason)
 
     def _compile(self) -> Iterator[str]:
@@ -149,7 +156,7 @@ class CompiledForward:
         yield "tabulating positions"
         of_positions = [value for value in used if value.kind == "position"]
         tables = position_tables(trace, of_positions, runner.max_model_len)
-        weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
+        self._weights = weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
         for operation in operations:
             if isinstance(operation, LinearLayer):
                 weights.pack(operation.weight)
@@ -161,11 +168,12 @@ class CompiledForward:
         self._check(forward)
         self._forward, self._caches = forward, forward.bind_caches(runner.pool)
         logger.info(
-            "%s: forward compiled in %.1f s (%d operations, %.0f MB of packed weights)",
+            "%s: forward compiled in %.1f s (%d operations, %.0f MB of packed weights, %d left in place)",
             runner.loaded.path.name,
             time.perf_counter() - started_s,
             len(steps),
             weights.num_bytes / 1e6,
+            weights.num_left_out,
         )
 
     def _build(self) -> Generator[str, None, _Libraries]:

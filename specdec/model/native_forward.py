@@ -83,6 +83,8 @@ class _Instruction(ctypes.Structure):
         ("index", ctypes.c_int32),
         ("num_indices", ctypes.c_int32),
         ("weight", ctypes.c_int32),
+        ("is_packed", ctypes.c_int32),
+        ("weight_stride", ctypes.c_int64),
         ("num_units", ctypes.c_int32),
         ("num_columns", ctypes.c_int32),
         ("layer", ctypes.c_int32),
@@ -108,22 +110,35 @@ class _Scratch:
     domain: str
 
 
+_WeightKey = tuple[int, torch.Size, tuple[int, ...]]
+"""Address, shape and strides."""
+
+
 class PackedWeights:
-    """Linear weights in the kernel's layout, each packed once."""
+    """Linear weights in the kernel's layout, each packed once, as many as the memory allows."""
 
     def __init__(self, library: ctypes.CDLL, max_bytes: int) -> None:
         self._library = library
         self._max_bytes = max_bytes
         # The weight beside its panels keeps its address from being used again.
-        self._packed: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._packed: dict[_WeightKey, tuple[torch.Tensor, torch.Tensor]] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
         self.num_bytes = 0
+        self._left_out: set[_WeightKey] = set()
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the panels of `weight` [columns, inner].
+    @property
+    def num_left_out(self) -> int:
+        """Weights for which there was no memory."""
+        return len(self._left_out)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the panels of `weight` [columns, inner]; None when there is no memory for them.
+
+        A weight that is not packed is read as it is, which gives the same results and costs time where
+        weights are in the cache or rows are many.
 
         Raises:
-            CannotLower: all packed weights together would take more than is allowed.
+            CannotLower: it cannot be read as it is either.
         """
         key = (weight.data_ptr(), weight.shape, weight.stride())
         if key in self._packed:
@@ -131,7 +146,10 @@ class PackedWeights:
         columns, inner = weight.shape
         size = -(-columns // _LANES) * _LANES * inner * weight.element_size()
         if self.num_bytes + size > self._max_bytes:
-            raise CannotLower(f"its packed weights take more than max_frozen_bytes = {self._max_bytes}")
+            if weight.stride(1) != 1:
+                raise CannotLower(f"its packed weights take more than max_frozen_bytes = {self._max_bytes}")
+            self._left_out.add(key)
+            return None
         panels = self._allocate(size)
         dense = weight.contiguous()
         entry_point = (
@@ -358,7 +376,10 @@ class NativeForward:
         weight = operation.weight
         x, *bias = operation.inputs
         columns, inner = weight.shape
-        instruction.weight = self._fixed_buffer(self._weights.pack(weight))
+        panels = self._weights.pack(weight)
+        instruction.weight = self._fixed_buffer(weight if panels is None else panels)
+        instruction.is_packed = panels is not None
+        instruction.weight_stride = weight.stride(0)
         instruction.num_columns = columns
         instruction.num_units = inner * weight.element_size() // 4
         instruction.out = self._operand(operation.out, (0, 0, 1))

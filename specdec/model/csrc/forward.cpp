@@ -23,7 +23,7 @@ enum class Kind : int32_t { kElementwise = 0, kMean, kNorm, kRotary, kGather, kL
 enum class Cut : int32_t {
   kRows = 0,  // some rows each
   kColumns,   // some panels of 16 columns each, of all rows
-  kOwn,       // attention: by its own plan
+  kPlanned,       // attention: by its own plan
 };
 
 enum class Index : int32_t { kTokens = 0, kPositions, kLogitRows };
@@ -40,7 +40,9 @@ struct Instruction {
   dh::Norm norm;
   Index index;          // gather: which ids
   int32_t num_indices;  // gather: ids are below this
-  int32_t weight;       // linear: buffer of the packed panels
+  int32_t weight;       // linear: buffer of the weights
+  int32_t is_packed;    // linear: they are panels; else rows of W
+  int64_t weight_stride;  // linear, not packed: elements between rows
   int32_t num_units;
   int32_t num_columns;
   int32_t layer;        // attention
@@ -110,7 +112,7 @@ class Program : public dh::Phased {
       switch (instruction.cut) {
         case Cut::kRows: rows(share, instruction); break;
         case Cut::kColumns: columns(share, instruction); break;
-        case Cut::kOwn: attention(share, instruction); break;
+        case Cut::kPlanned: attention(share, instruction); break;
       }
     }
   }
@@ -182,8 +184,9 @@ class Program : public dh::Phased {
 
   template <typename T>
   void linear(const Instruction& in, int64_t num_rows, int first, int last) {
-    const dh::Linear linear = {reinterpret_cast<const uint32_t*>(buffers_[in.weight]), at(in.b, 0),
-                               in.num_units, in.num_columns};
+    const void* weight = buffers_[in.weight];
+    const dh::Linear linear = {in.is_packed ? static_cast<const uint32_t*>(weight) : nullptr,
+                               weight, in.weight_stride, at(in.b, 0), in.num_units, in.num_columns};
     dh::linear<T>(linear, reinterpret_cast<const T*>(at(in.a, 0)), in.a.row_stride,
                   reinterpret_cast<T*>(at(in.out, 0)), in.out.row_stride, num_rows, first, last);
   }
@@ -220,11 +223,6 @@ class Program : public dh::Phased {
   std::atomic<int> failed_{0};
 };
 
-template <typename T>
-void pack(const void* weight, int64_t columns, int64_t inner, void* panels) {
-  dh::pack_panels(static_cast<const T*>(weight), columns, inner, static_cast<uint32_t*>(panels));
-}
-
 }  // namespace
 
 extern "C" {
@@ -244,11 +242,11 @@ int drafthouse_program_run(Program* program, const dh::Step* step, const dh::Lay
   return program->run(*step, layers, *inputs);
 }
 
-void drafthouse_pack_f32(const void* weight, int64_t columns, int64_t inner, void* panels) {
-  pack<float>(weight, columns, inner, panels);
+void drafthouse_pack_f32(const float* weight, int64_t columns, int64_t inner, uint32_t* panels) {
+  dh::pack_panels(weight, inner, columns, inner / dh::Packing<float>::per, panels);
 }
 
-void drafthouse_pack_bf16(const void* weight, int64_t columns, int64_t inner, void* panels) {
-  pack<bf16>(weight, columns, inner, panels);
+void drafthouse_pack_bf16(const bf16* weight, int64_t columns, int64_t inner, uint32_t* panels) {
+  dh::pack_panels(weight, inner, columns, inner / dh::Packing<bf16>::per, panels);
 }
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "simd.h"
 #include "tiles.h"
@@ -39,37 +40,43 @@ struct Packing<bf16> {
 };
 
 struct Linear {
-  const uint32_t* panels;
-  const void* bias;  // null: none; dtype of the weights
+  const uint32_t* panels;  // null: not packed
+  const void* rows;        // not packed: W [columns, inner]
+  int64_t row_stride;
+  const void* bias;   // null: none; dtype of the weights
   int32_t num_units;  // units along the inner dimension
   int32_t num_columns;
 
-  int num_panels() const { return (num_columns + kLanes - 1) / kLanes; }
+  int64_t panel_size() const { return int64_t(num_units) * kLanes; }
 };
 
-// Packs W [columns, inner], row-major, inner a multiple of the units' size.
+// Packs panel `panel` of W [columns, inner], inner a multiple of the units' size.
 template <typename T>
-void pack_panels(const T* weight, int64_t columns, int64_t inner, uint32_t* panels) {
-  const int64_t num_units = inner / Packing<T>::per, num_panels = (columns + kLanes - 1) / kLanes;
-  for (int64_t p = 0; p < num_panels; ++p) {
-    for (int64_t unit = 0; unit < num_units; unit += kLanes) {
-      u32x16 tile[kLanes] = {};
-      const int64_t here = std::min<int64_t>(kLanes, num_units - unit);
-      for (int c = 0; c < kLanes && p * kLanes + c < columns; ++c)
-        std::memcpy(&tile[c], weight + (p * kLanes + c) * inner + unit * Packing<T>::per, here * 4);
-      transpose16(tile);
-      for (int64_t i = 0; i < here; ++i) store_as(panels + (p * num_units + unit + i) * kLanes, tile[i]);
-    }
+void pack_panel(const T* weight, int64_t row_stride, int64_t columns, int64_t num_units, int64_t panel,
+                uint32_t* target) {
+  for (int64_t unit = 0; unit < num_units; unit += kLanes) {
+    u32x16 tile[kLanes] = {};
+    const int64_t here = std::min<int64_t>(kLanes, num_units - unit);
+    for (int c = 0; c < kLanes && panel * kLanes + c < columns; ++c)
+      std::memcpy(&tile[c], weight + (panel * kLanes + c) * row_stride + unit * Packing<T>::per, here * 4);
+    transpose16(tile);
+    for (int64_t i = 0; i < here; ++i) store_as(target + (unit + i) * kLanes, tile[i]);
   }
 }
 
+template <typename T>
+void pack_panels(const T* weight, int64_t row_stride, int64_t columns, int64_t num_units, uint32_t* panels) {
+  for (int64_t panel = 0; panel * kLanes < columns; ++panel)
+    pack_panel(weight, row_stride, columns, num_units, panel, panels + panel * num_units * kLanes);
+}
+
 template <typename T, int R, int P>
-inline void linear_tile(const Linear& linear, int panel, const T* x, int64_t x_stride, T* y, int64_t y_stride) {
+inline void linear_tile(const Linear& linear, const uint32_t* weights, int panel, const T* x, int64_t x_stride, T* y,
+                        int64_t y_stride) {
   f32x16 sum[R][P];
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p) sum[r][p] = f32x16{};
-  const int64_t panel_size = int64_t(linear.num_units) * kLanes;
-  const uint32_t* weights = linear.panels + panel * panel_size;
+  const int64_t panel_size = linear.panel_size();
   for (int unit = 0; unit < linear.num_units; ++unit) {
     u32x16 w[P];
     for (int p = 0; p < P; ++p) w[p] = load_as<u32x16>(weights + p * panel_size + unit * kLanes);
@@ -93,11 +100,12 @@ inline void linear_tile(const Linear& linear, int panel, const T* x, int64_t x_s
   }
 }
 
+// Panels [panel, panel + P), which lie at `weights`, for all rows.
 template <typename T, int P>
-inline void linear_panels(const Linear& linear, int panel, const T* x, int64_t x_stride, T* y, int64_t y_stride,
-                          int64_t rows) {
+inline void linear_panels(const Linear& linear, const uint32_t* weights, int panel, const T* x, int64_t x_stride, T* y,
+                          int64_t y_stride, int64_t rows) {
   in_tiles<kRowTile>(int(rows), [&](auto n, int row) {
-    linear_tile<T, n.value, P>(linear, panel, x + row * x_stride, x_stride, y + row * y_stride, y_stride);
+    linear_tile<T, n.value, P>(linear, weights, panel, x + row * x_stride, x_stride, y + row * y_stride, y_stride);
   });
 }
 
@@ -106,9 +114,21 @@ template <typename T>
 void linear(const Linear& linear, const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows, int first,
             int last) {
   int panel = first;
+  if (linear.panels == nullptr) {
+    // Packed panel by panel, each time: memory is slower than the transposition.
+    static thread_local std::vector<uint32_t> packed;
+    packed.resize(std::max<size_t>(packed.size(), linear.panel_size()));
+    for (; panel < last; ++panel) {
+      pack_panel(static_cast<const T*>(linear.rows), linear.row_stride, linear.num_columns, linear.num_units, panel,
+                 packed.data());
+      linear_panels<T, 1>(linear, packed.data(), panel, x, x_stride, y, y_stride, rows);
+    }
+    return;
+  }
+  const auto at = [&](int p) { return linear.panels + p * linear.panel_size(); };
   for (; panel + kPanelTile <= last; panel += kPanelTile)
-    linear_panels<T, kPanelTile>(linear, panel, x, x_stride, y, y_stride, rows);
-  for (; panel < last; ++panel) linear_panels<T, 1>(linear, panel, x, x_stride, y, y_stride, rows);
+    linear_panels<T, kPanelTile>(linear, at(panel), panel, x, x_stride, y, y_stride, rows);
+  for (; panel < last; ++panel) linear_panels<T, 1>(linear, at(panel), panel, x, x_stride, y, y_stride, rows);
 }
 
 }  // namespace dh

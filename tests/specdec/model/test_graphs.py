@@ -302,8 +302,22 @@ def test_what_depends_on_the_data_stays_eager(loaded_of: LoadedOf, caplog: pytes
     check_falls_back(make_runner(loaded_of("qwen3_moe")), CompileConfig(), "depends on the batch", caplog)
 
 
-def test_packed_weights_are_bounded(loaded_of: LoadedOf, caplog: pytest.LogCaptureFixture) -> None:
-    runner = make_runner(loaded_of("llama"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_bytes", [0, 30_000])
+def test_weights_beyond_the_bound_are_read_in_place(loaded_of: LoadedOf, dtype: str, max_bytes: int) -> None:
+    loaded = loaded_of("qwen2", dtype)
+    runner, bounded = compiled_runner(loaded), make_runner(loaded)
+    bounded.graphs = forward = CompiledForward(bounded, CompileConfig(max_frozen_bytes=max_bytes))
+    assert forward.warm_up() == "ready"
+    assert forward.num_packed_bytes <= max_bytes
+    batches = make_batches(runner)
+    assert all(map(torch.equal, run(bounded, batches), run(runner, batches)))
+
+
+def test_weights_that_must_be_packed_are_bounded(
+    loaded_of: LoadedOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = make_runner(loaded_of("gpt2"))
     check_falls_back(runner, CompileConfig(max_frozen_bytes=1000), "max_frozen_bytes = 1000", caplog)
 
 
