@@ -83,7 +83,7 @@ class Deployment:
         )
 
     def wait_ready(self) -> Iterator[str]:
-        """Yield one line of progress now and then, until a request would be served.
+        """Yield every now and then how far it is, until a request would be served.
 
         Raises:
             UserError: a worker found something wrong with what it was given.
@@ -99,7 +99,7 @@ class Deployment:
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
                 raise DeploymentFailed(f"not ready after {limit_s:g} s: {_progress(overview)}")
-            yield f"{_progress(overview)} ({waited_s:.0f} s)"
+            yield _progress(overview)
             time.sleep(_POLL_S)
 
     def watch(self) -> Iterator[str]:

@@ -20,7 +20,13 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
-_AUTH_MODE = "RAY_AUTH_MODE"
+_LOCAL_ENVIRONMENT = {
+    # Ray's own default for a cluster like this one, said aloud so that no warning is needed.
+    "RAY_AUTH_MODE": "token",
+    # When memory is short, Ray's monitor would kill all of our processes again and again, whoever fills the
+    # memory; they hardly have any to give back. The kernel ends the one process that is too big.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
 _OBJECT_STORE_BYTES = 128 << 20
 """Tokens travel on channels and weights are read from disk: the object store holds next to nothing."""
 _GRACE_S = 5.0
@@ -47,11 +53,9 @@ class RaySession:
         Raises:
             ResourceError: there is no cluster at the address.
         """
-        for name, value in _ENVIRONMENT.items():
+        environment = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if self.is_local else {})
+        for name, value in environment.items():
             os.environ.setdefault(name, value)
-        if self.is_local:
-            # Ray's own default for a cluster like this one, said aloud so that no warning is needed.
-            os.environ.setdefault(_AUTH_MODE, "token")
         self._connect()
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench_offline import Measurement, Workload, measure
+from deploy.cli.progress import shown
 from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
@@ -42,9 +43,9 @@ def run_offline(
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True).checked()
     config = _wide_enough(config, max(batch_sizes))
     console = Console(stderr=True)
-    with console.status(f"loading {config.target.model}") as status:
+    with shown(console, f"loading {config.target.model}") as show:
         engine = Engine(config)
-        status.update("compiling the forward (the first time takes half a minute)")
+        show("compiling the forward (the first time takes half a minute)")
         engine.warm_up()
     measurements = []
     with engine:
@@ -59,7 +60,7 @@ def run_offline(
                     num_draft_tokens=num_draft_tokens,
                 )
                 mode = "plain" if num_draft_tokens == 0 else "speculative"
-                with console.status(f"batch {batch_size}, {mode}"):
+                with shown(console, f"batch {batch_size}, {mode}"):
                     measurements.append(measure(engine, workload, repeats=repeats))
     if json_file != Path("-"):
         # A pipe or a file has no width of its own.

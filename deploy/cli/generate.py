@@ -8,6 +8,7 @@ from time import perf_counter
 import typer
 from rich.console import Console
 
+from deploy.cli.progress import shown
 from specdec.core.errors import InputError, RequestFailed
 from specdec.core.outputs import RequestOutput
 from specdec.core.sampling_params import SamplingParams
@@ -25,12 +26,12 @@ def generate_text(prompt: str, config: EngineConfig, params: SamplingParams) -> 
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise InputError("PROMPT must not be empty", param="prompt")
-    with Console(stderr=True).status(f"loading {config.target.model}") as status:
+    with shown(Console(stderr=True), f"loading {config.target.model}") as show:
         from specdec.engine.engine import Engine
         from specdec.engine.offline import choice_requests
 
         engine = Engine(config)
-        status.update("compiling the forward (the first time takes half a minute)")
+        show("compiling the forward (the first time takes half a minute)")
         engine.warm_up()
     with engine:
         token_ids = tuple(engine.tokenizer.encode(text))

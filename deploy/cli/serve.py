@@ -21,6 +21,7 @@ from rich.console import Console
 
 from deploy.api_keys import read_api_keys
 from deploy.cli.config import summary_of
+from deploy.cli.progress import shown
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.config_file import load_config
 from deploy.local_ray import RaySession, session_log_folder
@@ -89,7 +90,7 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
     check_port(config.http)
     if options.address is not None:
         check_address(options.address)
-    with console.status(f"checking {config.target.model}"):
+    with shown(console, f"checking {config.target.model}"):
         check_models(config.engine())
         if options.address is None:
             check_local_resources(config, options.num_cpus or usable_cpus())
@@ -106,7 +107,7 @@ def _serve(
     session = RaySession(address=options.address, num_cpus=num_cpus, show_logs=options.show_logs)
     # Ray writes messages of its own to standard output; ours is for the URL alone.
     with contextlib.redirect_stdout(sys.stderr), _closing(session, console):
-        with console.status(f"starting Ray {where}"):
+        with shown(console, f"starting Ray {where}"):
             session.open()
         _raise_on_signals()  # Ray has put a handler of its own in place
         from deploy.deployment import Deployment
@@ -123,10 +124,10 @@ def _serve(
 
 def _start(deployment: Deployment, console: Console) -> None:
     try:
-        with console.status("placing the workers") as status:
+        with shown(console, "placing the workers") as show:
             deployment.start()
             for progress in deployment.wait_ready():
-                status.update(progress)
+                show(progress)
     except UserError:
         raise
     except DrafthouseError:
@@ -141,7 +142,7 @@ def _closing(session: RaySession, console: Console) -> Iterator[None]:
     finally:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        with console.status("stopping Ray"):
+        with shown(console, "stopping Ray"):
             session.close()
         _raise_on_signals()
 
@@ -152,7 +153,7 @@ def _stopping(deployment: Deployment, console: Console) -> Iterator[None]:
         yield
     finally:
         try:
-            with console.status("serving running requests to their end (Ctrl-C again: stop at once)"):
+            with shown(console, "serving running requests to their end (Ctrl-C again: stop at once)"):
                 deployment.stop()
         except Stopped:
             console.print("stopping at once")

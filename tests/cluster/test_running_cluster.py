@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
@@ -341,17 +342,19 @@ def test_the_directory_outlives_the_placement_group_of_its_maker(ray_cluster: No
         def exchange(self) -> None:
             ray.get(open_directory(namespace, 5.0).exchange.remote(None, None))
 
+        def wait_for_the_end(self) -> None:
+            threading.Event().wait()
+
     group = placement_group([{"CPU": 0.01}])
     ray.get(group.ready())
     capturing = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
     replica = Replica.options(scheduling_strategy=capturing).remote()  # type: ignore[attr-defined]
     ray.get(replica.exchange.remote())
+    end = replica.wait_for_the_end.remote()
     remove_placement_group(group)
     try:
-        with pytest.raises(ray.exceptions.RayActorError):  # until the group is gone
-            for _ in range(600):
-                ray.get(replica.exchange.remote())
-                time.sleep(0.05)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(end, timeout=30)
         assert ray.get(open_directory(namespace, 5.0).exchange.remote(None, None), timeout=20) is not None
     finally:
         close_directory(namespace)
