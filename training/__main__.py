@@ -59,7 +59,7 @@ def target(
     threads: Threads = 2,
     seed: Seed = TargetRecipe.seed,
 ) -> None:
-    """Train the target (about an hour on two cores); the same command continues an interrupted run.
+    """Train the target (about seventy minutes on two cores); the same command continues an interrupted run.
 
     Example: taskset -c 0,1 python -m training target --steps 2000
     """
