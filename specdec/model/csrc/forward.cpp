@@ -68,7 +68,7 @@ class Program : public dh::Phased {
  public:
   Program(std::vector<Instruction> instructions, int64_t num_buffers, int64_t num_plans)
       : Program(find_phases(instructions), std::move(instructions), num_buffers, num_plans) {}
-  ~Program() override { dh::Pool::instance().forget(*this); }
+  ~Program() override { dh::Pool::instance().quiesce(); }
 
   void set_buffer(int64_t index, void* data) { buffers_[index] = static_cast<char*>(data); }
 

@@ -100,10 +100,10 @@ class Pool {
     program.work(0);
   }
 
-  // After this no thread looks at `program` any more.
-  void forget(Phased& program) {
+  // After this no thread looks at any program that ran before: a late one may still have been passing through.
+  void quiesce() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (job_.load() == &program) withdraw();
+    withdraw();
   }
 
  private:
@@ -113,6 +113,7 @@ class Pool {
     for (; num_threads_ < count; ++num_threads_) std::thread(&Pool::serve, this, num_threads_ + 1).detach();
   }
 
+  // No run is in progress.
   void withdraw() {
     job_.store(nullptr);
     spin_until([&] { return num_busy_.load() == 0; });
