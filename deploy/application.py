@@ -6,6 +6,7 @@ from ray import serve
 
 from cluster.application import build_application as build_cluster
 from cluster.application import resolve
+from cluster.config import ClusterConfig
 from deploy.config import DrafthouseConfig
 from deploy.ingress import IngressReplica
 from deploy.openai.settings import DoorSettings
@@ -25,7 +26,9 @@ def build_application(config: DrafthouseConfig, api_key_digests: frozenset[bytes
     """
     cluster = resolve(config.cluster)
     coordinators = build_cluster(config.engine(), cluster)
-    return _ingress().bind(config.target, cluster, door_settings(config, api_key_digests), coordinators)
+    return _ingress(cluster).bind(
+        config.target, cluster, door_settings(config, api_key_digests), coordinators
+    )
 
 
 def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -> DoorSettings:
@@ -42,7 +45,7 @@ def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -
     )
 
 
-def _ingress() -> serve.Deployment:
+def _ingress(cluster: ClusterConfig) -> serve.Deployment:
     return serve.deployment(
         name=INGRESS,
         num_replicas=1,
@@ -51,6 +54,7 @@ def _ingress() -> serve.Deployment:
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=10.0,
+        # Longer than the coordinators serve on: it carries their last tokens.
+        graceful_shutdown_timeout_s=cluster.drain_timeout_s + 5.0,
         max_constructor_retry_count=2,
     )(IngressReplica)

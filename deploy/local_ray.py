@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+from pathlib import Path
 
 import psutil
 
@@ -56,6 +58,8 @@ class RaySession:
         environment = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if self.is_local else {})
         for name, value in environment.items():
             os.environ.setdefault(name, value)
+        if self.is_local and not _has_place_for_token():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         self._connect()
 
     def close(self) -> None:
@@ -88,6 +92,16 @@ class RaySession:
     def _own_processes(self) -> list[psutil.Process]:
         """Everything below this process now; workers are children of Ray's own processes."""
         return psutil.Process().children(recursive=True) if self.is_local else []
+
+
+def _has_place_for_token() -> bool:
+    """Whether Ray finds its authentication token, or can write a new one to the home folder."""
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return True
+    folder = Path("~/.ray").expanduser()
+    if (folder / "auth_token").is_file():
+        return True
+    return os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK)
 
 
 def _end(processes: list[psutil.Process]) -> None:

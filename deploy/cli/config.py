@@ -7,21 +7,22 @@ from pathlib import Path
 
 import typer
 
+from deploy.api_keys import read_api_keys
 from deploy.config import DrafthouseConfig
 from deploy.config_file import load_config
-from specdec.model.checkpoint import open_checkpoint
+from deploy.preflight import check_models
 
 
 def validate_file(file: Path) -> None:
-    """Check the file and the model folders it names; say so when all is well.
+    """Check the file and all that it names, as `serve` does; say so when all is well.
 
     Raises:
         UserError: what is wrong, and where.
     """
     config = load_config(file)
-    for model in (config.target.model, config.speculative_config.model):
-        if model is not None:
-            open_checkpoint(model)
+    check_models(config.engine())
+    if config.http.api_keys_file is not None:
+        read_api_keys(config.http.api_keys_file)
     typer.echo(f"{file}: ok ({summary_of(config)})")
 
 

@@ -118,6 +118,14 @@ def test_config_validate_and_schema(config: Path) -> None:
     assert json.loads(stdout) == DrafthouseConfig.model_json_schema()
 
 
+def test_config_validate_looks_at_all_that_serve_looks_at(config: Path, models: Path) -> None:
+    text = config.read_text()
+    config.write_text(text.replace(f"{models}/draft", f"{models}/foreign"))
+    assert "another tokenizer" in user_error("config", "validate", config)
+    config.write_text(text + "http: {api_keys_file: /nowhere/keys}\n")
+    assert "/nowhere/keys cannot be read" in user_error("config", "validate", config)
+
+
 def test_mistakes_in_options(
     config: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
