@@ -120,6 +120,8 @@ def _weight_files(folder: Path) -> Iterator[Path]:
     weight_map = _read_json(folder / _INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / _INDEX_FILE} has no weight_map")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{folder / _INDEX_FILE}: weight_map must give a file name for every tensor")
     for name in sorted(set(weight_map.values())):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} lacks the weight file {name} that {_INDEX_FILE} names")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ def load_model(config: ModelConfig, progress: LoadProgress | None = None) -> Loa
     device = _resolve_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    _check_number_of_parameters(checkpoint, hf_config, trust_remote_code=config.trust_remote_code)
     revision = revision_of(checkpoint, progress)
     model = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress)
     torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
@@ -219,6 +221,32 @@ def _read_weights(
     if progress is not None:
         progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
     return model  # type: ignore[no-any-return]
+
+
+def _check_number_of_parameters(
+    checkpoint: Checkpoint, hf_config: PretrainedConfig, *, trust_remote_code: bool
+) -> None:
+    """Refuse a config.json that describes a much larger model than the weights are.
+
+    Missing tensors are found later one by one, but transformers first makes them up: with a config.json that
+    has lost its sizes and so describes a model of billions of parameters, that takes minutes or all memory.
+    """
+    with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"):
+        with torch.device("meta"):
+            model = _AUTO_MODEL.from_config(hf_config, trust_remote_code=trust_remote_code)
+        num_needed = sum(parameter.numel() for parameter in model.parameters())
+        num_stored = sum(
+            math.prod(entry["shape"])
+            for header in checkpoint.headers
+            for name, entry in json.loads(header).items()
+            if name != "__metadata__"
+        )
+    # Tensors that are stored once and used twice at most double what is needed.
+    if num_needed > 2 * num_stored:
+        raise CheckpointError(
+            f"{checkpoint.path}: the weights do not fit config.json: they hold {num_stored} parameters, "
+            f"the model needs {num_needed}"
+        )
 
 
 def _check_loading_info(checkpoint: Checkpoint, info: dict[str, Any]) -> None:

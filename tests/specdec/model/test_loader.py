@@ -169,6 +169,11 @@ def lose_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def index_without_names(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": None}}))
+
+
 def not_json(folder: Path) -> None:
     (folder / "config.json").write_text("{not json")
 
@@ -191,6 +196,7 @@ def generation_config(content: str) -> Callable[[Path], None]:
         (remove(WEIGHTS), r"has no weights \(model\.safetensors or"),
         (rename_to_bin, r"pytorch_model\.bin is of a format that is not read"),
         (lose_a_shard, r"lacks the weight file model-00002-of-00002\.safetensors"),
+        (index_without_names, r"weight_map must give a file name"),
         (truncate_weights, r"model\.safetensors is truncated: it has \d+ bytes, its header describes \d+"),
         (truncate_in_header, r"model\.safetensors is not a whole safetensors file: .*truncated or corrupt"),
         (garble_header, r"model\.safetensors is corrupt: its safetensors header"),
@@ -208,6 +214,7 @@ def generation_config(content: str) -> Callable[[Path], None]:
         (config_of(num_key_value_heads=0), r"the weights cannot be loaded: ZeroDivisionError"),
         (config_of(pad_token_id=10**9), r"the weights cannot be loaded: .*Padding_idx"),
         (config_of(num_hidden_layers=0), r"it has no layers"),
+        (config_of(num_hidden_layers=40), r"they hold \d+ parameters, the model needs \d+"),
         (config_of(max_position_embeddings=1), r"max_position_embeddings is 1"),
         (generation_config("[]"), r"the weights cannot be loaded: .*mapping"),
         (generation_config('{"eos_token_id": [null]}'), r"generation_config\.json: eos_token_id must be"),
