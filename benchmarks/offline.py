@@ -10,26 +10,32 @@ in one process, ABBA). Texts that loop, by the target's own greedy continuation,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.cluster_path import ClusterPath, run_batch
 from benchmarks.huggingface import HuggingFaceGenerator
 from benchmarks.in_process import InProcess, RunRecord, bare_forward_s, engine_config
 from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.report import Paired, report_headlines, run_paired, write_results
+from benchmarks.streams import run_batch
 from benchmarks.workload import Workload, read_prompts, split_by_looping
+from deploy.local_ray import RaySession
 from specdec.engine.async_engine import AsyncEngine
+from specdec.engine.service import GenerationService
+
+if TYPE_CHECKING:
+    from benchmarks.cluster_path import ClusterPath
 
 CLASSIFY_TOKENS = 256
 SPREAD_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,6 +55,7 @@ class Plan:
     num_threads: int
     num_classified: int
     cluster_batches: tuple[int, ...]
+    cluster_rounds: int
     inflated_parameters: float
     inflated_rounds: int
     """Measured rounds of the inflated target, whose slow peers take most of the time."""
@@ -70,6 +77,7 @@ FULL = Plan(
     num_threads=2,
     num_classified=96,
     cluster_batches=(1, 8),
+    cluster_rounds=9,
     inflated_parameters=100e6,
     inflated_rounds=3,
 )
@@ -84,6 +92,7 @@ QUICK = Plan(
     num_threads=2,
     num_classified=32,
     cluster_batches=(1,),
+    cluster_rounds=7,
     inflated_parameters=100e6,
     inflated_rounds=1,
 )
@@ -191,40 +200,46 @@ class Bench:
 
     def _cluster(self, pair: InProcess, workload: Workload) -> list[dict[str, Any]]:
         """The cluster path against an async engine in this process, speculative, paired."""
-        plan = self._plan
-        path = ClusterPath(self._config("inflated", "bfloat16"))
-        local = AsyncEngine(pair.engine)
-        task = self._progress.add_task("cluster path", total=len(plan.cluster_batches))
+        with contextlib.ExitStack() as stack:
+            local = AsyncEngine(pair.engine)
+            stack.callback(local.close)
+            session = RaySession(address=None, num_cpus=2, show_logs=False)
+            stack.callback(session.close)
+            session.open()
+            from benchmarks.cluster_path import ClusterPath  # Ray must run before it is imported
 
-        async def compare(prompts: list[tuple[int, ...]]) -> dict[str, Any]:
-            remote = await path.service()
-            paired = Paired({"in_process": [], "cluster": []})
-            texts = {}
-            for number in range(plan.rounds + 1):
-                services = {"in_process": local, "cluster": remote}
-                for name in services if number % 2 else reversed(services):
-                    seconds, texts[name] = await run_batch(
-                        services[name], prompts, plan.num_tokens, plan.k, f"{name}-{len(prompts)}-{number}"
-                    )
-                    if number:
-                        paired.seconds[name].append(seconds)
-            await remote.close()
-            return {
-                "batch": len(prompts),
-                "cluster_vs_inprocess": paired.ratio("in_process", "cluster"),
-                "seconds": paired,
-                "same_text": sum(a == b for a, b in zip(*texts.values(), strict=True)) / len(prompts),
-            }
-
-        try:
+            path = ClusterPath(self._config("inflated", "bfloat16"))
+            stack.callback(path.close)
             results = []
-            for batch in plan.cluster_batches:
-                results.append(asyncio.run(compare(workload.batch(batch))))
-                self._progress.advance(task)
+            for batch in self._plan.cluster_batches:
+                results.append(asyncio.run(self._compare(local, path, workload.batch(batch))))
             return results
-        finally:
-            local.close()
-            path.close()
+
+    async def _compare(
+        self, local: AsyncEngine, path: ClusterPath, prompts: list[tuple[int, ...]]
+    ) -> dict[str, Any]:
+        """Both paths in turn on the same prompts; the first pair is not counted."""
+        plan = self._plan
+        remote = await path.service()
+        services: dict[str, GenerationService] = {"in_process": local, "cluster": remote}
+        paired = Paired({name: [] for name in services})
+        texts = {}
+        task = self._progress.add_task(f"cluster path, batch {len(prompts)}", total=plan.cluster_rounds + 1)
+        for number in range(plan.cluster_rounds + 1):
+            for name in services if number % 2 else reversed(services):
+                seconds, texts[name] = await run_batch(
+                    services[name], prompts, plan.num_tokens, plan.k, f"{name}-{len(prompts)}-{number}"
+                )
+                if number:
+                    paired.seconds[name].append(seconds)
+            self._progress.advance(task)
+        await remote.close()
+        return {
+            "batch": len(prompts),
+            "cluster_vs_inprocess": paired.ratio("in_process", "cluster"),
+            "seconds": paired,
+            "same_text": _share_equal(*texts.values()),
+        }
 
 
 def _summarise(
