@@ -5,7 +5,11 @@ Import it only once Ray runs (`deploy.local_ray.RaySession`): Ray reads its envi
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import time
+
+import httpx
 
 from cluster.application import resolve
 from cluster.client import ClusterService
@@ -14,6 +18,9 @@ from deploy.deployment import Deployment
 from specdec.engine.config import EngineConfig
 
 _READY_TIMEOUT_S = 60.0
+_HEALTHY_TIMEOUT_S = 180.0
+_COMPILE_S = 25.0
+"""Workers compile while nobody asks for anything; a deep model needs some seconds for it."""
 
 
 class ClusterPath:
@@ -31,8 +38,18 @@ class ClusterPath:
         )
         self._deployment = Deployment(self._config, frozenset())
         self._deployment.start()
-        for _ in self._deployment.wait_ready():
-            pass
+        self._wait_healthy()
+        time.sleep(_COMPILE_S)
+
+    def _wait_healthy(self) -> None:
+        """Ask the door, not Serve: its status calls take seconds in a process that imported transformers."""
+        deadline_s = time.monotonic() + _HEALTHY_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self._deployment.url}/health", timeout=5.0).status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise TimeoutError(f"the cluster was not healthy after {_HEALTHY_TIMEOUT_S:g} s")
 
     async def service(self) -> ClusterService:
         """Connect to the coordinator from the running event loop."""

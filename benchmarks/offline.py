@@ -92,7 +92,7 @@ QUICK = Plan(
     num_threads=2,
     num_classified=32,
     cluster_batches=(1,),
-    cluster_rounds=7,
+    cluster_rounds=9,
     inflated_parameters=100e6,
     inflated_rounds=1,
 )

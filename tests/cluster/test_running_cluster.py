@@ -345,7 +345,7 @@ def test_the_directory_outlives_the_placement_group_of_its_maker(ray_cluster: No
         def wait_for_the_end(self) -> None:
             threading.Event().wait()
 
-    group = placement_group([{"CPU": 0.01}])
+    group = placement_group([{"memory": 1 << 20}])  # the CPUs are taken
     ray.get(group.ready())
     capturing = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
     replica = Replica.options(scheduling_strategy=capturing).remote()  # type: ignore[attr-defined]
