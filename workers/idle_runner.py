@@ -21,8 +21,14 @@ class IdleRunner:
 
     @property
     def patience_s(self) -> float | None:
-        """How long to wait for a message before calling `after`; None (for ever) when nothing is pending."""
-        return _POLL_S if self._pending() is not None else None
+        """How long to wait for a message before calling `after`; None (for ever) when nothing is pending.
+
+        Once it is quiet, pieces follow each other with just a look for messages in between: packing the weights
+        of a deep model is hundreds of pieces of a millisecond.
+        """
+        if self._pending() is None:
+            return None
+        return 0.0 if self._is_quiet(self._clock.now_s()) else _POLL_S
 
     def after(self, was_served: bool, is_needed: bool) -> None:
         """Call after every wait for a message.
@@ -34,10 +40,13 @@ class IdleRunner:
         now_s = self._clock.now_s()
         if was_served or is_needed:
             self._served_s = now_s
-        elif now_s - self._served_s >= self._quiet_s:
+        elif self._is_quiet(now_s):
             work = self._pending()
             if work is not None:
                 work.run_next()
+
+    def _is_quiet(self, now_s: float) -> bool:
+        return now_s - self._served_s >= self._quiet_s
 
     def _pending(self) -> IdleWork | None:
         return next((work for work in self._works if work.pending()), None)

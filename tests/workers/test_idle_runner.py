@@ -19,6 +19,7 @@ def test_pieces_are_done_only_after_silence_and_in_order() -> None:
     clock, first, second = ManualClock(), Pieces(1), Pieces(2)
     idle = IdleRunner([first, second], quiet_s=1.0, clock=clock)
     assert idle.patience_s is not None
+    assert idle.patience_s > 0.0
     for _ in range(3):
         clock.advance(0.4)
         idle.after(was_served=True, is_needed=False)
@@ -29,6 +30,7 @@ def test_pieces_are_done_only_after_silence_and_in_order() -> None:
     clock.advance(0.1)
     idle.after(was_served=False, is_needed=False)
     assert (first.left, second.left) == (0, 2)
+    assert idle.patience_s == 0.0, "hundreds of small pieces must not wait for each other"
     idle.after(was_served=False, is_needed=False)
     idle.after(was_served=False, is_needed=False)
     assert second.left == 0
