@@ -94,7 +94,7 @@ QUICK = Plan(
     cluster_batches=(1,),
     cluster_rounds=9,
     inflated_parameters=100e6,
-    inflated_rounds=1,
+    inflated_rounds=3,
 )
 
 
