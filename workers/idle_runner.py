@@ -23,8 +23,8 @@ class IdleRunner:
     def patience_s(self) -> float | None:
         """How long to wait for a message before calling `after`; None (for ever) when nothing is pending.
 
-        Once it is quiet, pieces follow each other with just a look for messages in between: packing the weights
-        of a deep model is hundreds of pieces of a millisecond.
+        Once it is quiet, pieces follow each other with just a look for messages in between: packing the
+        weights of a deep model is hundreds of pieces of a millisecond.
         """
         if self._pending() is None:
             return None
