@@ -33,12 +33,19 @@ class RunRecord:
 
     token_ids: tuple[tuple[int, ...], ...]
     seconds: float
+    prefill_s: float
+    """Until every request had its first token."""
     num_rounds: int
     draft_s: float
     verify_s: float
     coordinator_s: float
     num_drafts: int
     num_accepted: int
+
+    @property
+    def decode_s(self) -> float:
+        """After every request had its first token."""
+        return self.seconds - self.prefill_s
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -49,6 +56,7 @@ class RunRecord:
         """Per-round numbers, in milliseconds."""
         return {
             "num_rounds": self.num_rounds,
+            "prefill_ms": 1e3 * self.prefill_s,
             "draft_ms_per_round": 1e3 * self.draft_s / self.num_rounds,
             "verify_ms_per_round": 1e3 * self.verify_s / self.num_rounds,
             "coordinator_ms_per_round": 1e3 * self.coordinator_s / self.num_rounds,
@@ -109,9 +117,14 @@ class InProcess:
         for request in requests:
             self.engine.add_request(request)
         tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+        num_waiting = len(tokens)
+        prefill_s = 0.0
         while self.engine.has_work:
             for output in self.engine.step():
+                num_waiting -= not tokens[output.request_id] and bool(output.token_ids)
                 tokens[output.request_id].extend(output.token_ids)
+            if num_waiting == 0 and prefill_s == 0.0:
+                prefill_s = time.perf_counter() - started_s
         seconds = time.perf_counter() - started_s
         after = _counters(self.engine)
         rounds, draft_s, verify_s, coordinator_s, drafts, accepted = (
@@ -121,6 +134,7 @@ class InProcess:
         return RunRecord(
             token_ids=tuple(tuple(tokens[request.request_id]) for request in requests),
             seconds=seconds,
+            prefill_s=prefill_s,
             num_rounds=int(rounds),
             draft_s=draft_s,
             verify_s=verify_s,
