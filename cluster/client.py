@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 
 from cluster.config import ClusterConfig
-from cluster.directory import Member
+from cluster.directory import Member, count_workers
 from cluster.directory_actor import DirectoryLink
 from cluster.runtime import bind_host, channel_options, new_peer_id
 from cluster.stream_book import StreamBook, add_up
@@ -55,6 +55,7 @@ class ClusterService:
             failover_timeout_s=cluster.failover_timeout_s,
         )
         self._connected: dict[PeerId, Member] = {}
+        self._members: tuple[Member, ...] = ()
         self._metrics_waiters: dict[int, asyncio.Queue[Mapping[str, float]]] = {}
         self._next_query = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,6 +149,7 @@ class ClusterService:
         return {
             **add_up(snapshots),
             "coordinators": float(len(asked)),
+            **count_workers(self._members),
             **{name: float(value) for name, value in self._book.counters.items()},
         }
 
@@ -163,6 +165,7 @@ class ClusterService:
 
     def _follow(self, members: tuple[Member, ...]) -> None:
         """Connect to the coordinators that are there, and to no others."""
+        self._members = members
         present = {member.peer_id: member for member in members if member.role == "coordinator"}
         for peer_id in self._connected.keys() - present.keys():
             self._pump.disconnect(peer_id)

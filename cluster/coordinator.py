@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+import msgspec
+
 from cluster.config import ClusterConfig
 from cluster.desk import RequestDesk
 from cluster.directory import Member
@@ -63,15 +65,15 @@ class CoordinatorReplica:
         description = self._desk.description
         assert description is not None
         settle_memory()
-        self._pump.start(self._desk.hear, on_tick=self._desk.tick)
-        self._directory.announce(
-            Member(
-                address=channel.address,
-                role="coordinator",
-                capacity=engine.scheduler.max_num_seqs,
-                model_revision=description.revision,
-            )
+        self._member = Member(
+            address=channel.address,
+            role="coordinator",
+            capacity=engine.scheduler.max_num_seqs,
+            model_revision=description.revision,
+            compile_state=self._group.compile_state,
         )
+        self._directory.announce(self._member)
+        self._pump.start(self._desk.hear, on_tick=self._tick)
         logger.info("coordinator %s is ready: %s", self._peer_id, description.model_id)
 
     def check_health(self) -> None:
@@ -94,6 +96,13 @@ class CoordinatorReplica:
         """Called by Serve before the replica ends: serve what is here, then leave."""
         if not self._closed:
             self._drain()
+
+    def _tick(self) -> None:
+        self._desk.tick()
+        state = self._group.compile_state
+        if state != self._member.compile_state:
+            self._member = msgspec.structs.replace(self._member, compile_state=state)
+            self._directory.announce(self._member)
 
     def _follow(self, members: tuple[Member, ...]) -> None:
         """Let current ingresses speak to us; use current draft workers."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
+from specdec.core.idle_work import WorkState
 from specdec.transport.base import PeerAddress, PeerId
 
 Role = Literal["ingress", "coordinator", "draft"]
@@ -20,11 +23,24 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that it serves at once."""
     model_revision: str = ""
     """Of a coordinator: revision of its target."""
+    compile_state: WorkState = "off"
+    """Of a draft worker, and of a coordinator's target worker: what has become of compiling its forward."""
 
     @property
     def peer_id(self) -> PeerId:
         """Id of the process."""
         return self.address.peer_id
+
+
+def count_workers(members: Iterable[Member]) -> dict[str, float]:
+    """Return the gauges `num_workers{part, compile}`: workers by model and state of compiling it."""
+    counts = Counter((member.role, member.compile_state) for member in members)
+    parts: tuple[tuple[str, Role], ...] = (("target", "coordinator"), ("draft", "draft"))
+    return {
+        f'num_workers{{part="{part}",compile="{state}"}}': float(counts[role, state])
+        for part, role in parts
+        for state in get_args(WorkState)
+    }
 
 
 class DirectoryVersion(NamedTuple):
@@ -75,6 +91,29 @@ class DirectoryState:
         return DirectorySnapshot(
             version=DirectoryVersion(self._incarnation, self._changes), members=tuple(self._members.values())
         )
+
+
+class StartReports:
+    """What workers that are starting said last. Who has said nothing for a while is left out."""
+
+    def __init__(self, *, forget_after_s: float) -> None:
+        self._forget_after_s = forget_after_s
+        self._said: dict[PeerId, tuple[str, float]] = {}
+
+    def note(self, worker: PeerId, text: str, now_s: float) -> None:
+        """Take in what a worker does; an empty text says that it has started."""
+        self._said.pop(worker, None)
+        if text:
+            self._said[worker] = (text, now_s)
+
+    def current(self, now_s: float) -> tuple[str, ...]:
+        """Return what is being done now, in alphabetical order."""
+        self._said = {
+            worker: (text, said_s)
+            for worker, (text, said_s) in self._said.items()
+            if now_s - said_s < self._forget_after_s
+        }
+        return tuple(sorted(text for text, _ in self._said.values()))
 
 
 class DirectoryView:

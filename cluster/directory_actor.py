@@ -11,13 +11,22 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from cluster.directory import DirectorySnapshot, DirectoryState, DirectoryVersion, DirectoryView, Member
+from cluster.directory import (
+    DirectorySnapshot,
+    DirectoryState,
+    DirectoryVersion,
+    DirectoryView,
+    Member,
+    StartReports,
+)
 from specdec.transport.base import PeerId
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY_NAME = "drafthouse-directory"
 _CALL_TIMEOUT_S = 5.0
+_START_REPORT_S = 15.0
+"""A worker that has not told how far its start is for so long is assumed not to be at it any more."""
 
 
 class DirectoryProcess:
@@ -25,6 +34,7 @@ class DirectoryProcess:
 
     def __init__(self, lease_s: float) -> None:
         self._state = DirectoryState(lease_s=lease_s, incarnation=time.time_ns())
+        self._starts = StartReports(forget_after_s=_START_REPORT_S)
 
     def exchange(self, member: Member | None, known: DirectoryVersion | None) -> DirectorySnapshot | None:
         """Announce a member (if given); return a snapshot unless the caller knows it already."""
@@ -37,6 +47,14 @@ class DirectoryProcess:
     def leave(self, peer_id: PeerId) -> None:
         """Remove a member."""
         self._state.leave(peer_id)
+
+    def report_start(self, worker: PeerId, text: str) -> None:
+        """Note what a starting worker does; an empty text says that it has started."""
+        self._starts.note(worker, text, time.monotonic())
+
+    def start_reports(self) -> tuple[str, ...]:
+        """What starting workers do."""
+        return self._starts.current(time.monotonic())
 
 
 def open_directory(namespace: str, lease_s: float) -> Any:

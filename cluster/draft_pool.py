@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 
+import msgspec
+
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
 from cluster.runtime import bind_host, channel_options, new_peer_id, worker_options
+from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.engine.config import EngineConfig
@@ -37,6 +40,7 @@ class DraftPoolReplica:
         self._lock = threading.Lock()
         self._worker: WorkerHandle | None = None
         self._worker_id: PeerId | None = None
+        self._member: Member | None = None
         self._counters: dict[str, float] = {}
         self._directory = DirectoryLink(
             namespace=cluster.namespace,
@@ -74,7 +78,11 @@ class DraftPoolReplica:
         channels = self._cluster.channels
         options = worker_options(pool.bundle, worker_id, self._cluster.namespace)
         actor = DraftWorker.options(**options).remote(
-            self._engine, worker_id, bind_host(channels), channel_options(channels)
+            self._engine,
+            worker_id,
+            bind_host(channels),
+            channel_options(channels),
+            StartReporter(self._cluster.namespace, worker_id),
         )
         worker = WorkerHandle(actor, "draft worker")
         self._worker = worker
@@ -82,10 +90,27 @@ class DraftPoolReplica:
         with self._lock:
             self._worker_id = worker_id
             worker.call("admit", self._coordinators)
-        self._directory.announce(
-            Member(address=address, role="draft", capacity=self._engine.scheduler.max_num_seqs)
+        self._announce(
+            Member(
+                address=address,
+                role="draft",
+                capacity=self._engine.scheduler.max_num_seqs,
+                compile_state=worker.compile_state(),
+            )
         )
         logger.info("draft worker %s is ready", worker_id)
+
+    def _announce(self, member: Member) -> None:
+        self._member = member
+        self._directory.announce(member)
+
+    def _follow_compiling(self, worker: WorkerHandle) -> None:
+        """Announce what has become of the part of compiling that was left for idle times."""
+        member = self._member
+        if member is not None and member.compile_state == "pending":
+            state = worker.compile_state(timeout_s=self._cluster.membership.lease_s)
+            if state != "pending":
+                self._announce(msgspec.structs.replace(member, compile_state=state))
 
     def _follow(self, members: tuple[Member, ...]) -> None:
         coordinators = [member.address for member in members if member.role == "coordinator"]
@@ -104,6 +129,7 @@ class DraftPoolReplica:
             try:
                 assert self._worker is not None
                 self._counters = self._worker.call("check_health", timeout_s=self._cluster.membership.lease_s)
+                self._follow_compiling(self._worker)
                 backoff_s = 0.5
             except TransportError as error:
                 logger.warning("%s; it is replaced", error)

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 from cluster.config import ClusterConfig
 from cluster.runtime import bind_host, channel_options, new_peer_id, worker_options
+from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ConfigError, TransportError
+from specdec.core.idle_work import WorkState
 from specdec.engine.build import build_tokenizer, controller_for
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
@@ -48,6 +50,12 @@ class TargetGroup:
         self._proposer: RemoteProposer | None = None
         self._drafters: Sequence[PeerAddress] = ()
         self._revision: str | None = None
+        self._compile_state: WorkState = "pending"
+
+    @property
+    def compile_state(self) -> WorkState:
+        """What has become of compiling the target's forward (any thread)."""
+        return self._compile_state
 
     def make_engine(self) -> Engine:
         """Start a target worker, replacing the one before, and return an engine over it.
@@ -57,6 +65,7 @@ class TargetGroup:
             TransportError: the worker died.
         """
         self.stop()
+        self._compile_state = "pending"
         channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
         times = RemoteTargetTimes(step_timeout_s=self._cluster.target_groups.step_timeout_s)
         try:
@@ -64,6 +73,7 @@ class TargetGroup:
             if self._tokenizer is None:  # meanwhile: importing transformers takes seconds
                 self._tokenizer = build_tokenizer(self._config)
             worker = loading.await_address(self._cluster.target_groups.load_timeout_s)
+            self._compile_state = loading.compile_state()
             target = RemoteTarget(channel, worker, incarnation=next(self._incarnations), times=times)
         except BaseException:
             channel.close()
@@ -82,6 +92,8 @@ class TargetGroup:
         """Raise TransportError when the target of an idle engine is gone."""
         if self._target is not None:
             self._target.check()
+        if self._compile_state == "pending" and self._worker is not None:
+            self._compile_state = self._worker.poll_compile_state() or "pending"
 
     def set_drafters(self, drafters: Sequence[PeerAddress]) -> None:
         """Use exactly these draft workers (any thread)."""
@@ -108,7 +120,12 @@ class TargetGroup:
         worker_id = new_peer_id("target")
         options = worker_options(group.bundle, worker_id, self._cluster.namespace)
         actor = TargetWorker.options(**options).remote(
-            self._config, worker_id, self._host, owner, self._options
+            self._config,
+            worker_id,
+            self._host,
+            owner,
+            self._options,
+            StartReporter(self._cluster.namespace, worker_id),
         )
         self._worker = WorkerHandle(actor, "target worker")
         return self._worker

@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError, TransportError, UserError
+from specdec.core.idle_work import WorkState
 from specdec.transport.base import PeerAddress
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,10 @@ class WorkerHandle:
         self._actor = actor
         self._what = what
         self._stopped = False
+        self._asked: Any = None
 
     def await_address(self, timeout_s: float) -> PeerAddress:
-        """Wait until the model is loaded.
+        """Wait until the worker serves.
 
         Raises:
             UserError: the model cannot be loaded, with the worker's own words.
@@ -54,6 +56,29 @@ class WorkerHandle:
             return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except (RayActorError, GetTimeoutError) as error:
             raise TransportError(f"the {self._what} does not answer: {type(error).__name__}") from error
+
+    def compile_state(self, timeout_s: float = 10.0) -> WorkState:
+        """Ask what has become of compiling the forward.
+
+        Raises:
+            TransportError: the process is dead or does not answer.
+        """
+        state: WorkState = self.call("compile_state", timeout_s=timeout_s)
+        return state
+
+    def poll_compile_state(self) -> WorkState | None:
+        """As `compile_state`, without waiting: the answer to an earlier call of this, if it has come."""
+        if self._asked is None:
+            self._asked = self._actor.compile_state.remote()
+        answered, _ = ray.wait([self._asked], timeout=0)
+        if not answered:
+            return None
+        self._asked = None
+        try:
+            state: WorkState = ray.get(answered[0])
+        except RayActorError:
+            return None  # whoever looks after the worker will find out
+        return state
 
     def stop(self) -> None:
         """End the process, whatever it is doing."""

@@ -16,6 +16,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from cluster.directory_actor import close_directory
+from cluster.start_reports import read_start_reports
 from deploy.application import APPLICATION, build_application
 from deploy.config import DrafthouseConfig, HttpConfig
 from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, ResourceError, UserError
@@ -99,7 +100,8 @@ class Deployment:
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
                 raise DeploymentFailed(f"not ready after {limit_s:g} s: {_progress(overview)}")
-            yield _progress(overview)
+            reports = read_start_reports(self._config.cluster.namespace)
+            yield ", ".join((_progress(overview), *reports))
             time.sleep(_POLL_S)
 
     def watch(self) -> Iterator[str]:

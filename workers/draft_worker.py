@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from specdec.core.idle_work import idle_work_of
+from specdec.core.idle_work import WorkState, idle_work_of, state_of
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
-from workers.idle_runner import IdleRunner
+from workers.idle_runner import IdleRunner, run_at_start
 from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
+from workers.progress import StartListener, StartProgress
 
 if TYPE_CHECKING:
     from specdec.transport.zmq import ZmqOptions
@@ -26,10 +27,17 @@ _QUIET_S = 0.5
 class DraftWorkerProcess:
     """Loads the drafter, then serves rounds in a thread until it is stopped or its owner dies.
 
-    The constructor blocks while the model loads.
+    The constructor blocks while the model is loaded and, within `compile.startup_seconds`, compiled.
     """
 
-    def __init__(self, config: EngineConfig, peer_id: PeerId, host: str, options: ZmqOptions) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        peer_id: PeerId,
+        host: str,
+        options: ZmqOptions,
+        listener: StartListener | None = None,
+    ) -> None:
         prepare_logging(peer_id)
         speculative = config.speculative_config
         num_threads = prepare_threads(speculative.num_threads)
@@ -41,21 +49,31 @@ class DraftWorkerProcess:
         started_s = time.monotonic()
         logger.info("loading drafter %s (%d threads)", speculative.model or speculative.method, num_threads)
         proposer = build_draft_proposer(config)
-        logger.info("drafter ready after %.1f s", time.monotonic() - started_s)
+        progress = StartProgress("draft", listener)
+        self._works = idle_work_of(proposer)
+        run_at_start(self._works, budget_s=speculative.compile.startup_seconds, report=progress.compiling)
+        logger.info(
+            "drafter ready after %.1f s (compiling: %s)", time.monotonic() - started_s, self.compile_state()
+        )
         settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._server = server = DraftServer(self._channel, proposer)
-        idle = IdleRunner(idle_work_of(proposer), quiet_s=_QUIET_S)
+        idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
         def serve_once() -> None:
             was_served = server.step(idle.patience_s)
             idle.after(was_served, is_needed=server.num_sequences > 0)
 
         self._thread = ServingThread("draft", serve_once, self._channel.close)
+        progress.ready()
 
     def address(self) -> PeerAddress:
-        """How coordinators reach this worker. Answers once the model is loaded."""
+        """How coordinators reach this worker. Answers once it serves."""
         return self._channel.address
+
+    def compile_state(self) -> WorkState:
+        """What has become of compiling the forward."""
+        return state_of(self._works)
 
     def admit(self, coordinators: list[PeerAddress]) -> None:
         """Serve exactly these coordinators, and forget what others asked for."""

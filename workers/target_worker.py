@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from specdec.core.idle_work import WorkState, state_of
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
-from workers.idle_runner import IdleRunner
+from workers.idle_runner import IdleRunner, run_at_start
 from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
+from workers.progress import StartListener, StartProgress
 
 if TYPE_CHECKING:
     from specdec.transport.zmq import ZmqOptions
@@ -25,11 +27,18 @@ _QUIET_S = 1.5
 class TargetWorkerProcess:
     """Loads the target, then serves steps in a thread until it is stopped or its owner dies.
 
-    The constructor blocks while the model loads. Ray kills the actor when the coordinator that made it dies.
+    The constructor blocks while the model is loaded and, within `compile.startup_seconds`, compiled. Ray
+    kills the actor when the coordinator that made it dies.
     """
 
     def __init__(
-        self, config: EngineConfig, peer_id: PeerId, host: str, owner: PeerAddress, options: ZmqOptions
+        self,
+        config: EngineConfig,
+        peer_id: PeerId,
+        host: str,
+        owner: PeerAddress,
+        options: ZmqOptions,
+        listener: StartListener | None = None,
     ) -> None:
         prepare_logging(peer_id)
         num_threads = prepare_threads(config.target.num_threads)
@@ -37,35 +46,45 @@ class TargetWorkerProcess:
         from specdec.engine.build import build_target
         from specdec.engine.target_server import TargetServer
         from specdec.transport.zmq import ZmqChannel
-        from workers.progress import LoggedProgress
 
         started_s = time.monotonic()
         logger.info("loading target %s (%d threads)", config.target.model, num_threads)
-        target = build_target(config, LoggedProgress("target"))
+        progress = StartProgress("target", listener)
+        target = build_target(config, progress)
         description = target.description
         logger.info(
-            "target ready after %.1f s: %s, %s, %d blocks of %d tokens",
+            "target loaded after %.1f s: %s, %s, %d blocks of %d tokens",
             time.monotonic() - started_s,
             description.model_id,
             description.dtype,
             description.num_blocks,
             description.block_size,
         )
+        self._works = target.idle_work
+        run_at_start(self._works, budget_s=config.target.compile.startup_seconds, report=progress.compiling)
+        logger.info(
+            "target ready after %.1f s (compiling: %s)", time.monotonic() - started_s, self.compile_state()
+        )
         settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._channel.admit([owner])
         server = TargetServer(self._channel, target)
-        idle = IdleRunner(target.idle_work, quiet_s=_QUIET_S)
+        idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
         def serve_once() -> None:
             was_served = server.step(idle.patience_s)
             idle.after(was_served, is_needed=False)
 
         self._thread = ServingThread("target", serve_once, self._channel.close)
+        progress.ready()
 
     def address(self) -> PeerAddress:
-        """How the coordinator reaches this worker. Answers once the model is loaded."""
+        """How the coordinator reaches this worker. Answers once it serves."""
         return self._channel.address
+
+    def compile_state(self) -> WorkState:
+        """What has become of compiling the forward."""
+        return state_of(self._works)
 
     def check_health(self) -> None:
         """Raise when nothing is served any more."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
+
+_PERCENTAGE = re.compile(r"\d+ %")
 
 
 @contextlib.contextmanager
 def shown(console: Console, stage: str) -> Iterator[Callable[[str], None]]:
     """Show `stage`, and what the function that is yielded is called with afterwards, until the block ends.
 
-    The same stage may be given as often as one likes. A terminal also shows for how long it has lasted.
+    The same stage may be given as often as one likes, and with other percentages; only a terminal shows
+    those, and for how long it has lasted.
     """
     if not console.is_terminal:
         yield _lines(console, stage)
@@ -28,8 +32,9 @@ def _lines(console: Console, stage: str) -> Callable[[str], None]:
 
     def show(text: str) -> None:
         nonlocal shown_last
-        if text != shown_last:
-            shown_last = text
+        stage = _PERCENTAGE.sub("", text)
+        if stage != shown_last:
+            shown_last = stage
             console.print(f"{text} ...", soft_wrap=True)
 
     show(stage)

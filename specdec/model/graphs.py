@@ -11,9 +11,9 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from specdec.attention.base import PagedBatch
 from specdec.attention.cpu import CpuPagedAttention, NativeLayer
 from specdec.attention.metadata import build_metadata
 from specdec.attention.native import NativeUnavailable, resolve_cache_dir
+from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig
@@ -35,15 +36,19 @@ from specdec.model.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-State = Literal["off", "pending", "ready", "failed"]
-
 _POLL_S = 0.05
+_FIRST_STAGE = "building the C++ kernels"
+_NUM_SINGLE_PIECES = 7
+"""Pieces beside those that pack one weight each."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Largest difference from eager logits, relative to the largest logit, with which a forward is used."""
 _CHECKED_BATCHES = (((0, 7), (0, 3)), ((7, 1), (3, 3)), ((8, 1),))
 """(start, rows) of each sequence in the batches of the self-check: prefill, mixed, decode of one."""
 _CHECKED_BLOCKS = 16
 """Enough for the longest of these sequences in blocks of one token."""
+
+
+_Made = TypeVar("_Made")
 
 
 class WarmUpProgress(Protocol):
@@ -60,6 +65,38 @@ class _Libraries:
     attention: CpuPagedAttention
 
 
+class _InThread(Generic[_Made]):
+    """Something that is made in a thread of its own, which does not outlive the process."""
+
+    def __init__(self, make: Callable[[], _Made]) -> None:
+        self._outcome: list[_Made | NativeUnavailable] = []
+        self._thread = threading.Thread(target=self._run, args=(make,), name="kernel-build", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it is over, waiting at most `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> _Made:
+        """Return what was made, once it is over.
+
+        Raises:
+            NativeUnavailable: it could not be made.
+        """
+        if not self._outcome:
+            raise NativeUnavailable("the build of the C++ kernels died")
+        if isinstance(self._outcome[0], NativeUnavailable):
+            raise self._outcome[0]
+        return self._outcome[0]
+
+    def _run(self, make: Callable[[], _Made]) -> None:
+        try:
+            self._outcome.append(make())
+        except NativeUnavailable as error:
+            self._outcome.append(error)
+
+
 class CompiledForward:
     """Implements `runner.ForwardGraphs` and `engine.async_engine.IdleWork` for one runner on the CPU.
 
@@ -73,14 +110,17 @@ class CompiledForward:
         self._cache_dir = resolve_cache_dir(config.cache_dir)
         self._forward: NativeForward | None = None
         self._caches: ctypes.Array[NativeLayer] | None = None
-        self._stage = "starting"
+        self._stage = _FIRST_STAGE
+        self._num_done = 0
+        # Every matrix of a model is, nearly always, a weight to be packed; known exactly after lowering.
+        self._num_weights = sum(parameter.dim() == 2 for parameter in runner.loaded.model.parameters())
         self._weights: PackedWeights | None = None
         self._pieces = self._compile()
         wanted = config.mode == "auto" and runner.loaded.device.type == "cpu"
-        self._state: State = "pending" if wanted else "off"
+        self._state: WorkState = "pending" if wanted else "off"
 
     @property
-    def state(self) -> State:
+    def state(self) -> WorkState:
         """off: switched off, or not on a CPU; failed: everything stays eager, and a log line has said why."""
         return self._state
 
@@ -93,12 +133,20 @@ class CompiledForward:
         """Whether `run_next` has anything to do."""
         return self._state == "pending"
 
+    def progress(self) -> WorkProgress:
+        """How many pieces are done; the build of the kernels counts as one."""
+        return WorkProgress(
+            stage=self._stage, done=self._num_done, total=_NUM_SINGLE_PIECES + self._num_weights
+        )
+
     def run_next(self) -> None:
         """Do the next piece of the work: well under a second, unless the model is very deep."""
         if self._state != "pending":
             return
         try:
-            self._stage = next(self._pieces)
+            stage = next(self._pieces)
+            self._num_done += stage != _FIRST_STAGE
+            self._stage = stage
         except StopIteration:
             self._state = "ready"
         except (NativeUnavailable, CannotLower) as error:
@@ -108,7 +156,7 @@ class CompiledForward:
             logger.debug("compiling the forward failed", exc_info=True)
             self._fail(f"{type(error).__name__}: {error}")
 
-    def warm_up(self, progress: WarmUpProgress | None = None) -> State:
+    def warm_up(self, progress: WarmUpProgress | None = None) -> WorkState:
         """Do all of the work now; return the state it ends in."""
         while self.pending():
             if progress is not None:
@@ -157,10 +205,11 @@ class CompiledForward:
         of_positions = [value for value in used if value.kind == "position"]
         tables = position_tables(trace, of_positions, runner.max_model_len)
         self._weights = weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
-        for operation in operations:
-            if isinstance(operation, LinearLayer):
-                weights.pack(operation.weight)
-                yield "packing weights"
+        linear_layers = [operation for operation in operations if isinstance(operation, LinearLayer)]
+        self._num_weights = len(linear_layers)
+        for layer in linear_layers:
+            weights.pack(layer.weight)
+            yield "packing weights"
         forward = NativeForward(
             libraries.forward, steps, buffers, tables, logits=lowered.logits, weights=weights, layers=layers
         )
@@ -177,28 +226,12 @@ class CompiledForward:
         )
 
     def _build(self) -> Generator[str, None, _Libraries]:
-        """Build or load the C++ libraries beside whatever else this thread does."""
-        outcome: list[_Libraries | NativeUnavailable] = []
-
-        def build() -> None:
-            try:
-                outcome.append(
-                    _Libraries(load_forward_library(self._cache_dir), CpuPagedAttention(self._cache_dir))
-                )
-            except NativeUnavailable as error:
-                outcome.append(error)
-
-        builder = threading.Thread(target=build, name="kernel-build", daemon=True)
-        builder.start()
-        builder.join(_POLL_S)
-        while builder.is_alive():
-            yield "building the C++ kernels"
-            builder.join(_POLL_S)
-        if not outcome:
-            raise NativeUnavailable("the build of the C++ kernels died")
-        if isinstance(outcome[0], NativeUnavailable):
-            raise outcome[0]
-        return outcome[0]
+        """Build or load the C++ libraries, both at once, beside whatever else this thread does."""
+        forward = _InThread(lambda: load_forward_library(self._cache_dir))
+        attention = _InThread(lambda: CpuPagedAttention(self._cache_dir))
+        while not (forward.wait(_POLL_S) and attention.wait(_POLL_S)):
+            yield _FIRST_STAGE
+        return _Libraries(forward.result(), attention.result())
 
     def _check(self, forward: NativeForward) -> None:
         """Run a few small batches both ways, on pools of their own.

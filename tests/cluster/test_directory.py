@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.directory import DirectoryState, DirectoryView, Member
+from cluster.directory import DirectoryState, DirectoryView, Member, Role, StartReports, count_workers
+from specdec.core.idle_work import WorkState
 from specdec.transport.base import PeerAddress, PeerId
 
 
@@ -85,3 +86,33 @@ def test_a_snapshot_tells_roles_apart(role: str) -> None:
     state.announce(A, 0.0)
     found = state.snapshot(0.0).with_role(role)  # type: ignore[arg-type]
     assert found == ((A,) if role == "draft" else ())
+
+
+def test_workers_are_counted_by_model_and_state_of_compiling() -> None:
+    def of(name: str, role: Role, state: WorkState) -> Member:
+        return Member(address=member(name).address, role=role, compile_state=state)
+
+    members = [
+        of("c", "coordinator", "ready"),
+        of("d", "draft", "pending"),
+        of("e", "draft", "pending"),
+        of("i", "ingress", "off"),
+    ]
+    counts = count_workers(members)
+    assert {name: count for name, count in counts.items() if count} == {
+        'num_workers{part="target",compile="ready"}': 1.0,
+        'num_workers{part="draft",compile="pending"}': 2.0,
+    }
+    assert len(counts) == 8, "zeros are there too: a series that disappears cannot be alerted on"
+
+
+def test_start_reports_end_with_the_start_or_with_silence() -> None:
+    reports = StartReports(forget_after_s=10.0)
+    reports.note(PeerId("t"), "loading target 20 %", 0.0)
+    reports.note(PeerId("d"), "compiling draft 5 %", 1.0)
+    reports.note(PeerId("d"), "compiling draft 9 %", 2.0)
+    assert reports.current(3.0) == ("compiling draft 9 %", "loading target 20 %")
+    reports.note(PeerId("d"), "", 4.0)
+    reports.note(PeerId("nobody"), "", 4.0)
+    assert reports.current(9.9) == ("loading target 20 %",)
+    assert reports.current(10.0) == ()

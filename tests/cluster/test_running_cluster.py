@@ -159,6 +159,8 @@ def test_tokens_are_those_of_the_target_alone(
             assert (last.finish_reason, last.num_generated_tokens) == ("length", 60)
         accepted = await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 0)
         assert accepted > 10, "the drafter hardly helped: this proves little"
+        for part in ("target", "draft"):
+            await metric(service, f'num_workers{{part="{part}",compile="off"}}', lambda value: value == 1)
 
     with_service(cluster_config, scenario)
 
@@ -410,3 +412,58 @@ def test_a_worker_that_cannot_load_says_so_in_the_user_s_words(
     )
     with pytest.raises(CheckpointError, match="model folder /nowhere/at/all does not exist"):
         WorkerHandle(actor, "target worker").await_address(60)
+
+
+def test_a_worker_compiles_before_it_is_ready_and_what_is_left_while_idle(
+    ray_cluster: None, engine_config: EngineConfig, cluster_config: ClusterConfig
+) -> None:
+    from cluster.directory_actor import close_directory, open_directory
+    from cluster.runtime import channel_options, new_peer_id
+    from cluster.start_reports import StartReporter, read_start_reports
+    from cluster.worker_handle import WorkerHandle
+    from specdec.attention.cpu import CpuPagedAttention
+    from specdec.attention.native import NativeUnavailable
+    from specdec.model.config import CompileConfig
+    from workers.target_worker import TargetWorker
+
+    try:
+        CpuPagedAttention()
+    except NativeUnavailable as error:
+        pytest.skip(f"no compiled forward here: {error}")
+    owner = PeerAddress(peer_id=PeerId("nobody"), endpoint="tcp://127.0.0.1:1", public_key="x" * 40)
+    namespace = "start-reports"
+    open_directory(namespace, 5.0)
+
+    def start(startup_seconds: float) -> WorkerHandle:
+        compiling = CompileConfig(startup_seconds=startup_seconds)
+        target = engine_config.target.model_copy(update={"compile": compiling})
+        worker_id = new_peer_id("target")
+        actor = TargetWorker.options(num_cpus=0).remote(  # type: ignore[attr-defined]
+            engine_config.model_copy(update={"target": target}),
+            worker_id,
+            "127.0.0.1",
+            owner,
+            channel_options(cluster_config.channels),
+            StartReporter(namespace, worker_id),
+        )
+        return WorkerHandle(actor, "target worker")
+
+    patient, hasty = start(60.0), start(0.0)
+    try:
+        reports: set[str] = set()
+        while patient.poll_compile_state() is None:  # it answers once it is ready
+            reports.update(read_start_reports(namespace))
+            time.sleep(0.01)
+        assert any(text.startswith("loading target ") for text in reports), reports
+        assert patient.compile_state() == "ready"
+        hasty.await_address(60)
+        assert hasty.compile_state() == "pending"
+        until = time.monotonic() + 60
+        while hasty.poll_compile_state() != "ready":
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert read_start_reports(namespace) == ()
+    finally:
+        patient.stop()
+        hasty.stop()
+        close_directory(namespace)

@@ -1,18 +1,31 @@
 from __future__ import annotations
 
 from specdec.core.clock import ManualClock
-from workers.idle_runner import IdleRunner
+from specdec.core.idle_work import WorkProgress, WorkState
+from workers.idle_runner import IdleRunner, run_at_start
 
 
 class Pieces:
-    def __init__(self, num: int) -> None:
-        self.left = num
+    """Work of some pieces, each of which takes a second of `clock`."""
+
+    def __init__(self, num: int, clock: ManualClock | None = None) -> None:
+        self.num = self.left = num
+        self.clock = clock
+
+    @property
+    def state(self) -> WorkState:
+        return "pending" if self.left else "ready"
+
+    def progress(self) -> WorkProgress:
+        return WorkProgress(stage="piece", done=self.num - self.left, total=self.num)
 
     def pending(self) -> bool:
         return self.left > 0
 
     def run_next(self) -> None:
         self.left -= 1
+        if self.clock is not None:
+            self.clock.advance(1.0)
 
 
 def test_pieces_are_done_only_after_silence_and_in_order() -> None:
@@ -47,3 +60,23 @@ def test_nothing_is_done_while_somebody_will_ask_again() -> None:
     clock.advance(2.0)
     idle.after(was_served=False, is_needed=False)
     assert pieces.left == 0
+
+
+def test_at_the_start_all_is_done_within_the_budget_and_the_rest_while_idle() -> None:
+    clock = ManualClock()
+    first, second = Pieces(2, clock), Pieces(3, clock)
+    reports: list[WorkProgress] = []
+    run_at_start([first, second], budget_s=3.5, report=reports.append, clock=clock)
+    assert (first.left, second.left) == (0, 1)
+    assert [(report.done, report.total) for report in reports] == [(0, 2), (1, 2), (0, 3), (1, 3)]
+    idle = IdleRunner([first, second], quiet_s=1.0, clock=clock)
+    clock.advance(1.0)
+    idle.after(was_served=False, is_needed=False)
+    assert second.left == 0
+
+
+def test_without_a_budget_nothing_is_done_at_the_start() -> None:
+    clock = ManualClock()
+    pieces = Pieces(1, clock)
+    run_at_start([pieces], budget_s=0.0, report=lambda report: None, clock=clock)
+    assert pieces.left == 1

@@ -17,6 +17,14 @@ def test_a_file_gets_each_stage_once() -> None:
     assert file.getvalue() == "placing ...\nloading ...\nchecking ...\n"
 
 
+def test_percentages_alone_make_no_line_in_a_file() -> None:
+    file = io.StringIO()
+    with shown(Console(file=file), "placing") as show:
+        for stage in ("compiling target 2 %", "compiling target 37 %", "compiling draft 40 %"):
+            show(stage)
+    assert file.getvalue() == "placing ...\ncompiling target 2 % ...\ncompiling draft 40 % ...\n"
+
+
 def test_a_terminal_gets_a_spinner_that_leaves_nothing_behind() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True)

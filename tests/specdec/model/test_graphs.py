@@ -261,13 +261,17 @@ def test_pieces_are_done_one_at_a_time_and_the_eager_forward_serves_meanwhile(lo
     piece = SequenceSlice(token_ids=[7], start=0, block_table=[3], num_logit_rows=1)
     expected = runner.forward([piece]).clone()
     num_pieces = 0
+    done = [-1]
     while forward.pending():
         assert forward.state == "pending"
+        done.append(forward.progress().done)
+        assert done[-2] <= done[-1] < forward.progress().total
         torch.testing.assert_close(runner.forward([piece]), expected, rtol=0, atol=1e-3)
         forward.run_next()
         num_pieces += 1
     assert forward.state == "ready"
     assert num_pieces > 5
+    assert forward.progress().done + 1 == forward.progress().total
     forward.run_next()
     assert forward.state == "ready"
 
