@@ -71,6 +71,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
+def outline_of(checkpoint: Checkpoint) -> str:
+    """Return a hash over config.json and names, shapes and places of all tensors, without reading weights."""
+    digest = hashlib.blake2b((checkpoint.path / CONFIG_FILE).read_bytes(), digest_size=16)
+    for file, header in zip(checkpoint.weight_files, checkpoint.headers, strict=True):
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode() + header)
+    return digest.hexdigest()
+
+
 def revision_of(checkpoint: Checkpoint, progress: LoadProgress | None = None) -> str:
     """Return a hash over config.json and the weights, as 32 hex digits.
 

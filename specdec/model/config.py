@@ -43,5 +43,7 @@ class ModelConfig(StrictConfig):
     """Run Python code that comes with the checkpoint."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of this model's process; None: all cores of the process."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes (GPUs) that hold the model together, each a part of it."""
     compile: CompileConfig = CompileConfig()
     """Compilation of this model's forward."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +26,14 @@ from transformers.utils import logging as transformers_logging
 from specdec.attention.base import LayerAttention
 from specdec.attention.hf import ATTENTION_NAME
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
-from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, revision_of
+from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, outline_of, revision_of
 from specdec.model.config import ModelConfig
 from specdec.model.inspection import inspect_forward
+from specdec.model.parallel.cuts import VocabShard
+from specdec.model.parallel.group import RankGroup, same_fate
+from specdec.model.parallel.loading import read_part
+from specdec.model.parallel.plan import UnsupportedParallelism
+from specdec.model.parallel.surgery import check_parallel
 from specdec.model.support import unsupported_reason
 
 logger = logging.getLogger(__name__)
@@ -59,30 +65,51 @@ class LoadedModel:
     revision: str
     """Hash over config.json and weights."""
     layers: tuple[LayerAttention, ...]
+    """With the heads of this rank."""
+    ranks: RankGroup | None = None
+    """The ranks that hold the model together; None: it is here in full."""
+    vocab: VocabShard | None = None
+    """With `ranks`: the token ids whose logits this rank computes."""
 
 
-def load_model(config: ModelConfig, progress: LoadProgress | None = None) -> LoadedModel:
+def load_model(
+    config: ModelConfig, progress: LoadProgress | None = None, ranks: RankGroup | None = None
+) -> LoadedModel:
     """Load the model of `config`, and set this process's thread count when `config` gives one.
+
+    With `ranks`, every rank calls this at the same time, reads its part of the weights, and raises when any
+    of them cannot load.
 
     Raises:
         CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind; the
             text names it and the cause.
         ConfigError: max_model_len exceeds what the model was made for, or is needed and missing.
         ResourceError: the device does not exist.
+        TransportError: another rank is gone.
     """
-    checkpoint = open_checkpoint(config.model)
-    hf_config = _load_config(checkpoint, trust_remote_code=config.trust_remote_code)
-    _refuse_unsupported(checkpoint, hf_config, trust_remote_code=config.trust_remote_code)
-    max_model_len = _resolve_max_model_len(config, hf_config)
-    dtype = _resolve_dtype(config, checkpoint, hf_config)
-    device = _resolve_device(config.device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    _check_number_of_parameters(checkpoint, hf_config, trust_remote_code=config.trust_remote_code)
-    revision = revision_of(checkpoint, progress)
-    model = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress)
-    torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
-    layers, vocab_size = inspect_forward(model, checkpoint.path)
+    size = 1 if ranks is None else ranks.size
+    if config.tensor_parallel_size != size:
+        raise ConfigError(
+            f"tensor_parallel_size = {config.tensor_parallel_size} needs as many ranks; here "
+            f"{'is' if size == 1 else 'are'} {size}"
+        )
+    with same_fate(ranks):
+        checkpoint = open_checkpoint(config.model)
+        hf_config = _load_config(checkpoint, trust_remote_code=config.trust_remote_code)
+        _refuse_unsupported(checkpoint, hf_config, size, trust_remote_code=config.trust_remote_code)
+        max_model_len = _resolve_max_model_len(config, hf_config)
+        dtype = _resolve_dtype(config, checkpoint, hf_config)
+        device = _resolve_device(config.device) if ranks is None else ranks.device
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        _check_model_on_paper(checkpoint, hf_config, size, trust_remote_code=config.trust_remote_code)
+        revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
+        model, vocab = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, ranks)
+        torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
+        eos_token_ids = _eos_token_ids(checkpoint, hf_config)
+    if ranks is not None:
+        revision = _same_revision(checkpoint, revision, ranks)
+    layers, num_logits = inspect_forward(model, checkpoint.path)
     if progress is not None:
         progress("probe", 1, 1)
     return LoadedModel(
@@ -91,12 +118,28 @@ def load_model(config: ModelConfig, progress: LoadProgress | None = None) -> Loa
         config=hf_config,
         dtype=dtype,
         device=device,
-        vocab_size=vocab_size,
+        vocab_size=num_logits if vocab is None else vocab.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(checkpoint, hf_config),
+        eos_token_ids=eos_token_ids,
         revision=revision,
         layers=layers,
+        ranks=ranks,
+        vocab=vocab,
     )
+
+
+def _same_revision(checkpoint: Checkpoint, revision: str, ranks: RankGroup) -> str:
+    """Return rank 0's revision (only it hashes the weights), after comparing what is cheap to compare.
+
+    Raises:
+        CheckpointError: ranks have read different models (on different nodes, say).
+    """
+    outline = outline_of(checkpoint)
+    answers = [answer.decode().split() for answer in ranks.exchange(f"{outline} {revision}".encode())]
+    for rank, answer in enumerate(answers):
+        if answer[0] != answers[0][0]:
+            raise CheckpointError(f"{checkpoint.path}: rank {rank} has read another model than rank 0")
+    return answers[0][1]
 
 
 def _load_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -121,24 +164,32 @@ def _foreign_files(problem: str) -> Iterator[None]:
 
 
 def _refuse_unsupported(
-    checkpoint: Checkpoint, hf_config: PretrainedConfig, *, trust_remote_code: bool
+    checkpoint: Checkpoint, hf_config: PretrainedConfig, num_ranks: int, *, trust_remote_code: bool
 ) -> None:
     """Raise CheckpointError, before weights are read, for models that the engine cannot run."""
     has_own_code = trust_remote_code and "AutoModelForCausalLM" in (
         getattr(hf_config, "auto_map", None) or {}
     )
+    if has_own_code and num_ranks > 1:
+        raise CheckpointError(
+            f"{checkpoint.path}: a model with code of its own cannot be served with tensor_parallel_size "
+            f"{num_ranks}"
+        )
     if has_own_code:
         return  # its class is only known once loaded; the attention probe has the last word
     if type(hf_config) not in _AUTO_MODEL._model_mapping:
         raise CheckpointError(f"{checkpoint.path}: {hf_config.model_type} is not a causal language model")
-    model_class: Any = _AUTO_MODEL._model_mapping[type(hf_config)]
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
-    reason = unsupported_reason(hf_config, model_class)
+    reason = unsupported_reason(hf_config, _model_class(hf_config))
     if reason is not None:
         raise CheckpointError(
             f"{checkpoint.path}: model type {hf_config.model_type} cannot be served: {reason}"
         )
+
+
+def _model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that transformers has for a configuration that it knows."""
+    model_class: Any = _AUTO_MODEL._model_mapping[type(hf_config)]
+    return model_class[0] if isinstance(model_class, tuple) else model_class  # type: ignore[no-any-return]
 
 
 def _resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> int:
@@ -201,32 +252,47 @@ def _read_weights(
     dtype: torch.dtype,
     trust_remote_code: bool,
     progress: LoadProgress | None,
-) -> PreTrainedModel:
+    ranks: RankGroup | None,
+) -> tuple[PreTrainedModel, VocabShard | None]:
+    """Read the model, or this rank's part of it and the token ids that its logits are of."""
     if progress is not None:
         progress("weights", 0, checkpoint.weight_bytes)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": ATTENTION_NAME,
+        # Reported, not tolerated: the error of transformers names no tensor.
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
+    vocab: VocabShard | None = None
     with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"), _quiet_transformers():
-        model, info = _AUTO_MODEL.from_pretrained(
-            checkpoint.path,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            # Reported, not tolerated: the error of transformers names no tensor.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        if ranks is None:
+            model, info = _AUTO_MODEL.from_pretrained(
+                checkpoint.path,
+                config=hf_config,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                **options,
+            )
+        else:
+            count = _ByteCount(progress, checkpoint.weight_bytes)
+            model, info, vocab = read_part(
+                _model_class(hf_config), checkpoint, hf_config, ranks, note_read=count, **options
+            )
     _check_loading_info(checkpoint, info)
     if progress is not None:
         progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
-    return model  # type: ignore[no-any-return]
+    return model, vocab
 
 
-def _check_number_of_parameters(
-    checkpoint: Checkpoint, hf_config: PretrainedConfig, *, trust_remote_code: bool
+def _check_model_on_paper(
+    checkpoint: Checkpoint, hf_config: PretrainedConfig, num_ranks: int, *, trust_remote_code: bool
 ) -> None:
-    """Refuse a config.json that describes a much larger model than the weights are.
+    """Refuse what can be told of the model before its weights are read.
+
+    A model that cannot be cut over `num_ranks`; and a config.json that describes a much larger model than the
+    weights are.
 
     Missing tensors are found later one by one, but transformers first makes them up: with a config.json that
     has lost its sizes and so describes a model of billions of parameters, that takes minutes or all memory.
@@ -247,6 +313,14 @@ def _check_number_of_parameters(
             f"{checkpoint.path}: the weights do not fit config.json: they hold {num_stored} parameters, "
             f"the model needs {num_needed}"
         )
+    if num_ranks > 1:
+        try:
+            check_parallel(model, num_ranks)
+        except UnsupportedParallelism as refusal:
+            raise CheckpointError(
+                f"{checkpoint.path}: model type {hf_config.model_type} cannot be served with "
+                f"tensor_parallel_size {num_ranks}: {refusal}"
+            ) from refusal
 
 
 def _check_loading_info(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
@@ -270,6 +344,22 @@ def _check_loading_info(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
             len(unexpected),
             unexpected[0],
         )
+
+
+class _ByteCount:
+    """Reports bytes read as progress; called from several threads."""
+
+    def __init__(self, progress: LoadProgress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            if self._progress is not None:
+                self._progress("weights", self._done, self._total)
 
 
 @contextmanager

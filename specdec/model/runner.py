@@ -74,12 +74,15 @@ class ModelRunner:
         shapes = [
             KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in loaded.layers
         ]
+        num_blocks = plan_num_blocks(
+            cache, shapes, loaded.dtype, max_tokens=max_num_seqs * loaded.max_model_len
+        )
+        if loaded.ranks is not None:
+            num_blocks = loaded.ranks.smallest(num_blocks)
         self.loaded = loaded
         self.pool = KvPool(
             shapes,
-            num_blocks=plan_num_blocks(
-                cache, shapes, loaded.dtype, max_tokens=max_num_seqs * loaded.max_model_len
-            ),
+            num_blocks=num_blocks,
             block_size=cache.block_size,
             dtype=loaded.dtype,
             device=loaded.device,
