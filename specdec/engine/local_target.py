@@ -19,7 +19,7 @@ from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, Target
 from specdec.core.sampling_params import SamplingParams
 from specdec.model.batch import SequenceSlice
 from specdec.model.runner import ModelRunner
-from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, logprobs_of
+from specdec.sampling.sampler import RowSpec, SamplingRows, TokenChooser
 from specdec.tree.topology import Topology
 
 
@@ -36,7 +36,7 @@ class LocalTarget:
     A submitted step is run when it is collected: in one process there is nothing to overlap with.
     """
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, *, idle_work: Sequence[IdleWork] = ()) -> None:
+    def __init__(self, runner: ModelRunner, sampler: TokenChooser, *, idle_work: Sequence[IdleWork] = ()) -> None:
         """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`)."""
         self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
@@ -180,7 +180,7 @@ class LocalTarget:
         if params.logprobs is None or not token_ids:
             return None
         rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(token_ids))], logits.device)
-        return tuple(logprobs_of(logits, token_ids, params.logprobs, params.logprobs_mode, rows))
+        return tuple(self._sampler.logprobs(logits, token_ids, params.logprobs, params.logprobs_mode, rows))
 
 
 def _without_draft(work: TargetWork) -> TargetWork:

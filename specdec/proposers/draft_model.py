@@ -23,7 +23,7 @@ from specdec.model.batch import Runner, SequenceSlice
 from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.rows import RowSpec, SamplingRows
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import TokenChooser
 
 
 class _DraftSequence:
@@ -85,7 +85,7 @@ class DraftModelProposer:
     def __init__(
         self,
         runner: Runner,
-        sampler: Sampler,
+        sampler: TokenChooser,
         *,
         vocab_size: int,
         max_read_tokens: int = 512,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,7 +33,9 @@ __all__ = [
     "SampledRows",
     "Sampler",
     "SamplingRows",
+    "TokenChooser",
     "logprobs_of",
+    "most_likely",
     "noisy_scores",
     "target_distribution",
 ]
@@ -48,6 +50,27 @@ class SampledRows(NamedTuple):
     """int64 [R]; 0 where `finite` is false."""
     finite: torch.Tensor
     """bool [R]: false where the row holds NaN or +inf, or nothing above -inf. Its request cannot go on."""
+
+
+class TokenChooser(Protocol):
+    """Evaluates the token function on logits as the runner gives them: whole rows, or this rank's columns."""
+
+    def sample(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target"
+    ) -> SampledRows:
+        """Return each row's token."""
+        ...
+
+    def logprobs(
+        self,
+        logits_RV: torch.Tensor,
+        token_ids: Sequence[int],
+        num_top: int,
+        mode: LogprobsMode,
+        rows: SamplingRows,
+    ) -> list[TokenLogprobs]:
+        """Return log-probabilities as `logprobs_of` does."""
+        ...
 
 
 class Sampler:
@@ -99,6 +122,17 @@ class Sampler:
         if logits_RV.stride(1) != 1:
             logits_RV = logits_RV.contiguous()
         return SampledRows(*self._native(logits_RV, rows, stream))
+
+    def logprobs(
+        self,
+        logits_RV: torch.Tensor,
+        token_ids: Sequence[int],
+        num_top: int,
+        mode: LogprobsMode,
+        rows: SamplingRows,
+    ) -> list[TokenLogprobs]:
+        """See `logprobs_of`."""
+        return logprobs_of(logits_RV, token_ids, num_top, mode, rows)
 
 
 def _agrees(native: NativeTokenFunction) -> bool:
@@ -170,7 +204,7 @@ def logprobs_of(
     logprobs_RV = logits_RV.log_softmax(-1)
     ids_R1 = torch.tensor(token_ids, device=logits_RV.device).view(-1, 1)
     chosen: list[float] = logprobs_RV.gather(1, ids_R1).squeeze(1).tolist()
-    top_ids_RN = _most_likely(logits_RV, num_top)
+    top_ids_RN = most_likely(logits_RV, num_top)
     top_logprobs: list[list[float]] = logprobs_RV.gather(1, top_ids_RN).tolist()
     top_ids: list[list[int]] = top_ids_RN.tolist()
     return [
@@ -183,8 +217,8 @@ def logprobs_of(
     ]
 
 
-def _most_likely(logits_RV: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Return int64 [R, num_top] token ids by falling logit, equal ones by rising id."""
+def most_likely(logits_RV: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Rank fp32 logits: return int64 [R, num_top] token ids by falling logit, equal ones by rising id."""
     # topk leaves the order of ties open, so the keys are made distinct: the float's bits, ordered like
     # the float, above the complement of the id. Adding 0 turns -0 into +0.
     bits_RV = (logits_RV + 0.0).view(torch.int32)
