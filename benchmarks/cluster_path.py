@@ -11,6 +11,7 @@ import time
 
 import httpx
 
+from benchmarks.compile_states import wait_compiled
 from cluster.application import resolve
 from cluster.client import ClusterService
 from deploy.config import DrafthouseConfig
@@ -19,8 +20,8 @@ from specdec.engine.config import EngineConfig
 
 _READY_TIMEOUT_S = 60.0
 _HEALTHY_TIMEOUT_S = 180.0
-_COMPILE_S = 25.0
-"""Workers compile while nobody asks for anything; a deep model needs some seconds for it."""
+_COMPILE_TIMEOUT_S = 60.0
+"""Workers compile before they are healthy, and what does not fit `compile.startup_seconds` afterwards."""
 
 
 class ClusterPath:
@@ -39,7 +40,7 @@ class ClusterPath:
         self._deployment = Deployment(self._config, frozenset())
         self._deployment.start()
         self._wait_healthy()
-        time.sleep(_COMPILE_S)
+        wait_compiled(self._deployment.url, _COMPILE_TIMEOUT_S)
 
     def _wait_healthy(self) -> None:
         """Ask the door, not Serve: its status calls take seconds in a process that imported transformers."""

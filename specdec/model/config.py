@@ -17,7 +17,7 @@ class CompileConfig(StrictConfig):
     mode: Literal["auto", "off"] = "auto"
     """auto: compile the forward at start and while idle where a C++ compiler exists, run eagerly until it is
     ready (and wherever none exists or the model cannot be compiled, with one log line); off: always eager."""
-    startup_seconds: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    startup_seconds: float = Field(default=20.0, ge=0, allow_inf_nan=False)
     """Longest time (seconds) that a worker compiles before it reports ready; what is left is done while it is
     idle. Building the C++ kernels, once per machine, takes about ten seconds, the rest a second or so. 0: a
     worker is ready at once and runs eagerly until it has been idle for long enough."""
