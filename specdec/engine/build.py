@@ -71,7 +71,7 @@ def build_target(config: EngineConfig, progress: LoadProgress | None = None) -> 
     loaded = load_model(config.target, progress)
     runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
     compiled = runner.graphs = CompiledForward(runner, config.target.compile)
-    sampler = Sampler()
+    sampler = Sampler(config.target.compile.cache_dir)
     sampler.warm_up()
     return LocalTarget(runner, sampler, idle_work=(compiled,))
 

@@ -44,7 +44,7 @@ def make_draft_model_proposer(
     """Return the proposer over a draft model that is loaded already."""
     runner = ModelRunner(loaded, config.cache, max_num_seqs=target.max_num_seqs)
     compiled = runner.graphs = CompiledForward(runner, config.compile)
-    sampler = Sampler()
+    sampler = Sampler(config.compile.cache_dir)
     sampler.warm_up()
     return DraftModelProposer(
         runner,
