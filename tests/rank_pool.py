@@ -31,15 +31,13 @@ class RankPool:
             self._pipes.append(ours)
             self._processes.append(process)
             if rank == 0:
-                port = self._receive(0)
+                port = self.receive(0)
         for rank in range(size):
-            assert self._receive(rank) == "joined"
+            assert self.receive(rank) == "joined"
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(group, *args)` in every rank; return the results by rank."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        results = [self._receive(rank) for rank in range(self.size)]
+        results = self.attempt(function, *args)
         for rank, result in enumerate(results):
             if isinstance(result, Failure):
                 raise AssertionError(f"rank {rank}: {result.text}") from result.error
@@ -47,9 +45,13 @@ class RankPool:
 
     def attempt(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """As `run`, but return failures too."""
+        self.send(function, *args)
+        return [self.receive(rank) for rank in range(self.size)]
+
+    def send(self, function: Callable[..., Any], *args: Any) -> None:
+        """Begin `run`."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        return [self._receive(rank) for rank in range(self.size)]
 
     def kill(self, rank: int) -> None:
         self._processes[rank].kill()
@@ -66,7 +68,7 @@ class RankPool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _receive(self, rank: int) -> Any:
+    def receive(self, rank: int) -> Any:
         assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} does not answer"
         return self._pipes[rank].recv()
 

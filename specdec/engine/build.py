@@ -19,7 +19,11 @@ from specdec.scheduling.speculation.controller import FixedController, Speculati
 # Loading torch and transformers takes seconds and hundreds of megabytes: a coordinator, which has neither
 # model in its process, never does, and so they are imported where a model is built.
 if TYPE_CHECKING:
+    from specdec.core.description import TargetDescription
     from specdec.engine.local_target import LocalTarget
+    from specdec.engine.rank_leader import LeadingTarget
+    from specdec.model.parallel.group import RankGroup
+    from specdec.proposers.draft_model import DraftModelProposer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +44,56 @@ def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> E
         UserError: a checkpoint, a device or the memory is not as the configuration says.
     """
     target = build_target(config, progress)
-    facts = TargetFacts(
-        vocab_size=target.description.vocab_size,
-        dtype=target.description.dtype,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        model=config.target.model,
-    )
     speculative = config.speculative_config
+    try:
+        proposer = _build_proposer(config, target.description)
+    except BaseException:
+        target.close()
+        raise
     return EngineParts(
         target=target,
-        proposer=create_proposer(speculative, facts),
+        proposer=proposer,
         tokenizer=build_tokenizer(config),
         scheduler=config.scheduler,
         controller=controller_for(speculative),
     )
 
 
-def build_target(config: EngineConfig, progress: LoadProgress | None = None) -> LocalTarget:
+def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer:
+    if config.speculative_config.draft_tensor_parallel_size > 1:
+        return build_draft_proposer(config)
+    facts = TargetFacts(
+        vocab_size=target.vocab_size,
+        dtype=target.dtype,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        model=config.target.model,
+    )
+    return create_proposer(config.speculative_config, facts)
+
+
+def build_target(
+    config: EngineConfig, progress: LoadProgress | None = None, ranks: RankGroup | None = None
+) -> LocalTarget | LeadingTarget:
     """Load the target alone, as a target worker does.
+
+    With `target.tensor_parallel_size` above 1 this process is rank 0 of `ranks`; without them, the other
+    ranks are started here, as processes of this machine.
 
     Raises:
         UserError: as `build_parts`.
+        TransportError: another rank died.
     """
+    if config.target.tensor_parallel_size == 1 and ranks is None:
+        return _build_whole_target(config, progress)
+    from specdec.engine.rank_launch import leading
+    from specdec.engine.rank_leader import LeadingTarget
+
+    size, device = config.target.tensor_parallel_size, config.target.device
+    with leading("target", config, size, device, ranks) as (group, followers):
+        return LeadingTarget(build_target_part(config, group, progress), group, followers)
+
+
+def _build_whole_target(config: EngineConfig, progress: LoadProgress | None) -> LocalTarget:
     from specdec.engine.local_target import LocalTarget
     from specdec.model.graphs import CompiledForward
     from specdec.model.loader import load_model
@@ -76,23 +108,67 @@ def build_target(config: EngineConfig, progress: LoadProgress | None = None) -> 
     return LocalTarget(runner, sampler, idle_work=(compiled,))
 
 
-def build_draft_proposer(config: EngineConfig) -> Proposer:
+def build_target_part(
+    config: EngineConfig, ranks: RankGroup, progress: LoadProgress | None = None
+) -> LocalTarget:
+    """Load this rank's part of the target; all ranks do at the same time. It runs eagerly.
+
+    Raises:
+        UserError: as `build_parts`; in all ranks.
+        TransportError: another rank died.
+    """
+    from specdec.engine.local_target import LocalTarget
+    from specdec.model.loader import load_model
+    from specdec.model.runner import ModelRunner
+    from specdec.sampling.parallel import ParallelSampler
+
+    loaded = load_model(config.target, progress, ranks)
+    runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
+    assert loaded.vocab is not None
+    return LocalTarget(runner, ParallelSampler(ranks, loaded.vocab))
+
+
+def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -> Proposer:
     """Load the drafter alone, as a draft worker does; of the target only its folder is looked at.
+
+    `ranks` as for `build_target`, with `speculative_config.draft_tensor_parallel_size`.
 
     Raises:
         UserError: as `build_parts`.
+        TransportError: another rank died.
     """
+    speculative = config.speculative_config
+    if speculative.draft_tensor_parallel_size == 1 and ranks is None:
+        return create_proposer(speculative, _facts_of_folder(config))
+    from specdec.engine.rank_launch import leading
+    from specdec.engine.rank_leader import LeadingProposer
+
+    size = speculative.draft_tensor_parallel_size
+    with leading("draft", config, size, "auto", ranks) as (group, followers):
+        return LeadingProposer(build_draft_part(config, group), group, followers)
+
+
+def build_draft_part(config: EngineConfig, ranks: RankGroup) -> DraftModelProposer:
+    """Load this rank's part of the draft model; all ranks do at the same time.
+
+    Raises:
+        UserError: as `build_parts`; in all ranks.
+        TransportError: another rank died.
+    """
+    from specdec.proposers.draft_model_factory import load_draft_model
+
+    return load_draft_model(config.speculative_config, _facts_of_folder(config), ranks)
+
+
+def _facts_of_folder(config: EngineConfig) -> TargetFacts:
     from specdec.model.facts import read_facts
 
     facts = read_facts(config.target)
-    return create_proposer(
-        config.speculative_config,
-        TargetFacts(
-            vocab_size=facts.vocab_size,
-            dtype=facts.dtype,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            model=config.target.model,
-        ),
+    return TargetFacts(
+        vocab_size=facts.vocab_size,
+        dtype=facts.dtype,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        model=config.target.model,
     )
 
 

@@ -36,7 +36,9 @@ class LocalTarget:
     A submitted step is run when it is collected: in one process there is nothing to overlap with.
     """
 
-    def __init__(self, runner: ModelRunner, sampler: TokenChooser, *, idle_work: Sequence[IdleWork] = ()) -> None:
+    def __init__(
+        self, runner: ModelRunner, sampler: TokenChooser, *, idle_work: Sequence[IdleWork] = ()
+    ) -> None:
         """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`)."""
         self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner

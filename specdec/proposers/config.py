@@ -22,8 +22,8 @@ class SpeculativeConfig(StrictConfig):
     """Path of the draft model's folder; required by draft_model."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     """k: draft tokens per request and round."""
-    draft_tensor_parallel_size: Literal[1] = 1
-    """GPUs per draft worker; only 1 is built so far."""
+    draft_tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes (GPUs) that hold one draft model together; independent of the target's."""
     dtype: Dtype = "auto"
     """Numbers that the draft model runs in; auto: the target's."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -57,6 +57,10 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError("method draft_model needs `model`, the path of the draft model's folder")
         if self.method != "draft_model" and self.model is not None:
             raise ValueError(f"method {self.method} takes no `model`; did you mean method: draft_model?")
+        if self.method != "draft_model" and self.draft_tensor_parallel_size > 1:
+            raise ValueError(
+                f"method {self.method} has no model to divide: leave out draft_tensor_parallel_size"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed "

@@ -1,0 +1,138 @@
+"""The other ranks of a model: they do what rank 0 does, until it lets them go.
+
+    python -m specdec.engine.rank_follower < place.json
+
+is how an engine that holds a model over several processes of one machine starts them (`rank_launch`); in a
+cluster, actors call `follow`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from specdec.core.ids import RequestId
+from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.build import build_draft_part, build_target_part
+from specdec.engine.config import EngineConfig
+from specdec.engine.rank_commands import (
+    DraftEntry,
+    ReleaseDrafts,
+    RunDraft,
+    RunTarget,
+    SequenceOpening,
+    Stop,
+    decode,
+)
+from specdec.engine.target import Target
+from specdec.model.parallel.group import RankGroup, RankSpec
+from specdec.proposers.base import Proposer
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["target", "draft"]
+
+
+class FollowerPlace(msgspec.Struct, frozen=True):
+    """What a follower's process is told when it starts."""
+
+    role: Role
+    spec: RankSpec
+    device: str
+    config_json: str
+    """`EngineConfig` as JSON."""
+
+
+def follow(role: Role, config: EngineConfig, group: RankGroup) -> None:
+    """Load this rank's part of the target or the draft model, and serve rank 0 until it says stop.
+
+    Raises:
+        UserError: the model cannot be loaded (rank 0 raises the same).
+        TransportError: another rank is gone.
+    """
+    if role == "target":
+        follow_target(build_target_part(config, group), group)
+    else:
+        follow_drafter(build_draft_part(config, group), group)
+
+
+def follow_target(target: Target, group: RankGroup) -> None:
+    """Run the rounds of rank 0 on this rank's part of the target."""
+    while True:
+        match decode(group.receive_command()):
+            case RunTarget(step=step):
+                target.submit(step)
+                target.collect()
+            case Stop():
+                target.close()
+                return
+            case other:
+                raise AssertionError(f"{type(other).__name__} for a target")
+
+
+def follow_drafter(proposer: Proposer, group: RankGroup) -> None:
+    """Draft with rank 0 on this rank's part of the draft model."""
+    sequences: dict[RequestId, _Followed] = {}
+    while True:
+        match decode(group.receive_command()):
+            case RunDraft(entries=entries):
+                views = [_update(sequences, entry) for entry in entries]
+                budgets = {one.request_id: one.budget for one in entries if one.budget is not None}
+                proposer.propose(views, budgets)
+            case ReleaseDrafts(request_ids=request_ids):
+                for request_id in request_ids:
+                    sequences.pop(request_id, None)
+                proposer.release(request_ids)
+            case Stop():
+                proposer.close()
+                return
+            case other:
+                raise AssertionError(f"{type(other).__name__} for a drafter")
+
+
+class _Followed:
+    """A sequence as rank 0 knows it. Satisfies `SequenceView`."""
+
+    def __init__(self, request_id: RequestId, opening: SequenceOpening) -> None:
+        self.request_id = request_id
+        self.params: SamplingParams = opening.params
+        self.seed = opening.seed
+        self.num_prompt_tokens = opening.num_prompt_tokens
+        self.token_ids: list[int] = []
+        self.prefix_hash = EMPTY_PREFIX
+
+    @property
+    def committed_len(self) -> int:
+        return len(self.token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.token_ids.extend(token_ids)
+        self.prefix_hash = extend_prefix_hash(self.prefix_hash, token_ids)
+
+
+def _update(sequences: dict[RequestId, _Followed], entry: DraftEntry) -> _Followed:
+    if entry.opening is not None:
+        sequences[entry.request_id] = _Followed(entry.request_id, entry.opening)
+    sequence = sequences[entry.request_id]
+    assert sequence.committed_len == entry.base_len, "rank 0 and this one disagree about a sequence"
+    sequence.extend(entry.token_ids)
+    return sequence
+
+
+def main() -> None:
+    """Be the follower that standard input describes."""
+    import torch
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s rank: %(message)s", stream=sys.stderr)
+    place = msgspec.json.decode(sys.stdin.buffer.read(), type=FollowerPlace)
+    group = RankGroup.join(place.spec, torch.device(place.device))
+    follow(place.role, EngineConfig.model_validate_json(place.config_json), group)
+
+
+if __name__ == "__main__":
+    main()

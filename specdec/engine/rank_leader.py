@@ -1,0 +1,179 @@
+"""Rank 0 of a model that several ranks hold: a target, or a proposer, that takes the others along."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from specdec.core.description import TargetDescription
+from specdec.core.errors import TransportError
+from specdec.core.idle_work import IdleWork
+from specdec.core.ids import RequestId
+from specdec.core.plan import TargetResult, TargetStep
+from specdec.core.proposal import Proposal
+from specdec.core.sequence import SequenceView
+from specdec.engine.local_target import LocalTarget
+from specdec.engine.rank_commands import (
+    Command,
+    DraftEntry,
+    ReleaseDrafts,
+    RunDraft,
+    RunTarget,
+    SequenceOpening,
+    Stop,
+    encode,
+)
+from specdec.model.batch import Runner
+from specdec.model.parallel.group import RankGroup
+from specdec.model.runner import ModelRunner
+from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.prefix import SeenPrefix
+
+
+class Followers(Protocol):
+    """The processes of the other ranks, where rank 0 has started them."""
+
+    def close(self) -> None:
+        """Wait for their end, or end them."""
+        ...
+
+
+class _Leader:
+    """Commands the other ranks, and lets them go."""
+
+    def __init__(self, group: RankGroup, followers: Followers | None) -> None:
+        self._group = group
+        self._followers = followers
+        self._is_closed = False
+
+    def tell(self, command: Command) -> None:
+        self._group.send_command(encode(command))
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(TransportError):  # whoever is gone needs not be told
+            self.tell(Stop())
+        if self._followers is not None:
+            self._followers.close()
+
+
+class LeadingTarget:
+    """Implements `engine.target.Target`: hands each round to the other ranks, and runs it with them.
+
+    After a TransportError (a rank has died) the group is of no use: start all ranks anew.
+    """
+
+    def __init__(self, target: LocalTarget, group: RankGroup, followers: Followers | None = None) -> None:
+        """Lead with `target`, rank 0's part; `followers` are closed with it."""
+        self._target = target
+        self._leader = _Leader(group, followers)
+        self._pending: deque[TargetStep] = deque()
+
+    @property
+    def idle_work(self) -> Sequence[IdleWork]:
+        """None: what one rank does alone would leave the others waiting."""
+        return ()
+
+    @property
+    def description(self) -> TargetDescription:
+        """Facts about the model."""
+        return self._target.description
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Rank 0's part of the model. A forward needs all ranks: do not call it by itself."""
+        return self._target.runner
+
+    def submit(self, step: TargetStep) -> None:
+        """Queue a round."""
+        self._pending.append(step)
+
+    def collect(self) -> TargetResult:
+        """Run the oldest queued round on all ranks and return its answer.
+
+        Raises:
+            TransportError: a rank is gone.
+        """
+        step = self._pending.popleft()
+        self._leader.tell(RunTarget(step))
+        self._target.submit(step)
+        return self._target.collect()
+
+    def close(self) -> None:
+        """Forget everything and let the other ranks end. Idempotent."""
+        self._pending.clear()
+        self._leader.close()
+        self._target.close()
+
+
+class LeadingProposer:
+    """Implements `Proposer` over a draft model that several ranks hold."""
+
+    def __init__(
+        self, proposer: DraftModelProposer, group: RankGroup, followers: Followers | None = None
+    ) -> None:
+        """Lead with `proposer`, over rank 0's part of the draft model; `followers` are closed with it."""
+        self._proposer = proposer
+        self._leader = _Leader(group, followers)
+        self._seen: dict[RequestId, SeenPrefix] = {}
+
+    @property
+    def capabilities(self) -> ProposerCapabilities:
+        """Those of the draft model."""
+        return self._proposer.capabilities
+
+    @property
+    def idle_work(self) -> Sequence[IdleWork]:
+        """None: what one rank does alone would leave the others waiting."""
+        return ()
+
+    @property
+    def runner(self) -> Runner:
+        """Rank 0's part of the draft model. A forward needs all ranks: do not call it by itself."""
+        return self._proposer.runner
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        """Propose with all ranks.
+
+        Raises:
+            TransportError: a rank is gone.
+        """
+        entries = tuple(self._entry(one, num_draft_tokens.get(one.request_id)) for one in sequences)
+        self._leader.tell(RunDraft(entries))
+        return self._proposer.propose(sequences, num_draft_tokens)
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget these sequences in all ranks."""
+        known = tuple(one for one in request_ids if self._seen.pop(one, None) is not None)
+        if known:
+            self._leader.tell(ReleaseDrafts(known))
+            self._proposer.release(known)
+
+    def close(self) -> None:
+        """Forget everything and let the other ranks end. Idempotent."""
+        self._seen.clear()
+        self._leader.close()
+        self._proposer.close()
+
+    def _entry(self, sequence: SequenceView, budget: int | None) -> DraftEntry:
+        seen = self._seen.get(sequence.request_id)
+        opening: SequenceOpening | None = None
+        if seen is None or not seen.continues_in(sequence):
+            seen = self._seen[sequence.request_id] = SeenPrefix()
+            opening = SequenceOpening(sequence.params, sequence.seed, sequence.num_prompt_tokens)
+        base_len = seen.length
+        seen.update(sequence)
+        return DraftEntry(
+            request_id=sequence.request_id,
+            base_len=base_len,
+            token_ids=tuple(sequence.token_ids[base_len:]),
+            budget=budget,
+            opening=opening,
+        )
