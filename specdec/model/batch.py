@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,30 @@ class SequenceSlice:
     Position ids follow depth."""
 
 
+class NativeChooser(NamedTuple):
+    """Compiled code that chooses tokens from logits; `dh::Chooser` in csrc/layout.h says how it is called."""
+
+    function: int
+    """Its address."""
+    parameters: int
+    """Address of what it is given."""
+    memory: object
+    """Keeps alive what `parameters` points to."""
+
+
+NO_TOKEN = -1
+"""Stands where logits were not finite, and behind that."""
+
+
+class Generated(NamedTuple):
+    """Tokens chosen for a batch of slices, without the interpreter between forwards and choices."""
+
+    token_ids: list[int]
+    """Slice after slice, `num_logit_rows` + `num_more` each, `NO_TOKEN` where there is none."""
+    forward_s: float
+    choose_s: float
+
+
 class Runner(Protocol):
     """A model with its own paged KV pool."""
 
@@ -41,5 +65,27 @@ class Runner(Protocol):
         """Run one flat batch; return logits [sum of num_logit_rows, vocab] in slice order, fp32.
 
         The returned tensor is only valid until the next call.
+        """
+        ...
+
+
+class GeneratingRunner(Runner, Protocol):
+    """A runner that may choose tokens itself, and go on with them."""
+
+    def try_generate(
+        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+    ) -> Generated | None:
+        """Run `slices`, choose a token at every logit row, and go on behind the last row of each slice.
+
+        What is chosen is what the forward of each batch and `chooser` on its logits give.
+
+        Args:
+            slices: chains; block tables cover the further tokens but the last as well.
+            num_more: of each slice, tokens wanted behind the one of its last row. Each costs a forward, in
+                which all slices that still want one take part; 0 where there is no logit row.
+            chooser: knows the sequences by their order in `slices`.
+
+        Returns:
+            None, with nothing done, when this batch cannot be run in one go: run it step by step.
         """
         ...

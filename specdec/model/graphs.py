@@ -11,7 +11,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from specdec.attention.metadata import build_metadata
 from specdec.attention.native import NativeUnavailable, resolve_cache_dir
 from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
-from specdec.model.batch import SequenceSlice
+from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.config import CompileConfig
 from specdec.model.fusion import fuse
 from specdec.model.lowering import LinearLayer, lower
@@ -173,6 +173,20 @@ class CompiledForward:
         if self._forward is None or self._caches is None:
             return None
         return self._forward.run(inputs.input_ids, inputs.logit_rows, inputs.metadata, self._caches)
+
+    def try_generate(
+        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+    ) -> Generated | None:
+        """See `GeneratingRunner.try_generate`: None when nothing is compiled, and for trees.
+
+        Raises:
+            IndexError: a token id is not in the vocabulary.
+        """
+        if self._forward is None or self._caches is None:
+            return None
+        if any(piece.parents is not None for piece in slices):
+            return None
+        return self._forward.generate(slices, num_more, chooser, self._caches)
 
     def _fail(self, reason: str) -> None:
         self._state = "failed"

@@ -6,8 +6,10 @@ The structs mirror `csrc/forward.cpp`.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +20,7 @@ from specdec.attention.cpu import NativeLayer, native_layer, native_step
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.native import load_library
 from specdec.kv.huge_pages import huge_zeros
+from specdec.model.batch import NO_TOKEN, Generated, NativeChooser, SequenceSlice
 from specdec.model.lowering import (
     Attention,
     Elementwise,
@@ -98,6 +101,13 @@ class _Inputs(ctypes.Structure):
         ("logit_rows", ctypes.c_void_p),
         ("num_logit_rows", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
+    ]
+
+
+class _Chooser(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("choose", ctypes.c_void_p),
+        ("parameters", ctypes.c_void_p),
     ]
 
 
@@ -186,6 +196,11 @@ def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
     library.drafthouse_program_create.restype = ctypes.c_void_p
     for name in ("program_destroy", "program_set_buffer", "pack_f32", "pack_bf16"):
         getattr(library, f"drafthouse_{name}").restype = None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.drafthouse_program_generate.argtypes = (
+        *(pointer, pointer, pointer, integer),
+        *(pointer, pointer, ctypes.c_int32, pointer, pointer),
+    )
     return library
 
 
@@ -237,6 +252,8 @@ class NativeForward:
                 ctypes.c_int64(len(instructions)),
                 ctypes.c_int64(self._num_buffers),
                 ctypes.c_int64(len(self._plans)),
+                ctypes.c_int32(self._logits_buffer),
+                ctypes.c_int32(self._vocab_size),
             )
         )
         for index, tensor in self._fixed.items():
@@ -245,6 +262,7 @@ class NativeForward:
         self._memory: dict[str, torch.Tensor] = {}
         self._logits = torch.empty(0)
         self._run: Callable[..., int] = library.drafthouse_program_run
+        self._generate: Callable[..., int] = library.drafthouse_program_generate
 
     def __del__(self) -> None:
         if getattr(self, "_program", None) is not None:
@@ -284,6 +302,48 @@ class NativeForward:
         if self._run(self._program, ctypes.byref(step), caches, ctypes.byref(inputs)):
             raise IndexError("a token id or a logit row is out of range")
         return self._logits[:num_logit_rows]
+
+    def generate(
+        self,
+        slices: Sequence[SequenceSlice],
+        num_more: Sequence[int],
+        chooser: NativeChooser,
+        caches: ctypes.Array[NativeLayer],
+    ) -> Generated:
+        """Run chains and choose tokens from their logits; see `GeneratingRunner.try_generate`.
+
+        Raises:
+            IndexError: a token id is out of range.
+        """
+        token_ids = array("q", chain.from_iterable(piece.token_ids for piece in slices))
+        described = array("q")
+        tables: list[array[int]] = []  # they must live as long as the call
+        num_logit_rows = num_tokens = 0
+        block_size = caches[0].block_size
+        for piece, more in zip(slices, num_more, strict=True):
+            num_rows, table = len(piece.token_ids), piece.block_table
+            if not isinstance(table, array):
+                table = array("i", table)
+            assert piece.start + num_rows + more <= len(table) * block_size, "the block table ends too early"
+            assert piece.num_logit_rows <= num_rows
+            tables.append(table)
+            described.extend(
+                (table.buffer_info()[0], piece.start, num_rows, piece.num_logit_rows, more)
+            )  # `dh::Slice`
+            num_logit_rows += piece.num_logit_rows
+            num_tokens += piece.num_logit_rows + more
+        self._reserve("rows", len(token_ids))
+        self._reserve("logit_rows", num_logit_rows)
+        chosen = array("q", (NO_TOKEN,)) * num_tokens
+        seconds = array("d", (0.0, 0.0))
+        native_chooser = _Chooser(chooser.function, chooser.parameters)
+        if self._generate(
+            *(self._program, caches, described.buffer_info()[0], len(slices)),
+            *(token_ids.buffer_info()[0], ctypes.byref(native_chooser), torch.get_num_threads()),
+            *(chosen.buffer_info()[0], seconds.buffer_info()[0]),
+        ):
+            raise IndexError("a token id is out of range")
+        return Generated(chosen.tolist(), *seconds)
 
     def _reserve(self, domain: str, num_rows: int) -> None:
         """Make the scratch buffers hold `num_rows` rows."""

@@ -17,7 +17,7 @@ from specdec.attention.metadata import AttentionMetadata, build_metadata
 from specdec.attention.sdpa import SdpaAttention
 from specdec.kv.config import CacheConfig
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape, plan_num_blocks
-from specdec.model.batch import SequenceSlice
+from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,15 @@ class ForwardGraphs(Protocol):
         """
         ...
 
+    def try_generate(
+        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+    ) -> Generated | None:
+        """See `batch.GeneratingRunner.try_generate`."""
+        ...
+
 
 class ModelRunner:
-    """Implements `model.batch.Runner` on a `LoadedModel`.
+    """Implements `model.batch.GeneratingRunner` on a `LoadedModel`.
 
     The eager forward is always there; `graphs`, once set, is asked first. Not thread-safe: one forward
     at a time, because all share the pool.
@@ -114,6 +120,12 @@ class ModelRunner:
         if logits is None:
             logits = self.forward_eager(inputs)
         return logits.float()
+
+    def try_generate(
+        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+    ) -> Generated | None:
+        """See `model.batch.GeneratingRunner.try_generate`: None while the forward runs eagerly."""
+        return None if self.graphs is None else self.graphs.try_generate(slices, num_more, chooser)
 
     def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
         """Lay `slices` out as one flat batch on the model's device."""

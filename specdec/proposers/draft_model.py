@@ -19,10 +19,10 @@ from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
 from specdec.kv.block_allocator import BlockAllocator
 from specdec.kv.block_table import BlockTable
-from specdec.model.batch import Runner, SequenceSlice
+from specdec.model.batch import Runner
 from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, StepwiseDraftLoop
 from specdec.proposers.prefix import SeenPrefix
-from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import TokenChooser
 
 
@@ -90,6 +90,7 @@ class DraftModelProposer:
         vocab_size: int,
         max_read_tokens: int = 512,
         max_context: int | None = None,
+        fused_loop: FusedDraftLoop | None = None,
         idle_work: Sequence[IdleWork] = (),
     ) -> None:
         """Draft with `runner`, whose KV pool is this proposer's alone.
@@ -101,12 +102,13 @@ class DraftModelProposer:
             max_read_tokens: most committed tokens that one call reads. A sequence that has more to catch up
                 on than is left of it gets no proposal in that call.
             max_context: longest prefix plus draft, in tokens; None: the runner's limit.
+            fused_loop: asked first to draft, with the same runner, sampler and vocabulary.
             idle_work: what makes the runner faster (see `HasIdleWork`).
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
-        self._sampler = sampler
-        self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._fused_loop = fused_loop
+        self._stepwise_loop = StepwiseDraftLoop(runner, sampler, vocab_size)
         self._max_read_tokens = max_read_tokens
         limit = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
         self._max_context = limit if max_context is None else min(limit, max_context)
@@ -124,16 +126,14 @@ class DraftModelProposer:
     def propose(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
     ) -> dict[RequestId, Proposal]:
-        """Catch up with the committed tokens, then draft token by token; see the contract."""
+        """Catch up with the committed tokens, then draft; see the contract."""
         in_use = {sequence.request_id for sequence in sequences}
         draftings = [
             drafting
             for sequence in sequences
             if (drafting := self._open(sequence, num_draft_tokens.get(sequence.request_id, 0), in_use))
         ]
-        active = self._read(draftings)
-        while active:
-            active = self._draft_step(active)
+        self._draft(draftings)
         return {
             drafting.view.request_id: self._proposal(drafting) for drafting in draftings if drafting.token_ids
         }
@@ -196,27 +196,31 @@ class DraftModelProposer:
             self.release((victim,))
         return True
 
-    def _read(self, draftings: list[_Drafting]) -> list[_Drafting]:
-        """Read committed tokens and draft the first token of every sequence that is up to date then."""
+    def _draft(self, draftings: list[_Drafting]) -> None:
+        """Read committed tokens, and draft behind those of every sequence that is up to date then."""
         chunks = self._chunks(draftings)
         if not chunks:
-            return []
-        slices: list[SequenceSlice] = []
-        sampling: list[_Drafting] = []
-        for drafting, num_tokens, completes in chunks:
-            state, start = drafting.state, drafting.state.num_read
-            if completes and drafting.budget > 0:
-                sampling.append(drafting)
-            slices.append(
-                SequenceSlice(
-                    token_ids=drafting.view.token_ids[start : start + num_tokens],
-                    start=start,
-                    block_table=state.table.block_ids,
-                    num_logit_rows=int(completes and drafting.budget > 0),
-                )
+            return
+        starts = [
+            ChainStart(
+                token_ids=drafting.view.token_ids[
+                    drafting.state.num_read : drafting.state.num_read + num_tokens
+                ],
+                start=drafting.state.num_read,
+                block_table=drafting.state.table.block_ids,
+                budget=max(0, drafting.budget) if completes else 0,
+                params=drafting.view.params,
+                seed=drafting.view.seed,
             )
-            state.num_read = start + num_tokens
-        return self._run(slices, sampling)
+            for drafting, num_tokens, completes in chunks
+        ]
+        chains = None if self._fused_loop is None else self._fused_loop.try_draft(starts)
+        if chains is None:
+            chains = self._stepwise_loop.draft(starts)
+        for (drafting, num_tokens, _), chain in zip(chunks, chains, strict=True):
+            drafting.state.num_read += num_tokens
+            drafting.state.drafted = tuple(chain[:-1])  # the last token was not read
+            drafting.token_ids = chain
 
     def _chunks(self, draftings: list[_Drafting]) -> list[_Chunk]:
         """Share out what may be read: first to those who have least to catch up on."""
@@ -231,44 +235,6 @@ class DraftModelProposer:
                 chunks.append(_Chunk(drafting, num_tokens, num_tokens == missing))
                 left -= num_tokens
         return chunks
-
-    def _draft_step(self, active: list[_Drafting]) -> list[_Drafting]:
-        slices = []
-        for drafting in active:
-            num_drafted = len(drafting.token_ids)
-            slices.append(
-                SequenceSlice(
-                    token_ids=drafting.token_ids[-1:],
-                    start=drafting.view.committed_len + num_drafted - 1,
-                    block_table=drafting.state.table.block_ids,
-                    num_logit_rows=1,
-                )
-            )
-            drafting.state.drafted = tuple(drafting.token_ids)
-        return self._run(slices, active)
-
-    def _run(self, slices: list[SequenceSlice], sampling: list[_Drafting]) -> list[_Drafting]:
-        """Run one forward, sample a token for each of `sampling`, return those that want another."""
-        logits_RV = self._runner.forward(slices)
-        if not sampling:
-            return []
-        rows = SamplingRows.build(
-            [
-                RowSpec(one.view.params, one.view.seed, one.view.committed_len + len(one.token_ids), 1)
-                for one in sampling
-            ],
-            logits_RV.device,
-        )
-        sampled = self._sampler.sample(logits_RV[:, : self._vocab_size], rows, "target")
-        wanting: list[_Drafting] = []
-        for drafting, token_id, finite in zip(
-            sampling, sampled.token_ids.tolist(), sampled.finite.tolist(), strict=True
-        ):
-            if finite:
-                drafting.token_ids.append(token_id)
-                if len(drafting.token_ids) < drafting.budget:
-                    wanting.append(drafting)
-        return wanting
 
     def _proposal(self, drafting: _Drafting) -> Proposal:
         return Proposal(

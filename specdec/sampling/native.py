@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from specdec.attention.native import load_library, resolve_cache_dir
 from specdec.core.proposal import NoiseStream
+from specdec.model.batch import NativeChooser
 from specdec.sampling.noise import STREAM_TAGS
-from specdec.sampling.rows import SamplingRows
+from specdec.sampling.rows import SamplingRows, SequenceSampling, log_min_p_of, top_k_of
 
 SOURCE = Path(__file__).parent / "csrc" / "token_function.cpp"
+_PARAMETERS = struct.Struct("=Qqddd")
+"""`Parameters` in the C++ source."""
 _LOGITS_PER_THREAD = 1 << 19
 """Below about 0.3 ms of work per thread, waking another one costs more than it gives."""
 
@@ -26,7 +32,11 @@ class NativeTokenFunction:
         Raises:
             NativeUnavailable: no compiler, a failed build, or a folder that cannot be written.
         """
-        self._sample_rows = load_library(SOURCE, resolve_cache_dir(cache_dir)).drafthouse_sample_rows
+        library = load_library(SOURCE, resolve_cache_dir(cache_dir))
+        choose = ctypes.cast(library.drafthouse_choose, ctypes.c_void_p).value
+        assert choose is not None
+        self._choose = choose
+        self._sample_rows = library.drafthouse_sample_rows
         self._sample_rows.restype = None
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._sample_rows.argtypes = (
@@ -53,3 +63,21 @@ class NativeTokenFunction:
             *(token_ids_R.data_ptr(), finite_R.data_ptr()),
         )
         return token_ids_R, finite_R
+
+    def chooser(
+        self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream
+    ) -> NativeChooser:
+        """Return the function for other compiled code to call; see `Sampler.chooser`."""
+        parameters = array(
+            "b",
+            b"".join(
+                [
+                    _PARAMETERS.pack(
+                        seed, top_k_of(params), params.temperature, params.top_p, log_min_p_of(params)
+                    )
+                    for params, seed in sequences
+                ]
+            ),
+        )
+        given = array("Q", (parameters.buffer_info()[0], vocab_size, STREAM_TAGS[stream]))
+        return NativeChooser(self._choose, given.buffer_info()[0], (given, parameters))

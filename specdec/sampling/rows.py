@@ -31,6 +31,24 @@ class RowSpec(NamedTuple):
     """Trees: row i samples position first_position + depths[i]; None: first_position + i."""
 
 
+class SequenceSampling(NamedTuple):
+    """What decides the tokens of one sequence beside its logits and their positions."""
+
+    params: SamplingParams
+    seed: int
+    """Noise key, unsigned 64-bit (`Request.seed`)."""
+
+
+def top_k_of(params: SamplingParams) -> int:
+    """Return the top-k that a row gets, `KEEP_ALL_TOP_K` for none."""
+    return min(params.top_k or KEEP_ALL_TOP_K, KEEP_ALL_TOP_K)
+
+
+def log_min_p_of(params: SamplingParams) -> float:
+    """Return the least log p, relative to the largest, that a row keeps."""
+    return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
     """What the sampler needs to know about R rows. Two tensors, so that a device gets them in two copies."""
@@ -55,7 +73,6 @@ class SamplingRows:
         num_greedy = largest_top_k = 0
         has_top_p = has_min_p = False
         for params, seed, first_position, num_rows, _ in specs:
-            top_k = params.top_k or KEEP_ALL_TOP_K
             if params.temperature == 0.0:
                 num_greedy += 1
             else:  # the cuts never move the peak, so greedy rows need none
@@ -63,9 +80,8 @@ class SamplingRows:
                     largest_top_k = max(largest_top_k, params.top_k)
                 has_top_p |= params.top_p < 1.0
                 has_min_p |= params.min_p > 0.0
-            integers.append((as_signed(seed), first_position, min(top_k, KEEP_ALL_TOP_K)))
-            log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-            reals.append((params.temperature, params.top_p, log_min_p))
+            integers.append((as_signed(seed), first_position, top_k_of(params)))
+            reals.append((params.temperature, params.top_p, log_min_p_of(params)))
             counts.append(num_rows)
         counts_S = np.array(counts, dtype=np.int64)
         integers_R3 = np.array(integers, dtype=np.int64).reshape(-1, 3).repeat(counts_S, 0)

@@ -23,9 +23,10 @@ from specdec.attention.native import NativeUnavailable
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import LogprobsMode, SamplingParams
+from specdec.model.batch import NativeChooser
 from specdec.sampling.native import NativeTokenFunction
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
-from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.transforms import scores_of
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SampledRows",
     "Sampler",
     "SamplingRows",
+    "SequenceSampling",
     "TokenChooser",
     "logprobs_of",
     "most_likely",
@@ -133,6 +135,18 @@ class Sampler:
     ) -> list[TokenLogprobs]:
         """See `logprobs_of`."""
         return logprobs_of(logits_RV, token_ids, num_top, mode, rows)
+
+    def chooser(
+        self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream = "target"
+    ) -> NativeChooser | None:
+        """Return the token function for a forward to call itself; None where it is not compiled.
+
+        Args:
+            sequences: those of the forward, in their order.
+            vocab_size: tokens from here on are never chosen.
+            stream: noise to use, as in `sample`.
+        """
+        return None if self._native is None else self._native.chooser(sequences, vocab_size, stream)
 
 
 def _agrees(native: NativeTokenFunction) -> bool:

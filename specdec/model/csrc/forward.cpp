@@ -3,8 +3,10 @@
 // specdec/model/lowering.py makes the list and decides where threads must wait for each other;
 // specdec/model/native_forward.py mirrors the structs.
 
+#include <chrono>
 #include <vector>
 
+#include "layout.h"
 #include "linear.h"
 #include "paged_attention.h"
 #include "pool.h"
@@ -16,6 +18,7 @@ using dh::bf16;
 using dh::Dtype;
 using dh::Operand;
 using dh::Share;
+using Clock = std::chrono::steady_clock;
 
 enum class Kind : int32_t { kElementwise = 0, kMean, kNorm, kRotary, kGather, kLinear, kWriteKv, kAttention };
 
@@ -56,40 +59,61 @@ struct Inputs {
   int32_t num_threads;
 };
 
+// Where the fp32 logits [rows, vocab_size] are.
+struct Logits {
+  int32_t buffer;
+  int32_t vocab_size;
+};
+
+// What becomes of the logits, when tokens are chosen from them; see dh::Chooser.
+struct Choice {
+  const dh::Chooser* chooser;
+  const int32_t* sequences;
+  const int64_t* positions;
+  int64_t* token_ids;
+};
+
+// Instructions at which a phase begins. The last phase has none: in it, tokens are chosen.
 std::vector<int> find_phases(const std::vector<Instruction>& instructions) {
   std::vector<int> starts;
   for (size_t i = 0; i < instructions.size(); ++i)
     if (i == 0 || instructions[i].sync) starts.push_back(int(i));
-  starts.push_back(int(instructions.size()));
+  starts.insert(starts.end(), 2, int(instructions.size()));
   return starts;
 }
 
 class Program : public dh::Phased {
  public:
-  Program(std::vector<Instruction> instructions, int64_t num_buffers, int64_t num_plans)
-      : Program(find_phases(instructions), std::move(instructions), num_buffers, num_plans) {}
+  Program(std::vector<Instruction> instructions, int64_t num_buffers, int64_t num_plans, Logits logits)
+      : Program(find_phases(instructions), std::move(instructions), num_buffers, num_plans, logits) {}
   ~Program() override { dh::Pool::instance().quiesce(); }
 
   void set_buffer(int64_t index, void* data) { buffers_[index] = static_cast<char*>(data); }
 
-  // 0, or 1 when an id is out of range.
-  int run(const dh::Step& step, const dh::Layer* layers, const Inputs& inputs) {
+  // 0, or 1 when an id is out of range. With `choice`, tokens are chosen as well.
+  int run(const dh::Step& step, const dh::Layer* layers, const Inputs& inputs, const Choice* choice = nullptr) {
     step_ = step;
     layers_ = layers;
     inputs_ = inputs;
+    choice_ = choice;
     failed_.store(0, std::memory_order_relaxed);
     plan(inputs.num_threads);
     dh::Pool::instance().run(*this, inputs.num_threads);
     return failed_.load(std::memory_order_relaxed);
   }
 
+  // When the latest run with a choice had its logits.
+  Clock::time_point had_logits() const { return had_logits_; }
+
  private:
-  Program(std::vector<int>&& phases, std::vector<Instruction>&& instructions, int64_t num_buffers, int64_t num_plans)
+  Program(std::vector<int>&& phases, std::vector<Instruction>&& instructions, int64_t num_buffers, int64_t num_plans,
+          Logits logits)
       : Phased(int(phases.size()) - 1),
         phases_(std::move(phases)),
         instructions_(std::move(instructions)),
         buffers_(num_buffers, nullptr),
-        plans_(num_plans) {}
+        plans_(num_plans),
+        logits_(logits) {}
 
   void plan(int num_shares) {
     std::vector<bool> planned(plans_.size(), false);
@@ -115,6 +139,17 @@ class Program : public dh::Phased {
         case Cut::kPlanned: attention(share, instruction); break;
       }
     }
+    if (phases_[phase] == int(instructions_.size()) && choice_ != nullptr) choose(share);
+  }
+
+  void choose(const Share& share) {
+    if (share.index == 0) had_logits_ = Clock::now();
+    int64_t first, last;
+    share.of(inputs_.num_logit_rows, &first, &last);
+    if (first == last) return;
+    choice_->chooser->choose(choice_->chooser->parameters, reinterpret_cast<const float*>(buffers_[logits_.buffer]),
+                             logits_.vocab_size, first, last, choice_->sequences, choice_->positions,
+                             choice_->token_ids);
   }
 
   // Address of the operand's row, null when it is absent.
@@ -220,7 +255,87 @@ class Program : public dh::Phased {
   dh::Step step_ = {};
   const dh::Layer* layers_ = nullptr;
   Inputs inputs_ = {};
+  const Logits logits_;
+  const Choice* choice_ = nullptr;
+  Clock::time_point had_logits_;
   std::atomic<int> failed_{0};
+};
+
+// Slices, the tokens chosen at their logit rows, and as many more behind the last of each as it wants.
+class Generation {
+ public:
+  // `chosen` has room for num_logit_rows + num_more tokens of slice after slice, filled with kNone.
+  Generation(Program& program, const dh::Layer* layers, std::vector<dh::Slice> slices, int64_t* chosen)
+      : program_(program), layers_(layers), slices_(std::move(slices)) {
+    for (const dh::Slice& slice : slices_) {
+      sequences_.push_back(int32_t(sequences_.size()));
+      targets_.push_back(chosen);
+      chosen += slice.num_logit_rows + slice.num_more;
+    }
+  }
+
+  // 0, or 1 when a token id is out of range. A sequence whose logits are not finite goes no further.
+  int run(const int64_t* token_ids, const dh::Chooser& chooser, int num_threads) {
+    while (!slices_.empty()) {
+      if (forward(token_ids, chooser, num_threads)) return 1;
+      go_on();
+      token_ids = next_ids_.data();
+    }
+    return 0;
+  }
+
+  double forward_s() const { return forward_s_; }
+  double choose_s() const { return choose_s_; }
+
+ private:
+  int forward(const int64_t* token_ids, const dh::Chooser& chooser, int num_threads) {
+    layout_.build(slices_, layers_[0].block_size);
+    const dh::Step step = layout_.step();
+    const std::vector<int64_t>& logit_rows = layout_.logit_rows();
+    sequence_of_row_.clear();
+    for (size_t s = 0; s < slices_.size(); ++s)
+      sequence_of_row_.insert(sequence_of_row_.end(), slices_[s].num_logit_rows, sequences_[s]);
+    position_of_row_.clear();
+    for (int64_t row : logit_rows) position_of_row_.push_back(step.positions[row] + 1);
+    chosen_.assign(logit_rows.size(), dh::Chooser::kNone);
+    const Choice choice = {&chooser, sequence_of_row_.data(), position_of_row_.data(), chosen_.data()};
+    const Clock::time_point started = Clock::now();
+    const int failed =
+        program_.run(step, layers_, {token_ids, logit_rows.data(), int32_t(logit_rows.size()), num_threads}, &choice);
+    forward_s_ += seconds(program_.had_logits() - started);
+    choose_s_ += seconds(Clock::now() - program_.had_logits());
+    return failed;
+  }
+
+  // Keeps the slices that want another token, each one token further on.
+  void go_on() {
+    size_t kept = 0;
+    const int64_t* chosen = chosen_.data();
+    next_ids_.clear();
+    for (size_t s = 0; s < slices_.size(); ++s) {
+      dh::Slice slice = slices_[s];
+      int64_t* target = std::copy_n(chosen, slice.num_logit_rows, targets_[s]);
+      chosen += slice.num_logit_rows;
+      if (slice.num_logit_rows == 0 || slice.num_more == 0 || target[-1] == dh::Chooser::kNone) continue;
+      next_ids_.push_back(target[-1]);
+      sequences_[kept] = sequences_[s];
+      targets_[kept] = target;
+      slices_[kept++] = {slice.block_table, slice.start + slice.num_rows, 1, 1, slice.num_more - 1};
+    }
+    slices_.resize(kept);
+  }
+
+  static double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+  Program& program_;
+  const dh::Layer* const layers_;
+  dh::Layout layout_;
+  std::vector<dh::Slice> slices_;
+  std::vector<int32_t> sequences_;  // number of each slice in the call
+  std::vector<int64_t*> targets_;   // where its next token goes
+  std::vector<int32_t> sequence_of_row_;
+  std::vector<int64_t> position_of_row_, chosen_, next_ids_;
+  double forward_s_ = 0, choose_s_ = 0;
 };
 
 }  // namespace
@@ -230,8 +345,8 @@ extern "C" {
 int drafthouse_instruction_size() { return sizeof(Instruction); }
 
 Program* drafthouse_program_create(const Instruction* instructions, int64_t count, int64_t num_buffers,
-                                   int64_t num_plans) {
-  return new Program({instructions, instructions + count}, num_buffers, num_plans);
+                                   int64_t num_plans, int32_t logits_buffer, int32_t vocab_size) {
+  return new Program({instructions, instructions + count}, num_buffers, num_plans, {logits_buffer, vocab_size});
 }
 
 void drafthouse_program_destroy(Program* program) { delete program; }
@@ -240,6 +355,17 @@ void drafthouse_program_set_buffer(Program* program, int64_t index, void* data) 
 
 int drafthouse_program_run(Program* program, const dh::Step* step, const dh::Layer* layers, const Inputs* inputs) {
   return program->run(*step, layers, *inputs);
+}
+
+// 0, or 1 when a token id is out of range. `seconds` takes what forwards and choices took.
+int drafthouse_program_generate(Program* program, const dh::Layer* layers, const dh::Slice* slices, int64_t num_slices,
+                                const int64_t* token_ids, const dh::Chooser* chooser, int32_t num_threads,
+                                int64_t* chosen, double* seconds) {
+  Generation generation(*program, layers, {slices, slices + num_slices}, chosen);
+  const int failed = generation.run(token_ids, *chooser, num_threads);
+  seconds[0] = generation.forward_s();
+  seconds[1] = generation.choose_s();
+  return failed;
 }
 
 void drafthouse_pack_f32(const float* weight, int64_t columns, int64_t inner, uint32_t* panels) {

@@ -254,25 +254,60 @@ int64_t sample_row(const float* logits, int64_t size, float peak, int64_t peak_t
     return choice.token;
 }
 
+// Token of one row; -1 where its logits are not finite. row.key is used above temperature 0 only.
+int64_t choose(const float* logits, int64_t size, const Row& row) {
+    const float peak = peak_of(logits, size);
+    if (!std::isfinite(peak)) return -1;
+    const int64_t peak_token = first_at(logits, size, peak);
+    return row.temperature == 0.0f ? peak_token : sample_row(logits, size, peak, peak_token, row);
+}
+
+// What a request asks for; native.py packs it.
+struct Parameters {
+    uint64_t seed;
+    int64_t top_k;
+    double temperature;
+    double top_p;
+    double log_min_p;
+};
+
+Row row_of(const Parameters& of, int64_t position, uint64_t stream_tag) {
+    return {row_key(of.seed, position, stream_tag), static_cast<float>(of.temperature), of.top_k, of.top_p,
+            static_cast<float>(of.log_min_p)};
+}
+
+struct ChooserParameters {
+    const Parameters* sequences;
+    int64_t vocab_size;  // tokens from here on are never chosen
+    uint64_t stream_tag;
+};
+
 }  // namespace
 
+extern "C" {
+
 // integers: [3][num_rows] seed, position, top_k; reals: [3][num_rows] temperature, top_p, log of min_p.
-extern "C" void drafthouse_sample_rows(const float* logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size,
-                               const int64_t* integers, const double* reals, uint64_t stream_tag,
-                               int32_t num_threads, int64_t* token_ids, uint8_t* finite) {
+void drafthouse_sample_rows(const float* logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size,
+                            const int64_t* integers, const double* reals, uint64_t stream_tag, int32_t num_threads,
+                            int64_t* token_ids, uint8_t* finite) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
     for (int64_t r = 0; r < num_rows; ++r) {
-        const float* row_logits = logits + r * row_stride;
-        const float peak = peak_of(row_logits, vocab_size);
-        finite[r] = std::isfinite(peak);
-        token_ids[r] = 0;
-        if (!finite[r]) continue;
-        token_ids[r] = first_at(row_logits, vocab_size, peak);
-        const float temperature = static_cast<float>(reals[r]);
-        if (temperature == 0.0f) continue;
-        const Row row{row_key(integers[r], integers[num_rows + r], stream_tag), temperature,
-                      integers[2 * num_rows + r], reals[num_rows + r],
-                      static_cast<float>(reals[2 * num_rows + r])};
-        token_ids[r] = sample_row(row_logits, vocab_size, peak, token_ids[r], row);
+        const Parameters of = {static_cast<uint64_t>(integers[r]), integers[2 * num_rows + r], reals[r],
+                               reals[num_rows + r], reals[2 * num_rows + r]};
+        const int64_t token_id =
+            choose(logits + r * row_stride, vocab_size, row_of(of, integers[num_rows + r], stream_tag));
+        finite[r] = token_id >= 0;
+        token_ids[r] = std::max<int64_t>(token_id, 0);
     }
+}
+
+// As dh::Chooser of specdec/model/csrc/layout.h.
+void drafthouse_choose(const void* parameters, const float* logits, int64_t row_stride, int64_t first, int64_t last,
+                       const int32_t* sequences, const int64_t* positions, int64_t* token_ids) {
+    const auto& with = *static_cast<const ChooserParameters*>(parameters);
+    for (int64_t r = first; r < last; ++r) {
+        const Row row = row_of(with.sequences[sequences[r]], positions[r], with.stream_tag);
+        token_ids[r] = choose(logits + r * row_stride, with.vocab_size, row);
+    }
+}
 }

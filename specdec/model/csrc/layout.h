@@ -1,0 +1,79 @@
+// Slices of sequences laid out as one flat batch, and tokens chosen from its logits.
+//
+// specdec/model/native_forward.py mirrors `Slice` and `Chooser`; specdec/attention/metadata.py describes
+// the arrays and lays out what this does not: trees, padding, other devices.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "paged_attention.h"
+
+namespace dh {
+
+// Consecutive tokens of one sequence.
+struct Slice {
+  const int32_t* block_table;
+  int64_t start;
+  int64_t num_rows;
+  int64_t num_logit_rows;  // the last ones of its rows
+  int64_t num_more;        // tokens to go on with behind the one chosen at its last row
+};
+
+// Chooses tokens from fp32 logits; the caller brings it along, with what it needs to know.
+//
+// `choose` is called for rows [first, last) of a forward, by several threads at once for different rows.
+// Row r belongs to slice number sequences[r] of the call and its token will stand at absolute position
+// positions[r]. It writes token_ids[r]: the token, or kNone where the logits are not finite.
+struct Chooser {
+  using Choose = void(const void* parameters, const float* logits, int64_t row_stride, int64_t first, int64_t last,
+                      const int32_t* sequences, const int64_t* positions, int64_t* token_ids);
+  Choose* choose;
+  const void* parameters;
+
+  static constexpr int64_t kNone = -1;
+};
+
+// The arrays of one flat batch of chains.
+class Layout {
+ public:
+  void build(const std::vector<Slice>& slices, int block_size) {
+    query_start_.assign(1, 0);
+    context_lens_.clear();
+    slots_.clear();
+    positions_.clear();
+    logit_rows_.clear();
+    int64_t longest = 0;
+    for (const Slice& slice : slices) longest = std::max(longest, slice.start + slice.num_rows);
+    table_width_ = int((longest + block_size - 1) / block_size);
+    block_tables_.assign(slices.size() * table_width_, 0);
+    for (size_t s = 0; s < slices.size(); ++s) {
+      const Slice& slice = slices[s];
+      const int64_t end = slice.start + slice.num_rows;
+      std::copy_n(slice.block_table, (end + block_size - 1) / block_size, &block_tables_[s * table_width_]);
+      for (int64_t at = slice.start; at < end; ++at) {
+        slots_.push_back(int64_t(slice.block_table[at / block_size]) * block_size + at % block_size);
+        positions_.push_back(at);
+      }
+      const int64_t end_row = int64_t(positions_.size());
+      for (int64_t row = end_row - slice.num_logit_rows; row < end_row; ++row) logit_rows_.push_back(row);
+      query_start_.push_back(int32_t(end_row));
+      context_lens_.push_back(int32_t(end));
+    }
+  }
+
+  Step step() const {
+    return {query_start_.data(), context_lens_.data(), block_tables_.data(), slots_.data(), positions_.data(),
+            nullptr, int32_t(positions_.size()), int32_t(context_lens_.size()), table_width_, 0};
+  }
+
+  const std::vector<int64_t>& logit_rows() const { return logit_rows_; }
+
+ private:
+  std::vector<int32_t> query_start_, context_lens_, block_tables_;
+  std::vector<int64_t> slots_, positions_, logit_rows_;
+  int table_width_ = 0;
+};
+
+}  // namespace dh

@@ -1,0 +1,131 @@
+"""From committed prefixes to chains of draft tokens: forward, choose, go on with what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from specdec.core.sampling_params import SamplingParams
+from specdec.model.batch import NO_TOKEN, GeneratingRunner, Runner, SequenceSlice
+from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
+from specdec.sampling.sampler import Sampler, TokenChooser
+
+
+class ChainStart(NamedTuple):
+    """Committed tokens of one sequence to read, and how many to draft behind them."""
+
+    token_ids: Sequence[int]
+    start: int
+    """Absolute position of the first one."""
+    block_table: Sequence[int]
+    """Has room for these tokens and the draft but its last token."""
+    budget: int
+    """0: only read."""
+    params: SamplingParams
+    seed: int
+
+    @property
+    def end(self) -> int:
+        """Absolute position of the first draft token."""
+        return self.start + len(self.token_ids)
+
+    def first_slice(self) -> SequenceSlice:
+        """Return the committed tokens as a slice."""
+        return SequenceSlice(
+            token_ids=self.token_ids,
+            start=self.start,
+            block_table=self.block_table,
+            num_logit_rows=int(self.budget > 0),
+        )
+
+
+class FusedDraftLoop(Protocol):
+    """Drafts chains of several sequences without coming back to the interpreter between tokens.
+
+    Its chains are those of `StepwiseDraftLoop`. That one remains in charge of whatever has to happen between
+    two tokens outside the fused code (a grammar, say): for such a batch the answer here is None.
+    """
+
+    def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
+        """Return the chain of each start; None, with nothing drafted, when it cannot be done in one go."""
+        ...
+
+
+class StepwiseDraftLoop:
+    """One forward and one choice at a time, on any runner and device: the definition of what is drafted.
+
+    A chain is what the token function chooses on the model's logits, token by token, up to the budget or to
+    logits that are not finite. It does not depend on the company.
+    """
+
+    def __init__(self, runner: Runner, sampler: TokenChooser, vocab_size: int) -> None:
+        """Draft with `runner`; tokens from `vocab_size` on are never chosen."""
+        self._runner = runner
+        self._sampler = sampler
+        self._vocab_size = min(vocab_size, runner.vocab_size)
+
+    def draft(self, starts: Sequence[ChainStart]) -> list[list[int]]:
+        """Return the chain of each start."""
+        chains: list[list[int]] = [[] for _ in starts]
+        slices = [start.first_slice() for start in starts]
+        active = [number for number, start in enumerate(starts) if start.budget > 0]
+        while slices:
+            chosen = self._choose(slices, [(starts[number], len(chains[number])) for number in active])
+            for number, token_id in zip(active, chosen, strict=True):
+                if token_id != NO_TOKEN:
+                    chains[number].append(token_id)
+            active = [
+                number
+                for number, token_id in zip(active, chosen, strict=True)
+                if token_id != NO_TOKEN and len(chains[number]) < starts[number].budget
+            ]
+            slices = [
+                SequenceSlice(
+                    token_ids=chains[number][-1:],
+                    start=starts[number].end + len(chains[number]) - 1,
+                    block_table=starts[number].block_table,
+                    num_logit_rows=1,
+                )
+                for number in active
+            ]
+        return chains
+
+    def _choose(self, slices: Sequence[SequenceSlice], ends: Sequence[tuple[ChainStart, int]]) -> list[int]:
+        """Run one forward; return the next token of each chain, given by its start and length so far."""
+        logits_RV = self._runner.forward(slices)
+        if not ends:
+            return []
+        rows = SamplingRows.build(
+            [RowSpec(start.params, start.seed, start.end + length, 1) for start, length in ends],
+            logits_RV.device,
+        )
+        sampled = self._sampler.sample(logits_RV[:, : self._vocab_size], rows, "target")
+        return sampled.token_ids.masked_fill(~sampled.finite, NO_TOKEN).tolist()
+
+
+class NativeDraftLoop:
+    """Implements `FusedDraftLoop` where both the forward and the token function are compiled for the CPU."""
+
+    def __init__(self, runner: GeneratingRunner, sampler: Sampler, vocab_size: int) -> None:
+        """Draft with `runner`; tokens from `vocab_size` on are never chosen."""
+        self._runner = runner
+        self._sampler = sampler
+        self._vocab_size = min(vocab_size, runner.vocab_size)
+
+    def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
+        """See `FusedDraftLoop`; None while anything of it is not compiled."""
+        sequences = [SequenceSampling(start.params, start.seed) for start in starts]
+        chooser = self._sampler.chooser(sequences, self._vocab_size, "target")
+        if chooser is None:
+            return None
+        num_more = [max(0, start.budget - 1) for start in starts]
+        generated = self._runner.try_generate([start.first_slice() for start in starts], num_more, chooser)
+        if generated is None:
+            return None
+        chains: list[list[int]] = []
+        first = 0
+        for start in starts:
+            chain = generated.token_ids[first : first + start.budget]
+            first += start.budget
+            chains.append(chain[: chain.index(NO_TOKEN)] if NO_TOKEN in chain else chain)
+        return chains
