@@ -82,8 +82,8 @@ class ClusterService:
         self._ticking = asyncio.create_task(self._tick(), name="cluster-service-tick")
 
     async def close(self) -> None:
-        """Leave the cluster. Streams still open are given up."""
-        self._book.close_all()
+        """Leave the cluster. Streams still open end in an error."""
+        self._book.end_all()
         if self._ticking is not None:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -6,9 +6,13 @@ import logging
 import time
 
 import msgspec
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
 
 from cluster.config import ClusterConfig
-from cluster.desk import RequestDesk
+from cluster.desk import COORDINATOR_FAILED, RequestDesk
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
 from cluster.engine_loop import EngineLoop
@@ -23,6 +27,7 @@ from workers.process import prepare_logging, settle_memory
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 2.0
+_TICK_S = 0.5
 
 
 class CoordinatorReplica:
@@ -73,7 +78,7 @@ class CoordinatorReplica:
             compile_state=self._group.compile_state,
         )
         self._directory.announce(self._member)
-        self._pump.start(self._desk.hear, on_tick=self._tick)
+        self._pump.start(self._desk.hear, on_tick=self._tick, tick_s=_TICK_S)
         logger.info("coordinator %s is ready: %s", self._peer_id, description.model_id)
 
     def check_health(self) -> None:
@@ -87,6 +92,14 @@ class CoordinatorReplica:
         """What an autoscaling policy may want to know of this replica."""
         wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return {name: float(self._desk.metrics.get(name, 0.0)) for name in wanted}
+
+    def close_down(self, limit_s: float) -> None:
+        """Prepare for the end of the whole deployment: take no more requests, end what outlasts `limit_s`."""
+        self._desk.close_down(limit_s)
+
+    def num_streams(self) -> int:
+        """Streams that have not ended."""
+        return self._desk.num_streams
 
     def metrics(self) -> dict[str, float]:
         """Current counters and gauges."""
@@ -110,12 +123,19 @@ class CoordinatorReplica:
         self._group.set_drafters([member.address for member in members if member.role == "draft"])
 
     def _drain(self) -> None:
-        self._desk.drain()
-        give_up_s = time.monotonic() + self._cluster.drain_timeout_s
+        limit_s = self._cluster.drain_timeout_s
+        is_closing = self._desk.num_streams > 0 and _is_application_ending()
+        if is_closing:
+            self._desk.close_down(limit_s)
+        else:
+            self._desk.drain()
+        # The desk ends them by itself when the deployment ends; it looks once per tick.
+        give_up_s = time.monotonic() + limit_s + (2 * _TICK_S if is_closing else 0.0)
         while self._desk.num_streams and time.monotonic() < give_up_s:
             time.sleep(0.05)
         if self._desk.num_streams:
             logger.warning("%d streams are left to other coordinators", self._desk.num_streams)
+            self._desk.end_all("the coordinator was shut down", COORDINATOR_FAILED)
         self._close()
 
     def _close(self) -> None:
@@ -124,3 +144,14 @@ class CoordinatorReplica:
         self._loop.stop()
         self._group.stop()
         self._pump.close(_FLUSH_S)
+
+
+def _is_application_ending() -> bool:
+    """Whether Serve ends this replica because it deletes the whole application, not to replace it."""
+    name = serve.get_replica_context().app_name
+    try:
+        application = serve.status().applications.get(name)
+    except (RayError, RayServeException) as error:
+        logger.warning("Serve does not say why this replica ends: %s", error)
+        return True
+    return application is None or application.status == ApplicationStatus.DELETING

@@ -20,6 +20,7 @@ from specdec.core.errors import CapacityError, InputError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
+from specdec.engine.service import SHUTTING_DOWN
 from specdec.transport.base import Envelope, PeerId
 from specdec.transport.messages import (
     Abort,
@@ -92,6 +93,7 @@ class RequestDesk:
         self._alone: _Stream | None = None
         self._probation_left = 0
         self._is_draining = False
+        self._end_s: float | None = None
         self._woken = False
         self.description: TargetDescription | None = None
         """Facts about the target; None while there is none."""
@@ -126,8 +128,10 @@ class RequestDesk:
                     self._send(sender, Welcome(incarnation, self.description))
 
     def tick(self) -> None:
-        """Abort the streams of ingresses that have been silent for too long."""
+        """Abort the streams of ingresses that are silent for too long; end what outlasts `close_down`."""
         now_s = self._clock.now_s()
+        if self._end_s is not None and now_s >= self._end_s:
+            self.end_all("the server was shut down before the request was complete", SHUTTING_DOWN)
         with self._ordered:
             for ingress in [i for i, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
                 del self._heard_s[ingress]
@@ -135,8 +139,21 @@ class RequestDesk:
                     self._drop(request_id)
 
     def drain(self) -> None:
-        """Take no more requests from now on; those that are here go on."""
-        self._is_draining = True
+        """Take no more requests from now on; those that are here go on (any thread)."""
+        with self._lock:
+            self._is_draining = True
+            self._tell_state()
+
+    def close_down(self, limit_s: float) -> None:
+        """As `drain`, because the whole deployment ends: whatever is here after `limit_s` ends in an error.
+
+        The first call counts (any thread).
+        """
+        with self._lock:
+            if self._end_s is None:
+                self._is_draining = True
+                self._end_s = self._clock.now_s() + limit_s
+                self._tell_state()
 
     def wake(self) -> None:
         """Make `wait` return."""
@@ -209,11 +226,13 @@ class RequestDesk:
             self._replays = deque(r for r in admitted if self._streams[r].num_crashes < _MAX_CRASHES)
 
     def end_all(self, message: str, code: str) -> None:
-        """End every stream with an error: there will be no engine any more."""
-        with self._lock:
+        """End every stream with an error, here and now (any thread)."""
+        with self._ordered:
             for stream in self._streams.values():
                 self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
+            self._aborted.extend(self._streams)
             self._streams.clear()
+            self._ordered.notify_all()
 
     # -- under the lock
 
@@ -233,6 +252,11 @@ class RequestDesk:
             self._submitted.append((request.request_id, request.epoch))
             self._ordered.notify_all()
 
+    def _tell_state(self) -> None:
+        """Tell every ingress at once what its next ping would bring."""
+        for ingress in self._heard_s:
+            self._send(ingress, Pong(nonce=0, active=(), draining=True, closing=self._end_s is not None))
+
     def _drop(self, request_id: RequestId) -> None:
         del self._streams[request_id]
         self._aborted.append(request_id)
@@ -246,6 +270,7 @@ class RequestDesk:
             num_running=int(self.metrics.get("num_requests_running", 0)),
             num_waiting=int(self.metrics.get("num_requests_waiting", 0)) + len(self._submitted),
             draining=self._is_draining,
+            closing=self._end_s is not None,
         )
 
     def _note_crash(self, output: RequestOutput, frames: dict[PeerId, list[RequestOutput]]) -> None:

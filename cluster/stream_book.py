@@ -18,10 +18,11 @@ from cluster.desk import COORDINATOR_FAILED
 from cluster.directory import Member
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
-from specdec.core.errors import CapacityError, DrafthouseError, InputError
+from specdec.core.errors import CapacityError, DrafthouseError, InputError, NotReadyError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
+from specdec.engine.service import SHUTTING_DOWN
 from specdec.transport.base import Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
@@ -50,6 +51,10 @@ class _Coordinator:
     is_draining: bool = False
     reported_load: int = 0
     description: TargetDescription | None = None
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_reachable and not self.is_draining
 
 
 @dataclass(slots=True)
@@ -86,15 +91,16 @@ class StreamBook:
         self._failover_timeout_s = failover_timeout_s
         self._coordinators: dict[PeerId, _Coordinator] = {}
         self._streams: dict[RequestId, _Stream] = {}
+        self._is_closing = False
         self._next_nonce = 1
         self.counters: Counter[str] = Counter()
         """failovers, stale_frames_dropped, lost_streams."""
 
     @property
     def description(self) -> TargetDescription | None:
-        """Facts about the target of a coordinator that can be reached; None when there is none."""
+        """Facts about the target of a coordinator that takes requests; None when there is none."""
         for coordinator in self._coordinators.values():
-            if coordinator.is_reachable and coordinator.description is not None:
+            if coordinator.takes_requests and coordinator.description is not None:
                 return coordinator.description
         return None
 
@@ -124,7 +130,7 @@ class StreamBook:
         """Begin a stream.
 
         Raises:
-            CapacityError: no coordinator is there.
+            NotReadyError: no coordinator is there that takes requests.
             InputError: the request id is in use.
         """
         if request.request_id in self._streams:
@@ -132,7 +138,7 @@ class StreamBook:
         stream = _Stream(request, sink, request.epoch, list(request.delivered_token_ids))
         chosen = self._choose(stream)
         if chosen is None:
-            raise CapacityError("no model is ready to serve", retry_after_s=_RETRY_AFTER_S)
+            raise self._not_ready()
         self._streams[request.request_id] = stream
         self._submit(stream, chosen)
 
@@ -149,10 +155,11 @@ class StreamBook:
             self.close(request_id)
             stream.sink(_last_output(stream, "abort"))
 
-    def close_all(self) -> None:
-        """Nobody waits for any stream any more."""
-        for request_id in list(self._streams):
+    def end_all(self) -> None:
+        """End every stream: this ingress is closed."""
+        for request_id, stream in list(self._streams.items()):
             self.close(request_id)
+            self._give_up(stream)
 
     def hear(self, envelope: Envelope) -> None:
         """Take a message of a coordinator in."""
@@ -232,6 +239,9 @@ class StreamBook:
             else:
                 self._reject(stream, InputError(refused.message, param=refused.param))
             return
+        if refused.kind == "draining" and not is_replay and self._choose(stream) is None:
+            self._reject(stream, self._not_ready())
+            return
         if refused.kind == "capacity":
             retry_after_s = refused.retry_after_s or _RETRY_AFTER_S
             stream.refused_by.add(coordinator.member.peer_id)
@@ -247,6 +257,7 @@ class StreamBook:
         """Find streams that one side believes in and the other does not: a broken link loses messages."""
         peer_id = coordinator.member.peer_id
         coordinator.is_draining = pong.draining
+        self._is_closing = self._is_closing or pong.closing
         coordinator.reported_load = pong.num_running + pong.num_waiting
         active = dict(pong.active)
         for request_id, epoch in pong.active:
@@ -293,14 +304,29 @@ class StreamBook:
         chosen = self._choose(stream)
         if chosen is not None:
             self._submit(stream, chosen)
+        elif self._is_closing:
+            del self._streams[stream.request.request_id]
+            self._give_up(stream)
+
+    def _give_up(self, stream: _Stream) -> None:
+        """Tell the sink of a stream that is not in the book any more that nobody will serve it on."""
+        if stream.was_admitted:
+            message = "the server was shut down before the request was complete"
+            stream.sink(_last_output(stream, "error", message, SHUTTING_DOWN))
+        else:
+            stream.sink(self._not_ready())
+
+    def _not_ready(self) -> NotReadyError:
+        return NotReadyError(
+            "the server is shutting down" if self._is_closing else "no model is ready to serve"
+        )
 
     def _choose(self, stream: _Stream) -> _Coordinator | None:
         """The least loaded coordinator that may serve this stream now."""
         fitting = [
             coordinator
             for peer_id, coordinator in self._coordinators.items()
-            if coordinator.is_reachable
-            and not coordinator.is_draining
+            if coordinator.takes_requests
             and peer_id not in stream.refused_by
             and stream.model_revision in {None, coordinator.member.model_revision}
         ]

@@ -15,6 +15,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
+from cluster.application import COORDINATOR
 from cluster.directory_actor import close_directory
 from cluster.start_reports import read_start_reports
 from deploy.application import APPLICATION, build_application
@@ -22,8 +23,13 @@ from deploy.config import DrafthouseConfig, HttpConfig
 from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, ResourceError, UserError
 
 _POLL_S = 0.25
+_STOP_POLL_S = 0.05
+_CALL_TIMEOUT_S = 3.0
 _WATCH_S = 2.0
 _PROBE_TIMEOUT_S = 5.0
+_END_S = 15.0
+"""What ending the application takes at most beside the drain time."""
+logger = logging.getLogger(__name__)
 _CAUSE = re.compile(r"specdec\.core\.errors\.(\w+): (.*)")
 """How our own errors look at the end of the traceback that Serve reports."""
 
@@ -47,6 +53,7 @@ class Deployment:
         logging.getLogger("ray.serve").setLevel(logging.INFO if show_logs else logging.WARNING)
         self._config = config
         self._api_key_digests = api_key_digests
+        self._has_served = False
 
     @property
     def url(self) -> str:
@@ -96,6 +103,7 @@ class Deployment:
             overview = _overview()
             _raise_if_failed(overview)
             if overview.status == ApplicationStatus.RUNNING and self._answers():
+                self._has_served = True
                 return
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
@@ -119,9 +127,36 @@ class Deployment:
                 yield f"{known.value.lower()}: {_progress(overview)} {overview.message}".strip()
 
     def stop(self) -> None:
-        """Serve what is running, within the drain times, and end the application; Serve itself stays."""
-        serve.delete(APPLICATION)
+        """Serve what is running to its end, or to the drain limit, and end the application.
+
+        While it drains, new requests are answered with 503. Serve itself stays.
+        """
+        if self._has_served:
+            self._drain()
+        try:
+            serve.delete(APPLICATION, _blocking=False)
+            _wait_until_gone(self._config.cluster.drain_timeout_s + _END_S)
+        except (RayError, RayServeException) as error:
+            logger.warning("the application was lost before it was ended: %s", _first_line(error))
         close_directory(self._config.cluster.namespace)
+
+    def _drain(self) -> None:
+        """Let the coordinators finish their streams.
+
+        Serve's own deletion would do as well, but it takes the HTTP route away first: clients would get 404
+        where they should get 503.
+        """
+        limit_s = self._config.cluster.drain_timeout_s
+        give_up_s = time.monotonic() + limit_s + _END_S
+        try:
+            coordinators = serve.get_deployment_handle(COORDINATOR, APPLICATION)
+            coordinators.broadcast("close_down", limit_s).results(timeout_s=_CALL_TIMEOUT_S)
+            while time.monotonic() < give_up_s:
+                if not sum(coordinators.broadcast("num_streams").results(timeout_s=_CALL_TIMEOUT_S)):
+                    return
+                time.sleep(_STOP_POLL_S)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("no coordinator to be drained: %s", _first_line(error))
 
     def _answers(self) -> bool:
         try:
@@ -144,6 +179,15 @@ def _overview() -> ApplicationStatusOverview:
     if overview is None:
         raise DeploymentFailed("the application is not there any more")
     return overview
+
+
+def _wait_until_gone(limit_s: float) -> None:
+    until_s = time.monotonic() + limit_s
+    while APPLICATION in serve.status().applications:
+        if time.monotonic() > until_s:
+            logger.warning("the application has not ended after %g s", limit_s)
+            return
+        time.sleep(_STOP_POLL_S)
 
 
 def _first_line(error: Exception) -> str:

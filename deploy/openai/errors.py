@@ -15,7 +15,8 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from specdec.core.errors import CapacityError, InputError, RequestFailed, TransportError
+from specdec.core.errors import CapacityError, InputError, NotReadyError, RequestFailed, TransportError
+from specdec.engine.service import SHUTTING_DOWN
 
 NOT_READY_RETRY_AFTER_S = 2.0
 """What a client is told to wait for while the model loads or its workers are replaced."""
@@ -65,10 +66,10 @@ class ApiError(Exception):
 
 
 def not_ready() -> ApiError:
-    """The model is not loaded (yet, or any more)."""
+    """No model takes requests (yet, or any more)."""
     return ApiError(
         503,
-        "The model is not ready yet. Try again shortly.",
+        "The model is not ready: it is being loaded, replaced or shut down. Try again shortly.",
         type="server_error",
         code="not_ready",
         headers=_retry_after(NOT_READY_RETRY_AFTER_S),
@@ -98,6 +99,16 @@ def api_error_of(error: Exception) -> ApiError | None:
             type="rate_limit_error",
             code="rate_limit_exceeded",
             headers=_retry_after(error.retry_after_s),
+        )
+    if isinstance(error, NotReadyError):
+        return not_ready()
+    if isinstance(error, RequestFailed) and error.code == SHUTTING_DOWN:
+        return ApiError(
+            503,
+            "The server was shut down before the request was complete. Try again shortly.",
+            type="server_error",
+            code=SHUTTING_DOWN,
+            headers=_retry_after(NOT_READY_RETRY_AFTER_S),
         )
     if isinstance(error, RequestFailed):
         return ApiError(500, str(error), type="server_error", code=error.code)

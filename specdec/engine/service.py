@@ -10,6 +10,10 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.engine.target import TargetDescription
 
+SHUTTING_DOWN = "shutting_down"
+"""Error code of a stream's last output when the service ends before the stream does. Nothing was wrong with
+the request: it may be sent again."""
+
 
 class GenerationService(Protocol):
     """Turns requests into streams of outputs."""
@@ -25,6 +29,7 @@ class GenerationService(Protocol):
 
         Raises:
             CapacityError: before the first output, when the queue is full.
+            NotReadyError: before the first output, when no model is there to take the request.
             InputError: before the first output, when the request does not fit this target.
         """
         ...

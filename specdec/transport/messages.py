@@ -185,6 +185,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=41):
     """Answer to `Ping`: what the coordinator is serving for this ingress.
 
     Links may lose messages when they break; by comparing, both sides find streams that the other lost.
+    An unasked one has nonce 0, which is no ping's: it tells of draining, and nothing of streams.
     """
 
     nonce: int
@@ -192,6 +193,9 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=41):
     num_running: int = 0
     num_waiting: int = 0
     draining: bool = False
+    """It takes no more requests."""
+    closing: bool = False
+    """The whole deployment ends, not this coordinator alone: nobody will replace it."""
 
 
 class MetricsQuery(msgspec.Struct, frozen=True, array_like=True, tag=42):

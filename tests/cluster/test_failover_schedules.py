@@ -16,12 +16,20 @@ from cluster.desk import TARGET_LOST, RequestDesk
 from cluster.directory import Member
 from cluster.stream_book import StreamBook
 from specdec.core.clock import ManualClock
-from specdec.core.errors import CapacityError, ChannelTimeout, DrafthouseError, InputError, TransportError
+from specdec.core.errors import (
+    CapacityError,
+    ChannelTimeout,
+    DrafthouseError,
+    InputError,
+    NotReadyError,
+    TransportError,
+)
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
+from specdec.engine.service import SHUTTING_DOWN
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.ngram import NgramProposer
 from specdec.scheduling.config import SchedulerConfig
@@ -248,7 +256,7 @@ def run_random_schedule(seed: int) -> int:
             where, request = to_open.pop()
             try:
                 ingresses[where].open(request)
-            except CapacityError:
+            except NotReadyError:
                 to_open.append((where, request))
             else:
                 opened[where].append(request)
@@ -352,7 +360,7 @@ def test_when_all_coordinators_are_gone_streams_wait_and_then_end_in_one_error()
     last = ingress.last[request.request_id]
     assert isinstance(last, RequestOutput)
     assert (last.finish_reason, last.error_code) == ("error", "coordinator_lost")
-    with pytest.raises(CapacityError, match="no model is ready"):
+    with pytest.raises(NotReadyError, match="no model is ready"):
         ingress.open(a_request("other", random.Random(2)))
 
 
@@ -406,6 +414,108 @@ def test_a_drained_coordinator_finishes_what_it_has_and_gets_nothing_new() -> No
     assert_right(ingress, [first, second])
     assert {last.epoch for last in ingress.last.values() if isinstance(last, RequestOutput)} <= {0, 1}
     assert serving.engine.metrics().finished["length"] == 1
+
+
+def test_what_outlasts_the_end_of_the_deployment_ends_in_one_error() -> None:
+    sim, ingress = simple(2)
+    short = a_request("short", random.Random(5), max_tokens=20)
+    long = [a_request(f"long-{index}", random.Random(index), max_tokens=160) for index in range(3)]
+    for request in (short, *long):
+        ingress.open(request)
+    sim.network.run_for(0.2)
+    for coordinator in sim.coordinators:
+        coordinator.desk.close_down(0.8)
+        coordinator.desk.close_down(60.0)  # the first call counts
+    sim.network.run_for(ROUND_S)  # much less than to the next ping
+    assert ingress.book.description is None
+    with pytest.raises(NotReadyError, match="shutting down"):
+        ingress.open(a_request("late", random.Random(2)))
+    sim.network.run_for(3.0)
+    assert ingress.book.num_streams == 0
+    assert_right(ingress, [short])
+    for request in long:
+        last = ingress.last[request.request_id]
+        assert isinstance(last, RequestOutput)
+        assert (last.finish_reason, last.error_code, last.epoch) == ("error", SHUTTING_DOWN, 0)
+        tokens = ingress.tokens[request.request_id]
+        assert 0 < len(tokens) < 160
+        assert tokens == expected(request)[: len(tokens)]
+    for coordinator in sim.coordinators:
+        assert not coordinator.engine.has_work, "it goes on with what nobody waits for"
+
+
+def test_when_the_last_coordinator_of_a_closing_deployment_dies_its_streams_end_at_once() -> None:
+    sim, ingress = simple()
+    request = a_request("r", random.Random(5), max_tokens=160)
+    ingress.open(request)
+    sim.network.run_for(0.2)
+    sim.coordinators[0].desk.close_down(1000.0)
+    sim.network.run_for(0.2)
+    sim.crash(sim.coordinators[0])
+    sim.network.run_for(LEASE_S + 1.0)  # far less than the time that another would have to appear
+    last = ingress.last[request.request_id]
+    assert isinstance(last, RequestOutput)
+    assert last.error_code == SHUTTING_DOWN
+
+
+def test_a_request_that_meets_a_draining_coordinator_is_not_kept_waiting() -> None:
+    sim, ingress = simple()
+    sim.coordinators[0].desk._is_draining = True  # the news is still on its way
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.network.run_for(ROUND_S)
+    assert isinstance(ingress.last[request.request_id], NotReadyError)
+
+
+def test_an_ingress_that_is_closed_ends_its_streams() -> None:
+    sim, ingress = simple()
+    request = a_request("r", random.Random(5), max_tokens=160)
+    ingress.open(request)
+    sim.network.run_for(0.2)
+    ingress.book.end_all()
+    last = ingress.last[request.request_id]
+    assert isinstance(last, RequestOutput)
+    assert last.error_code == SHUTTING_DOWN
+    sim.network.run_for(3 * ROUND_S)
+    assert not sim.coordinators[0].engine.has_work
+
+
+def close_down_amid_faults(seed: int) -> tuple[int, int]:
+    """End a deployment over a bad network; return how many streams were complete and how many cut."""
+    rng = random.Random(seed)
+    sim = Simulation(random_faults(rng), seed)
+    for _ in range(rng.randint(1, 3)):
+        sim.start_coordinator()
+    ingress = sim.start_ingress()
+    sim.network.run_for(5.0)
+    requests = [a_request(f"r{index}", rng, max_tokens=rng.choice([5, 40, 160])) for index in range(6)]
+    for request in requests:
+        ingress.open(request)
+    sim.network.run_for(rng.uniform(0.0, 2.0))
+    for coordinator in sim.coordinators:
+        coordinator.desk.close_down(rng.uniform(0.0, 3.0))
+    if len(sim.coordinators) > 1 and rng.random() < 0.5:
+        sim.crash(rng.choice(sim.coordinators))
+    sim.network.run_for(10.0 + 5 * LEASE_S)
+    assert ingress.book.num_streams == 0
+    num_complete = 0
+    for request in requests:
+        last, tokens = ingress.last[request.request_id], ingress.tokens[request.request_id]
+        assert tokens == expected(request)[: len(tokens)]
+        if isinstance(last, RequestOutput) and last.finish_reason == "length":
+            assert len(tokens) == request.params.max_tokens
+            num_complete += 1
+        elif isinstance(last, RequestOutput):
+            assert last.error_code == SHUTTING_DOWN
+        else:
+            assert isinstance(last, NotReadyError)
+    return num_complete, len(requests) - num_complete
+
+
+def test_the_end_of_a_deployment_over_a_bad_network() -> None:
+    outcomes = [close_down_amid_faults(seed) for seed in range(40)]
+    assert sum(complete for complete, _ in outcomes) > 40
+    assert sum(cut for _, cut in outcomes) > 40
 
 
 def test_a_client_that_leaves_and_one_that_aborts_free_their_blocks() -> None:
