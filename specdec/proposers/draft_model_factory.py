@@ -7,18 +7,22 @@ import logging
 from specdec.model.config import ModelConfig
 from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
+from specdec.model.parallel.group import RankGroup
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.target_facts import TargetFacts
+from specdec.sampling.parallel import ParallelSampler
 from specdec.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
 
-def load_draft_model(config: SpeculativeConfig, target: TargetFacts) -> DraftModelProposer:
-    """Load the draft model, its cache and its sampler.
+def load_draft_model(
+    config: SpeculativeConfig, target: TargetFacts, ranks: RankGroup | None = None
+) -> DraftModelProposer:
+    """Load the draft model, or this rank's part of it, its cache and its sampler.
 
     Raises:
         CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind, or its
@@ -33,10 +37,20 @@ def load_draft_model(config: SpeculativeConfig, target: TargetFacts) -> DraftMod
             "model": config.model,
             "dtype": target.dtype if config.dtype == "auto" else config.dtype,
             "num_threads": config.num_threads,
+            "tensor_parallel_size": config.draft_tensor_parallel_size,
             "compile": config.compile,
         }
     )
-    return make_draft_model_proposer(load_model(model_config), config, target)
+    loaded = load_model(model_config, None, ranks)
+    if ranks is None:
+        return make_draft_model_proposer(loaded, config, target)
+    assert loaded.vocab is not None
+    return DraftModelProposer(
+        ModelRunner(loaded, config.cache, max_num_seqs=target.max_num_seqs),
+        ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
+        vocab_size=target.vocab_size,
+        max_context=config.max_model_len,
+    )
 
 
 def make_draft_model_proposer(
