@@ -10,7 +10,7 @@ from ray import serve
 from cluster.config import ClusterConfig
 from cluster.coordinator import CoordinatorReplica
 from cluster.draft_pool import DraftPoolReplica
-from cluster.placement import GroupPlacement, NodeSnapshot, plan_placement
+from cluster.placement import GroupPlacement, NodeSnapshot, RanksPerModel, plan_placement
 from cluster.target_group import REMOTE_METHODS
 from specdec.engine.config import EngineConfig
 
@@ -42,8 +42,13 @@ def build_application(engine: EngineConfig, cluster: ClusterConfig) -> serve.App
     """
     cluster = resolve(cluster)
     has_drafter = engine.speculative_config.method in REMOTE_METHODS
-    nodes = snapshot_nodes() if cluster.check_resources else _boundless(cluster)
-    plan = plan_placement(cluster, nodes, has_drafter=has_drafter)
+    ranks = RanksPerModel(
+        target=engine.target.tensor_parallel_size, draft=engine.speculative_config.draft_tensor_parallel_size
+    )
+    nodes = (
+        snapshot_nodes() if cluster.check_resources else _boundless(cluster, max(ranks.target, ranks.draft))
+    )
+    plan = plan_placement(cluster, nodes, has_drafter=has_drafter, ranks=ranks)
     num_groups = cluster.target_groups.num_groups
     coordinator = _deployment(CoordinatorReplica, COORDINATOR, num_groups, plan.target, cluster)
     if plan.draft is None:
@@ -69,14 +74,15 @@ def snapshot_nodes() -> list[NodeSnapshot]:
     ]
 
 
-def _boundless(cluster: ClusterConfig) -> list[NodeSnapshot]:
-    """Nodes that fit anything, for clusters that an autoscaler makes."""
+def _boundless(cluster: ClusterConfig, num_each: int) -> list[NodeSnapshot]:
+    """Nodes that fit anything, as many of each kind as one model has ranks, for autoscaled clusters."""
     bundles = (cluster.target_groups.bundle, cluster.draft_pool.bundle)
     return [
         NodeSnapshot(
             node_id="to come", available=dict.fromkeys(bundle.amounts(), float("inf")), labels=bundle.labels
         )
         for bundle in bundles
+        for _ in range(num_each)
     ]
 
 
@@ -86,7 +92,7 @@ def _deployment(
     options: dict[str, Any] = {
         "name": name,
         "num_replicas": num_replicas,
-        # The replica itself only coordinates; the bundle is for its worker.
+        # The replica itself only coordinates; the bundles are for its worker's ranks.
         "ray_actor_options": {"num_cpus": 0},
         "placement_group_bundles": list(placement.bundles),
         "placement_group_strategy": placement.strategy,

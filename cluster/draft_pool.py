@@ -10,7 +10,7 @@ import msgspec
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
-from cluster.runtime import bind_host, channel_options, new_peer_id, worker_options
+from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
 from specdec.core.errors import DrafthouseError, TransportError
@@ -83,6 +83,12 @@ class DraftPoolReplica:
             bind_host(channels),
             channel_options(channels),
             StartReporter(self._cluster.namespace, worker_id),
+            rank_options(
+                "draft",
+                pool.bundle,
+                self._engine.speculative_config.draft_tensor_parallel_size,
+                self._cluster.namespace,
+            ),
         )
         worker = WorkerHandle(actor, "draft worker")
         self._worker = worker

@@ -41,8 +41,20 @@ class _Free:
     amounts: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksPerModel:
+    """How many ranks, and so bundles, one copy of each model takes."""
+
+    target: int = 1
+    draft: int = 1
+
+
 def plan_placement(
-    config: ClusterConfig, nodes: Sequence[NodeSnapshot], *, has_drafter: bool
+    config: ClusterConfig,
+    nodes: Sequence[NodeSnapshot],
+    *,
+    has_drafter: bool,
+    ranks: RanksPerModel | None = None,
 ) -> PlacementPlan:
     """Check that everything fits onto the nodes together, and return the placement groups.
 
@@ -51,38 +63,68 @@ def plan_placement(
     Raises:
         ResourceError: naming what lacks what, and what the cluster has.
     """
+    ranks = ranks or RanksPerModel()
     free = [_Free(node, dict(node.available)) for node in nodes]
     target, draft = config.target_groups, config.draft_pool
     for index in range(target.num_groups):
-        _reserve(target.bundle, free, f"target group {index + 1} of {target.num_groups}", nodes)
+        what = f"target group {index + 1} of {target.num_groups}"
+        _reserve_group(target.bundle, ranks.target, target.strategy, free, what, nodes)
     for index in range(draft.num_workers if has_drafter else 0):
-        _reserve(draft.bundle, free, f"draft worker {index + 1} of {draft.num_workers}", nodes)
+        what = f"draft worker {index + 1} of {draft.num_workers}"
+        _reserve_group(draft.bundle, ranks.draft, "PACK", free, what, nodes)
     return PlacementPlan(
-        target=_group(target.bundle, target.strategy),
-        draft=_group(draft.bundle, "PACK") if has_drafter else None,
+        target=_group(target.bundle, ranks.target, target.strategy),
+        draft=_group(draft.bundle, ranks.draft, "PACK") if has_drafter else None,
     )
 
 
-def _group(bundle: BundleConfig, strategy: str) -> GroupPlacement:
+def _group(bundle: BundleConfig, num_ranks: int, strategy: str) -> GroupPlacement:
     return GroupPlacement(
-        bundles=(bundle.amounts(),),
+        bundles=tuple(bundle.amounts() for _ in range(num_ranks)),
         strategy=strategy,
-        label_selectors=(dict(bundle.labels),) if bundle.labels else None,
+        label_selectors=tuple(dict(bundle.labels) for _ in range(num_ranks)) if bundle.labels else None,
     )
 
 
-def _reserve(bundle: BundleConfig, free: Sequence[_Free], what: str, nodes: Sequence[NodeSnapshot]) -> None:
-    wanted = bundle.amounts()
+def _reserve_group(
+    bundle: BundleConfig,
+    num_ranks: int,
+    strategy: str,
+    free: Sequence[_Free],
+    what: str,
+    nodes: Sequence[NodeSnapshot],
+) -> None:
+    """Reserve the bundles of all ranks of one copy of a model."""
+    if strategy == "STRICT_PACK":
+        together = {name: num_ranks * amount for name, amount in bundle.amounts().items()}
+        whole = f"{what} ({num_ranks} ranks on one node)" if num_ranks > 1 else what
+        _reserve(together, bundle.labels, free, whole, nodes)
+        return
+    left = list(free)
+    for rank in range(num_ranks):
+        name = f"rank {rank + 1} of {num_ranks} of {what}" if num_ranks > 1 else what
+        place = _reserve(bundle.amounts(), bundle.labels, left, name, nodes)
+        if strategy == "STRICT_SPREAD":
+            left.remove(place)
+
+
+def _reserve(
+    wanted: Mapping[str, float],
+    labels: Mapping[str, str],
+    free: Sequence[_Free],
+    what: str,
+    nodes: Sequence[NodeSnapshot],
+) -> _Free:
     for place in free:
-        if _has_labels(place.node, bundle.labels) and all(
+        if _has_labels(place.node, labels) and all(
             place.amounts.get(name, 0.0) >= amount for name, amount in wanted.items()
         ):
             for name, amount in wanted.items():
                 place.amounts[name] -= amount
-            return
+            return place
     raise ResourceError(
-        f"{what} needs {_listed(wanted)}{_on_labels(bundle.labels)} on one node; "
-        f"the cluster has {_cluster(nodes, wanted, bundle.labels)}, and {_left(free, wanted, bundle.labels)} "
+        f"{what} needs {_listed(wanted)}{_on_labels(labels)} on one node; "
+        f"the cluster has {_cluster(nodes, wanted, labels)}, and {_left(free, wanted, labels)} "
         "of that is left for it"
     )
 

@@ -36,7 +36,17 @@ def channel_options(config: ChannelConfig) -> ZmqOptions:
     )
 
 
-def worker_options(bundle: BundleConfig, name: PeerId, namespace: str) -> dict[str, Any]:
+def rank_options(role: str, bundle: BundleConfig, num_ranks: int, namespace: str) -> list[dict[str, Any]]:
+    """Actor options of ranks 1, 2, ... of a model: one bundle each; rank 0 is the worker itself."""
+    return [
+        worker_options(bundle, new_peer_id(f"rank-{role}"), namespace, bundle_index=rank)
+        for rank in range(1, num_ranks)
+    ]
+
+
+def worker_options(
+    bundle: BundleConfig, name: PeerId, namespace: str, *, bundle_index: int = 0
+) -> dict[str, Any]:
     """Actor options that put a worker into this replica's own placement group.
 
     One process holds one model: a worker that dies is replaced by its owner, not restarted by Ray, so that
@@ -53,6 +63,6 @@ def worker_options(bundle: BundleConfig, name: PeerId, namespace: str) -> dict[s
     group = get_current_placement_group()
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=0
+            placement_group=group, placement_group_bundle_index=bundle_index
         )
     return options

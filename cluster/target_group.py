@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from cluster.config import ClusterConfig
-from cluster.runtime import bind_host, channel_options, new_peer_id, worker_options
+from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
 from specdec.core.description import TargetDescription
@@ -34,7 +34,10 @@ REMOTE_METHODS = frozenset({"draft_model"})
 
 
 class TargetGroup:
-    """One target worker at a time, in the placement group of the replica that this runs in."""
+    """One target worker at a time, in the placement group of the replica that this runs in.
+
+    With tensor parallelism it is rank 0 of its model, and starts and takes along the other ranks.
+    """
 
     def __init__(self, engine: EngineConfig, cluster: ClusterConfig, peer_id: PeerId, keys: KeyPair) -> None:
         self._config = engine
@@ -126,6 +129,9 @@ class TargetGroup:
             owner,
             self._options,
             StartReporter(self._cluster.namespace, worker_id),
+            rank_options(
+                "target", group.bundle, self._config.target.tensor_parallel_size, self._cluster.namespace
+            ),
         )
         self._worker = WorkerHandle(actor, "target worker")
         return self._worker

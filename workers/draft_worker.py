@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -14,6 +15,7 @@ from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner, run_at_start
 from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
 from workers.progress import StartListener, StartProgress
+from workers.rank_worker import lead_ranks, threads_per_rank
 
 if TYPE_CHECKING:
     from specdec.transport.zmq import ZmqOptions
@@ -37,10 +39,12 @@ class DraftWorkerProcess:
         host: str,
         options: ZmqOptions,
         listener: StartListener | None = None,
+        other_ranks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """`other_ranks`: actor options of ranks 1, 2, ... of the draft model, of which this is rank 0."""
         prepare_logging(peer_id)
         speculative = config.speculative_config
-        num_threads = prepare_threads(speculative.num_threads)
+        num_threads = prepare_threads(threads_per_rank(speculative.num_threads, 1 + len(other_ranks)))
         # Only now, since OpenMP reads its settings when torch is loaded.
         from specdec.engine.build import build_draft_proposer
         from specdec.engine.draft_server import DraftServer
@@ -48,7 +52,7 @@ class DraftWorkerProcess:
 
         started_s = time.monotonic()
         logger.info("loading drafter %s (%d threads)", speculative.model or speculative.method, num_threads)
-        proposer = build_draft_proposer(config)
+        proposer = build_draft_proposer(config, lead_ranks("draft", config, host, other_ranks))
         progress = StartProgress("draft", listener)
         self._works = idle_work_of(proposer)
         run_at_start(self._works, budget_s=speculative.compile.startup_seconds, report=progress.compiling)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -14,6 +15,7 @@ from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner, run_at_start
 from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
 from workers.progress import StartListener, StartProgress
+from workers.rank_worker import lead_ranks, threads_per_rank
 
 if TYPE_CHECKING:
     from specdec.transport.zmq import ZmqOptions
@@ -39,9 +41,11 @@ class TargetWorkerProcess:
         owner: PeerAddress,
         options: ZmqOptions,
         listener: StartListener | None = None,
+        other_ranks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """`other_ranks`: actor options of ranks 1, 2, ... of the target, of which this is rank 0."""
         prepare_logging(peer_id)
-        num_threads = prepare_threads(config.target.num_threads)
+        num_threads = prepare_threads(threads_per_rank(config.target.num_threads, 1 + len(other_ranks)))
         # Only now, since OpenMP reads its settings when torch is loaded.
         from specdec.engine.build import build_target
         from specdec.engine.target_server import TargetServer
@@ -50,7 +54,8 @@ class TargetWorkerProcess:
         started_s = time.monotonic()
         logger.info("loading target %s (%d threads)", config.target.model, num_threads)
         progress = StartProgress("target", listener)
-        target = build_target(config, progress)
+        ranks = lead_ranks("target", config, host, other_ranks)
+        target = build_target(config, progress, ranks)
         description = target.description
         logger.info(
             "target loaded after %.1f s: %s, %s, %d blocks of %d tokens",

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, MembershipConfig, TargetGroupsConfig
-from cluster.placement import NodeSnapshot, plan_placement
+from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
 from specdec.core.errors import ResourceError
 
 
@@ -41,6 +41,38 @@ def test_two_halves_on_two_nodes_are_not_a_whole() -> None:
     config = ClusterConfig(target_groups=TargetGroupsConfig(bundle=BundleConfig(num_cpus=2)))
     with pytest.raises(ResourceError, match="2 CPU free on 2 nodes, and 1 CPU"):
         plan_placement(config, [node("a", {"CPU": 1.0}), node("b", {"CPU": 1.0})], has_drafter=False)
+
+
+TWO_RANKS = RanksPerModel(target=2)
+
+
+def test_every_rank_has_a_bundle() -> None:
+    config = ClusterConfig(target_groups=TargetGroupsConfig(bundle=BundleConfig(labels={"pool": "target"})))
+    nodes = [node(name, {"CPU": 1.0}, pool="target") for name in "abc"]
+    ranks = RanksPerModel(target=2, draft=3)
+    plan = plan_placement(config, [*nodes, node("d", {"CPU": 3.0})], has_drafter=True, ranks=ranks)
+    assert plan.target.bundles == ({"CPU": 1.0},) * 2
+    assert plan.target.label_selectors == ({"pool": "target"},) * 2
+    assert plan.draft is not None
+    assert plan.draft.bundles == ({"CPU": 1.0},) * 3
+    with pytest.raises(ResourceError, match="rank 2 of 2 of target group 1 of 1 needs 1 CPU"):
+        plan_placement(config, nodes[:1], has_drafter=False, ranks=TWO_RANKS)
+
+
+def test_strict_strategies_need_one_node_or_several() -> None:
+    def plan(strategy: str, *cpus: float) -> None:
+        groups = TargetGroupsConfig.model_validate({"strategy": strategy})
+        nodes = [node(f"n{index}", {"CPU": count}) for index, count in enumerate(cpus)]
+        plan_placement(ClusterConfig(target_groups=groups), nodes, has_drafter=False, ranks=TWO_RANKS)
+
+    plan("STRICT_PACK", 2.0)
+    with pytest.raises(ResourceError, match=r"2 ranks on one node\) needs 2 CPU"):
+        plan("STRICT_PACK", 1.0, 1.0)
+    plan("STRICT_SPREAD", 1.0, 1.0)
+    with pytest.raises(ResourceError, match="rank 2 of 2"):
+        plan("STRICT_SPREAD", 4.0)
+    plan("PACK", 1.0, 1.0)
+    plan("SPREAD", 2.0)
 
 
 def test_labels_and_custom_resources_select_nodes() -> None:

@@ -95,7 +95,9 @@ class Streams:
         await asyncio.wait_for(asyncio.gather(*self.tasks), 120)
 
 
-def with_service(config: ClusterConfig, scenario: Callable[[object], Awaitable[None]]) -> None:
+def with_service(
+    config: ClusterConfig, scenario: Callable[[object], Awaitable[None]], *, num_drafters: int = 1
+) -> None:
     """Run a scenario against a service that is connected and ready, with drafters there."""
     from cluster.client import ClusterService
 
@@ -104,7 +106,8 @@ def with_service(config: ClusterConfig, scenario: Callable[[object], Awaitable[N
         await service.start()
         try:
             await service.wait_ready(60)
-            await metric(service, "draft_workers", lambda value: value >= 1)
+            if num_drafters:
+                await metric(service, "draft_workers", lambda value: value >= num_drafters)
             await scenario(service)
         finally:
             await service.close()

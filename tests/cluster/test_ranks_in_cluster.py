@@ -1,0 +1,156 @@
+"""Tensor parallel target and draft as Ray actors: same tokens, and a group lives and dies together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, TargetGroupsConfig
+from specdec.core.request import Request
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.proposers.config import SpeculativeConfig
+from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+APP = "drafthouse-ranks"
+
+Plain = Callable[[Sequence[Request]], dict[str, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def config(cluster_config: ClusterConfig) -> ClusterConfig:
+    half = BundleConfig(num_cpus=0.5)
+    return cluster_config.model_copy(
+        update={
+            "namespace": "drafthouse-ranks",
+            "target_groups": TargetGroupsConfig(bundle=half),
+            "draft_pool": DraftPoolConfig(bundle=half),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConfig) -> Iterator[None]:
+    from ray import serve
+
+    from cluster.application import build_application
+
+    speculative = engine_config.speculative_config.model_copy(update={"draft_tensor_parallel_size": 2})
+    target = engine_config.target.model_copy(update={"tensor_parallel_size": 2})
+    parallel = engine_config.model_copy(update={"target": target, "speculative_config": speculative})
+    serve.run(build_application(parallel, config), name=APP, route_prefix=None)
+    yield
+    serve.delete(APP)
+
+
+@pytest.fixture(scope="module")
+def alone(engine_config: EngineConfig) -> Iterator[Plain]:
+    """Tokens of one process without speculation, by request id."""
+    plain = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
+    with Engine(plain) as engine:
+
+        def run(wanted: Sequence[Request]) -> dict[str, list[int]]:
+            tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
+            for request in wanted:
+                engine.add_request(request)
+            while engine.has_work:
+                for output in engine.step():
+                    tokens[output.request_id].extend(output.token_ids)
+            return tokens
+
+        yield run
+
+
+def test_tokens_are_those_of_one_process(deployed: None, config: ClusterConfig, alone: Plain) -> None:
+    wanted = requests(5, max_tokens=40, name="ranks")
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.finish()
+        assert streams.tokens == alone(wanted)
+        assert await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 10)
+
+    with_service(config, scenario)
+
+
+@pytest.mark.parametrize("victim", ["rank-target", "target"])
+def test_streams_outlive_a_lost_rank(
+    deployed: None, config: ClusterConfig, alone: Plain, victim: str
+) -> None:
+    import ray
+
+    wanted = requests(5, max_tokens=150, name=victim)
+
+    async def scenario(service: object) -> None:
+        losses = await metric(service, "target_losses", lambda value: True)
+        former = {role: worker(config, role) for role in ("target", "rank-target")}
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        ray.kill(former[victim], no_restart=True)
+        await streams.finish()
+        assert streams.tokens == alone(wanted)
+        assert await metric(service, "target_losses", lambda value: value == losses + 1)
+        for role, actor in former.items():
+            assert worker(config, role) != actor, "both ranks are new"
+
+    with_service(config, scenario)
+
+
+def test_an_idle_group_notices_a_lost_rank(deployed: None, config: ClusterConfig, alone: Plain) -> None:
+    import ray
+
+    wanted = requests(2, max_tokens=20, name="idle")
+
+    async def scenario(service: object) -> None:
+        losses = await metric(service, "target_losses", lambda value: True)
+        ray.kill(worker(config, "rank-target"), no_restart=True)
+        await metric(service, "target_losses", lambda value: value == losses + 1)
+        streams = Streams(service, wanted)
+        await streams.finish()
+        assert streams.tokens == alone(wanted)
+
+    with_service(config, scenario)
+
+
+def test_a_draft_worker_is_replaced_with_all_its_ranks(
+    deployed: None, config: ClusterConfig, alone: Plain
+) -> None:
+    import ray
+
+    wanted = requests(4, max_tokens=60, name="draft")
+
+    async def scenario(service: object) -> None:
+        ray.kill(worker(config, "rank-draft"), no_restart=True)
+        await metric(service, "draft_workers", lambda value: value == 0)
+        await metric(service, "draft_workers", lambda value: value == 1)
+        before = await metric(service, "spec_decode_num_accepted_tokens", lambda value: True)
+        streams = Streams(service, wanted)
+        await streams.finish()
+        assert streams.tokens == alone(wanted)
+        await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > before)
+
+    with_service(config, scenario)
+
+
+def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """In a process of its own: a Ray cluster of two nodes beside the one of this session."""
+    script = Path(__file__).with_name("two_nodes.py")
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, str(script), str(model_folders[0])],
+        env={**environment, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "two nodes, same tokens" in done.stdout

@@ -1,0 +1,131 @@
+"""The Ray actors of ranks 1, 2, ... of a model that several processes hold, and how rank 0 starts them.
+
+Rank 0 is the target or draft worker itself. It owns the actors of the other ranks, so that Ray ends them with
+it; and it ends itself when one of them dies, so that its owner replaces the whole group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from specdec.engine.config import EngineConfig
+from workers.process import prepare_logging, prepare_threads
+
+if TYPE_CHECKING:
+    from specdec.engine.rank_follower import Role
+    from specdec.model.parallel.group import RankGroup, RankSpec
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+
+class RankWorkerProcess:
+    """One rank but the first. Its constructor returns at once; it loads and serves in a thread."""
+
+    def __init__(
+        self, role: Role, config: EngineConfig, rank: int, size: int, store: tuple[str, int]
+    ) -> None:
+        prepare_logging(f"{role}-rank-{rank}")
+        prepare_threads(threads_per_rank(_threads(role, config), size))
+        self._thread = threading.Thread(
+            target=self._run, args=(role, config, rank, size, store), name="rank", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when rank 0 has said stop."""
+        self._thread.join()
+
+    def _run(self, role: Role, config: EngineConfig, rank: int, size: int, store: tuple[str, int]) -> None:
+        try:
+            from specdec.engine.rank_follower import follow
+            from specdec.model.parallel.group import RankGroup
+
+            spec = _spec(rank, size, store, own_host(store[0]))
+            follow(role, config, RankGroup.join(spec, _device(role, config)))
+        except BaseException:  # the border of the process: rank 0 notices its end
+            logger.exception("rank %d of the %s failed; this process ends", rank, role)
+            logging.shutdown()
+            os._exit(1)
+
+
+RankWorker = ray.remote(RankWorkerProcess)
+"""The actor class; rank 0 gives it resources and a bundle."""
+
+
+def lead_ranks(
+    role: Role, config: EngineConfig, host: str, others: Sequence[Mapping[str, Any]]
+) -> RankGroup | None:
+    """Start the other ranks of a model and return rank 0's place among them; None when there are none.
+
+    This process ends when one of them does.
+
+    Args:
+        role: which model of `config`.
+        config: whole configuration.
+        host: address of this process.
+        others: actor options of ranks 1, 2, ...
+
+    Raises:
+        TransportError: a rank did not come up.
+    """
+    if not others:
+        return None
+    from specdec.model.parallel.group import RankGroup, serve_store
+
+    size = 1 + len(others)
+    store = serve_store(host)
+    actors = [
+        RankWorker.options(**options).remote(role, config, rank, size, (host, store.port))
+        for rank, options in enumerate(others, 1)
+    ]
+    watch = threading.Thread(target=_end_with, args=(actors,), name="rank-watch", daemon=True)
+    watch.start()
+    return RankGroup.join(_spec(0, size, (host, store.port), host), _device(role, config), store)
+
+
+def _end_with(actors: Sequence[Any]) -> None:
+    """End this process when one of the other ranks has ended; keeps them alive until then."""
+    ended, _ = ray.wait([actor.wait.remote() for actor in actors], num_returns=1)
+    try:
+        ray.get(ended)
+    except ray.exceptions.RayActorError as error:
+        logger.error("a rank has died, so this process ends too: %s", str(error).splitlines()[0])
+        logging.shutdown()
+        os._exit(1)
+
+
+def threads_per_rank(num_threads: int | None, size: int) -> int | None:
+    """Return the threads of one rank: as configured, else an equal share of this process's cores."""
+    if num_threads is not None or size == 1:
+        return num_threads
+    return max(1, len(os.sched_getaffinity(0)) // size)
+
+
+def own_host(store_host: str) -> str:
+    """Address of this process, on the kind of network that the store is on."""
+    return LOOPBACK if store_host == LOOPBACK else str(ray.util.get_node_ip_address())
+
+
+def _threads(role: Role, config: EngineConfig) -> int | None:
+    return config.target.num_threads if role == "target" else config.speculative_config.num_threads
+
+
+def _spec(rank: int, size: int, store: tuple[str, int], host: str) -> RankSpec:
+    from specdec.model.parallel.group import RankSpec
+
+    return RankSpec(rank=rank, size=size, store_host=store[0], store_port=store[1], own_host=host)
+
+
+def _device(role: Role, config: EngineConfig) -> Any:
+    """Ray shows each actor the GPUs of its bundle only: the first is this rank's."""
+    from specdec.engine.rank_launch import rank_devices
+
+    return rank_devices(config.target.device if role == "target" else "auto", 1)[0]
