@@ -53,6 +53,10 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send((function, args))
 
+    def send_to(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function in one rank; `receive` gives the result."""
+        self._pipes[rank].send((function, args))
+
     def kill(self, rank: int) -> None:
         self._processes[rank].kill()
         self._processes[rank].join()
