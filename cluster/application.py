@@ -42,9 +42,7 @@ def build_application(engine: EngineConfig, cluster: ClusterConfig) -> serve.App
     """
     cluster = resolve(cluster)
     has_drafter = engine.speculative_config.method in REMOTE_METHODS
-    ranks = RanksPerModel(
-        target=engine.target.tensor_parallel_size, draft=engine.speculative_config.draft_tensor_parallel_size
-    )
+    ranks = RanksPerModel.of(engine)
     nodes = (
         snapshot_nodes() if cluster.check_resources else _boundless(cluster, max(ranks.target, ranks.draft))
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.config import BundleConfig, ClusterConfig
 from specdec.core.errors import ResourceError
+from specdec.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,14 @@ class RanksPerModel:
 
     target: int = 1
     draft: int = 1
+
+    @staticmethod
+    def of(engine: EngineConfig) -> RanksPerModel:
+        """Return those that an engine's configuration asks for."""
+        return RanksPerModel(
+            target=engine.target.tensor_parallel_size,
+            draft=engine.speculative_config.draft_tensor_parallel_size,
+        )
 
 
 def plan_placement(

@@ -40,7 +40,7 @@ def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -
         max_choices=http.max_choices,
         request_timeout_s=http.request_timeout_s,
         api_key_digests=api_key_digests,
-        parallelism="tp1",
+        parallelism=f"tp{config.target.tensor_parallel_size}",
         rule=config.speculative_config.rejection_sample_method,
     )
 

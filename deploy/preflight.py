@@ -10,11 +10,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cluster.config import ClusterConfig
-from cluster.placement import NodeSnapshot, plan_placement
+from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
 from deploy.config import DrafthouseConfig, HttpConfig
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
-from specdec.model.checkpoint import open_checkpoint
+from specdec.model.checkpoint import Checkpoint, open_checkpoint
+from specdec.model.config import ModelConfig
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -86,7 +87,7 @@ def check_address(address: str) -> None:
 
 
 def check_models(engine: EngineConfig) -> None:
-    """Check that the model folders are complete and that draft and target share their tokenizer.
+    """Check that the model folders are complete, long enough, and that draft and target share their tokenizer.
 
     Whether the models are of a kind that can be run is left to the workers, which load them: their answer
     is reported as well.
@@ -97,14 +98,26 @@ def check_models(engine: EngineConfig) -> None:
     folders = [Path(engine.target.model)]
     if engine.speculative_config.model is not None:
         folders.append(Path(engine.speculative_config.model))
-    for folder in folders:
-        open_checkpoint(folder)
+    checkpoints = [open_checkpoint(folder) for folder in folders]
+    _check_length(engine.target, checkpoints[0])
     vocabularies = [_vocabulary(folder) for folder in folders]
     if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):
         # It says where they differ, at the price of importing transformers.
         from specdec.proposers.draft_model_factory import require_same_tokenizer
 
         require_same_tokenizer(str(folders[1]), str(folders[0]))
+
+
+def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Check `target.max_model_len`, where config.json says in plain words how long sequences may be."""
+    texts = checkpoint.config.get("text_config")
+    stated = (texts if isinstance(texts, dict) else checkpoint.config).get("max_position_embeddings")
+    wanted = target.max_model_len
+    if wanted is not None and isinstance(stated, int) and wanted > stated:
+        raise ConfigError(
+            f"target.max_model_len: {wanted} is more than the {stated} positions that {checkpoint.path} has "
+            "(max_position_embeddings in its config.json)"
+        )
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
@@ -130,7 +143,7 @@ def check_local_resources(config: DrafthouseConfig, num_cpus: int) -> None:
     available = {"CPU": float(num_cpus), "GPU": _num_gpus(cluster)}
     node = NodeSnapshot(node_id="this machine", available=available, labels={})
     has_drafter = config.speculative_config.model is not None
-    plan_placement(cluster, [node], has_drafter=has_drafter)
+    plan_placement(cluster, [node], has_drafter=has_drafter, ranks=RanksPerModel.of(config.engine()))
 
 
 def _num_gpus(cluster: ClusterConfig) -> float:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from specdec.core.errors import UserError
 from specdec.engine.config import EngineConfig
 from workers.process import prepare_logging, prepare_threads
 
@@ -40,7 +41,7 @@ class RankWorkerProcess:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when rank 0 has said stop."""
+        """Return when rank 0 has said stop, or the model could not be loaded."""
         self._thread.join()
 
     def _run(self, role: Role, config: EngineConfig, rank: int, size: int, store: tuple[str, int]) -> None:
@@ -50,6 +51,9 @@ class RankWorkerProcess:
 
             spec = _spec(rank, size, store, own_host(store[0]))
             follow(role, config, RankGroup.join(spec, _device(role, config)))
+        except UserError as error:
+            # Rank 0 raises it too and tells its owner; ending here could end rank 0 before it has.
+            logger.error("rank %d of the %s: %s", rank, role, error)
         except BaseException:  # the border of the process: rank 0 notices its end
             logger.exception("rank %d of the %s failed; this process ends", rank, role)
             logging.shutdown()

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, TargetGroupsConfig
+from specdec.core.errors import CheckpointError
 from specdec.core.request import Request
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
+from specdec.transport.base import PeerId
+from specdec.transport.config import ChannelConfig
+from specdec.transport.zmq import ZmqChannel
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -137,6 +141,27 @@ def test_a_draft_worker_is_replaced_with_all_its_ranks(
         await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > before)
 
     with_service(config, scenario)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_in_the_users_words(
+    ray_cluster: None, engine_config: EngineConfig
+) -> None:
+    from cluster.runtime import channel_options, worker_options
+    from cluster.worker_handle import WorkerHandle
+    from workers.target_worker import TargetWorker
+
+    free = BundleConfig.model_construct(num_cpus=0.0, num_gpus=0.0, resources={}, labels={})
+    names = [PeerId(f"uncut-{rank}") for rank in range(3)]
+    first, *others = [worker_options(free, name, "drafthouse-uncut") for name in names]
+    target = engine_config.target.model_copy(update={"tensor_parallel_size": 3})
+    config = engine_config.model_copy(update={"target": target})
+    owner = ZmqChannel(PeerId("owner"))
+    actor = TargetWorker.options(**first).remote(  # type: ignore[attr-defined]
+        config, names[0], "127.0.0.1", owner.address, channel_options(ChannelConfig()), None, others
+    )
+    with pytest.raises(CheckpointError, match="4 attention heads cannot be divided over 3 ranks"):
+        WorkerHandle(actor, "target worker").await_address(100)
+    owner.close()
 
 
 def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], tmp_path: Path) -> None:
