@@ -16,17 +16,15 @@ from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
-from specdec.core.sampling_params import SamplingParams
-from specdec.model.batch import SequenceSlice
+from specdec.model.batch import NO_TOKEN, Generated, SequenceSlice
 from specdec.model.runner import ModelRunner
-from specdec.sampling.sampler import RowSpec, SamplingRows, TokenChooser
+from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
 from specdec.tree.topology import Topology
 
 
 @dataclass(slots=True, kw_only=True)
 class _SequenceState:
-    params: SamplingParams
-    seed: int
+    sampling: SequenceSampling
     block_table: array[int] = field(default_factory=lambda: array("i"))
 
 
@@ -88,22 +86,37 @@ class LocalTarget:
         self._pending.clear()
 
     def _admit(self, admitted: AdmittedSequence) -> None:
-        self._sequences[admitted.request_id] = _SequenceState(params=admitted.params, seed=admitted.seed)
+        self._sequences[admitted.request_id] = _SequenceState(
+            sampling=SequenceSampling(admitted.params, admitted.seed)
+        )
 
     def _run(self, step: TargetStep) -> TargetResult:
         slices = [self._slice(work) for work in step.works]
-        started_s = time.perf_counter()
-        logits = self._runner.forward(slices)
-        _synchronize(logits)
-        forwarded_s = time.perf_counter()
-        results = self._sample(step.works, logits)
-        results = self._without_spoiling_drafts(step.works, results)
+        generated = self._try_generate(step.works, slices)
+        if generated is not None:
+            results = self._results(step.works, generated.token_ids)
+            forward_s, sample_s = generated.forward_s, generated.choose_s
+        else:
+            started_s = time.perf_counter()
+            logits = self._runner.forward(slices)
+            _synchronize(logits)
+            forward_s = time.perf_counter() - started_s
+            results = self._sample(step.works, logits)
+            sample_s = time.perf_counter() - started_s - forward_s
         return TargetResult(
             step_id=step.step_id,
-            results=results,
-            forward_s=forwarded_s - started_s,
-            sample_s=time.perf_counter() - forwarded_s,
+            results=self._without_spoiling_drafts(step.works, results),
+            forward_s=forward_s,
+            sample_s=sample_s,
         )
+
+    def _try_generate(self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice]) -> Generated | None:
+        """Forward and choice in one call, where both are compiled and nobody wants to see the logits."""
+        sequences = [self._sequences[work.request_id].sampling for work in works]
+        if any(params.logprobs is not None for params, _ in sequences):
+            return None
+        chooser = self._sampler.chooser(sequences, self._runner.vocab_size)
+        return None if chooser is None else self._runner.try_generate(slices, [0] * len(slices), chooser)
 
     def _without_spoiling_drafts(
         self, works: Sequence[TargetWork], results: tuple[WorkResult, ...]
@@ -146,39 +159,42 @@ class LocalTarget:
             return tuple(WorkResult(token_ids=()) for _ in works)
         specs = [self._row_spec(work) for work in works if work.num_sampled_rows]
         sampled = self._sampler.sample(logits, SamplingRows.build(specs, logits.device))
-        token_ids: list[int] = sampled.token_ids.tolist()
-        finite: list[bool] = sampled.finite.tolist()
+        token_ids: list[int] = sampled.token_ids.masked_fill(~sampled.finite, NO_TOKEN).tolist()
+        return self._results(works, token_ids, logits)
+
+    def _results(
+        self, works: Sequence[TargetWork], token_ids: list[int], logits: torch.Tensor | None = None
+    ) -> tuple[WorkResult, ...]:
+        """Share out the rows' tokens; without `logits` there are no log-probabilities."""
         results: list[WorkResult] = []
         first = 0
         for work in works:
-            rows = slice(first, first + work.num_sampled_rows)
-            first = rows.stop
-            num_finite = _num_leading(finite[rows])
-            if num_finite < work.num_sampled_rows and work.parents is not None:
-                num_finite = 0  # rows of a tree are not in the order of any one path
-            chosen = token_ids[rows.start : rows.start + num_finite]
-            results.append(
-                WorkResult(
-                    token_ids=tuple(chosen),
-                    logprobs=self._logprobs(work, logits[rows.start : rows.start + num_finite], chosen),
-                    error=None if num_finite == work.num_sampled_rows else _non_finite(work, finite[rows]),
-                )
-            )
+            chosen, error = token_ids[first : first + work.num_sampled_rows], None
+            if NO_TOKEN in chosen:
+                num_finite = chosen.index(NO_TOKEN)
+                error = _non_finite(work, num_finite)
+                # Rows of a tree are not in the order of any one path.
+                chosen = chosen[:num_finite] if work.parents is None else []
+            logprobs = None
+            if logits is not None:
+                logprobs = self._logprobs(work, logits[first : first + len(chosen)], chosen)
+            results.append(WorkResult(token_ids=tuple(chosen), logprobs=logprobs, error=error))
+            first += work.num_sampled_rows
         return tuple(results)
 
     def _row_spec(self, work: TargetWork) -> RowSpec:
-        state = self._sequences[work.request_id]
+        params, seed = self._sequences[work.request_id].sampling
         first_row = len(work.token_ids) - work.num_sampled_rows
         if work.parents is None:
-            return RowSpec(state.params, state.seed, work.start + first_row + 1, work.num_sampled_rows)
+            return RowSpec(params, seed, work.start + first_row + 1, work.num_sampled_rows)
         depths = Topology.from_parents(_row_parents(work)).depths  # 1 for the first row of the work
-        return RowSpec(state.params, state.seed, work.start, work.num_sampled_rows, depths[first_row:])
+        return RowSpec(params, seed, work.start, work.num_sampled_rows, depths[first_row:])
 
     def _logprobs(
         self, work: TargetWork, logits: torch.Tensor, token_ids: list[int]
     ) -> tuple[TokenLogprobs, ...] | None:
         """Log-probabilities at the work's first sampled rows, when its request wants them."""
-        params = self._sequences[work.request_id].params
+        params = self._sequences[work.request_id].sampling.params
         if params.logprobs is None or not token_ids:
             return None
         rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(token_ids))], logits.device)
@@ -192,13 +208,8 @@ def _without_draft(work: TargetWork) -> TargetWork:
     )
 
 
-def _num_leading(finite: Sequence[bool]) -> int:
-    """Number of rows before the first that is not finite."""
-    return finite.index(False) if False in finite else len(finite)
-
-
-def _non_finite(work: TargetWork, finite: Sequence[bool]) -> str:
-    position = work.start + len(work.token_ids) - work.num_sampled_rows + finite.index(False)
+def _non_finite(work: TargetWork, row: int) -> str:
+    position = work.start + len(work.token_ids) - work.num_sampled_rows + row
     return f"non-finite logits after the token at position {position}"
 
 

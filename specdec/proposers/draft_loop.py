@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from specdec.core.sampling_params import SamplingParams
 from specdec.model.batch import NO_TOKEN, GeneratingRunner, Runner, SequenceSlice
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
-from specdec.sampling.sampler import Sampler, TokenChooser
+from specdec.sampling.sampler import TokenChooser
 
 
 class ChainStart(NamedTuple):
@@ -106,7 +106,7 @@ class StepwiseDraftLoop:
 class NativeDraftLoop:
     """Implements `FusedDraftLoop` where both the forward and the token function are compiled for the CPU."""
 
-    def __init__(self, runner: GeneratingRunner, sampler: Sampler, vocab_size: int) -> None:
+    def __init__(self, runner: GeneratingRunner, sampler: TokenChooser, vocab_size: int) -> None:
         """Draft with `runner`; tokens from `vocab_size` on are never chosen."""
         self._runner = runner
         self._sampler = sampler

@@ -27,11 +27,12 @@ from torch.nn import functional as F
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import LogprobsMode
+from specdec.model.batch import NativeChooser
 from specdec.model.parallel.cuts import VocabShard
 from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.surgery import gather_columns
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
-from specdec.sampling.rows import SamplingRows
+from specdec.sampling.rows import SamplingRows, SequenceSampling
 from specdec.sampling.sampler import SampledRows, logprobs_of, most_likely, sample_eager
 
 _NEVER = float("-inf")
@@ -68,6 +69,12 @@ class ParallelSampler:
             sampled = self._sample_plain(logits_RV, rows, stream)
         ids_R = sampled.token_ids.masked_fill(~sampled.finite, 0)
         return SampledRows(self._group.broadcast_(ids_R), sampled.finite)
+
+    def chooser(
+        self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream = "target"
+    ) -> NativeChooser | None:
+        """Return None: ranks have to talk to each other before they can choose."""
+        return None
 
     def logprobs(
         self,

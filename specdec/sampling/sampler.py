@@ -74,6 +74,18 @@ class TokenChooser(Protocol):
         """Return log-probabilities as `logprobs_of` does."""
         ...
 
+    def chooser(
+        self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream = "target"
+    ) -> NativeChooser | None:
+        """Return the token function for a compiled forward to call itself, when there is such a form of it.
+
+        Args:
+            sequences: those of the forward, in their order.
+            vocab_size: tokens from here on are never chosen.
+            stream: noise to use, as in `sample`.
+        """
+        ...
+
 
 class Sampler:
     """Evaluates the token function: with tensor ops anywhere, with compiled code on CPUs once warmed up.
@@ -139,13 +151,7 @@ class Sampler:
     def chooser(
         self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream = "target"
     ) -> NativeChooser | None:
-        """Return the token function for a forward to call itself; None where it is not compiled.
-
-        Args:
-            sequences: those of the forward, in their order.
-            vocab_size: tokens from here on are never chosen.
-            stream: noise to use, as in `sample`.
-        """
+        """See `TokenChooser`; None where it is not compiled."""
         return None if self._native is None else self._native.chooser(sequences, vocab_size, stream)
 
 

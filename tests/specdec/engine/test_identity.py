@@ -24,10 +24,12 @@ from specdec.engine.local_target import LocalTarget
 from specdec.engine.offline import choice_requests
 from specdec.engine.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
-from specdec.model.config import ModelConfig
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
@@ -97,11 +99,13 @@ class Setting:
     """max_num_batched_tokens"""
     num_blocks: int = 200
     """Of 4 tokens; 24 make any two of the longer prompts preempt each other."""
+    compiled: bool = False
+    """Forwards and token function compiled: rounds and chains of drafts are single native calls."""
 
     def engine(self, models: Models, architecture: str) -> Engine:
         runner = self.runner(models.load(architecture), self.num_blocks)
         return Engine.from_parts(
-            target=LocalTarget(runner, Sampler()),
+            target=LocalTarget(runner, self.sampler()),
             proposer=self.proposer(models, architecture),
             tokenizer=HuggingFaceTokenizer(make_tokenizer()),
             scheduler=SchedulerConfig(
@@ -119,13 +123,28 @@ class Setting:
         loaded = models.load(architecture) if same else models.load("llama", 1)
         # The drafter's own pool and reading budget are as tight as the target's.
         runner = self.runner(loaded, self.num_blocks)
+        sampler = self.sampler()
         return DraftModelProposer(
-            runner, Sampler(), vocab_size=VOCAB_SIZE, max_read_tokens=max(self.chunk, 8)
+            runner,
+            sampler,
+            vocab_size=VOCAB_SIZE,
+            max_read_tokens=max(self.chunk, 8),
+            fused_loop=NativeDraftLoop(runner, sampler, VOCAB_SIZE) if self.compiled else None,
         )
 
-    @staticmethod
-    def runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
-        return ModelRunner(loaded, CacheConfig(block_size=4, num_blocks=num_blocks), max_num_seqs=32)
+    def runner(self, loaded: LoadedModel, num_blocks: int) -> ModelRunner:
+        runner = ModelRunner(loaded, CacheConfig(block_size=4, num_blocks=num_blocks), max_num_seqs=32)
+        if self.compiled:
+            runner.graphs = forward = CompiledForward(runner, CompileConfig())
+            if forward.warm_up() != "ready":
+                pytest.skip("no compiled forward here")
+        return runner
+
+    def sampler(self) -> Sampler:
+        sampler = Sampler()
+        if self.compiled:
+            sampler.warm_up()
+        return sampler
 
 
 def ragged_prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -158,6 +177,9 @@ COVER = [
     Setting("other model", num_draft_tokens=5, batch=2, chunk=7),
     Setting("same model", num_draft_tokens=1, batch=6, chunk=16, num_blocks=24),
     Setting("same model", num_draft_tokens=7, batch=4),
+    Setting("none", batch=8, chunk=8, num_blocks=24, compiled=True),
+    Setting("other model", num_draft_tokens=3, batch=6, chunk=16, num_blocks=24, compiled=True),
+    Setting("same model", num_draft_tokens=6, batch=4, compiled=True),
 ]
 
 
@@ -222,6 +244,8 @@ SEEDED_COVER = [
     ("cut", Setting("same model", num_draft_tokens=3, batch=1, chunk=7)),
     ("hot", Setting("same model", num_draft_tokens=7, batch=6, chunk=16, num_blocks=24)),
     ("plain", Setting("none", batch=8, chunk=8, num_blocks=24)),
+    ("cut", Setting("other model", num_draft_tokens=5, batch=6, chunk=16, num_blocks=24, compiled=True)),
+    ("hot", Setting("same model", num_draft_tokens=4, batch=3, compiled=True)),
 ]
 
 

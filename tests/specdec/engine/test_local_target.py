@@ -17,7 +17,8 @@ from specdec.engine.local_target import LocalTarget
 from specdec.engine.target import Target
 from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
-from specdec.model.config import ModelConfig
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows
@@ -38,14 +39,23 @@ def reference(pair: tuple[PreTrainedModel, LoadedModel]) -> PreTrainedModel:
     return pair[0]
 
 
-@pytest.fixture
-def runner(pair: tuple[PreTrainedModel, LoadedModel]) -> ModelRunner:
-    return ModelRunner(pair[1], CacheConfig(num_blocks=64, block_size=BLOCK_SIZE), max_num_seqs=8)
+@pytest.fixture(params=["eager", "compiled"])
+def runner(request: pytest.FixtureRequest, pair: tuple[PreTrainedModel, LoadedModel]) -> ModelRunner:
+    made = ModelRunner(pair[1], CacheConfig(num_blocks=64, block_size=BLOCK_SIZE), max_num_seqs=8)
+    if request.param == "compiled":
+        made.graphs = forward = CompiledForward(made, CompileConfig())
+        if forward.warm_up() != "ready":
+            pytest.skip("no compiled forward here")
+    return made
 
 
 @pytest.fixture
 def target(runner: ModelRunner) -> LocalTarget:
-    return LocalTarget(runner, Sampler())
+    """Steps go through one native call where the forward is compiled, and step by step where it is not."""
+    sampler = Sampler()
+    if runner.graphs is not None:
+        sampler.warm_up()
+    return LocalTarget(runner, sampler)
 
 
 class Desk:
@@ -274,15 +284,17 @@ def token_without_values(runner: ModelRunner) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("parents", [None, (0, 0, 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize("logprobs", [None, 1], ids=["tokens", "logprobs"])
 def test_draft_token_whose_values_are_not_finite_spoils_no_row_before_it(
     target: LocalTarget,
     reference: PreTrainedModel,
     token_without_values: int,
     parents: tuple[int, ...] | None,
+    logprobs: int | None,
 ) -> None:
     """Its weight in the attention of rows that do not see it is 0, and 0 times NaN is NaN."""
     desk = Desk(target)
-    desk.admit("a", SamplingParams(temperature=0.0, logprobs=1), seed=5)
+    desk.admit("a", SamplingParams(temperature=0.0, logprobs=logprobs), seed=5)
     desk.admit("b")
     desk.run(work("a", PROMPT[:4], 0, 0, [5]), work("b", PROMPT[:6], 0, 0, [6, 8]))
     drafted = [*PROMPT[4:5], 3, token_without_values, 7]
@@ -291,12 +303,37 @@ def test_draft_token_whose_values_are_not_finite_spoils_no_row_before_it(
         work("b", PROMPT[6:7], 6, 1, table_start=2),
     )
     assert spoilt.token_ids == (expected_token(reference, PROMPT[:5], GREEDY, 0),)
-    assert spoilt.logprobs is not None
-    assert len(spoilt.logprobs) == 1
+    assert (spoilt.logprobs is not None) == (logprobs is not None)
+    assert spoilt.logprobs is None or len(spoilt.logprobs) == 1
     assert spoilt.error is not None
     assert good.token_ids == (expected_token(reference, PROMPT, GREEDY, 0),)
     (after,) = desk.run(work("a", [PROMPT[5]], 5, 1, table_start=2))  # K/V of the row before are whole
     assert after.token_ids == (expected_token(reference, PROMPT[:6], GREEDY, 0),)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0], ids=["nobody", "somebody"])
+def test_one_native_call_unless_somebody_wants_logits(
+    pair: tuple[PreTrainedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch, logprobs: int | None
+) -> None:
+    runner = ModelRunner(pair[1], CacheConfig(num_blocks=64, block_size=BLOCK_SIZE), max_num_seqs=8)
+    runner.graphs = forward = CompiledForward(runner, CompileConfig())
+    if forward.warm_up() != "ready":
+        pytest.skip("no compiled forward here")
+    forwards: list[int] = []
+    stepwise = runner.forward
+
+    def counted(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        forwards.append(len(slices))
+        return stepwise(slices)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    sampler = Sampler()
+    sampler.warm_up()
+    desk = Desk(LocalTarget(runner, sampler))
+    desk.admit("a")
+    desk.admit("b", SamplingParams(logprobs=logprobs))
+    desk.run(work("a", PROMPT, 0, 1, [1, 2]), work("b", PROMPT, 0, 1, [3, 4]))
+    assert forwards == ([] if logprobs is None else [2])
 
 
 def test_close_is_idempotent(target: LocalTarget) -> None:
