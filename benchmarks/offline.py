@@ -1,6 +1,6 @@
 """Plain and speculative decoding against transformers, and the cluster path against this process.
 
-    python -m benchmarks.offline --json benchmarks/results/offline.json      # everything; about an hour
+    python -m benchmarks.offline --json benchmarks/results/offline.json      # everything; about half an hour
     python -m benchmarks.offline --quick                                     # under five minutes
 
 Everything is greedy, so that all systems write the same text; every comparison is paired (systems in turn,
@@ -61,8 +61,8 @@ class Plan:
     cluster_batches: tuple[int, ...]
     cluster_rounds: int
     inflated_parameters: float
-    inflated_rounds: int
-    """Measured rounds of the inflated target, whose slow peers take most of the time."""
+    inflated_rounds: tuple[int, ...]
+    """Measured rounds of the inflated target by batch size: its slow peers take most of the time."""
 
     @property
     def num_cells(self) -> int:
@@ -73,6 +73,12 @@ class Plan:
     def batches_of(self, target: str) -> tuple[int, ...]:
         """Batch sizes of one target."""
         return self.inflated_batches if target == "inflated" else self.batches
+
+    def rounds_of(self, target: str, batch: int) -> int:
+        """Measured rounds of one cell."""
+        if target == "inflated":
+            return self.inflated_rounds[self.inflated_batches.index(batch)]
+        return self.rounds
 
 
 FULL = Plan(
@@ -89,7 +95,7 @@ FULL = Plan(
     cluster_batches=(1, 8),
     cluster_rounds=9,
     inflated_parameters=100e6,
-    inflated_rounds=3,
+    inflated_rounds=(5, 3, 2),
 )
 QUICK = Plan(
     targets=("demo", "inflated"),
@@ -105,7 +111,7 @@ QUICK = Plan(
     cluster_batches=(1,),
     cluster_rounds=9,
     inflated_parameters=100e6,
-    inflated_rounds=3,
+    inflated_rounds=(5,),
 )
 
 
@@ -135,7 +141,7 @@ class Bench:
             pair = self._open(target, dtype)
             peer = HuggingFaceGenerator(self._targets[target], SPREAD_DTYPE[dtype], self._draft)
             for batch, name in product(self._plan.batches_of(target), self._plan.workloads):
-                rounds = self._plan.inflated_rounds if target == "inflated" else self._plan.rounds
+                rounds = self._plan.rounds_of(target, batch)
                 cell = self._cell(pair, peer, workloads[name].batch(batch), rounds)
                 cells.append({"target": target, "dtype": dtype, "batch": batch, "workload": name, **cell})
                 self._progress.advance(task)
