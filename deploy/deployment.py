@@ -12,6 +12,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.api import RunTarget
 from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client  # Ray has no public form of this
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
@@ -64,7 +65,7 @@ class Deployment:
         """Deploy. Does not wait until anything is loaded.
 
         Raises:
-            ResourceError: the workers do not fit the cluster.
+            ResourceError: the workers do not fit the cluster, or something else has its place there.
         """
         try:
             self._start()
@@ -73,6 +74,7 @@ class Deployment:
 
     def _start(self) -> None:
         http = self._config.http
+        _check_running_serve(http)
         serve.start(
             proxy_location=ProxyLocation.HeadOnly,
             http_options=HTTPOptions(
@@ -179,6 +181,30 @@ def _overview() -> ApplicationStatusOverview:
     if overview is None:
         raise DeploymentFailed("the application is not there any more")
     return overview
+
+
+def _check_running_serve(http: HttpConfig) -> None:
+    """Check that Serve, if it runs on this cluster already, has a place for the application.
+
+    Serve has one HTTP address per cluster: asked for another one, it would keep the first and merely log so.
+
+    Raises:
+        ResourceError: it listens elsewhere, or runs an application of this name.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    running = client.http_config
+    if (running.host, running.port) != (http.host, http.port):
+        raise ResourceError(
+            f"Ray Serve runs on this cluster already and listens on {running.host} port {running.port}, not "
+            f"on {http.host} port {http.port}; give --host {running.host} --port {running.port}, or shut the "
+            "running Serve down first"
+        )
+    if APPLICATION in serve.status().applications:
+        raise ResourceError(
+            f"an application named {APPLICATION} runs on this cluster already; stop that one first"
+        )
 
 
 def _wait_until_gone(limit_s: float) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from specdec.core.errors import ResourceError
+from specdec.core.errors import DrafthouseError, ResourceError
 
 _ENVIRONMENT = {
     # Workers would run at nice 15 and lose every race for a core.
@@ -32,7 +34,12 @@ _LOCAL_ENVIRONMENT = {
 _OBJECT_STORE_BYTES = 128 << 20
 """Tokens travel on channels and weights are read from disk: the object store holds next to nothing."""
 _GRACE_S = 5.0
+_POLL_S = 0.02
 logger = logging.getLogger(__name__)
+
+
+class RayNotStarted(DrafthouseError):
+    """The local cluster did not come up: too little memory, disk or time."""
 
 
 class RaySession:
@@ -54,6 +61,7 @@ class RaySession:
 
         Raises:
             ResourceError: there is no cluster at the address.
+            RayNotStarted: a cluster of our own did not come up.
         """
         environment = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if self.is_local else {})
         for name, value in environment.items():
@@ -81,13 +89,16 @@ class RaySession:
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ResourceError(f"--address: no Ray cluster at {self._address}: {error}") from error
             return
-        ray.init(
-            num_cpus=self._num_cpus,
-            include_dashboard=False,
-            log_to_driver=self._show_logs,
-            logging_level=level,
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+        try:
+            ray.init(
+                num_cpus=self._num_cpus,
+                include_dashboard=False,
+                log_to_driver=self._show_logs,
+                logging_level=level,
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
+        except Exception as error:  # Ray raises nothing more precise, on a machine that is too slow for it
+            raise RayNotStarted(f"Ray did not start: {error}") from error
 
     def _own_processes(self) -> list[psutil.Process]:
         """Everything below this process now; workers are children of Ray's own processes."""
@@ -104,16 +115,35 @@ def _has_place_for_token() -> bool:
     return os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK)
 
 
-def _end(processes: list[psutil.Process]) -> None:
+def _end(processes: Sequence[psutil.Process]) -> None:
     """Wait for processes to end by themselves, then end them."""
-    _, alive = psutil.wait_procs(processes, timeout=_GRACE_S)
+    alive = _still_alive(processes, _GRACE_S)
     for process in alive:
         logger.debug("killing %s, which outlived Ray", process)
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(alive, timeout=_GRACE_S)
+    _still_alive(alive, _GRACE_S)
+
+
+def _still_alive(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Return those that have not ended after a while.
+
+    Orphans that nobody reaps, as in a container whose first process does not care, have ended: psutil's own
+    wait would take them for alive.
+    """
+    until_s = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+    return alive
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def session_log_folder() -> str:

@@ -87,7 +87,7 @@ def check_address(address: str) -> None:
 
 
 def check_models(engine: EngineConfig) -> None:
-    """Check that the model folders are complete, long enough, and that draft and target share their tokenizer.
+    """Check that the model folders are complete, the target long enough, and that tokenizers agree.
 
     Whether the models are of a kind that can be run is left to the workers, which load them: their answer
     is reported as well.

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import typer
+from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,7 @@ from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
+from specdec.scheduling.config import SchedulerConfig
 
 
 def run_offline(
@@ -80,11 +82,16 @@ def _modes(config: EngineConfig, is_plain_measured: bool) -> list[int | None]:
 def _wide_enough(config: EngineConfig, batch_size: int) -> EngineConfig:
     """Let the whole batch run and wait at once."""
     scheduler = config.scheduler
-    update = {
-        "max_num_seqs": max(scheduler.max_num_seqs, batch_size),
-        "max_num_waiting": max(scheduler.max_num_waiting, batch_size),
+    widened = {
+        name: max(getattr(scheduler, name), batch_size)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting")
     }
-    return config.model_copy(update={"scheduler": scheduler.model_copy(update=update)})
+    try:
+        scheduler = SchedulerConfig.model_validate(scheduler.model_dump() | widened)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"]
+        raise ConfigError(f"--batch-size: {batch_size} cannot run at once: {reason}") from None
+    return config.model_copy(update={"scheduler": scheduler})
 
 
 def _environment(config: EngineConfig) -> dict[str, object]:

@@ -28,13 +28,20 @@ def validate_file(file: Path) -> None:
 
 def summary_of(config: DrafthouseConfig) -> str:
     """Return one line on what a configuration serves."""
+    target = f"target {_shown(config.target.model)} in {config.target.dtype}"
     speculative = config.speculative_config
+    if speculative.method == "none":
+        return f"{target}, no drafter"
     drafter: str = speculative.method
     if speculative.model is not None:
-        drafter += f" {Path(speculative.model).name}"
-    if speculative.method != "none":
-        drafter += f", k = {speculative.num_speculative_tokens}"
-    return f"target {Path(config.target.model).name} in {config.target.dtype}, drafter {drafter}"
+        drafter += f" {_shown(speculative.model)}"
+    return f"{target}, drafter {drafter}, k = {speculative.num_speculative_tokens}"
+
+
+def _shown(folder: str) -> str:
+    """Return a folder's path as one would type it here."""
+    path, here = Path(folder), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def print_schema() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.border import DebugOption, readable_errors
+from deploy.cli.border import DebugOption, leave_at_once, readable_errors
 
 DEFAULT_CONFIG = Path("configs/demo.yaml")
 app = typer.Typer(
@@ -223,4 +224,10 @@ def schema(debug: DebugOption = False) -> None:
 
 def main() -> None:
     """Run the `drafthouse` command."""
-    app()
+    try:
+        app()
+    except SystemExit as done:
+        if "ray" not in sys.modules:
+            raise
+        # All is closed, but the interpreter would take a second or two to take Ray and torch apart.
+        leave_at_once(done)

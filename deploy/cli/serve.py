@@ -87,8 +87,10 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
     keys_file = config.http.api_keys_file
     digests: frozenset[bytes] = read_api_keys(keys_file) if keys_file is not None else frozenset()
     check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
-    check_port(config.http)
-    if options.address is not None:
+    if options.address is None:
+        check_port(config.http)
+    else:
+        # The port is the head node's business, and taken where Serve runs there already.
         check_address(options.address)
     with shown(console, f"checking {config.target.model}"):
         check_models(config.engine())

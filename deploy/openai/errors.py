@@ -140,9 +140,14 @@ def input_error_of(error: ValidationError) -> InputError:
 
 
 def param_of(location: tuple[int | str, ...]) -> str:
-    """Write a pydantic location the way a client writes it: `messages[0].content`."""
+    """Write a pydantic location the way a client writes it: `messages[0].content`.
+
+    Names in angle brackets tell alternatives of one field apart; clients know nothing of them.
+    """
     text = ""
     for part in location:
+        if isinstance(part, str) and part.startswith("<"):
+            continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
 

@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import MAX_LOGPROBS, LogprobsMode
@@ -238,9 +238,18 @@ class TextPart(_Body):
     text: str
 
 
+def _content_kind(value: object) -> str:
+    """Decide by its type which of two shapes a content is meant to have, so that one complaint comes out."""
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
 _EMPTY_REPLY_FIELDS = frozenset(
     {"annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls"}
 )
+
+
+_Text = Annotated[str, Tag("<text>")]
+_Parts = Annotated[list[TextPart], Tag("<parts>")]
 
 
 class ChatMessage(_Body):
@@ -248,7 +257,7 @@ class ChatMessage(_Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     """`developer` is treated as `system`."""
-    content: str | list[TextPart]
+    content: Annotated[_Text | _Parts, Discriminator(_content_kind)]
     """The text, or parts whose texts are joined by newlines."""
     name: str | None = None
     """Passed to the chat template, which may ignore it."""

@@ -62,12 +62,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InputError: naming the first field that is out of range and what would be right.
         """
-        _require_number("temperature", self.temperature, 0.0, 1e4, "0 (greedy) or a positive number")
+        right = "0 (greedy) or between 0.0001 and 10000"
+        _require_number("temperature", self.temperature, 0.0, 1e4, right)
         if 0.0 < self.temperature < 1e-4:
-            raise InputError(
-                f"temperature must be 0 (greedy) or at least 0.0001, got {self.temperature}",
-                param="temperature",
-            )
+            raise InputError(f"temperature must be {right}, got {self.temperature}", param="temperature")
         _require_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]")
         if self.top_p == 0.0:
             raise InputError("top_p must be in (0, 1], got 0", param="top_p")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
+from ray import serve
+from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
-from deploy.deployment import DeploymentFailed, _raise_if_failed, base_url
-from specdec.core.errors import CheckpointError, DrafthouseError, UserError
+from deploy.deployment import DeploymentFailed, _check_running_serve, _raise_if_failed, base_url
+from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
 
 TRACEBACK = """\
@@ -43,6 +48,30 @@ def test_other_failures_are_told_whole_and_progress_is_none() -> None:
     with pytest.raises(DeploymentFailed, match="no bundle"):
         _raise_if_failed(overview(ApplicationStatus.DEPLOY_FAILED, "no bundle"))
     _raise_if_failed(overview(ApplicationStatus.DEPLOYING, TRACEBACK))
+
+
+class RunningServe:
+    """What Ray knows of a Serve that is there already."""
+
+    http_config = HTTPOptions(host="127.0.0.1", port=8000)
+
+
+@pytest.mark.parametrize(
+    ("port", "applications", "message"),
+    [
+        (8001, {}, r"listens on 127.0.0.1 port 8000.*--port 8000"),
+        (8000, {"drafthouse": None}, "named drafthouse runs on this cluster already"),
+        (8000, {"another": None}, None),
+    ],
+)
+def test_a_serve_that_runs_already_is_looked_at_first(
+    monkeypatch: pytest.MonkeyPatch, port: int, applications: dict[str, None], message: str | None
+) -> None:
+    monkeypatch.setattr("deploy.deployment._get_global_client", lambda **_: RunningServe())
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=applications))
+    refusal = pytest.raises(ResourceError, match=message) if message else contextlib.nullcontext()
+    with refusal:
+        _check_running_serve(HttpConfig(port=port))
 
 
 @pytest.mark.parametrize(

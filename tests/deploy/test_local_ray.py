@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
-from deploy.local_ray import RaySession
+from deploy.local_ray import RayNotStarted, RaySession, _end
 
 
 @pytest.mark.parametrize(("address", "is_set"), [(None, True), ("auto", False)])
@@ -32,3 +36,30 @@ def test_without_a_home_folder_the_token_is_made_here(
     monkeypatch.setattr(ray, "init", lambda *_args, **_options: None)
     RaySession(address=None, num_cpus=1, show_logs=False).open()
     assert len(environment.get("RAY_AUTH_TOKEN", "")) == (0 if is_home_usable else 64)
+
+
+def test_a_cluster_that_does_not_come_up_is_one_readable_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(ray, "init", time_out)
+    with pytest.raises(RayNotStarted, match="timed out"):
+        RaySession(address=None, num_cpus=1, show_logs=False).open()
+
+
+def test_an_ended_process_that_nobody_reaps_is_not_waited_for() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        zombie = psutil.Process(child.pid)
+        while zombie.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        before_s = time.monotonic()
+        _end([zombie])
+        assert time.monotonic() - before_s < 4.0, "it sat out the grace of five seconds"
+
+
+def test_a_process_that_does_not_end_by_itself_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.local_ray._GRACE_S", 0.1)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as child:
+        _end([psutil.Process(child.pid)])
+        assert child.wait(1) == -9

@@ -118,6 +118,48 @@ def test_config_validate_and_schema(config: Path) -> None:
     assert json.loads(stdout) == DrafthouseConfig.model_json_schema()
 
 
+@pytest.mark.parametrize(
+    ("speculative", "drafter"),
+    [
+        ("{method: draft_model, model: MODELS/draft}", "drafter draft_model {draft}, k = 4"),
+        ("{method: ngram, num_speculative_tokens: 2}", "drafter ngram, k = 2"),
+        ("{method: none}", "no drafter"),
+    ],
+)
+def test_the_summary_names_folders_as_one_types_them(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculative: str, drafter: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    speculative = speculative.replace("MODELS", str(models))
+    file.write_text(f"target: {{model: {models}/target}}\nspeculative_config: {speculative}\n")
+    for folder, prefix in ((models.parent, f"{models.name}/"), (tmp_path, f"{models}/")):
+        monkeypatch.chdir(folder)
+        _, stdout, _ = invoke("config", "validate", file)
+        shown = drafter.format(draft=f"{prefix}draft")
+        assert f"ok (target {prefix}target in auto, {shown})" in stdout
+
+
+def test_more_context_than_the_checkpoint_has_is_refused_before_anything_starts(config: Path) -> None:
+    text = config.read_text()
+    config.write_text(text.replace("{model:", "{max_model_len: 257, model:"))
+    for command in (["config", "validate"], ["serve"]):
+        message = user_error(*command, config)
+        assert "target.max_model_len: 257 is more than the 256 positions" in message
+    config.write_text(text.replace("{model:", "{max_model_len: 256, model:"))
+    assert invoke("config", "validate", config)[0] == 0
+
+
+def test_bench_widens_a_narrow_configuration_and_checks_it_again(config: Path) -> None:
+    config.write_text(config.read_text() + "scheduler: {max_num_seqs: 1, max_num_batched_tokens: 2}\n")
+    code, stdout, stderr = invoke(
+        "bench", "offline", "-c", config, "-b", 3, "--max-tokens", 2, "--repeats", 1, "--json", "-"
+    )
+    assert code == 0, stderr
+    scheduler = json.loads(stdout)["environment"]["config"]["scheduler"]
+    assert (scheduler["max_num_seqs"], scheduler["max_num_batched_tokens"]) == (3, 3)
+    assert "--batch-size: 5000" in user_error("bench", "offline", "-c", config, "-b", 5000)
+
+
 def test_config_validate_looks_at_all_that_serve_looks_at(config: Path, models: Path) -> None:
     text = config.read_text()
     config.write_text(text.replace(f"{models}/draft", f"{models}/foreign"))
