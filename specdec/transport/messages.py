@@ -6,6 +6,7 @@
     draft worker -> coordinator    ProposeReply
     ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery
     coordinator -> ingress         Welcome, Admitted, Refused, OutputFrame, Pong, MetricsReply
+    channel -> channel             LaneOffer, LaneMoved
 
 A frame is three bytes (`DH`, protocol version) and a msgpack array whose first element is the message's tag.
 Fields may be added at the end of a message without a new version; anything else needs one.
@@ -211,6 +212,21 @@ class MetricsReply(msgspec.Struct, frozen=True, array_like=True, tag=43):
     values: dict[str, float]
 
 
+class LaneOffer(msgspec.Struct, frozen=True, array_like=True, tag=50):
+    """A channel listens on a Unix socket for the peer that it has linked to (see `transport.lane`)."""
+
+    name: str
+    """In the abstract name space."""
+    secret: bytes
+    """To be shown by whoever connects."""
+
+
+class LaneMoved(msgspec.Struct, frozen=True, array_like=True, tag=51):
+    """The last frame by ZeroMQ: all that follows comes by the lane of this name."""
+
+    name: str
+
+
 Message = (
     Hello
     | Welcome
@@ -230,6 +246,8 @@ Message = (
     | Pong
     | MetricsQuery
     | MetricsReply
+    | LaneOffer
+    | LaneMoved
 )
 
 _encoder = msgspec.msgpack.Encoder()

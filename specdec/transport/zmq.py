@@ -14,6 +14,7 @@ it themselves: one that is not up is made anew, with what was sent on it, from w
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import threading
@@ -34,9 +35,12 @@ from specdec.transport.base import (
     PeerId,
     PeerLost,
 )
-from specdec.transport.messages import Message, WrongVersion, decode, encode
+from specdec.transport.lane import Lane
+from specdec.transport.messages import LaneMoved, LaneOffer, Message, WrongVersion, decode, encode
 from specdec.transport.zmq_gate import Gate
-from specdec.transport.zmq_link import CONNECT_TIMEOUT_S, EVENTS, FIRST_RETRY_S, MAX_RETRY_S, Link
+from specdec.transport.zmq_link import CONNECT_TIMEOUT_S, EVENTS, FIRST_RETRY_S, MAX_RETRY_S, Caller, Link
+
+logger = logging.getLogger(__name__)
 
 _ZAP_DOMAIN: Final = "drafthouse"
 
@@ -68,6 +72,8 @@ class ZmqOptions:
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 4.0
     """A link that is silent for so long counts as broken."""
+    local_lanes: bool = True
+    """Whether peers on the same machine send past ZeroMQ, see `transport.lane`."""
 
 
 class ZmqChannel:
@@ -90,7 +96,7 @@ class ZmqChannel:
         self._options = options or ZmqOptions()
         self._counters = ChannelCounters()
         self._admitted: dict[str, PeerId] = {}
-        self._callers: dict[PeerId, bytes] = {}
+        self._callers: dict[PeerId, Caller] = {}
         self._links: dict[PeerId, Link] = {}
         self._ready: deque[Envelope] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -147,21 +153,20 @@ class ZmqChannel:
         frame = encode(message)
         if len(frame) > self._options.max_message_bytes:
             raise ProtocolError(f"a message of {len(frame)} bytes exceeds {self._options.max_message_bytes}")
-        link = self._links.get(peer_id)
+        link = self._links.get(peer_id) or self._callers.get(peer_id)
+        if link is None:
+            self._counters.dropped["unknown_peer"] += 1
+            return
         try:
-            if link is not None:
+            if not self._send_by_lane(link, frame):
                 link.send(frame)
-            elif (route := self._callers.get(peer_id)) is not None:
-                self._router.send_multipart((route, frame), zmq.NOBLOCK)
-            else:
-                self._counters.dropped["unknown_peer"] += 1
-                return
-        except zmq.Again:
+        except (zmq.Again, BlockingIOError):
             self._counters.dropped["full"] += 1
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             # The peer's own link is gone; it will open another when it wants to hear from us.
+            self._drop_lane(link)
             self._callers.pop(peer_id, None)
             self._counters.dropped["unknown_peer"] += 1
         else:
@@ -193,6 +198,8 @@ class ZmqChannel:
             return
         self._closed = True
         linger_ms = int(flush_s * 1000)
+        for lane in self._lanes():
+            lane.close(flush_s)
         for link in self._links.values():
             link.close(linger_ms)
         self._links.clear()
@@ -237,6 +244,7 @@ class ZmqChannel:
         return Link(peer, socket, monitor, renew_at_s=time.monotonic() + CONNECT_TIMEOUT_S)
 
     def _close_link(self, link: Link) -> None:
+        self._drop_lane(link)
         self._poller.unregister(link.socket)
         self._poller.unregister(link.monitor)
         link.close(linger_ms=0)
@@ -264,14 +272,26 @@ class ZmqChannel:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
             woken = True
+        for caller in self._callers.values():
+            self._attend_lane(caller, sources)
         if self._router in sources:
             self._drain_router()
         for link in self._links.values():
+            self._attend_lane(link, sources)
             if link.socket in sources:
                 self._drain_link(link)
-            if link.monitor in sources and link.note_events():
-                self._ready.append(Envelope(sender=link.address.peer_id, message=PeerLost()))
+            if link.monitor in sources:
+                self._follow_link(link)
         return woken
+
+    def _follow_link(self, link: Link) -> None:
+        """Report a link that broke; offer a lane on one that has come up."""
+        if link.note_events():
+            self._read_lane(link)
+            self._drop_lane(link)
+            self._ready.append(Envelope(sender=link.peer_id, message=PeerLost()))
+        if link.is_up and link.lane is None and self._options.local_lanes and self._is_near(link.address):
+            self._offer_lane(link)
 
     def _drain_router(self) -> None:
         while True:
@@ -279,13 +299,24 @@ class ZmqChannel:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            sender = self._admitted.get(str(frames[-1].get("User-Id")))
+            key = str(frames[-1].get("User-Id"))
+            sender = self._admitted.get(key)
             if sender is None:
                 self._counters.dropped["foreign"] += 1
             elif len(frames) != 2:
                 self._counters.dropped["malformed"] += 1
-            elif self._keep(sender, frames[1].buffer):
-                self._callers[sender] = frames[0].bytes
+            elif (message := self._decode(frames[1].buffer)) is not None:
+                self._take(self._caller(sender, key, frames[0].bytes), message)
+
+    def _caller(self, peer_id: PeerId, public_key: str, route: bytes) -> Caller:
+        """Return who has spoken, noting the link on which to answer."""
+        caller = self._callers.get(peer_id)
+        if caller is None or (caller.route, caller.public_key) != (route, public_key):
+            if caller is not None:
+                self._read_lane(caller)
+                self._drop_lane(caller)
+            caller = self._callers[peer_id] = Caller(peer_id, public_key, self._router, route)
+        return caller
 
     def _drain_link(self, link: Link) -> None:
         while True:
@@ -293,23 +324,135 @@ class ZmqChannel:
                 frames = link.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) == 1:
-                self._keep(link.address.peer_id, frames[0])
-            else:
+            if len(frames) != 1:
                 self._counters.dropped["malformed"] += 1
+            elif (message := self._decode(frames[0])) is not None:
+                self._take(link, message)
 
-    def _keep(self, sender: PeerId, frame: bytes | memoryview) -> bool:
+    def _decode(self, frame: bytes | memoryview) -> Message | None:
         try:
-            message = decode(frame)
+            return decode(frame)
         except WrongVersion:
             self._counters.dropped["version"] += 1
-            return False
         except ProtocolError:
             self._counters.dropped["malformed"] += 1
+        return None
+
+    def _take(self, link: Link | Caller, message: Message) -> None:
+        """Obey what channels say to each other, keep the rest for `receive`."""
+        match message:
+            case LaneOffer():
+                self._take_up_lane(link, message)
+            case LaneMoved(name=name):
+                if link.lane is not None and link.lane.offer.name == name:
+                    link.lane.peer_has_moved = True
+                    self._watch(link.lane)
+            case _:
+                self._ready.append(Envelope(sender=link.peer_id, message=message))
+
+    # -- lanes
+
+    @property
+    def num_lanes(self) -> int:
+        """Links on which frames go past ZeroMQ in both directions."""
+        return sum(lane.is_open and lane.peer_has_moved for lane in self._lanes())
+
+    def _lanes(self) -> list[Lane]:
+        links: list[Link | Caller] = [*self._links.values(), *self._callers.values()]
+        return [link.lane for link in links if link.lane is not None]
+
+    def _is_near(self, peer: PeerAddress) -> bool:
+        """Whether a peer shares our network: loopback is loopback, and nobody else has our address."""
+        return _host(peer.endpoint) == _host(self._address.endpoint)
+
+    def _offer_lane(self, link: Link) -> None:
+        try:
+            link.lane = lane = Lane.listen(self._options.max_message_bytes)
+        except OSError as error:
+            logger.warning("no lane to %s: %s", link.peer_id, error)
+            return
+        self._watch(lane)
+        try:
+            link.send(encode(lane.offer))
+        except zmq.Again:
+            self._drop_lane(link)
+
+    def _take_up_lane(self, link: Link | Caller, offer: LaneOffer) -> None:
+        self._read_lane(link)
+        self._drop_lane(link)
+        if self._options.local_lanes:
+            lane = Lane.take_up(offer, self._options.max_message_bytes)
+            if lane is not None:
+                link.lane = lane
+                self._move_to_lane(link)
+
+    def _move_to_lane(self, link: Link | Caller) -> None:
+        """Send nothing more by ZeroMQ; what is queued there is read before anything on the lane."""
+        assert link.lane is not None
+        try:
+            link.send(encode(LaneMoved(link.lane.offer.name)))
+        except zmq.ZMQError:  # full, or gone: not the time to move
+            self._drop_lane(link)
+
+    def _send_by_lane(self, link: Link | Caller, frame: bytes) -> bool:
+        """Send by the lane, if there is one; return whether the frame needs no other way."""
+        lane = link.lane
+        if lane is None or not lane.is_open:
             return False
-        self._ready.append(Envelope(sender=sender, message=message))
+        if not lane.send(frame, self._options.max_queued_messages):
+            self._drop_lane(link)
+            return False
+        if lane.has_backlog:
+            self._watch(lane)
         return True
+
+    def _attend_lane(self, link: Link | Caller, sources: set[object]) -> None:
+        """Let the peer in, or send and read what can be."""
+        lane = link.lane
+        if lane is None or lane.fileno() not in sources:
+            return
+        if not lane.is_open:
+            self._poller.unregister(lane.fileno())
+            if lane.accept():
+                self._move_to_lane(link)
+            if link.lane is lane:
+                self._watch(lane)
+        elif lane.flush() and self._read_lane(link):
+            self._watch(lane)
+        else:
+            self._drop_lane(link)
+
+    def _read_lane(self, link: Link | Caller) -> bool:
+        """Take in what has come by the lane; return whether it still stands."""
+        lane = link.lane
+        if lane is None or not lane.peer_has_moved or not lane.is_open:
+            return True
+        frames, stands = lane.receive()
+        is_foreign = isinstance(link, Caller) and self._admitted.get(link.public_key) != link.peer_id
+        for frame in frames:
+            if is_foreign:
+                self._counters.dropped["foreign"] += 1
+            elif (message := self._decode(frame)) is not None:
+                self._take(link, message)
+        return stands
+
+    def _watch(self, lane: Lane) -> None:
+        """Poll for what the lane is ready for."""
+        listens = not lane.is_open or lane.peer_has_moved
+        flags = (zmq.POLLIN if listens else 0) | (zmq.POLLOUT if lane.has_backlog else 0)
+        self._poller.register(lane.fileno(), flags)
+
+    def _drop_lane(self, link: Link | Caller) -> None:
+        lane, link.lane = link.lane, None
+        if lane is not None:
+            self._poller.register(lane.fileno(), 0)
+            lane.close()
 
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _host(endpoint: str) -> str:
+    """The part of `tcp://HOST:PORT` that names the machine."""
+    return endpoint.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""One link of a `ZmqChannel`: its socket, and whether it is up."""
+"""The links of a `ZmqChannel`: those that it opened, and those that were opened to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from specdec.transport.base import PeerAddress
+from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.lane import Lane
 
 EVENTS: Final = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -26,6 +27,25 @@ CONNECT_TIMEOUT_S: Final = 2.0
 
 
 @dataclass(slots=True)
+class Caller:
+    """A peer that has opened a link to us."""
+
+    peer_id: PeerId
+    public_key: str
+    router: zmq.Socket[bytes]
+    route: bytes
+    lane: Lane | None = None
+
+    def send(self, frame: bytes) -> None:
+        """Hand a frame to the router.
+
+        Raises:
+            zmq.ZMQError: the queue is full, or the link is gone.
+        """
+        self.router.send_multipart((self.route, frame), zmq.NOBLOCK)
+
+
+@dataclass(slots=True)
 class Link:
     """A DEALER to one peer. While it is not up, what was sent on it is kept for its successor."""
 
@@ -38,6 +58,18 @@ class Link:
     is_up: bool = False
     unsent: list[bytes] = field(default_factory=list)
     """What was handed to the socket while the link was not up: it has not left."""
+    lane: Lane | None = None
+    """Beside the socket, when the peer is near."""
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Who is at the other end."""
+        return self.address.peer_id
+
+    @property
+    def public_key(self) -> str:
+        """The peer's."""
+        return self.address.public_key
 
     def send(self, frame: bytes) -> None:
         """Hand a frame to the socket.

@@ -75,6 +75,8 @@ EXAMPLES: list[m.Message] = [
     m.Pong(1, ((ID, Epoch(1)),), 2, 3, True),
     m.MetricsQuery(1),
     m.MetricsReply(1, {"x": 1.5}),
+    m.LaneOffer("drafthouse-0", bytes(32)),
+    m.LaneMoved("drafthouse-0"),
 ]
 
 
