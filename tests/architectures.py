@@ -109,6 +109,30 @@ def _qwen3_moe() -> PretrainedConfig:
     )
 
 
+_FALCON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "alibi": False,
+}
+
+
+def _falcon() -> PretrainedConfig:
+    return transformers.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2)
+
+
+def _falcon_multi_query() -> PretrainedConfig:
+    return transformers.FalconConfig(**_FALCON, multi_query=True, parallel_attn=True)
+
+
+def _falcon_multi_head() -> PretrainedConfig:
+    return transformers.FalconConfig(**_FALCON, multi_query=False, parallel_attn=False, bias=True)
+
+
 ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
     "llama_tied": _llama_tied,
@@ -124,6 +148,9 @@ ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "cohere2": _cohere2,
     "phi3": _phi3,
     "qwen3_moe": _qwen3_moe,
+    "falcon": _falcon,
+    "falcon_multi_query": _falcon_multi_query,
+    "falcon_multi_head": _falcon_multi_head,
 }
 """Configurations by name. `CORE_ARCHITECTURES` are those that everybody tests with."""
 

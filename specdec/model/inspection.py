@@ -26,6 +26,7 @@ from specdec.kv.pool import KvPool, KvShape
 TESTED_MODEL_TYPES = frozenset(
     {
         "cohere2",
+        "falcon",
         "gemma2",
         "gpt2",
         "gpt_neox",

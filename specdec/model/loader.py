@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.attention.base import LayerAttention
 from specdec.attention.hf import ATTENTION_NAME
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
+from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapt
 from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, outline_of, revision_of
 from specdec.model.config import ModelConfig
 from specdec.model.inspection import inspect_forward
@@ -259,7 +260,7 @@ def _read_weights(
         progress("weights", 0, checkpoint.weight_bytes)
     options: dict[str, Any] = {
         "dtype": dtype,
-        "attn_implementation": ATTENTION_NAME,
+        "attn_implementation": "eager" if hf_config.model_type in ADAPTED_MODEL_TYPES else ATTENTION_NAME,
         # Reported, not tolerated: the error of transformers names no tensor.
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
@@ -281,6 +282,7 @@ def _read_weights(
                 _model_class(hf_config), checkpoint, hf_config, ranks, note_read=count, **options
             )
     _check_loading_info(checkpoint, info)
+    adapt(model)
     if progress is not None:
         progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
     return model, vocab

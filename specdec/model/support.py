@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapter_reason
+
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 _LENGTH_DEPENDENT_ROPE = {
     "dynamic": "its frequencies depend on the longest position in the forward",
@@ -42,6 +44,8 @@ def _kind_reason(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
         return "its weights are quantised (quantization_config), which is not supported yet"
     if getattr(model_class, "_is_stateful", False):
         return "it keeps state other than K/V (a recurrent or state-space model)"
+    if config.model_type in ADAPTED_MODEL_TYPES:
+        return adapter_reason(config)
     if not getattr(model_class, "_supports_attention_backend", False):
         return f"{model_class.__name__} does not use the attention interface of transformers"
     return None

@@ -65,6 +65,9 @@ COVER = {
     "granite": 2,
     "cohere2": 2,
     "qwen3_moe": 2,
+    "falcon": 4,
+    "falcon_multi_query": 2,
+    "falcon_multi_head": 2,
 }
 """Every architecture with one number of ranks; the long run takes both."""
 
