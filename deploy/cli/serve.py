@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from rich.console import Console
 from deploy.api_keys import read_api_keys
 from deploy.cli.config import summary_of
 from deploy.cli.progress import shown
+from deploy.cli.ray_messages import RayMessages
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.config_file import load_config
 from deploy.local_ray import RaySession, session_log_folder
@@ -108,7 +109,8 @@ def _serve(
     where = f"at {options.address}" if options.address else f"with {num_cpus} CPUs"
     session = RaySession(address=options.address, num_cpus=num_cpus, show_logs=options.show_logs)
     # Ray writes messages of its own to standard output; ours is for the URL alone.
-    with contextlib.redirect_stdout(sys.stderr), _closing(session, console):
+    others = sys.stderr if options.show_logs else RayMessages(_lines_to(console), session_log_folder)
+    with contextlib.redirect_stdout(others), _closing(session, console):
         with shown(console, f"starting Ray {where}"):
             session.open()
         _raise_on_signals()  # Ray has put a handler of its own in place
@@ -117,11 +119,16 @@ def _serve(
         deployment = Deployment(config, api_key_digests, show_logs=options.show_logs)
         with _stopping(deployment, console):
             _start(deployment, console)
-            console.print(f"ready after {time.monotonic() - started_s:.1f} s: {summary_of(config)}")
+            ready_s = time.monotonic() - started_s
+            console.print(f"ready after {ready_s:.1f} s: {summary_of(config)}", soft_wrap=True)
             console.print("Ctrl-C stops it")
             typer.echo(_where(config, deployment.url), file=answers)
             for change in deployment.watch():
-                console.print(change)
+                console.print(change, soft_wrap=True)
+
+
+def _lines_to(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, markup=False, soft_wrap=True)
 
 
 def _start(deployment: Deployment, console: Console) -> None:

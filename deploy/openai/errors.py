@@ -21,6 +21,8 @@ from specdec.engine.service import SHUTTING_DOWN
 NOT_READY_RETRY_AFTER_S = 2.0
 """What a client is told to wait for while the model loads or its workers are replaced."""
 _MAX_SHOWN_INPUT = 80
+_WORDS = {"model_type": "must be a JSON object", "dict_type": "must be a JSON object"}
+"""Where pydantic's own words are about Python."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +134,7 @@ def input_error_of(error: ValidationError) -> InputError:
         return InputError(f"{param} is required", param=param)
     if kind == "extra_forbidden":
         return InputError(f"unknown field {param}", param=param)
-    reason = first["msg"].removeprefix("Value error, ")
+    reason = _WORDS.get(kind) or first["msg"].removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:]
     if kind == "value_error":
         return InputError(f"{param}: {reason}" if param else reason, param=param or None)
