@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench_offline import Measurement, Workload, measure
-from deploy.cli.progress import shown
+from deploy.cli.progress import as_typed, shown
 from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
@@ -44,8 +44,10 @@ def run_offline(
     """
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True).checked()
     config = _wide_enough(config, max(batch_sizes))
+    if json_file is not None:
+        _check_place(json_file)
     console = Console(stderr=True)
-    with shown(console, f"loading {config.target.model}") as show:
+    with shown(console, f"loading {as_typed(config.target.model)}") as show:
         engine = Engine(config)
         show("compiling the forward (the first time takes half a minute)")
         engine.warm_up()
@@ -129,6 +131,12 @@ def _table(measurements: Sequence[Measurement]) -> Table:
             f"{entry.num_looping}/{entry.batch_size}",
         )
     return table
+
+
+def _check_place(file: Path) -> None:
+    """Refuse before measuring, not after, what cannot be written."""
+    if file != Path("-") and not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--json: {file} cannot be written")
 
 
 def _write(file: Path, results: dict[str, object]) -> None:

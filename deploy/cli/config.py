@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from deploy.api_keys import read_api_keys
+from deploy.cli.progress import as_typed
 from deploy.config import DrafthouseConfig
 from deploy.config_file import load_config
 from deploy.preflight import check_models
@@ -28,20 +29,14 @@ def validate_file(file: Path) -> None:
 
 def summary_of(config: DrafthouseConfig) -> str:
     """Return one line on what a configuration serves."""
-    target = f"target {_shown(config.target.model)} in {config.target.dtype}"
+    target = f"target {as_typed(config.target.model)} in {config.target.dtype}"
     speculative = config.speculative_config
     if speculative.method == "none":
         return f"{target}, no drafter"
     drafter: str = speculative.method
     if speculative.model is not None:
-        drafter += f" {_shown(speculative.model)}"
+        drafter += f" {as_typed(speculative.model)}"
     return f"{target}, drafter {drafter}, k = {speculative.num_speculative_tokens}"
-
-
-def _shown(folder: str) -> str:
-    """Return a folder's path as one would type it here."""
-    path, here = Path(folder), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def print_schema() -> None:

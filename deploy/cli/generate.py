@@ -8,7 +8,7 @@ from time import perf_counter
 import typer
 from rich.console import Console
 
-from deploy.cli.progress import shown
+from deploy.cli.progress import as_typed, shown
 from specdec.core.errors import InputError, RequestFailed
 from specdec.core.outputs import RequestOutput
 from specdec.core.sampling_params import SamplingParams
@@ -23,10 +23,8 @@ def generate_text(prompt: str, config: EngineConfig, params: SamplingParams) -> 
         RequestFailed: the engine gave up on the request.
     """
     params.checked()
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text:
-        raise InputError("PROMPT must not be empty", param="prompt")
-    with shown(Console(stderr=True), f"loading {config.target.model}") as show:
+    text = _checked_text(sys.stdin.read() if prompt == "-" else prompt)
+    with shown(Console(stderr=True), f"loading {as_typed(config.target.model)}") as show:
         from specdec.engine.engine import Engine
         from specdec.engine.offline import choice_requests
 
@@ -46,6 +44,16 @@ def generate_text(prompt: str, config: EngineConfig, params: SamplingParams) -> 
                     typer.echo()
                     _summarize(output, perf_counter() - start_s)
                     return
+
+
+def _checked_text(text: str) -> str:
+    if not text:
+        raise InputError("PROMPT must not be empty", param="prompt")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes that were no text have become surrogates
+        raise InputError(f"PROMPT is not UTF-8 text (character {error.start})", param="prompt") from None
+    return text
 
 
 def _summarize(output: RequestOutput, seconds: float) -> None:

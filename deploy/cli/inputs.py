@@ -81,7 +81,8 @@ def read_prompts(file: Path | None) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts: {file} cannot be read as text: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"--prompts: {file} cannot be read as text: {reason}") from None
     if file.suffix == ".jsonl":
         prompts = [_prompt_of(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     else:

@@ -6,6 +6,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
 
@@ -39,3 +40,9 @@ def _lines(console: Console, stage: str) -> Callable[[str], None]:
 
     show(stage)
     return show
+
+
+def as_typed(folder: str) -> str:
+    """Return a folder's path as one would type it here."""
+    path, here = Path(folder), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,13 +1,15 @@
 """`drafthouse serve`: check everything, start, show what happens, stop without leaving anything behind.
 
-The first SIGINT or SIGTERM stops gracefully, a second one at once.
+The first SIGINT, SIGTERM or SIGHUP stops gracefully, a second one at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from rich.console import Console
 
 from deploy.api_keys import read_api_keys
 from deploy.cli.config import summary_of
-from deploy.cli.progress import shown
+from deploy.cli.progress import as_typed, shown
 from deploy.cli.ray_messages import RayMessages
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.config_file import load_config
@@ -39,7 +41,8 @@ from specdec.core.errors import DrafthouseError, UserError
 if TYPE_CHECKING:
     from deploy.deployment import Deployment
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""SIGHUP: the terminal was closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +59,11 @@ class ServeOptions:
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM arrived. Not an Exception: nothing on the way may take it for a failure."""
+    """One of the signals arrived. Not an Exception: nothing on the way may take it for a failure."""
 
 
 def serve_until_stopped(options: ServeOptions) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT, SIGTERM or SIGHUP.
 
     Raises:
         UserError: something that was given is wrong; nothing has been started, or all of it has ended again.
@@ -93,7 +96,7 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
     else:
         # The port is the head node's business, and taken where Serve runs there already.
         check_address(options.address)
-    with shown(console, f"checking {config.target.model}"):
+    with shown(console, f"checking {as_typed(config.target.model)}"):
         check_models(config.engine())
         if options.address is None:
             check_local_resources(config, options.num_cpus or usable_cpus())
@@ -149,11 +152,8 @@ def _closing(session: RaySession, console: Console) -> Iterator[None]:
     try:
         yield
     finally:
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        with shown(console, "stopping Ray"):
+        with shown(console, "stopping Ray"), _signals_ignored():
             session.close()
-        _raise_on_signals()
 
 
 @contextlib.contextmanager
@@ -170,11 +170,34 @@ def _stopping(deployment: Deployment, console: Console) -> Iterator[None]:
 
 def _raise_on_signals() -> None:
     for number in _SIGNALS:
-        signal.signal(number, _raise_stopped)
+        # `nohup` has SIGHUP ignored, and means it.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _raise_stopped)
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    before = [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGHUP:
+        _let_go_of_terminal()
     raise Stopped
+
+
+def _let_go_of_terminal() -> None:
+    """Write to nowhere instead of a terminal, which is closed: every attempt would fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (sys.__stdout__, sys.__stderr__):
+        if output is not None and stat.S_ISCHR(os.fstat(output.fileno()).st_mode):
+            os.dup2(nowhere, output.fileno())
+    os.close(nowhere)
 
 
 def _where(config: DrafthouseConfig, url: str) -> str:

@@ -179,7 +179,11 @@ def test_mistakes_in_options(
         "generate", "a", "-c", config, "--model", models / "target"
     )
     assert "--draft needs --model" in user_error("generate", "a", "--draft", models / "draft")
+    assert "PROMPT is not UTF-8" in user_error("generate", "a\udcff", "-c", config)
     assert "holds no prompt" in user_error("bench", "offline", "-c", config, "--prompts", _empty(tmp_path))
+    unwritable = user_error("bench", "offline", "-c", config, "--json", tmp_path / "no" / "results.json")
+    assert "cannot be written" in unwritable
+    assert "loading" not in unwritable, "it is said before anything is measured"
     assert "nowhere.yaml does not exist" in user_error("generate", "a", "-c", "nowhere.yaml")
     monkeypatch.chdir(tmp_path)
     assert "configs/demo.yaml" in user_error("generate", "a")
