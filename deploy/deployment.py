@@ -54,6 +54,7 @@ class Deployment:
         logging.getLogger("ray.serve").setLevel(logging.INFO if show_logs else logging.WARNING)
         self._config = config
         self._api_key_digests = api_key_digests
+        self._has_started = False
         self._has_served = False
 
     @property
@@ -88,6 +89,7 @@ class Deployment:
         )
         application = build_application(self._config, self._api_key_digests)
         target = RunTarget(application, name=APPLICATION, route_prefix="/", logging_config=_quiet())
+        self._has_started = True
         serve.run_many(
             [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
         )
@@ -131,8 +133,11 @@ class Deployment:
     def stop(self) -> None:
         """Serve what is running to its end, or to the drain limit, and end the application.
 
-        While it drains, new requests are answered with 503. Serve itself stays.
+        While it drains, new requests are answered with 503. Serve itself stays, and so does what was there
+        before `start` was called, or made it fail.
         """
+        if not self._has_started:
+            return
         if self._has_served:
             self._drain()
         try:

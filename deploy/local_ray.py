@@ -112,7 +112,11 @@ def _has_place_for_token() -> bool:
     folder = Path("~/.ray").expanduser()
     if (folder / "auth_token").is_file():
         return True
-    return os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _end(processes: Sequence[psutil.Process]) -> None:

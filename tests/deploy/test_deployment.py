@@ -12,7 +12,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
-from deploy.deployment import DeploymentFailed, _check_running_serve, _raise_if_failed, base_url
+from deploy.deployment import Deployment, DeploymentFailed, _check_running_serve, _raise_if_failed, base_url
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
 
@@ -72,6 +72,20 @@ def test_a_serve_that_runs_already_is_looked_at_first(
     refusal = pytest.raises(ResourceError, match=message) if message else contextlib.nullcontext()
     with refusal:
         _check_running_serve(HttpConfig(port=port))
+
+
+def test_what_was_there_before_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("somebody else's application was touched")
+
+    monkeypatch.setattr("deploy.deployment._get_global_client", lambda **_: RunningServe())
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"drafthouse": None}))
+    monkeypatch.setattr(serve, "delete", refuse)
+    monkeypatch.setattr("deploy.deployment.close_directory", refuse)
+    deployment = Deployment(DrafthouseConfig(target=ModelConfig(model="x")), frozenset())
+    with pytest.raises(ResourceError):
+        deployment.start()
+    deployment.stop()
 
 
 @pytest.mark.parametrize(
