@@ -244,11 +244,12 @@ class Bench:
         task = self._progress.add_task(f"cluster path, batch {len(prompts)}", total=plan.cluster_rounds + 1)
         for number in range(plan.cluster_rounds + 1):
             for name in services if number % 2 else reversed(services):
-                seconds, texts[name] = await run_batch(
+                run = await run_batch(
                     services[name], prompts, plan.num_tokens, plan.k, f"{name}-{len(prompts)}-{number}"
                 )
+                texts[name] = run.token_ids
                 if number:
-                    paired.seconds[name].append(seconds)
+                    paired.seconds[name].append(run.seconds)
             self._progress.advance(task)
         await remote.close()
         return {

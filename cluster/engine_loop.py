@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from cluster.desk import COORDINATOR_FAILED, RequestDesk
 from specdec.core.errors import DrafthouseError, TransportError
+from specdec.core.outputs import RequestOutput
 from specdec.engine.engine import Engine
 from specdec.transport.base import ChannelCounters
 
@@ -24,8 +25,11 @@ _STOP_S = 5.0
 class EngineSource(Protocol):
     """Where engines come from. All but `metrics` is called in the loop's thread."""
 
-    def make_engine(self) -> Engine:
-        """Return an engine over a live target, replacing the one before."""
+    def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
+        """Return an engine over a live target, replacing the one before.
+
+        The engine calls `meanwhile` in every round while it waits for a worker.
+        """
         ...
 
     def check_idle(self) -> None:
@@ -52,6 +56,8 @@ class EngineLoop:
         self._stopping = False
         self._ready = threading.Event()
         self._metrics_due_s = 0.0
+        self._held: list[RequestOutput] = []
+        """Outputs of the last round, for when the workers are busy with the next."""
         self.first_error: BaseException | None = None
         """Why the first engine could not be made, if so; the loop has then ended."""
         self.num_losses = 0
@@ -90,7 +96,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            engine = self._source.make_engine()
+            engine = self._source.make_engine(self._deliver_held)
         except BaseException as error:  # noqa: BLE001
             # The border of the thread: `wait_ready` raises it again where somebody listens.
             self.first_error = error
@@ -120,7 +126,7 @@ class EngineLoop:
             while not self._stopping:
                 self._desk.serve(engine)
                 if engine.has_work:
-                    if self._desk.deliver(engine.step()):
+                    if not self._run_round(engine):
                         return
                 else:
                     self._desk.wait(_IDLE_CHECK_S)
@@ -128,6 +134,23 @@ class EngineLoop:
                 self._publish_metrics(engine)
         except TransportError as error:
             logger.warning("the target is lost: %s", error)
+        finally:
+            self._deliver_held()
+
+    def _run_round(self, engine: Engine) -> bool:
+        """Run a round; return whether the target is still there."""
+        outputs = engine.step()
+        self._deliver_held()
+        if engine.has_work and not engine.is_lost:
+            self._held = outputs
+            return True
+        return not self._desk.deliver(outputs)
+
+    def _deliver_held(self) -> None:
+        """Send on what the last round brought. Called while a worker computes: it wakes other threads."""
+        outputs, self._held = self._held, []
+        if outputs:
+            self._desk.deliver(outputs)
 
     def _recover(self) -> Engine | None:
         """Make engines until one lives; None when the loop is to stop first."""
@@ -137,7 +160,7 @@ class EngineLoop:
         backoff_s = 0.5
         while not self._stopping:
             try:
-                engine = self._source.make_engine()
+                engine = self._source.make_engine(self._deliver_held)
             except (DrafthouseError, TimeoutError, RuntimeError) as error:
                 logger.error(
                     "the target cannot be brought back, next attempt in %.0f s: %s", backoff_s, error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cluster.config import ClusterConfig
 from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
@@ -60,8 +60,10 @@ class TargetGroup:
         """What has become of compiling the target's forward (any thread)."""
         return self._compile_state
 
-    def make_engine(self) -> Engine:
+    def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
         """Start a target worker, replacing the one before, and return an engine over it.
+
+        The engine calls `meanwhile` in every round while it waits for a worker.
 
         Raises:
             UserError: the model cannot be loaded, or is another one than before.
@@ -77,7 +79,13 @@ class TargetGroup:
                 self._tokenizer = build_tokenizer(self._config)
             worker = loading.await_address(self._cluster.target_groups.load_timeout_s)
             self._compile_state = loading.compile_state()
-            target = RemoteTarget(channel, worker, incarnation=next(self._incarnations), times=times)
+            target = RemoteTarget(
+                channel,
+                worker,
+                incarnation=next(self._incarnations),
+                times=times,
+                meanwhile=meanwhile,
+            )
         except BaseException:
             channel.close()
             raise
@@ -85,7 +93,7 @@ class TargetGroup:
         self._require_same_model(target.description)
         return Engine.from_parts(
             target=target,
-            proposer=self._make_proposer(target.description),
+            proposer=self._make_proposer(target.description, meanwhile),
             tokenizer=self._tokenizer,
             scheduler=self._config.scheduler,
             controller=controller_for(self._config.speculative_config),
@@ -145,7 +153,7 @@ class TargetGroup:
             )
         self._revision = description.revision
 
-    def _make_proposer(self, description: TargetDescription) -> Proposer:
+    def _make_proposer(self, description: TargetDescription, meanwhile: Callable[[], None]) -> Proposer:
         speculative = self._config.speculative_config
         if speculative.method not in REMOTE_METHODS:
             facts = TargetFacts(
@@ -169,6 +177,7 @@ class TargetGroup:
             ),
             vocab_size=description.vocab_size,
             deadlines=self._cluster.draft_pool.deadlines,
+            meanwhile=meanwhile,
         )
         proposer.set_workers(self._drafters)
         self._proposer = proposer

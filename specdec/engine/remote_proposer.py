@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,13 +93,24 @@ class RemoteProposer:
         vocab_size: int,
         deadlines: DraftDeadlineConfig | None = None,
         clock: Clock | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """`vocab_size` is the target's: a proposal with any other token id is dropped."""
+        """Draft by whoever `set_workers` names.
+
+        Args:
+            channel: owned from now on.
+            capabilities: of the method that the workers draft by.
+            vocab_size: the target's; a proposal with any other token id is dropped.
+            deadlines: how long to wait.
+            clock: of deadlines and counters.
+            meanwhile: called once the workers have been asked: what may be done while they draft. Quick.
+        """
         self._channel = channel
         self._capabilities = capabilities
         self._vocab_size = vocab_size
         self._deadlines = deadlines or DraftDeadlineConfig()
         self._clock = clock or MonotonicClock()
+        self._meanwhile = meanwhile
         self._links: dict[PeerId, _Link] = {}
         self._registrations: dict[RequestId, _Registration] = {}
         self._next_epoch = 0
@@ -147,6 +158,8 @@ class RemoteProposer:
         for worker, group in self._by_worker(sequences).items():
             self._ask(this_round, self._links[worker], group, num_draft_tokens)
         started_s = self._clock.now_s()
+        if self._meanwhile is not None:
+            self._meanwhile()
         self._wait(this_round)
         self._counters["draft_wait_seconds"] += self._clock.now_s() - started_s  # type: ignore[assignment]
         num_wanted = sum(1 for budget in num_draft_tokens.values() if budget > 0)
@@ -267,7 +280,9 @@ class RemoteProposer:
             self._take(envelope, this_round)
 
     def _take_late_arrivals(self) -> None:
-        """Hear what arrived since the last round: it is stale, but its sender lives."""
+        """Hear what arrived since the last round, if an answer was due: it is stale, but its sender lives."""
+        if all(link.asked is None for link in self._links.values()):
+            return
         nothing_awaited = _Round()
         while True:
             try:

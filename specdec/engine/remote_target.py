@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.core.clock import Clock, MonotonicClock
@@ -41,8 +42,17 @@ class RemoteTarget:
         incarnation: int,
         times: RemoteTargetTimes | None = None,
         clock: Clock | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Connect and attach.
+
+        Args:
+            channel: owned from now on.
+            worker: where the target is.
+            incarnation: greater than that of anybody who had the worker before.
+            times: how long to wait.
+            clock: of these times.
+            meanwhile: called once a round has been sent: what may be done while it runs. Quick.
 
         Raises:
             ChannelTimeout: the worker did not answer in time.
@@ -53,6 +63,7 @@ class RemoteTarget:
         self._incarnation = incarnation
         self._times = times or RemoteTargetTimes()
         self._clock = clock or MonotonicClock()
+        self._meanwhile = meanwhile
         self._next_sequence = 0
         self._in_flight: deque[RunStep] = deque()
         self._done: dict[int, TargetResult] = {}
@@ -71,6 +82,8 @@ class RemoteTarget:
         self._next_sequence += 1
         self._in_flight.append(message)
         self._channel.send(self._worker.peer_id, message)
+        if self._meanwhile is not None:
+            self._meanwhile()
 
     def collect(self) -> TargetResult:
         """Wait for the answer to the oldest round in flight.

@@ -13,10 +13,9 @@ it themselves: one that is not up is made anew, with what was sent on it, from w
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -35,12 +34,10 @@ from specdec.transport.base import (
     PeerId,
     PeerLost,
 )
-from specdec.transport.lane import Lane
 from specdec.transport.messages import LaneMoved, LaneOffer, Message, WrongVersion, decode, encode
 from specdec.transport.zmq_gate import Gate
+from specdec.transport.zmq_lanes import Lanes
 from specdec.transport.zmq_link import CONNECT_TIMEOUT_S, EVENTS, FIRST_RETRY_S, MAX_RETRY_S, Caller, Link
-
-logger = logging.getLogger(__name__)
 
 _ZAP_DOMAIN: Final = "drafthouse"
 
@@ -103,8 +100,18 @@ class ZmqChannel:
         self._wake_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = Gate(self._context, lambda key: key in self._admitted, self._note_refusal)
-        self._poller = zmq.Poller()
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._events = select.epoll()
+        self._events.register(self._wake_fd, select.EPOLLIN)
+        self._is_due = True
+        """Whether ZeroMQ's sockets must be looked at before waiting: the descriptor that stands for one tells
+        of news only once, and sending on a socket may have taken the notice."""
+        self._lanes: Lanes[Link | Caller] = Lanes(
+            self._events,
+            send_by_zmq=self._send_by_zmq,
+            take=self._take_from_lane,
+            max_frame_bytes=self._options.max_message_bytes,
+            max_queued=self._options.max_queued_messages,
+        )
         self._closed = False
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
@@ -114,7 +121,7 @@ class ZmqChannel:
         except zmq.ZMQError as error:
             self.close()
             raise ResourceError(f"cannot bind a channel to {host}: {error}") from error
-        self._poller.register(self._router, zmq.POLLIN)
+        self._events.register(self._router.fileno(), select.EPOLLIN)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._address = PeerAddress(peer_id=peer_id, endpoint=endpoint, public_key=self._keys.public)
 
@@ -127,6 +134,11 @@ class ZmqChannel:
     def counters(self) -> ChannelCounters:
         """Live counters."""
         return self._counters
+
+    @property
+    def num_lanes(self) -> int:
+        """Links on which frames go past ZeroMQ in both directions."""
+        return self._lanes.num_open
 
     def connect(self, peer: PeerAddress) -> None:
         """Open a link; see `Channel.connect`."""
@@ -158,29 +170,35 @@ class ZmqChannel:
             self._counters.dropped["unknown_peer"] += 1
             return
         try:
-            if not self._send_by_lane(link, frame):
-                link.send(frame)
+            if not self._lanes.try_send(link, frame):
+                self._send_by_zmq(link, frame)
         except (zmq.Again, BlockingIOError):
             self._counters.dropped["full"] += 1
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             # The peer's own link is gone; it will open another when it wants to hear from us.
-            self._drop_lane(link)
+            self._lanes.drop(link)
             self._callers.pop(peer_id, None)
             self._counters.dropped["unknown_peer"] += 1
         else:
             self._counters.sent += 1
+
+    def _send_by_zmq(self, link: Link | Caller, frame: bytes) -> None:
+        self._is_due = True
+        link.send(frame)
 
     def receive(self, timeout_s: float | None) -> Envelope:
         """Return the next arrival; see `Channel.receive`."""
         self._require_open()
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready:
-            wait_s = min(until_s, self._renew_links()) - time.monotonic()
-            # ZeroMQ waits in whole milliseconds: round up, so that short waits are waits.
-            events = self._poller.poll(None if wait_s == math.inf else math.ceil(max(0.0, wait_s) * 1000))
-            woken = self._drain({source for source, _ in events})
+            next_s = min(until_s, self._renew_links())
+            self._look_at_sockets()
+            if self._ready:
+                break
+            woken = self._await_events(next_s)
+            self._look_at_sockets()
             if not self._ready and (woken or time.monotonic() >= until_s):
                 raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
         self._counters.received += 1
@@ -198,14 +216,14 @@ class ZmqChannel:
             return
         self._closed = True
         linger_ms = int(flush_s * 1000)
-        for lane in self._lanes():
-            lane.close(flush_s)
+        self._lanes.close(flush_s)
         for link in self._links.values():
             link.close(linger_ms)
         self._links.clear()
         self._router.close(linger_ms)
         self._gate.close()
         self._context.term()
+        self._events.close()
         with self._wake_lock:
             os.close(self._wake_fd)
             self._wake_fd = -1
@@ -239,14 +257,15 @@ class ZmqChannel:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(MAX_RETRY_S * 1000))
         monitor = socket.get_monitor_socket(EVENTS)
         socket.connect(peer.endpoint)
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
+        for source in (socket, monitor):
+            self._events.register(source.fileno(), select.EPOLLIN)
+        self._is_due = True
         return Link(peer, socket, monitor, renew_at_s=time.monotonic() + CONNECT_TIMEOUT_S)
 
     def _close_link(self, link: Link) -> None:
-        self._drop_lane(link)
-        self._poller.unregister(link.socket)
-        self._poller.unregister(link.monitor)
+        self._lanes.drop(link)
+        for source in (link.socket, link.monitor):
+            self._events.unregister(source.fileno())
         link.close(linger_ms=0)
 
     def _renew_links(self) -> float:
@@ -265,33 +284,44 @@ class ZmqChannel:
             next_s = min(next_s, link.renew_at_s)
         return next_s
 
-    def _drain(self, sources: set[object]) -> bool:
-        """Move everything that has arrived into `_ready`; return whether another thread woke us."""
+    def _await_events(self, until_s: float) -> bool:
+        """Wait for anything to happen, and see to it; return whether another thread woke us."""
+        wait_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
         woken = False
-        if self._wake_fd in sources:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-            woken = True
-        for caller in self._callers.values():
-            self._attend_lane(caller, sources)
-        if self._router in sources:
-            self._drain_router()
-        for link in self._links.values():
-            self._attend_lane(link, sources)
-            if link.socket in sources:
-                self._drain_link(link)
-            if link.monitor in sources:
-                self._follow_link(link)
+        for fd, _ in self._events.poll(wait_s):
+            if self._lanes.attend(fd):
+                continue
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+                woken = True
+            else:
+                self._is_due = True
         return woken
+
+    def _look_at_sockets(self) -> None:
+        """Take in what ZeroMQ has for us, behind what came by the lanes, if there may be something."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        for caller in self._callers.values():
+            self._lanes.read(caller)
+        self._drain_router()
+        for link in self._links.values():
+            self._lanes.read(link)
+            self._drain_link(link)
+            self._follow_link(link)
 
     def _follow_link(self, link: Link) -> None:
         """Report a link that broke; offer a lane on one that has come up."""
         if link.note_events():
-            self._read_lane(link)
-            self._drop_lane(link)
+            self._lanes.drop(link)
             self._ready.append(Envelope(sender=link.peer_id, message=PeerLost()))
         if link.is_up and link.lane is None and self._options.local_lanes and self._is_near(link.address):
-            self._offer_lane(link)
+            self._lanes.offer(link)
+
+    def _is_near(self, peer: PeerAddress) -> bool:
+        """Whether a peer shares our network: loopback is loopback, and nobody else has our address."""
+        return _host(peer.endpoint) == _host(self._address.endpoint)
 
     def _drain_router(self) -> None:
         while True:
@@ -313,8 +343,8 @@ class ZmqChannel:
         caller = self._callers.get(peer_id)
         if caller is None or (caller.route, caller.public_key) != (route, public_key):
             if caller is not None:
-                self._read_lane(caller)
-                self._drop_lane(caller)
+                self._lanes.read(caller)
+                self._lanes.drop(caller)
             caller = self._callers[peer_id] = Caller(peer_id, public_key, self._router, route)
         return caller
 
@@ -338,115 +368,22 @@ class ZmqChannel:
             self._counters.dropped["malformed"] += 1
         return None
 
+    def _take_from_lane(self, link: Link | Caller, frame: bytes) -> None:
+        if isinstance(link, Caller) and self._admitted.get(link.public_key) != link.peer_id:
+            self._counters.dropped["foreign"] += 1
+        elif (message := self._decode(frame)) is not None:
+            self._take(link, message)
+
     def _take(self, link: Link | Caller, message: Message) -> None:
         """Obey what channels say to each other, keep the rest for `receive`."""
         match message:
             case LaneOffer():
-                self._take_up_lane(link, message)
+                if self._options.local_lanes:
+                    self._lanes.take_up(link, message)
             case LaneMoved(name=name):
-                if link.lane is not None and link.lane.offer.name == name:
-                    link.lane.peer_has_moved = True
-                    self._watch(link.lane)
+                self._lanes.note_moved(link, name)
             case _:
                 self._ready.append(Envelope(sender=link.peer_id, message=message))
-
-    # -- lanes
-
-    @property
-    def num_lanes(self) -> int:
-        """Links on which frames go past ZeroMQ in both directions."""
-        return sum(lane.is_open and lane.peer_has_moved for lane in self._lanes())
-
-    def _lanes(self) -> list[Lane]:
-        links: list[Link | Caller] = [*self._links.values(), *self._callers.values()]
-        return [link.lane for link in links if link.lane is not None]
-
-    def _is_near(self, peer: PeerAddress) -> bool:
-        """Whether a peer shares our network: loopback is loopback, and nobody else has our address."""
-        return _host(peer.endpoint) == _host(self._address.endpoint)
-
-    def _offer_lane(self, link: Link) -> None:
-        try:
-            link.lane = lane = Lane.listen(self._options.max_message_bytes)
-        except OSError as error:
-            logger.warning("no lane to %s: %s", link.peer_id, error)
-            return
-        self._watch(lane)
-        try:
-            link.send(encode(lane.offer))
-        except zmq.Again:
-            self._drop_lane(link)
-
-    def _take_up_lane(self, link: Link | Caller, offer: LaneOffer) -> None:
-        self._read_lane(link)
-        self._drop_lane(link)
-        if self._options.local_lanes:
-            lane = Lane.take_up(offer, self._options.max_message_bytes)
-            if lane is not None:
-                link.lane = lane
-                self._move_to_lane(link)
-
-    def _move_to_lane(self, link: Link | Caller) -> None:
-        """Send nothing more by ZeroMQ; what is queued there is read before anything on the lane."""
-        assert link.lane is not None
-        try:
-            link.send(encode(LaneMoved(link.lane.offer.name)))
-        except zmq.ZMQError:  # full, or gone: not the time to move
-            self._drop_lane(link)
-
-    def _send_by_lane(self, link: Link | Caller, frame: bytes) -> bool:
-        """Send by the lane, if there is one; return whether the frame needs no other way."""
-        lane = link.lane
-        if lane is None or not lane.is_open:
-            return False
-        if not lane.send(frame, self._options.max_queued_messages):
-            self._drop_lane(link)
-            return False
-        if lane.has_backlog:
-            self._watch(lane)
-        return True
-
-    def _attend_lane(self, link: Link | Caller, sources: set[object]) -> None:
-        """Let the peer in, or send and read what can be."""
-        lane = link.lane
-        if lane is None or lane.fileno() not in sources:
-            return
-        if not lane.is_open:
-            self._poller.unregister(lane.fileno())
-            if lane.accept():
-                self._move_to_lane(link)
-            if link.lane is lane:
-                self._watch(lane)
-        elif lane.flush() and self._read_lane(link):
-            self._watch(lane)
-        else:
-            self._drop_lane(link)
-
-    def _read_lane(self, link: Link | Caller) -> bool:
-        """Take in what has come by the lane; return whether it still stands."""
-        lane = link.lane
-        if lane is None or not lane.peer_has_moved or not lane.is_open:
-            return True
-        frames, stands = lane.receive()
-        is_foreign = isinstance(link, Caller) and self._admitted.get(link.public_key) != link.peer_id
-        for frame in frames:
-            if is_foreign:
-                self._counters.dropped["foreign"] += 1
-            elif (message := self._decode(frame)) is not None:
-                self._take(link, message)
-        return stands
-
-    def _watch(self, lane: Lane) -> None:
-        """Poll for what the lane is ready for."""
-        listens = not lane.is_open or lane.peer_has_moved
-        flags = (zmq.POLLIN if listens else 0) | (zmq.POLLOUT if lane.has_backlog else 0)
-        self._poller.register(lane.fileno(), flags)
-
-    def _drop_lane(self, link: Link | Caller) -> None:
-        lane, link.lane = link.lane, None
-        if lane is not None:
-            self._poller.register(lane.fileno(), 0)
-            lane.close()
 
 
 def _bracketed(host: str) -> str:

@@ -133,9 +133,7 @@ def test_a_member_that_is_admitted_no_longer_is_unheard_at_once() -> None:
 def test_a_lane_that_breaks_is_replaced_by_the_link() -> None:
     with linked() as (server, client):
         open_lane(server, client)
-        (lane,) = server._lanes()
-        lane.close()
-        server._callers[CLIENT].lane = None
+        server._lanes.drop(server._callers[CLIENT])
         assert attend(server, client, lambda: client.num_lanes == 0) == []
         client.send(SERVER, Ping(1))
         assert server.receive(10).message == Ping(1)

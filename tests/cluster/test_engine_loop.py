@@ -1,0 +1,175 @@
+"""The loop over a desk and toy engines: outputs of a round leave during the next one, and none is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from cluster.desk import RequestDesk
+from cluster.engine_loop import EngineLoop
+from specdec.core.clock import MonotonicClock
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.plan import TargetStep
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.engine import Engine
+from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.proposers.none import NoProposer
+from specdec.transport.base import ChannelCounters, Envelope, PeerId
+from specdec.transport.messages import Abort, Message, OutputFrame, SubmitRequest
+
+VOCAB = 9
+MODEL = ToyModel(VOCAB, seed=3)
+INGRESS = PeerId("ingress")
+
+
+class CallingTarget(ToyTarget):
+    """Calls back when a step has been submitted, as a remote target does."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__(MODEL, num_blocks=48)
+        self._meanwhile = meanwhile
+
+    def submit(self, step: TargetStep) -> None:
+        super().submit(step)
+        self._meanwhile()
+
+
+class ToySource:
+    """Makes engines over toy targets; the first `num_losses` of them are lost after five steps."""
+
+    def __init__(self, *, calls: bool, num_losses: int) -> None:
+        self._calls = calls
+        self.num_losses_left = num_losses
+
+    def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
+        target = CallingTarget(meanwhile if self._calls else lambda: None)
+        if self.num_losses_left:
+            self.num_losses_left -= 1
+            target.num_steps_until_lost = 5
+        return Engine.from_parts(
+            target=target, proposer=NoProposer(), tokenizer=ToyTokenizer.of_letters(VOCAB)
+        )
+
+    def check_idle(self) -> None:
+        pass
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def stop(self) -> None:
+        pass
+
+
+class Door:
+    """What an ingress would get."""
+
+    def __init__(self) -> None:
+        self.frames: list[OutputFrame] = []
+        self.arrived = threading.Condition()
+
+    def send(self, peer_id: PeerId, message: Message) -> None:
+        assert peer_id == INGRESS
+        if isinstance(message, OutputFrame):
+            with self.arrived:
+                self.frames.append(message)
+                self.arrived.notify_all()
+
+    def tokens(self, request_id: RequestId) -> list[int]:
+        tokens: list[int] = []
+        for frame in self.frames:
+            for output in frame.outputs:
+                if output.request_id == request_id:
+                    assert output.first_index == len(tokens)
+                    tokens.extend(output.token_ids)
+        return tokens
+
+    def num_finished(self) -> int:
+        return sum(output.finish_reason is not None for frame in self.frames for output in frame.outputs)
+
+    def await_finished(self, count: int) -> None:
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: self.num_finished() >= count, 20)
+
+
+def request(name: str, max_tokens: int) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        prompt_token_ids=(1, 2, 3),
+        params=SamplingParams(max_tokens=max_tokens),
+        seed=len(name),
+        epoch=Epoch(0),
+    )
+
+
+@pytest.mark.parametrize("num_losses", [0, 2])
+@pytest.mark.parametrize("calls", [True, False])
+def test_every_output_leaves_once_and_in_order(calls: bool, num_losses: int) -> None:
+    door = Door()
+    desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
+    requests = [request("a", 17), request("bb", 4), request("ccc", 11)]
+    source = ToySource(calls=calls, num_losses=num_losses)
+    run_loop(door, desk, source, *requests, num_finished=3)
+    assert source.num_losses_left == 0
+    for one in requests:
+        assert one.params.max_tokens is not None
+        assert door.tokens(one.request_id) == MODEL.continuation(
+            one.prompt_token_ids, one.params, one.seed, one.params.max_tokens
+        )
+    assert door.num_finished() == 3
+    assert desk.num_streams == 0
+
+
+class WatchedSource(ToySource):
+    """Calls `watch` with the loop's own callback whenever a step has been submitted."""
+
+    def __init__(self, watch: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(calls=True, num_losses=0)
+        self._watch = watch
+
+    def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
+        return super().make_engine(lambda: self._watch(meanwhile))
+
+
+def run_loop(door: Door, desk: RequestDesk, source: ToySource, *requests: Request, num_finished: int) -> None:
+    loop = EngineLoop(desk, source, ChannelCounters())
+    loop.start()
+    loop.wait_ready()
+    for one in requests:
+        desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(one)))
+    door.await_finished(num_finished)
+    loop.stop()
+
+
+def test_outputs_wait_for_the_target_to_be_busy_again() -> None:
+    door = Door()
+    num_sent: list[int] = []
+
+    def watch(meanwhile: Callable[[], None]) -> None:
+        before = len(door.frames)
+        meanwhile()
+        num_sent.append(len(door.frames) - before)
+
+    desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
+    run_loop(door, desk, WatchedSource(watch), request("a", 6), num_finished=1)
+    assert num_sent == [0, 1, 1, 1, 1, 1]
+    assert len(door.frames) == 6  # the last one did not wait
+
+
+def test_what_waits_for_an_aborted_stream_is_dropped() -> None:
+    door = Door()
+    desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
+    num_steps = 0
+
+    def watch(meanwhile: Callable[[], None]) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
+            desk.hear(Envelope(sender=INGRESS, message=Abort(RequestId("a"), Epoch(0))))
+        meanwhile()
+
+    run_loop(door, desk, WatchedSource(watch), request("a", 40), request("bb", 40), num_finished=1)
+    assert len(door.tokens(RequestId("bb"))) == 40
+    assert len(door.tokens(RequestId("a"))) < 5
