@@ -6,15 +6,18 @@ it first and imports Ray afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
+from deploy.ray_guard import RayGuard, is_alive
 from specdec.core.errors import DrafthouseError, ResourceError
 
 _ENVIRONMENT = {
@@ -33,6 +36,7 @@ _LOCAL_ENVIRONMENT = {
 }
 _OBJECT_STORE_BYTES = 128 << 20
 """Tokens travel on channels and weights are read from disk: the object store holds next to nothing."""
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 5.0
 _POLL_S = 0.02
 logger = logging.getLogger(__name__)
@@ -45,8 +49,21 @@ class RayNotStarted(DrafthouseError):
 class RaySession:
     """Between `open` and `close` Ray is connected; afterwards no process that it started is left."""
 
-    def __init__(self, *, address: str | None, num_cpus: int | None, show_logs: bool) -> None:
-        """`address` None starts a cluster of `num_cpus` CPUs (None: all that this process may use)."""
+    def __init__(
+        self,
+        *,
+        address: str | None,
+        num_cpus: int | None,
+        show_logs: bool,
+        on_loss: Callable[[str], None] | None = None,
+    ) -> None:
+        """`address` None starts a cluster of `num_cpus` CPUs (None: all that this process may use).
+
+        `on_loss` is called in a thread of its own when such a cluster has died; its processes have been ended
+        then. It has to end this one, which cannot be relied on to leave Ray's calls.
+        """
+        self._guard = RayGuard(self._bury) if on_loss is not None and address is None else None
+        self._on_loss = on_loss
         self._address = address
         self._num_cpus = num_cpus
         self._show_logs = show_logs
@@ -69,11 +86,15 @@ class RaySession:
         if self.is_local and not _has_place_for_token():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         self._connect()
+        if self._guard is not None:
+            self._guard.start()
 
     def close(self) -> None:
         """Disconnect; end the cluster if it is this session's own. Idempotent."""
         import ray
 
+        if self._guard is not None:
+            self._guard.stop()
         children = self._own_processes()
         ray.shutdown()
         if self.is_local:
@@ -90,19 +111,42 @@ class RaySession:
                 raise ResourceError(f"--address: no Ray cluster at {self._address}: {error}") from error
             return
         try:
-            ray.init(
-                num_cpus=self._num_cpus,
-                include_dashboard=False,
-                log_to_driver=self._show_logs,
-                logging_level=level,
-                object_store_memory=_OBJECT_STORE_BYTES,
-            )
+            with _deaf_children():
+                ray.init(
+                    num_cpus=self._num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=self._show_logs,
+                    logging_level=level,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                )
         except Exception as error:  # Ray raises nothing more precise, on a machine that is too slow for it
             raise RayNotStarted(f"Ray did not start: {error}") from error
+
+    def _bury(self, died: str, family: Sequence[psutil.Process]) -> None:
+        assert self._on_loss is not None
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._on_loss(f"{died} of the local Ray cluster has died, and all that ran on it with it")
 
     def _own_processes(self) -> list[psutil.Process]:
         """Everything below this process now; workers are children of Ray's own processes."""
         return psutil.Process().children(recursive=True) if self.is_local else []
+
+
+@contextlib.contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Block the signals that end us in every process started meanwhile; Ray does so for SIGINT alone.
+
+    `timeout` and systemd send SIGTERM to all processes of a group at once. Ray's own would end before the
+    requests that they serve; it is for this process to hear of the end, and to end the others after them.
+    A signal that arrives meanwhile is delivered afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _has_place_for_token() -> bool:
@@ -138,16 +182,9 @@ def _still_alive(processes: Sequence[psutil.Process], timeout_s: float) -> list[
     wait would take them for alive.
     """
     until_s = time.monotonic() + timeout_s
-    while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < until_s:
+    while (alive := [process for process in processes if is_alive(process)]) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
     return alive
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def session_log_folder() -> str:

@@ -52,10 +52,10 @@ def readable_errors(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except UserError as error:
-            _report(str(error), error)
+            report_failure(str(error), error)
             raise typer.Exit(EXIT_USER_ERROR) from None
         except DrafthouseError as error:
-            _report(str(error), error)
+            report_failure(str(error), error)
             raise typer.Exit(EXIT_FAILED) from None
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -66,7 +66,7 @@ def readable_errors(command: Callable[P, None]) -> Callable[P, None]:
         except typer.Exit:
             raise
         except Exception as error:  # noqa: BLE001 - the border of the process
-            _report(f"unexpected {type(error).__name__}: {error} (--debug shows where)", error)
+            report_failure(f"unexpected {type(error).__name__}: {error} (--debug shows where)", error)
             raise typer.Exit(EXIT_FAILED) from None
 
     return run
@@ -81,8 +81,9 @@ def leave_at_once(done: SystemExit) -> NoReturn:
     os._exit(done.code if isinstance(done.code, int) else EXIT_FAILED if done.code else 0)
 
 
-def _report(message: str, error: BaseException) -> None:
-    if _Tracebacks.are_shown:
+def report_failure(message: str, error: BaseException | None = None) -> None:
+    """Say why the command failed, on standard error; with `--debug` where, too."""
+    if error is not None and _Tracebacks.are_shown:
         traceback.print_exception(error, file=sys.stderr)
     typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
     typer.echo(message, err=True)

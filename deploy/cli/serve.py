@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from deploy.api_keys import read_api_keys
+from deploy.cli.border import EXIT_FAILED, report_failure
 from deploy.cli.config import summary_of
 from deploy.cli.progress import as_typed, shown
 from deploy.cli.ray_messages import RayMessages
@@ -110,7 +111,9 @@ def _serve(
     answers = sys.stdout
     num_cpus = options.num_cpus or usable_cpus()
     where = f"at {options.address}" if options.address else f"with {num_cpus} CPUs"
-    session = RaySession(address=options.address, num_cpus=num_cpus, show_logs=options.show_logs)
+    session = RaySession(
+        address=options.address, num_cpus=num_cpus, show_logs=options.show_logs, on_loss=_end_process
+    )
     # Ray writes messages of its own to standard output; ours is for the URL alone.
     others = sys.stderr if options.show_logs else RayMessages(_lines_to(console), session_log_folder)
     with contextlib.redirect_stdout(others), _closing(session, console):
@@ -128,6 +131,12 @@ def _serve(
             typer.echo(_where(config, deployment.url), file=answers)
             for change in deployment.watch():
                 console.print(change, soft_wrap=True)
+
+
+def _end_process(message: str) -> NoReturn:
+    """Called in another thread, while this command's own may hang in Ray."""
+    report_failure(f"{message}; the logs are in {session_log_folder()}")
+    os._exit(EXIT_FAILED)
 
 
 def _lines_to(console: Console) -> Callable[[str], None]:

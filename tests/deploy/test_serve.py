@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -234,18 +235,18 @@ def test_bad_requests_are_answered_and_named(server: Server, client: openai.Open
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_client_that_leaves_frees_its_blocks(server: Server, is_stream: bool) -> None:
     body = {"prompt": "ab", "max_tokens": 250, "ignore_eos": True, "stream": is_stream, "n": 4}
-    before = server.metric(_ABORTED)
-    if is_stream:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-            next(response.iter_lines())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.1)
-    deadline_s = time.monotonic() + 30
-    while server.metric(_ABORTED) < before + 4:
+    before, deadline_s = server.metric(_ABORTED), time.monotonic() + 60
+    while server.metric(_ABORTED) == before:  # on a busy machine a request may end before we are gone
         assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-    assert server.metric("num_requests_running") == 0
+        if is_stream:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+                next(response.iter_lines())
+        else:
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.1)
+        while server.metric("num_requests_running") != 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
     assert server.metric("kv_cache_usage_perc") == 0
 
 
@@ -256,13 +257,47 @@ def test_workers_are_separate_processes(server: Server) -> None:
 
 
 def test_ctrl_c_leaves_nothing(server: Server) -> None:
-    """Last, because the server is gone afterwards. A request is running while it stops."""
+    """Last of those with this server, because it is gone afterwards."""
+    stop_gracefully(server, signal.SIGINT)
+
+
+@pytest.mark.full
+def test_sigterm_to_all_processes_serves_what_is_running(tmp_path: Path) -> None:
+    """As `timeout` and systemd send it: Ray's processes must not end before what they serve."""
+    server = start(tmp_path)
+    try:
+        stop_gracefully(server, signal.SIGTERM)
+    finally:
+        server.clean_up()
+
+
+@pytest.mark.full
+def test_a_dead_raylet_ends_the_command_with_a_message(tmp_path: Path) -> None:
+    server = start(tmp_path)
+    try:
+        (raylet,) = (process for process in server.processes() if process.name() == "raylet")
+        raylet.kill()
+        assert server.process.wait(_STOP_S) == 1
+        assert (
+            f"error: raylet (process {raylet.pid}) of the local Ray cluster has died"
+            in server.log.read_text()
+        )
+        until_s = time.monotonic() + _STOP_S
+        while server.processes():
+            assert time.monotonic() < until_s, [process.cmdline() for process in server.processes()]
+            time.sleep(0.1)
+    finally:
+        server.clean_up()
+
+
+def stop_gracefully(server: Server, number: signal.Signals) -> None:
+    """Send a signal to the whole group while a request is running; check its end, and that all is gone."""
     body = {"prompt": "ab", "max_tokens": 250, "ignore_eos": True, "stream": True}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
         while server.metric("num_requests_running") == 0 and not running.done():
             time.sleep(0.02)
-        os.killpg(server.process.pid, signal.SIGINT)
+        os.killpg(server.process.pid, number)
         assert server.process.wait(_STOP_S) == 0, server.log.read_text()
         assert "[DONE]" in running.result().text
     assert "stopped" in server.log.read_text()
