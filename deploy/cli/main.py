@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +25,23 @@ config_app = typer.Typer(name="config", help="Check and describe configuration f
 bench_app = typer.Typer(name="bench", help="Measure.", no_args_is_help=True)
 app.add_typer(config_app)
 app.add_typer(bench_app)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"drafthouse {metadata.version('drafthouse')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
 
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Target model folder, instead of a configuration.")

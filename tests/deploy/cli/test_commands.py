@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,11 @@ def test_help_loads_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version() -> None:
+    code, stdout, _ = invoke("--version")
+    assert (code, stdout.split()) == (0, ["drafthouse", metadata.version("drafthouse")])
 
 
 def test_generate_prints_what_transformers_generates_without_ray(config: Path) -> None:
