@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from specdec.core.ids import RequestId
@@ -41,6 +42,7 @@ class RunRecord:
     coordinator_s: float
     num_drafts: int
     num_accepted: int
+    num_runs: int = 1
 
     @property
     def decode_s(self) -> float:
@@ -52,16 +54,22 @@ class RunRecord:
         """Tokens per verified proposal; 1 when nothing was drafted."""
         return 1.0 + (self.num_accepted / self.num_drafts if self.num_drafts else 0.0)
 
-    def summary(self) -> dict[str, float | int]:
-        """Per-round numbers, in milliseconds."""
+    def summary(self) -> dict[str, float]:
+        """Numbers per run and per round, in milliseconds."""
         return {
-            "num_rounds": self.num_rounds,
-            "prefill_ms": 1e3 * self.prefill_s,
+            "num_rounds": self.num_rounds / self.num_runs,
+            "prefill_ms": 1e3 * self.prefill_s / self.num_runs,
             "draft_ms_per_round": 1e3 * self.draft_s / self.num_rounds,
             "verify_ms_per_round": 1e3 * self.verify_s / self.num_rounds,
             "coordinator_ms_per_round": 1e3 * self.coordinator_s / self.num_rounds,
             "mean_acceptance_length": self.mean_acceptance_length,
         }
+
+
+def merge(runs: Sequence[RunRecord]) -> RunRecord:
+    """Return several runs as one after the other."""
+    totals = {field.name: sum(getattr(run, field.name) for run in runs) for field in fields(RunRecord)[1:]}
+    return RunRecord(token_ids=tuple(itertools.chain.from_iterable(run.token_ids for run in runs)), **totals)
 
 
 def engine_config(

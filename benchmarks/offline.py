@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.huggingface import HuggingFaceGenerator
-from benchmarks.in_process import InProcess, RunRecord, bare_forward_s, engine_config
+from benchmarks.in_process import InProcess, RunRecord, bare_forward_s, engine_config, merge
 from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.report import Paired, report_headlines, run_paired, write_results
 from benchmarks.streams import run_batch
@@ -142,7 +143,7 @@ class Bench:
             peer = HuggingFaceGenerator(self._targets[target], SPREAD_DTYPE[dtype], self._draft)
             for batch, name in product(self._plan.batches_of(target), self._plan.workloads):
                 rounds = self._plan.rounds_of(target, batch)
-                cell = self._cell(pair, peer, workloads[name].batch(batch), rounds)
+                cell = self._cell(pair, peer, workloads[name].batches(batch, rounds + 1))
                 cells.append({"target": target, "dtype": dtype, "batch": batch, "workload": name, **cell})
                 self._progress.advance(task)
             if target == "inflated" and dtype == "bfloat16":
@@ -175,40 +176,47 @@ class Bench:
         return {workload.name: workload for workload in workloads}
 
     def _cell(
-        self, pair: InProcess, peer: HuggingFaceGenerator, prompts: list[tuple[int, ...]], rounds: int
+        self, pair: InProcess, peer: HuggingFaceGenerator, batches: Sequence[list[tuple[int, ...]]]
     ) -> dict[str, Any]:
-        """All systems on one batch of prompts."""
+        """All systems on one batch of prompts per round; the first is not measured."""
         plan = self._plan
         records: dict[str, list[RunRecord]] = {"plain": [], "speculative": []}
-        texts: dict[str, list[list[int]]] = {}
+        texts: dict[str, list[list[list[int]]]] = {"huggingface": [], "assisted": []}
+        bare: list[dict[str, float]] = []
 
         def ours(name: str, k: int) -> None:
+            prompts = batches[len(records[name])]
             records[name].append(pair.run(prompts, plan.num_tokens, k))
 
         def theirs() -> None:
-            texts["huggingface"] = peer.generate(prompts, plan.num_tokens)
+            prompts = batches[len(texts["huggingface"])]
+            texts["huggingface"].append(peer.generate(prompts, plan.num_tokens))
 
         def theirs_assisted() -> None:
-            texts["assisted"] = peer.generate_assisted(prompts, plan.num_tokens, plan.k)
+            prompts = batches[len(texts["assisted"])]
+            texts["assisted"].append(peer.generate_assisted(prompts, plan.num_tokens, plan.k))
 
         variants: dict[str, Callable[[], None]] = {
             "plain": partial(ours, "plain", 0),
+            # Amid the others: what is measured at another time is measured on another machine.
+            "bare": lambda: bare.append(self._bare_forwards(pair, batches[len(bare)])),
             "speculative": partial(ours, "speculative", plan.k),
             "huggingface": theirs,
         }
-        if len(prompts) == 1:
+        if len(batches[0]) == 1:
             variants["assisted"] = theirs_assisted
-        task = self._progress.add_task(f"batch {len(prompts)}", total=len(variants) * (rounds + 1))
-        paired = run_paired(variants, rounds, lambda: self._progress.advance(task))
+        task = self._progress.add_task(f"batch {len(batches[0])}", total=len(variants) * len(batches))
+        paired = run_paired(variants, len(batches) - 1, lambda: self._progress.advance(task))
         self._progress.remove_task(task)
-        bare = self._bare_forwards(pair, prompts)
-        return _summarise(paired, records, texts, bare, plan)
+        del paired.seconds["bare"]
+        medians = {name: statistics.median(times[name] for times in bare[1:]) for name in bare[0]}
+        return _summarise(paired, records, texts, medians, plan)
 
     def _bare_forwards(self, pair: InProcess, prompts: list[tuple[int, ...]]) -> dict[str, float]:
         """Median seconds of the bare compiled forwards at this batch, in the middle of the generation."""
         plan = self._plan
         context = round(sum(map(len, prompts)) / len(prompts)) + plan.num_tokens // 2
-        measure = partial(bare_forward_s, batch=len(prompts), context=context, repeats=40)
+        measure = partial(bare_forward_s, batch=len(prompts), context=context, repeats=20)
         return {
             "t_plain_s": measure(pair.target_runner, rows=1),
             "t_verify_s": measure(pair.target_runner, rows=plan.k + 1),
@@ -229,47 +237,49 @@ class Bench:
             stack.callback(path.close)
             results = []
             for batch in self._plan.cluster_batches:
-                results.append(asyncio.run(self._compare(local, path, workload.batch(batch))))
+                batches = workload.batches(batch, self._plan.cluster_rounds + 1)
+                results.append(asyncio.run(self._compare(local, path, batches)))
             return results
 
     async def _compare(
-        self, local: AsyncEngine, path: ClusterPath, prompts: list[tuple[int, ...]]
+        self, local: AsyncEngine, path: ClusterPath, batches: Sequence[list[tuple[int, ...]]]
     ) -> dict[str, Any]:
-        """Both paths in turn on the same prompts; the first pair is not counted."""
+        """Both paths in turn, on the same prompts in each pair; the first pair is not counted."""
         plan = self._plan
         remote = await path.service()
         services: dict[str, GenerationService] = {"in_process": local, "cluster": remote}
         paired = Paired({name: [] for name in services})
-        texts = {}
-        task = self._progress.add_task(f"cluster path, batch {len(prompts)}", total=plan.cluster_rounds + 1)
-        for number in range(plan.cluster_rounds + 1):
+        texts: dict[str, list[tuple[tuple[int, ...], ...]]] = {name: [] for name in services}
+        size = len(batches[0])
+        task = self._progress.add_task(f"cluster path, batch {size}", total=len(batches))
+        for number, prompts in enumerate(batches):
             for name in services if number % 2 else reversed(services):
                 run = await run_batch(
-                    services[name], prompts, plan.num_tokens, plan.k, f"{name}-{len(prompts)}-{number}"
+                    services[name], prompts, plan.num_tokens, plan.k, f"{name}-{size}-{number}"
                 )
-                texts[name] = run.token_ids
+                texts[name].append(run.token_ids)
                 if number:
                     paired.seconds[name].append(run.seconds)
             self._progress.advance(task)
         await remote.close()
         return {
-            "batch": len(prompts),
+            "batch": size,
             "cluster_vs_inprocess": paired.ratio("in_process", "cluster"),
             "seconds": paired,
-            "same_text": _share_equal(*texts.values()),
+            "same_text": _share_equal(texts["in_process"], texts["cluster"]),
         }
 
 
 def _summarise(
     paired: Paired,
     records: dict[str, list[RunRecord]],
-    texts: dict[str, list[list[int]]],
+    texts: dict[str, list[list[list[int]]]],
     bare: dict[str, float],
     plan: Plan,
 ) -> dict[str, Any]:
-    plain, speculative = records["plain"][-1], records["speculative"][-1]
-    batch = len(plain.token_ids)
-    num_tokens = batch * plan.num_tokens
+    plain, speculative = (merge(records[name][1:]) for name in ("plain", "speculative"))
+    num_tokens = len(records["plain"][0].token_ids) * plan.num_tokens
+    ours = [run.token_ids for run in records["plain"]]
     decode = Paired({name: [run.decode_s for run in runs[1:]] for name, runs in records.items()})
     speedup, decode_speedup = paired.ratio("plain", "speculative"), decode.ratio("plain", "speculative")
     tokens_per_round = speculative.mean_acceptance_length
@@ -295,15 +305,16 @@ def _summarise(
         "share_of_possible_speedup": decode_speedup.median * ratio_of_costs / tokens_per_round,
         "share_with_prefill": speedup.median * ratio_of_costs / tokens_per_round,
         "same_text": {
-            "speculative": _share_equal(speculative.token_ids, plain.token_ids),
-            **{name: _share_equal(tokens, plain.token_ids) for name, tokens in texts.items()},
+            "speculative": _share_equal([run.token_ids for run in records["speculative"]], ours),
+            **{name: _share_equal(theirs, ours) for name, theirs in texts.items() if theirs},
         },
     }
 
 
-def _share_equal(ours: Any, theirs: Any) -> float:
-    """Share of the texts that are equal token for token."""
-    equal = [tuple(a) == tuple(b) for a, b in zip(ours, theirs, strict=True)]
+def _share_equal(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """Share of the texts, over all batches, that are equal token for token."""
+    pairs = [zip(mine, other, strict=True) for mine, other in zip(ours, theirs, strict=True)]
+    equal = [tuple(a) == tuple(b) for pair in pairs for a, b in pair]
     return sum(equal) / len(equal)
 
 

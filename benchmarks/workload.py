@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +13,15 @@ from specdec.core.loops import ends_in_loop
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts of one class of text; a batch takes the first ones, repeated when there are too few."""
+    """Prompts of one class of text; batches take them in turn, from the first again after the last."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
 
-    def batch(self, size: int) -> list[tuple[int, ...]]:
-        """Return `size` prompts."""
-        repeats = -(-size // len(self.prompts))
-        return list(self.prompts * repeats)[:size]
+    def batches(self, size: int, number: int) -> list[list[tuple[int, ...]]]:
+        """Return `number` batches of `size` prompts."""
+        prompts = itertools.cycle(self.prompts)
+        return [list(itertools.islice(prompts, size)) for _ in range(number)]
 
 
 def read_prompts(path: Path) -> list[str]:
