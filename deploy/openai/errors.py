@@ -21,6 +21,8 @@ from specdec.engine.service import SHUTTING_DOWN
 NOT_READY_RETRY_AFTER_S = 2.0
 """What a client is told to wait for while the model loads or its workers are replaced."""
 _MAX_SHOWN_INPUT = 80
+_ASKED_FOR_TOO_MUCH = frozenset({"no_token_allowed"})
+"""Codes of failures that lie in what the client asked for, though they show only on the way."""
 _WORDS = {"model_type": "must be a JSON object", "dict_type": "must be a JSON object"}
 """Where pydantic's own words are about Python."""
 
@@ -104,16 +106,8 @@ def api_error_of(error: Exception) -> ApiError | None:
         )
     if isinstance(error, NotReadyError):
         return not_ready()
-    if isinstance(error, RequestFailed) and error.code == SHUTTING_DOWN:
-        return ApiError(
-            503,
-            "The server was shut down before the request was complete. Try again shortly.",
-            type="server_error",
-            code=SHUTTING_DOWN,
-            headers=_retry_after(NOT_READY_RETRY_AFTER_S),
-        )
     if isinstance(error, RequestFailed):
-        return ApiError(500, str(error), type="server_error", code=error.code)
+        return _request_failed(error)
     if isinstance(error, TransportError):
         return ApiError(
             503,
@@ -123,6 +117,20 @@ def api_error_of(error: Exception) -> ApiError | None:
             headers=_retry_after(NOT_READY_RETRY_AFTER_S),
         )
     return None
+
+
+def _request_failed(error: RequestFailed) -> ApiError:
+    if error.code == SHUTTING_DOWN:
+        return ApiError(
+            503,
+            "The server was shut down before the request was complete. Try again shortly.",
+            type="server_error",
+            code=SHUTTING_DOWN,
+            headers=_retry_after(NOT_READY_RETRY_AFTER_S),
+        )
+    if error.code in _ASKED_FOR_TOO_MUCH:
+        return ApiError(400, str(error), code=error.code)
+    return ApiError(500, str(error), type="server_error", code=error.code)
 
 
 def input_error_of(error: ValidationError) -> InputError:

@@ -28,7 +28,6 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -36,15 +35,12 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -98,6 +94,33 @@ def _top_k(value: object) -> object:
     return None if value in (0, -1) and not isinstance(value, bool) else value
 
 
+def _logit_bias(value: object) -> object:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    pairs = []
+    for token, bias in value.items():
+        if not str(token).isascii() or not str(token).isdigit():
+            raise ValueError(f"keys must be token ids, got {token!r}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError(f"values must be numbers, got {bias!r}")
+        pairs.append((int(token), float(bias)))
+    return tuple(pairs)
+
+
+def _bad_words(value: object) -> object:
+    if not isinstance(value, list) or not all(
+        isinstance(item, str) or (isinstance(item, list) and _is_token_ids(item)) for item in value
+    ):
+        raise ValueError("must be a list of strings or of lists of token ids")
+    if not all(value):
+        raise ValueError("must not hold an empty string or list")
+    return tuple(item if isinstance(item, str) else tuple(item) for item in value)
+
+
+def _is_token_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
 class StreamOptions(_Body):
     """How a stream is to be delivered."""
 
@@ -122,7 +145,7 @@ class GenerationBody(_Body):
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens to generate."""
     min_tokens: int = Field(default=0, ge=0)
-    """EOS and stop conditions are not looked at before so many tokens."""
+    """EOS and stop tokens are not among the first so many tokens; stop strings are not looked for before."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -131,6 +154,18 @@ class GenerationBody(_Body):
     """Keep the k most likely tokens; 0, -1 or null keep all."""
     min_p: float = 0.0
     """Keep tokens with at least min_p times the largest probability."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens of prompt and output become less likely to come again."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for every time that it is in the output."""
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)] = ()
+    """Token ids (as strings) and what to add to their logits, -100 to 100."""
+    bad_words: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_bad_words)] = ()
+    """Texts, or sequences of token ids, that the output must not contain."""
+    allowed_token_ids: Annotated[tuple[int, ...] | None, BeforeValidator(_one_or_many)] = None
+    """Only these tokens may be chosen."""
     seed: int | None = None
     """64-bit seed: the same request with the same seed gives the same tokens."""
     n: int = 1
@@ -207,10 +242,6 @@ def _prompt(value: object) -> object:
     raise ValueError(
         "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
     )
-
-
-def _is_token_ids(value: list[Any]) -> bool:
-    return all(type(item) is int for item in value)
 
 
 class CompletionBody(GenerationBody):

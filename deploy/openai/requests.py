@@ -76,7 +76,8 @@ async def prepare_completion(
     """
     _check_model(body, description, settings)
     prompts = await _tokenize_prompts(body, tokenizer, settings)
-    return _prepared("cmpl", body, prompts, description, settings)
+    params = _sampling_params(body, description, await _bad_words(body, tokenizer))
+    return _prepared("cmpl", body, prompts, params, description, settings)
 
 
 async def prepare_chat(
@@ -94,7 +95,8 @@ async def prepare_chat(
         for message in body.messages
     ]
     prompt = await tokenizer.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
-    return _prepared("chatcmpl", body, [prompt], description, settings)
+    params = _sampling_params(body, description, await _bad_words(body, tokenizer))
+    return _prepared("chatcmpl", body, [prompt], params, description, settings)
 
 
 def _check_model(body: GenerationBody, description: TargetDescription, settings: DoorSettings) -> None:
@@ -146,11 +148,11 @@ def _prepared(
     prefix: str,
     body: CompletionBody | ChatBody,
     prompts: list[tuple[int, ...]],
+    params: SamplingParams,
     description: TargetDescription,
     settings: DoorSettings,
 ) -> PreparedRequest:
     _check_num_choices(len(prompts) * body.n, settings)
-    params = _sampling_params(body, description)
     prompt_param = "prompt" if isinstance(body, CompletionBody) else "messages"
     for prompt in prompts:
         _check_prompt(prompt, params, description, prompt_param)
@@ -186,13 +188,35 @@ def _requests(
     return tuple(requests)
 
 
-def _sampling_params(body: CompletionBody | ChatBody, description: TargetDescription) -> SamplingParams:
+async def _bad_words(body: GenerationBody, tokenizer: DoorTokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that the texts in `bad_words` are, at the start of a word and within one."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in body.bad_words:
+        if isinstance(word, tuple):
+            sequences[word] = None
+            continue
+        for text in (word, f" {word.lstrip()}"):
+            token_ids = await tokenizer.encode(text, add_special_tokens=False)
+            if token_ids:
+                sequences[token_ids] = None
+    return tuple(sequences)
+
+
+def _sampling_params(
+    body: CompletionBody | ChatBody, description: TargetDescription, bad_words: tuple[tuple[int, ...], ...]
+) -> SamplingParams:
     max_tokens, max_tokens_param = _max_tokens(body)
     params = SamplingParams(
         temperature=body.temperature,
         top_k=body.top_k,
         top_p=body.top_p,
         min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias,
+        bad_words=bad_words,
+        allowed_token_ids=body.allowed_token_ids,
         seed=body.seed,
         n=body.n,
         max_tokens=max_tokens,
@@ -210,8 +234,7 @@ def _sampling_params(body: CompletionBody | ChatBody, description: TargetDescrip
         if error.param == "max_tokens":
             raise InputError(str(error), param=max_tokens_param) from None
         raise
-    for token_id in params.stop_token_ids:
-        _check_token_id(token_id, description, "stop_token_ids")
+    params.check_vocabulary(description.vocab_size)
     # What follows is per choice: the request's own seed is the noise key. A top_k that keeps everything is
     # no top_k (and any number of digits fits the wire then).
     top_k = None if params.top_k is not None and params.top_k >= description.vocab_size else params.top_k

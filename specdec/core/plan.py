@@ -11,11 +11,16 @@ positions from `start`; prefill, prefill chunk, decode and chain verification di
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.sampling_params import SamplingParams
+
+ErrorCode = Literal["sequence_failed", "no_token_allowed"]
+"""sequence_failed: logits are not finite; no_token_allowed: what the request asks for forbids every token."""
 
 
 class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -24,6 +29,9 @@ class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
     request_id: RequestId
     seed: int
     params: SamplingParams
+    num_prompt_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    """Tokens committed so far; only where `params` make the choice depend on them."""
 
 
 class TargetWork(msgspec.Struct, frozen=True, array_like=True):
@@ -60,11 +68,13 @@ class WorkResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One per sampled row, when the request asked for them."""
     error: str | None = None
-    """Set when a sampled row has non-finite logits; `token_ids` then ends before that row.
+    """Set when a sampled row has non-finite logits, or forbids every token; `token_ids` then ends before it.
 
     When it is the first row, the sequence cannot go on. Behind a draft token it matters only if that token is
     right, and then the next round meets it as its first row.
     """
+    error_code: ErrorCode | None = None
+    """Set with `error`."""
 
 
 class TargetResult(msgspec.Struct, frozen=True, array_like=True):

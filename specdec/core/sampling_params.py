@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import msgspec
@@ -14,13 +15,20 @@ LogprobsMode = Literal["raw", "processed"]
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 128
+MAX_LOGIT_BIAS = 1024
+"""Token ids that one request may bias."""
+MAX_BAD_WORDS = 1024
+"""Token sequences that one request may forbid."""
+MAX_BAD_WORD_TOKENS = 64
 _SEED_LIMIT = 1 << 64
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling and stopping parameters of one request; validated on construction by `checked()`.
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling and stopping parameters of one request; validated by `checked()`.
 
-    The transforms apply in this order, in fp32: temperature, top_k, top_p, min_p.
+    Logits are changed in this order, in fp32: repetition_penalty, frequency_penalty, presence_penalty,
+    logit_bias, and then what forbids tokens (bad_words, min_tokens, allowed_token_ids). The distribution is
+    cut after that: temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
@@ -32,6 +40,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     1 keeps all."""
     min_p: float = 0.0
     """Keep tokens with at least min_p times the largest probability; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that occur in the prompt or the output are divided by it where positive, multiplied
+    where negative (Keskar et al., CTRL, 2019); 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occur in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for every time that it occurs in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, number added to its logit), each id once."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output must not contain: the last token of one is forbidden where the output
+    ends in the others."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be chosen; None: all."""
     seed: int | None = None
     """64-bit seed of the request's noise; None lets the door mint one."""
     n: int = 1
@@ -39,7 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """Most tokens to generate; None means up to the context limit."""
     min_tokens: int = 0
-    """EOS and stop conditions are not looked at before this many generated tokens."""
+    """EOS and stop tokens are not among the first so many generated tokens, and stop strings are not looked
+    for before them."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; the text is cut before the first one found."""
     stop_token_ids: tuple[int, ...] = ()
@@ -55,6 +78,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def is_greedy(self) -> bool:
         """Whether the token function is a plain argmax."""
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on which tokens occurred before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before the token function sees them."""
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.bad_words
+            or self.min_tokens
+            or self.allowed_token_ids is not None
+        )
+
+    def stop_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """Return the tokens that end the text, given the model's EOS tokens."""
+        return frozenset((*(() if self.ignore_eos else eos_token_ids), *self.stop_token_ids))
 
     def checked(self) -> SamplingParams:
         """Return self after checking every field.
@@ -86,7 +129,66 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"logprobs_mode must be {modes}, got {self.logprobs_mode!r}", param="logprobs_mode"
             )
         self._check_stopping()
+        self._check_penalties()
+        self._check_forbidden()
         return self
+
+    def _check_penalties(self) -> None:
+        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "between 0.01 and 100")
+        for param in ("presence_penalty", "frequency_penalty"):
+            _require_number(param, getattr(self, param), -2.0, 2.0, "between -2 and 2")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InputError(
+                f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}",
+                param="logit_bias",
+            )
+        for token_id, bias in self.logit_bias:
+            _require_int("logit_bias", token_id, 0, None)
+            _require_number("logit_bias", bias, -100.0, 100.0, "between -100 and 100")
+        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InputError("logit_bias names a token id twice", param="logit_bias")
+
+    def _check_forbidden(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InputError(
+                f"bad_words takes at most {MAX_BAD_WORDS} sequences, got {len(self.bad_words)}",
+                param="bad_words",
+            )
+        for word in self.bad_words:
+            _require_several("bad_words", word, int, "token ids")
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InputError(
+                    f"each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens, got {len(word)}",
+                    param="bad_words",
+                )
+            for token_id in word:
+                _require_int("bad_words", token_id, 0, None)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InputError("allowed_token_ids must not be empty", param="allowed_token_ids")
+            for token_id in self.allowed_token_ids:
+                _require_int("allowed_token_ids", token_id, 0, None)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check that every token id named here is one of `vocab_size`.
+
+        Raises:
+            InputError: naming the field and the id.
+        """
+        named: Mapping[str, Iterable[int]] = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": (token_id for token_id, _ in self.logit_bias),
+            "bad_words": (token_id for word in self.bad_words for token_id in word),
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
+        for param, token_ids in named.items():
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise InputError(
+                        f"{param}: token id {token_id} is not in this model's vocabulary, "
+                        f"which ends at {vocab_size - 1}",
+                        param=param,
+                    )
 
     def _check_stopping(self) -> None:
         for param in ("include_stop_str_in_output", "ignore_eos"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
+from specdec.core.plan import AdmittedSequence
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import Sequence as TokenSequence
@@ -113,6 +114,17 @@ class LiveRequest:
     def awaits_drafts(self) -> bool:
         """Whether its prompt is still being read and drafts are wanted after it."""
         return not self.sequence.is_decoding and self.requested_draft_tokens != 0
+
+    def admission(self) -> AdmittedSequence:
+        """Return what the target must know of it before its first work."""
+        params = self.params
+        return AdmittedSequence(
+            request_id=self.request_id,
+            seed=self.seed,
+            params=params,
+            num_prompt_tokens=self.num_prompt_tokens,
+            token_ids=tuple(self.token_ids) if params.shapes_logits else (),
+        )
 
     def commit(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, now_s: float) -> int:
         """Append verified tokens up to the first that ends the stream; return how many were kept.

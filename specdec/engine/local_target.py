@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -15,17 +16,42 @@ from specdec.core.description import TargetDescription
 from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
-from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.model.batch import NO_TOKEN, Generated, SequenceSlice
 from specdec.model.runner import ModelRunner
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
+from specdec.sampling.shaping import LogitShaper, shaper_for
 from specdec.tree.topology import Topology
 
 
 @dataclass(slots=True, kw_only=True)
 class _SequenceState:
     sampling: SequenceSampling
+    shaper: LogitShaper | None
+    token_ids: list[int]
+    """Committed tokens and behind them the last draft, where there is a shaper."""
+    needs_logits: bool
+    """Whether something is done with its logits beside the token function."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
+
+
+class _Logits(NamedTuple):
+    """Logits of the sampled rows, [R, V] each."""
+
+    raw: torch.Tensor
+    """As the model gives them."""
+    shaped: torch.Tensor
+    """As they were sampled from."""
+
+
+class _Failure(NamedTuple):
+    """Why a row has no token."""
+
+    error: str | None
+    code: ErrorCode | None
+
+
+_NO_FAILURE = _Failure(None, None)
 
 
 class LocalTarget:
@@ -86,8 +112,17 @@ class LocalTarget:
         self._pending.clear()
 
     def _admit(self, admitted: AdmittedSequence) -> None:
+        params = admitted.params
+        shaper = shaper_for(
+            params,
+            eos_token_ids=self._description.eos_token_ids,
+            num_prompt_tokens=admitted.num_prompt_tokens,
+        )
         self._sequences[admitted.request_id] = _SequenceState(
-            sampling=SequenceSampling(admitted.params, admitted.seed)
+            sampling=SequenceSampling(params, admitted.seed),
+            shaper=shaper,
+            token_ids=list(admitted.token_ids),
+            needs_logits=shaper is not None or params.logprobs is not None,
         )
 
     def _run(self, step: TargetStep) -> TargetResult:
@@ -112,10 +147,10 @@ class LocalTarget:
 
     def _try_generate(self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice]) -> Generated | None:
         """Forward and choice in one call, where both are compiled and nobody wants to see the logits."""
-        sequences = [self._sequences[work.request_id].sampling for work in works]
-        if any(params.logprobs is not None for params, _ in sequences):
+        states = [self._sequences[work.request_id] for work in works]
+        if any(state.needs_logits for state in states):
             return None
-        chooser = self._sampler.chooser(sequences, self._runner.vocab_size)
+        chooser = self._sampler.chooser([state.sampling for state in states], self._runner.vocab_size)
         return None if chooser is None else self._runner.try_generate(slices, [0] * len(slices), chooser)
 
     def _without_spoiling_drafts(
@@ -137,8 +172,8 @@ class LocalTarget:
         answers = self._sample(again, self._runner.forward([self._slice(work) for work in again]))
         corrected = list(results)
         for index, answer in zip(spoilt, answers, strict=True):
-            error = results[index].error if answer.error is None else answer.error
-            corrected[index] = msgspec.structs.replace(answer, error=error)
+            told = results[index] if answer.error is None else answer
+            corrected[index] = msgspec.structs.replace(answer, error=told.error, error_code=told.error_code)
         return tuple(corrected)
 
     def _slice(self, work: TargetWork) -> SequenceSlice:
@@ -158,28 +193,55 @@ class LocalTarget:
         if logits.shape[0] == 0:
             return tuple(WorkResult(token_ids=()) for _ in works)
         specs = [self._row_spec(work) for work in works if work.num_sampled_rows]
-        sampled = self._sampler.sample(logits, SamplingRows.build(specs, logits.device))
+        shaped = self._shape(works, logits)
+        sampled = self._sampler.sample(shaped, SamplingRows.build(specs, logits.device))
         token_ids: list[int] = sampled.token_ids.masked_fill(~sampled.finite, NO_TOKEN).tolist()
-        return self._results(works, token_ids, logits)
+        return self._results(works, token_ids, _Logits(logits, shaped))
+
+    def _shape(self, works: Sequence[TargetWork], logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits as their requests want them changed: a copy, or themselves when none wants."""
+        if all(self._sequences[work.request_id].shaper is None for work in works):
+            return logits
+        shaped = logits.clone()
+        first = 0
+        for work in works:
+            state = self._sequences[work.request_id]
+            if state.shaper is not None and work.num_sampled_rows:
+                state.token_ids[work.start :] = work.token_ids
+                num_committed = work.start + len(work.token_ids) - _num_drafted(work)
+                state.shaper.commit(state.token_ids[state.shaper.num_committed : num_committed])
+                rows = shaped[first : first + work.num_sampled_rows]
+                state.shaper.shape(rows, _paths(work), first_token_id=self._sampler.first_token_id)
+            first += work.num_sampled_rows
+        return shaped
 
     def _results(
-        self, works: Sequence[TargetWork], token_ids: list[int], logits: torch.Tensor | None = None
+        self, works: Sequence[TargetWork], token_ids: list[int], logits: _Logits | None = None
     ) -> tuple[WorkResult, ...]:
         """Share out the rows' tokens; without `logits` there are no log-probabilities."""
         results: list[WorkResult] = []
         first = 0
         for work in works:
-            chosen, error = token_ids[first : first + work.num_sampled_rows], None
+            rows = slice(first, first + work.num_sampled_rows)
+            chosen, failure = token_ids[rows], _NO_FAILURE
             if NO_TOKEN in chosen:
                 num_finite = chosen.index(NO_TOKEN)
-                error = _non_finite(work, num_finite)
+                failure = _failure(
+                    work, num_finite, None if logits is None else logits.raw[first + num_finite]
+                )
                 # Rows of a tree are not in the order of any one path.
                 chosen = chosen[:num_finite] if work.parents is None else []
-            logprobs = None
-            if logits is not None:
-                logprobs = self._logprobs(work, logits[first : first + len(chosen)], chosen)
-            results.append(WorkResult(token_ids=tuple(chosen), logprobs=logprobs, error=error))
-            first += work.num_sampled_rows
+            logprobs = (
+                None
+                if logits is None
+                else self._logprobs(work, logits, slice(first, first + len(chosen)), chosen)
+            )
+            results.append(
+                WorkResult(
+                    token_ids=tuple(chosen), logprobs=logprobs, error=failure.error, error_code=failure.code
+                )
+            )
+            first = rows.stop
         return tuple(results)
 
     def _row_spec(self, work: TargetWork) -> RowSpec:
@@ -191,26 +253,49 @@ class LocalTarget:
         return RowSpec(params, seed, work.start, work.num_sampled_rows, depths[first_row:])
 
     def _logprobs(
-        self, work: TargetWork, logits: torch.Tensor, token_ids: list[int]
+        self, work: TargetWork, logits: _Logits, where: slice, token_ids: list[int]
     ) -> tuple[TokenLogprobs, ...] | None:
-        """Log-probabilities at the work's first sampled rows, when its request wants them."""
+        """Log-probabilities at the work's first sampled rows, `where` in the logits, when they are wanted."""
         params = self._sequences[work.request_id].sampling.params
         if params.logprobs is None or not token_ids:
             return None
-        rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(token_ids))], logits.device)
-        return tuple(self._sampler.logprobs(logits, token_ids, params.logprobs, params.logprobs_mode, rows))
+        mode = params.logprobs_mode
+        seen = (logits.raw if mode == "raw" else logits.shaped)[where]
+        rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(token_ids))], seen.device)
+        return tuple(self._sampler.logprobs(seen, token_ids, params.logprobs, mode, rows))
+
+
+def _num_drafted(work: TargetWork) -> int:
+    return work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
 
 
 def _without_draft(work: TargetWork) -> TargetWork:
-    num_drafted = work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
+    num_kept = len(work.token_ids) - _num_drafted(work)
     return msgspec.structs.replace(
-        work, token_ids=work.token_ids[: len(work.token_ids) - num_drafted], num_sampled_rows=1, parents=None
+        work, token_ids=work.token_ids[:num_kept], num_sampled_rows=1, parents=None
     )
 
 
-def _non_finite(work: TargetWork, row: int) -> str:
+def _paths(work: TargetWork) -> list[tuple[int, ...]]:
+    """Return the drafted tokens that lead to each sampled row: none for the first."""
+    num_committed = len(work.token_ids) - _num_drafted(work)
+    drafted = work.token_ids[num_committed:]
+    if work.parents is None:
+        return [drafted[:length] for length in range(work.num_sampled_rows)]
+    paths: list[tuple[int, ...]] = [()]
+    for token_id, parent in zip(drafted, work.parents, strict=True):
+        paths.append((*paths[max(0, parent - num_committed + 1)], token_id))
+    return paths[-work.num_sampled_rows :]
+
+
+def _failure(work: TargetWork, row: int, logits_V: torch.Tensor | None) -> _Failure:
+    """Say why nothing was chosen at a sampled row; `logits_V` are the model's, where they are at hand."""
     position = work.start + len(work.token_ids) - work.num_sampled_rows + row
-    return f"non-finite logits after the token at position {position}"
+    if logits_V is not None and bool(logits_V.amax().isfinite()):
+        return _Failure(
+            f"the request forbids every token after the one at position {position}", "no_token_allowed"
+        )
+    return _Failure(f"non-finite logits after the token at position {position}", "sequence_failed")
 
 
 def _row_parents(work: TargetWork) -> tuple[int, ...]:

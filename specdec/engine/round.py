@@ -122,7 +122,7 @@ class RoundLoop:
             live = self._roster.running[request_id]
             if not live.is_known_to_target:
                 live.is_known_to_target = True
-                admitted.append(AdmittedSequence(request_id, live.seed, live.params))
+                admitted.append(live.admission())
             proposal = proposals.get(request_id)
             start = live.num_computed
             end = start + num_tokens - plan.num_draft_tokens.get(request_id, 0)
@@ -165,7 +165,9 @@ class RoundLoop:
         for work, answer in zip(step.works, result.results, strict=True):
             live = self._roster.running[work.request_id]
             if answer.error is not None and not answer.token_ids:
-                failure = Finish(reason="error", error=answer.error, error_code="sequence_failed")
+                failure = Finish(
+                    reason="error", error=answer.error, error_code=answer.error_code or "sequence_failed"
+                )
                 outputs.append(self._retire(live, live.end(failure, now_s)))
             elif work.num_sampled_rows == 0:
                 live.sequence.advance_computed(len(work.token_ids))

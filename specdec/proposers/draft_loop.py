@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from specdec.core.sampling_params import SamplingParams
 from specdec.model.batch import NO_TOKEN, GeneratingRunner, Runner, SequenceSlice
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import TokenChooser
+from specdec.sampling.shaping import LogitShaper
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ChainStart(NamedTuple):
@@ -23,6 +27,8 @@ class ChainStart(NamedTuple):
     """0: only read."""
     params: SamplingParams
     seed: int
+    shaper: LogitShaper | None = None
+    """What the request does to logits; it has been told of all committed tokens."""
 
     @property
     def end(self) -> int:
@@ -43,7 +49,7 @@ class FusedDraftLoop(Protocol):
     """Drafts chains of several sequences without coming back to the interpreter between tokens.
 
     Its chains are those of `StepwiseDraftLoop`. That one remains in charge of whatever has to happen between
-    two tokens outside the fused code (a grammar, say): for such a batch the answer here is None.
+    two tokens outside the fused code (a penalty, say): for such a batch the answer here is None.
     """
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
@@ -70,7 +76,7 @@ class StepwiseDraftLoop:
         slices = [start.first_slice() for start in starts]
         active = [number for number, start in enumerate(starts) if start.budget > 0]
         while slices:
-            chosen = self._choose(slices, [(starts[number], len(chains[number])) for number in active])
+            chosen = self._choose(slices, [(starts[number], chains[number]) for number in active])
             for number, token_id in zip(active, chosen, strict=True):
                 if token_id != NO_TOKEN:
                     chains[number].append(token_id)
@@ -90,17 +96,32 @@ class StepwiseDraftLoop:
             ]
         return chains
 
-    def _choose(self, slices: Sequence[SequenceSlice], ends: Sequence[tuple[ChainStart, int]]) -> list[int]:
-        """Run one forward; return the next token of each chain, given by its start and length so far."""
+    def _choose(
+        self, slices: Sequence[SequenceSlice], ends: Sequence[tuple[ChainStart, list[int]]]
+    ) -> list[int]:
+        """Run one forward; return the next token of each chain, given by its start and its tokens so far."""
         logits_RV = self._runner.forward(slices)
         if not ends:
             return []
         rows = SamplingRows.build(
-            [RowSpec(start.params, start.seed, start.end + length, 1) for start, length in ends],
+            [RowSpec(start.params, start.seed, start.end + len(chain), 1) for start, chain in ends],
             logits_RV.device,
         )
-        sampled = self._sampler.sample(logits_RV[:, : self._vocab_size], rows, "target")
+        logits_RV = self._shape(logits_RV[:, : self._vocab_size], ends)
+        sampled = self._sampler.sample(logits_RV, rows, "target")
         return sampled.token_ids.masked_fill(~sampled.finite, NO_TOKEN).tolist()
+
+    def _shape(self, logits_RV: torch.Tensor, ends: Sequence[tuple[ChainStart, list[int]]]) -> torch.Tensor:
+        """Return the logits as their requests want them changed, as the target does with its own."""
+        if all(start.shaper is None for start, _ in ends):
+            return logits_RV
+        logits_RV = logits_RV.clone()
+        for row, (start, chain) in enumerate(ends):
+            if start.shaper is not None:
+                start.shaper.shape(
+                    logits_RV[row : row + 1], [chain], first_token_id=self._sampler.first_token_id
+                )
+        return logits_RV
 
 
 class NativeDraftLoop:
@@ -114,6 +135,8 @@ class NativeDraftLoop:
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
         """See `FusedDraftLoop`; None while anything of it is not compiled."""
+        if any(start.shaper is not None for start in starts):
+            return None
         sequences = [SequenceSampling(start.params, start.seed) for start in starts]
         chooser = self._sampler.chooser(sequences, self._vocab_size, "target")
         if chooser is None:

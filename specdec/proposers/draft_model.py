@@ -24,15 +24,17 @@ from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, StepwiseDraftLoop
 from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.sampler import TokenChooser
+from specdec.sampling.shaping import LogitShaper, shaper_for
 
 
 class _DraftSequence:
     """What the draft model has read of one sequence."""
 
-    __slots__ = ("drafted", "is_foreign", "num_read", "seen", "table")
+    __slots__ = ("drafted", "is_foreign", "num_read", "seen", "shaper", "table")
 
     def __init__(self, table: BlockTable) -> None:
         self.table = table
+        self.shaper: LogitShaper | None = None
         self.seen = SeenPrefix()
         self.is_foreign = False
         """Whether that prefix holds a token that the draft model does not have."""
@@ -48,6 +50,7 @@ class _DraftSequence:
             self.num_read = 0
             self.drafted = ()
             self.is_foreign = False
+            self.shaper = None
         committed = sequence.token_ids[self.seen.length :]
         self.is_foreign = self.is_foreign or max(committed, default=0) >= vocab_size
         if self.num_read == self.seen.length:
@@ -90,6 +93,7 @@ class DraftModelProposer:
         vocab_size: int,
         max_read_tokens: int = 512,
         max_context: int | None = None,
+        eos_token_ids: Sequence[int] = (),
         fused_loop: FusedDraftLoop | None = None,
         idle_work: Sequence[IdleWork] = (),
     ) -> None:
@@ -102,6 +106,7 @@ class DraftModelProposer:
             max_read_tokens: most committed tokens that one call reads. A sequence that has more to catch up
                 on than is left of it gets no proposal in that call.
             max_context: longest prefix plus draft, in tokens; None: the runner's limit.
+            eos_token_ids: tokens that min_tokens keeps from being drafted.
             fused_loop: asked first to draft, with the same runner, sampler and vocabulary.
             idle_work: what makes the runner faster (see `HasIdleWork`).
         """
@@ -110,6 +115,7 @@ class DraftModelProposer:
         self._fused_loop = fused_loop
         self._stepwise_loop = StepwiseDraftLoop(runner, sampler, vocab_size)
         self._max_read_tokens = max_read_tokens
+        self._eos_token_ids = tuple(eos_token_ids)
         limit = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
         self._max_context = limit if max_context is None else min(limit, max_context)
         self._allocator = BlockAllocator(runner.num_blocks)
@@ -211,6 +217,7 @@ class DraftModelProposer:
                 budget=max(0, drafting.budget) if completes else 0,
                 params=drafting.view.params,
                 seed=drafting.view.seed,
+                shaper=self._shaper(drafting) if completes and drafting.view.params.shapes_logits else None,
             )
             for drafting, num_tokens, completes in chunks
         ]
@@ -221,6 +228,17 @@ class DraftModelProposer:
             drafting.state.num_read += num_tokens
             drafting.state.drafted = tuple(chain[:-1])  # the last token was not read
             drafting.token_ids = chain
+
+    def _shaper(self, drafting: _Drafting) -> LogitShaper | None:
+        """Return what the request does to logits behind its committed tokens."""
+        view, state = drafting.view, drafting.state
+        if state.shaper is None:
+            state.shaper = shaper_for(
+                view.params, eos_token_ids=self._eos_token_ids, num_prompt_tokens=view.num_prompt_tokens
+            )
+        assert state.shaper is not None
+        state.shaper.commit(view.token_ids[state.shaper.num_committed :])
+        return state.shaper
 
     def _chunks(self, draftings: list[_Drafting]) -> list[_Chunk]:
         """Share out what may be read: first to those who have least to catch up on."""

@@ -50,6 +50,7 @@ def load_draft_model(
         ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
         vocab_size=target.vocab_size,
         max_context=config.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
     )
 
 
@@ -66,6 +67,7 @@ def make_draft_model_proposer(
         sampler,
         vocab_size=target.vocab_size,
         max_context=config.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
         fused_loop=NativeDraftLoop(runner, sampler, target.vocab_size),
         idle_work=(compiled,),
     )

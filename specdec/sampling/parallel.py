@@ -44,8 +44,8 @@ _LARGEST_EXACT_FLOAT = 1 << 24
 class ParallelSampler:
     """Implements `sampler.TokenChooser`; every rank calls it with the same rows and its own columns.
 
-    Whatever changes logits before the choice (penalties, bias, masks) applies to columns `shard.first` to
-    `shard.end - 1` of the vocabulary, before they come here.
+    What changes logits before the choice (`shaping`) applies to columns `shard.first` to `shard.end - 1` of
+    the vocabulary, before they come here.
     """
 
     def __init__(self, group: RankGroup, shard: VocabShard, *, vocab_size: int | None = None) -> None:
@@ -57,6 +57,11 @@ class ParallelSampler:
         self._group = group
         self._vocab_size = shard.vocab_size if vocab_size is None else vocab_size
         self._widest = -(-shard.vocab_size // group.size)
+
+    @property
+    def first_token_id(self) -> int:
+        """Token id of this rank's first column."""
+        return self.shard.first
 
     def sample(
         self, logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target"

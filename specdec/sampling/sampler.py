@@ -57,6 +57,11 @@ class SampledRows(NamedTuple):
 class TokenChooser(Protocol):
     """Evaluates the token function on logits as the runner gives them: whole rows, or this rank's columns."""
 
+    @property
+    def first_token_id(self) -> int:
+        """Token id of the logits' first column."""
+        ...
+
     def sample(
         self, logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target"
     ) -> SampledRows:
@@ -92,6 +97,8 @@ class Sampler:
 
     Both make the same choices. `warm_up` may run in another thread while `sample` is in use.
     """
+
+    first_token_id = 0
 
     def __init__(self, cache_dir: str | Path | None = None) -> None:
         """Create a sampler that keeps compiled code in `cache_dir` (None: the user's cache folder)."""

@@ -37,7 +37,7 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
     Raises:
         InputError: naming the field that is wrong.
     """
-    request.params.checked()
+    request.params.checked().check_vocabulary(limits.vocab_size)
     if not request.prompt_token_ids:
         raise InputError("the prompt is empty", param="prompt")
     for token_ids, param in (

@@ -59,13 +59,23 @@ def test_sampling_fields_reach_the_service(door: Door) -> None:
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "min_tokens": 2, "max_tokens": 8,
         "stop": ["a", "b"], "stop_token_ids": [9], "ignore_eos": True, "include_stop_str_in_output": True,
-        "logprobs": 3, "logprobs_mode": "processed",
+        "logprobs": 3, "logprobs_mode": "processed", "repetition_penalty": 1.5, "presence_penalty": -1,
+        "frequency_penalty": 0.25, "allowed_token_ids": [7, 8],
     }  # fmt: skip
     door.complete(**fields, seed=1, speculation={"num_speculative_tokens": 0})
     request = door.service.requests[0]
     seen = {name: getattr(request.params, name) for name in fields}
-    assert seen == fields | {"stop": ("a", "b"), "stop_token_ids": (9,)}
+    assert seen == fields | {"stop": ("a", "b"), "stop_token_ids": (9,), "allowed_token_ids": (7, 8)}
     assert request.num_draft_tokens == 0
+
+
+def test_bias_and_bad_words_become_token_ids(door: Door) -> None:
+    """A text is forbidden at the start of a word and within one; this tokenizer has one token per letter."""
+    door.complete(logit_bias={"5": 1, "9": -100}, bad_words=["ab", [7, 8, 9]])
+    params = door.service.requests[0].params
+    assert params.logit_bias == ((5, 1.0), (9, -100.0))
+    letters = [ord(letter) - 30 for letter in "ab"]
+    assert params.bad_words == (tuple(letters), (ord(" ") - 30, *letters), (7, 8, 9))
 
 
 @pytest.mark.parametrize("top_k", [0, -1, None, 10**40, DESCRIPTION.vocab_size])

@@ -34,6 +34,7 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.shaping import LogitShaper
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from tests.architectures import CORE_ARCHITECTURES, VOCAB_SIZE, make_tokenizer, save_model
@@ -129,6 +130,7 @@ class Setting:
             sampler,
             vocab_size=VOCAB_SIZE,
             max_read_tokens=max(self.chunk, 8),
+            eos_token_ids=loaded.eos_token_ids,
             fused_loop=NativeDraftLoop(runner, sampler, VOCAB_SIZE) if self.compiled else None,
         )
 
@@ -219,6 +221,30 @@ SAMPLING = {
     "hot": SamplingParams(temperature=1.8, min_p=0.02, max_tokens=NUM_TOKENS, seed=-3),
 }
 
+SHAPING = {
+    "penalties": SamplingParams(
+        repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=-0.3, max_tokens=NUM_TOKENS, seed=4
+    ),
+    "greedy penalties": SamplingParams(temperature=0.0, repetition_penalty=1.6, max_tokens=NUM_TOKENS),
+    "bias": SamplingParams(
+        logit_bias=((5, 4.0), (6, -100.0), (7, 2.5)), top_p=0.9, max_tokens=NUM_TOKENS, seed=5
+    ),
+    "bad words": SamplingParams(
+        temperature=0.3,
+        logit_bias=tuple((token_id, 6.0) for token_id in (5, 6, 7)),
+        bad_words=((5, 5), (6, 7), (7, 6, 5), (5, 6, 6), (7, 7, 7)),
+        max_tokens=NUM_TOKENS,
+        seed=6,
+    ),
+    "min tokens": SamplingParams(
+        logit_bias=((0, 12.0), (9, 12.0)), stop_token_ids=(9,), min_tokens=9, max_tokens=NUM_TOKENS, seed=7
+    ),
+    "allowed": SamplingParams(
+        allowed_token_ids=tuple(range(3, 12)), frequency_penalty=0.8, max_tokens=NUM_TOKENS, seed=8
+    ),
+}
+"""What changes logits; each makes these models say something else (see the control below)."""
+
 
 def alone(
     models: Models, architecture: str, prompt: Sequence[int], params: SamplingParams
@@ -266,11 +292,116 @@ def test_same_seed_same_tokens_in_every_setting(
     check_sampled(models, architecture, setting, SAMPLING[kind])
 
 
+SHAPED_COVER = [
+    ("penalties", Setting("ngram", num_draft_tokens=5, batch=6, chunk=16, num_blocks=24)),
+    ("penalties", Setting("same model", num_draft_tokens=3, batch=3)),
+    ("penalties", Setting("other model", num_draft_tokens=7, batch=5, chunk=9, num_blocks=24, compiled=True)),
+    ("greedy penalties", Setting("ngram", num_draft_tokens=8, batch=2, chunk=7)),
+    ("greedy penalties", Setting("same model", num_draft_tokens=4, batch=4)),
+    ("bias", Setting("ngram", num_draft_tokens=2, batch=3)),
+    ("bias", Setting("same model", num_draft_tokens=6, batch=6, chunk=16, num_blocks=24)),
+    ("bad words", Setting("ngram", num_draft_tokens=4, batch=5)),
+    ("bad words", Setting("same model", num_draft_tokens=1, batch=4, chunk=16, num_blocks=24)),
+    ("bad words", Setting("other model", num_draft_tokens=8, batch=2)),
+    ("min tokens", Setting("ngram", num_draft_tokens=6, batch=6, num_blocks=24)),
+    ("min tokens", Setting("same model", num_draft_tokens=5, batch=3, compiled=True)),
+    ("allowed", Setting("ngram", num_draft_tokens=3, batch=8, chunk=16, num_blocks=24)),
+    ("allowed", Setting("same model", num_draft_tokens=7, batch=2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), SHAPED_COVER, ids=str)
+def test_same_tokens_with_shaped_logits(models: Models, kind: str, setting: Setting) -> None:
+    check_sampled(models, "llama", setting, SHAPING[kind])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", SHAPING)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("num_draft_tokens", range(1, 9))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_same_tokens_with_shaped_logits_in_every_setting(
+    models: Models, kind: str, drafter: str, num_draft_tokens: int, compiled: bool
+) -> None:
+    setting = Setting(drafter, num_draft_tokens, batch=6, chunk=16, num_blocks=24, compiled=compiled)
+    check_sampled(models, "llama", setting, SHAPING[kind])
+
+
+@pytest.mark.parametrize("kind", SHAPING)
+def test_shaping_shows(models: Models, kind: str) -> None:
+    """The control: without what the kind asks for, the stream is another one."""
+    params = SHAPING[kind]
+    plain = SamplingParams(
+        temperature=params.temperature, top_p=params.top_p, max_tokens=NUM_TOKENS, seed=params.seed
+    )
+    streams = [
+        (alone(models, "llama", prompt, params), alone(models, "llama", prompt, plain))
+        for prompt in ragged_prompts(4, seed=1)
+    ]
+    assert any(shaped != unshaped for shaped, unshaped in streams)
+    for shaped, _ in streams:
+        assert not any(
+            shaped[start : start + len(word)] == word
+            for word in params.bad_words
+            for start in range(NUM_TOKENS)
+        )
+        assert not {0, 9} & set(shaped[: params.min_tokens])
+        assert params.allowed_token_ids is None or set(shaped) <= {0, *params.allowed_token_ids}
+
+
+@pytest.mark.parametrize("kind", ["penalties", "bad words", "min tokens"])
+def test_control_ignoring_the_draft_shows(models: Models, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that evaluated all positions behind the committed tokens alone would be found out."""
+    shape = LogitShaper.shape
+
+    def forgetful(self: LogitShaper, logits: Any, paths: Sequence[Sequence[int]], **where: int) -> None:
+        shape(self, logits, [()] * len(paths), **where)
+
+    prompts = ragged_prompts(8, seed=1)
+    expected = [alone(models, "llama", prompt, SHAPING[kind]) for prompt in prompts]
+    monkeypatch.setattr(LogitShaper, "shape", forgetful)
+    with Setting("same model", num_draft_tokens=6, batch=8).engine(models, "llama") as engine:
+        results = engine.generate(prompts, SHAPING[kind])
+    assert [result.token_ids for result in results] != expected
+
+
+@pytest.mark.parametrize("kind", SHAPING)
+def test_draft_model_shapes_alike(models: Models, kind: str) -> None:
+    """The target drafting for itself is right with shaped logits too (acceptance, not exactness)."""
+    with Setting("same model", num_draft_tokens=4, batch=4).engine(models, "llama") as engine:
+        engine.generate(ragged_prompts(4), SHAPING[kind])
+        metrics = engine.metrics()
+    assert metrics.num_accepted_tokens > 0.8 * metrics.num_draft_tokens > 0
+
+
 @pytest.mark.parametrize("drafter", ["none", "same model"])
-def test_replay_continues_the_stream(models: Models, drafter: str) -> None:
+def test_what_forbids_every_token_ends_that_request_alone(models: Models, drafter: str) -> None:
+    """min_tokens forbids the stop tokens, and nothing else is allowed: there is no third token."""
+    impossible = SamplingParams(allowed_token_ids=(5, 9), bad_words=((5, 5), (9,)), max_tokens=8, seed=1)
+    plain = SAMPLING["plain"]
+    prompts = ragged_prompts(4, seed=1)
+    with Setting(drafter, batch=4).engine(models, "llama") as engine:
+        results = engine.generate(prompts, [plain, impossible, plain, plain])
+        engine.check_integrity()
+    assert results[1].token_ids == (5,)
+    choice = results[1].choices[0]
+    assert choice.finish_reason == "error"
+    assert choice.error is not None
+    assert "forbids every token" in choice.error
+    for index in (0, 2, 3):
+        assert results[index].token_ids == alone(models, "llama", prompts[index], plain)
+
+
+@pytest.mark.parametrize("drafter", ["none", "same model"])
+@pytest.mark.parametrize(
+    "params",
+    [SAMPLING["plain"], SHAPING["penalties"], SHAPING["bad words"]],
+    ids=["plain", "penalties", "bad"],
+)
+def test_replay_continues_the_stream(models: Models, drafter: str, params: SamplingParams) -> None:
     prompt = ragged_prompts(3)[2]
-    whole = alone(models, "llama", prompt, SAMPLING["plain"])
-    (request,) = choice_requests(prompt, SAMPLING["plain"], "replayed")
+    whole = alone(models, "llama", prompt, params)
+    (request,) = choice_requests(prompt, params, "replayed")
     with Setting(drafter, batch=8).engine(models, "llama") as engine:
         for cut in (1, 5, len(whole) - 1):
             engine.add_request(msgspec.structs.replace(request, delivered_token_ids=whole[:cut]))

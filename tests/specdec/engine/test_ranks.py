@@ -50,6 +50,23 @@ SAMPLED = SamplingParams(
     temperature=0.9, top_k=50, top_p=0.95, max_tokens=NUM_TOKENS, ignore_eos=True, seed=7
 )
 PLAIN = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=11)
+SHAPED = SamplingParams(
+    temperature=0.9,
+    top_p=0.95,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.2,
+    logit_bias=((5, 2.0), (120, 1.5), (64, -3.0)),
+    bad_words=((5, 5), (9,), (120, 64)),
+    min_tokens=6,
+    stop_token_ids=(0,),
+    max_tokens=NUM_TOKENS,
+    ignore_eos=True,
+    seed=13,
+)
+SHAPED_GREEDY = SamplingParams(
+    temperature=0.0, repetition_penalty=1.5, allowed_token_ids=tuple(range(1, 128, 3)), max_tokens=NUM_TOKENS
+)
 
 COVER = {
     "llama": 4,
@@ -178,6 +195,22 @@ def test_same_tokens_with_a_draft_model_of_one_rank(
     draft = {"method": "draft_model", "model": str(folder), "cache": {"num_blocks": 60, "block_size": 4}}
     accepted, _ = check(rank_pool(2), folder, [GREEDY, SAMPLED], **draft)
     assert accepted > 50, "the model drafting for itself"
+
+
+@pytest.mark.parametrize(
+    ("size", "method"), [(2, "draft_model"), (4, "ngram")], ids=["2-draft_model", "4-ngram"]
+)
+def test_same_tokens_with_shaped_logits(
+    rank_pool: Pools, folder_of: Callable[[str], Path], size: int, method: str
+) -> None:
+    """Each rank changes the columns that it has."""
+    folder = folder_of("llama")
+    speculative: dict[str, Any] = {"method": method}
+    if method == "draft_model":
+        speculative |= {"model": str(folder), "cache": {"num_blocks": 60, "block_size": 4}}
+    accepted, num_excused = check(rank_pool(size), folder, [SHAPED, SHAPED_GREEDY], **speculative)
+    assert num_excused == 0
+    assert accepted > (50 if method == "draft_model" else 0)
 
 
 @pytest.mark.full

@@ -21,7 +21,17 @@ from specdec.transport import messages as m
 
 ID = RequestId("cmpl-1-0")
 BIG = (1 << 64) - 1
-PARAMS = SamplingParams(temperature=0.7, top_k=4, stop=("\n\n",), stop_token_ids=(7,), seed=3)
+PARAMS = SamplingParams(
+    temperature=0.7,
+    top_k=4,
+    repetition_penalty=1.2,
+    logit_bias=((5, -1.5),),
+    bad_words=((1, 2), (3,)),
+    allowed_token_ids=(1, 5),
+    stop=("\n\n",),
+    stop_token_ids=(7,),
+    seed=3,
+)
 OUTPUT = RequestOutput(
     request_id=ID,
     epoch=Epoch(2),
@@ -56,12 +66,16 @@ EXAMPLES: list[m.Message] = [
         TargetStep(
             3,
             (TargetWork(ID, (1, 2), 5, 2, 0, (3, 4), (-1, 0)),),
-            (AdmittedSequence(ID, BIG, PARAMS),),
+            (AdmittedSequence(ID, BIG, PARAMS, 2, (3, 4, 5)),),
             (ID,),
         ),
     ),
     m.StepDone(
-        1, 2, TargetResult(3, (WorkResult((4, 5)), WorkResult((), None, "non-finite logits")), 0.1, 0.2)
+        1,
+        2,
+        TargetResult(
+            3, (WorkResult((4, 5)), WorkResult((), None, "non-finite logits", "sequence_failed")), 0.1, 0.2
+        ),
     ),
     m.ProposeRequest(4, (m.ProposeEntry(ID, 1, 9, BIG, 4, 0, (1, 2), m.DraftOpening(PARAMS, BIG, 2)),)),
     m.ProposeReply(4, (m.ProposeAnswer(ID, 1, 9, BIG, (3, 4), "target"),), 0.25),

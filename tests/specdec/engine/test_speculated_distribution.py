@@ -1,0 +1,208 @@
+"""What an engine delivers under speculation is distributed as p, for every parameter that changes p.
+
+A Markov model over five tokens makes p of three tokens enumerable: chi-square over all 125 outcomes, with a
+draft model that is often wrong. The controls deliver something else and must fail.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from scipy import stats
+
+from specdec.core.ids import RequestId
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.engine import Engine
+from specdec.engine.local_target import LocalTarget
+from specdec.engine.toy_runner import ToyRunner
+from specdec.engine.toy_target import ToyModel, ToyTokenizer
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.none import NoProposer
+from specdec.sampling.noise import choice_seed
+from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, target_distribution
+from specdec.sampling.shaping import LogitShaper, shaper_for
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController
+
+VOCAB = 5
+EOS = 4
+PROMPT = (0, 1, 2)
+NUM_TOKENS = 3
+NUM_STREAMS = 7_000
+"""Of three tokens: more than 20,000 draws."""
+TARGET = ToyModel(VOCAB, seed=3, sharpness=0.8, perturbation=0.0)
+DRAFT = ToyModel(VOCAB, seed=4, sharpness=0.8, perturbation=0.0)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": -0.8},
+    "logit_bias": {"logit_bias": ((1, 1.0), (2, -0.7))},
+    "bad_words": {"bad_words": ((1, 1), (2, 3), (0, 3, 0))},
+    "min_tokens": {"min_tokens": 2},
+    "allowed_token_ids": {"allowed_token_ids": (0, 2, 3)},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.25},
+    "all": {
+        "temperature": 1.3,
+        "top_p": 0.9,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "logit_bias": ((3, 0.8),),
+        "bad_words": ((3, 3),),
+    },
+}
+
+
+def params_of(kind: str) -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=False, **KINDS[kind]).checked()
+
+
+def runner_of(model: ToyModel) -> Any:
+    runner = ToyRunner(model)
+    runner.loaded = SimpleNamespace(  # type: ignore[attr-defined]
+        path=Path("toy"), revision="toy", dtype=torch.float32, eos_token_ids=(EOS,)
+    )
+    return runner
+
+
+def engine_with(drafter: str, num_draft_tokens: int) -> Engine:
+    proposer: Any = NoProposer()
+    if drafter == "ngram":
+        proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2)
+    elif drafter == "draft_model":
+        proposer = DraftModelProposer(
+            cast(Any, ToyRunner(DRAFT)), Sampler(), vocab_size=VOCAB, eos_token_ids=(EOS,)
+        )
+    return Engine.from_parts(
+        target=LocalTarget(runner_of(TARGET), Sampler()),
+        proposer=proposer,
+        tokenizer=ToyTokenizer.of_letters(VOCAB),
+        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
+        controller=FixedController(num_draft_tokens),
+    )
+
+
+def delivered(drafter: str, num_draft_tokens: int, params: SamplingParams) -> Counter[tuple[int, ...]]:
+    """How often each output came."""
+    streams: dict[str, list[int]] = {}
+    to_add = iter(range(NUM_STREAMS))
+    with engine_with(drafter, num_draft_tokens) as engine:
+        while len(streams) < NUM_STREAMS or engine.has_work:
+            for number in itertools.islice(to_add, 64 if not engine.has_work else 0):
+                streams[f"s{number}"] = []
+                engine.add_request(
+                    Request(
+                        request_id=RequestId(f"s{number}"),
+                        prompt_token_ids=PROMPT,
+                        params=params,
+                        seed=choice_seed(11, number),
+                    )
+                )
+            for output in engine.step():
+                streams[output.request_id].extend(output.token_ids)
+    return Counter(tuple(stream) for stream in streams.values())
+
+
+def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The probability of every output, position by position from the definition."""
+    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
+    finished: dict[tuple[int, ...], float] = {}
+    rows = SamplingRows.build([RowSpec(params, 0, 0, 1)])
+    for _ in range(NUM_TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for output, probability in outcomes.items():
+            prefix = (*PROMPT, *output)
+            logits = torch.from_numpy(TARGET.logits(prefix[-1], 0)).float()[None].clone()
+            shaper = shaper_for(params, eos_token_ids=(EOS,), num_prompt_tokens=len(PROMPT))
+            if shaper is not None:
+                shaper.commit(prefix)
+                shaper.shape(logits, [()])
+            for token_id, p in enumerate(target_distribution(logits, rows)[0].tolist()):
+                (finished if token_id == EOS else longer)[*output, token_id] = probability * p
+        outcomes = longer
+    return finished | outcomes
+
+
+def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Of the chi-square test; outcomes that are expected fewer than five times count as one."""
+    assert math.isclose(sum(expected.values()), 1.0, rel_tol=1e-5)
+    assert all(expected[outcome] > 0 for outcome in counts), "something came that has no probability"
+    total = counts.total()
+    often = [outcome for outcome, p in expected.items() if p * total >= 5]
+    observed = [float(counts[outcome]) for outcome in often]
+    wanted = [expected[outcome] * total for outcome in often]
+    rest = total - sum(wanted)
+    if rest >= 5:
+        observed.append(total - sum(observed))
+        wanted.append(rest)
+    scale = sum(observed) / sum(wanted)
+    return float(stats.chisquare(observed, [one * scale for one in wanted]).pvalue)
+
+
+COVER = [
+    (kind, ("draft_model", "ngram")[number % 2], 1 + (3 * number) % 4) for number, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "drafter", "num_draft_tokens"), COVER)
+def test_delivered_under_speculation_as_p_says(kind: str, drafter: str, num_draft_tokens: int) -> None:
+    params = params_of(kind)
+    assert p_value(delivered(drafter, num_draft_tokens, params), enumerated(params)) > 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4])
+def test_delivered_under_speculation_as_p_says_in_every_setting(
+    kind: str, drafter: str, num_draft_tokens: int
+) -> None:
+    test_delivered_under_speculation_as_p_says(kind, drafter, num_draft_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["presence_penalty", "frequency_penalty"])
+def test_control_penalties_without_the_draft_are_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_of(kind)
+    expected = enumerated(params)
+    shape = LogitShaper.shape
+
+    def forgetful(self: LogitShaper, logits: Any, paths: Sequence[Sequence[int]], **where: int) -> None:
+        shape(self, logits, [()] * len(paths), **where)
+
+    monkeypatch.setattr(LogitShaper, "shape", forgetful)
+    assert p_value(delivered("draft_model", 4, params), expected) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["repetition_penalty", "logit_bias", "top_p", "temperature"])
+def test_control_a_parameter_left_out_is_noticed(kind: str) -> None:
+    plain = SamplingParams(max_tokens=NUM_TOKENS)
+    counts = delivered("ngram", 2, plain)
+    expected = enumerated(params_of(kind))
+    possible = Counter({outcome: count for outcome, count in counts.items() if expected[outcome] > 0})
+    assert len(possible) < len(counts) or p_value(counts, expected) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_drafts_are_both_right_and_wrong(kind: str, drafter: str) -> None:
+    """Otherwise the above would show little."""
+    with engine_with(drafter, 2) as engine:
+        engine.generate([PROMPT * 2] * 200, params_of(kind))
+        metrics = engine.metrics()
+    assert 0 < metrics.num_accepted_tokens < 0.95 * metrics.num_draft_tokens
