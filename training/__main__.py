@@ -19,6 +19,7 @@ from training.family_report import evaluate_family
 from training.progress import console
 from training.prompts import select_prompts, write_prompts
 from training.recipe_record import write_recipe
+from training.run import RunOptions
 from training.target import TargetRecipe, target_config, train_target
 from training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -68,7 +69,7 @@ def target(
     corpus = tokenize_corpus(tokens, load_corpus(), work / "tokens")
     recipe = TargetRecipe(steps=steps, seed=seed)
     config = target_config()
-    training, elapsed_s = train_target(recipe, config, corpus.train, work_folder=work / "target")
+    training, elapsed_s = train_target(recipe, config, corpus.train, RunOptions(work_folder=work / "target"))
     save_target(training, tokens, models / "target")
     options = f"--steps {steps} --threads {threads} --seed {seed}"
     write_recipe(
@@ -102,7 +103,9 @@ def draft(
     recipe = DraftRecipe(steps=steps, late_divergence=divergence, seed=seed)
     config = draft_config()
     teacher = load_model(models / "target")
-    distilled, elapsed_s = train_draft(recipe, teacher, config, corpus.train, work_folder=work / "draft")
+    distilled, elapsed_s = train_draft(
+        recipe, teacher, config, corpus.train, RunOptions(work_folder=work / "draft")
+    )
     save_draft(distilled, tokens, models / "draft")
     options = f"--steps {steps} --divergence {divergence} --threads {threads} --seed {seed}"
     write_recipe(

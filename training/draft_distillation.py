@@ -7,7 +7,6 @@ steps). Rows mix the temperatures at which the pair will be used.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,17 +14,16 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training import blocked_attention
-from training.checkpointing import load_checkpoint, save_checkpoint
+from training.architecture import demo_llama
 from training.divergence import DivergenceName, divergence
 from training.generation import sample
-from training.optimization import learning_rate_factor, make_optimizers, set_learning_rates
 from training.packing import PackedBatches
-from training.progress import TrainingLog, console
-from training.tokenizer import CONTEXT_LENGTH, PAD_ID, SEPARATOR_ID, VOCAB_SIZE
+from training.progress import console
+from training.run import Recipe, RunOptions, TrainingRun
+from training.tokenizer import SEPARATOR_ID
 
 RowKind = Literal["corpus", "target", "draft", "long"]
 SAMPLE_TEMPERATURES = (0.0, 0.7, 1.0)
@@ -38,16 +36,11 @@ REFRESH_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftRecipe:
-    """Everything that decides the draft's weights, given the target."""
+class DraftRecipe(Recipe):
+    """Everything that decides the draft's weights, given the target. Lengths are those of corpus rows."""
 
     steps: int = 1200
-    batch_tokens: int = 8192
-    short_length: int = 512
-    """Row length of corpus rows, in tokens."""
-    long_length: int = CONTEXT_LENGTH
     long_share: float = 0.1
-    """Share of the steps at ``long_length``: every other step of the last 2 x this share."""
     generated_share: float = 0.5
     """Share of the steps, at the end, in which corpus rows alternate with generated ones."""
     prompt_length: int = 64
@@ -64,18 +57,12 @@ class DraftRecipe:
     weight_decay: float = 0.05
     warmup_steps: int = 40
     constant_share: float = 0.4
-    clip_norm: float = 1.0
     seed: int = 2
 
     @property
     def generated_from(self) -> int:
         """First step that may use generated rows."""
         return self.steps - round(self.generated_share * self.steps)
-
-    @property
-    def long_from(self) -> int:
-        """First step that may use long rows."""
-        return self.steps - round(2 * self.long_share * self.steps)
 
     @property
     def generated_length(self) -> int:
@@ -85,23 +72,7 @@ class DraftRecipe:
 
 def draft_config() -> LlamaConfig:
     """The demo draft's architecture."""
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        intermediate_size=384,
-        max_position_embeddings=CONTEXT_LENGTH,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=SEPARATOR_ID,
-        eos_token_id=SEPARATOR_ID,
-        pad_token_id=PAD_ID,
-        initializer_range=0.02,
-    )
+    return demo_llama(hidden_size=128, num_layers=3, num_heads=2, num_kv_heads=1, intermediate_size=384)
 
 
 def row_kind(step: int, recipe: DraftRecipe) -> RowKind:
@@ -258,50 +229,22 @@ def train_draft(
     target: LlamaForCausalLM,
     config: LlamaConfig,
     documents: list[np.ndarray],
-    *,
-    work_folder: Path,
-    compiled: bool = True,
-    checkpoint_every_s: float = 180.0,
-    stop_after_step: int | None = None,
+    options: RunOptions,
 ) -> tuple[LlamaForCausalLM, float]:
-    """Distil, or continue from ``work_folder/checkpoint.pt``; returns the draft and the seconds in all."""
+    """Distil, or continue; returns the draft and the seconds in all."""
     torch.manual_seed(recipe.seed)
     training = DraftTraining(recipe, target, config, documents)
-    draft = training.draft
-    optimizers = make_optimizers(
-        [draft], muon_lr=recipe.muon_lr, adamw_lr=recipe.adamw_lr, weight_decay=recipe.weight_decay
-    )
-    generator = torch.Generator().manual_seed(recipe.seed)
-    checkpoint = work_folder / "checkpoint.pt"
-    modules: dict[str, nn.Module] = {"draft": draft}
-    first, before_s = load_checkpoint(checkpoint, modules=modules, optimizers=optimizers, generator=generator)
-    started = saved = time.monotonic()
+    run = TrainingRun("draft", recipe, {"draft": training.draft}, options)
     console.print("sampling from the target")
-    training.fill_target_pool(work_folder / "target_samples.npy")
-    if compiled:
+    training.fill_target_pool(options.work_folder / "target_samples.npy")
+    if options.compiled:
         training.compile_blocks()
-    last = recipe.steps if stop_after_step is None else min(recipe.steps, stop_after_step)
-    with TrainingLog("draft", work_folder / "log.jsonl", first=first, total=recipe.steps) as log:
-        for step in range(first, last):
-            loss = training.loss(training.rows(step), step)
-            loss.backward()
-            nn.utils.clip_grad_norm_(draft.parameters(), recipe.clip_norm)
-            factor = learning_rate_factor(step, recipe.steps, recipe.warmup_steps, recipe.constant_share)
-            set_learning_rates(optimizers, factor)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            log.record(step, {row_kind(step, recipe): loss.item()})
-            now = time.monotonic()
-            is_due = now - saved > checkpoint_every_s and (step + 1) % REFRESH_STEPS == 0
-            if is_due or step + 1 == last:
-                saved = now
-                save_checkpoint(
-                    checkpoint,
-                    step=step + 1,
-                    elapsed_s=before_s + now - started,
-                    modules=modules,
-                    optimizers=optimizers,
-                    generator=generator,
-                )
-    return draft, before_s + time.monotonic() - started
+
+    def step(number: int) -> dict[str, float]:
+        loss = training.loss(training.rows(number), number)
+        run.optimize(loss, number)
+        return {row_kind(number, recipe): loss.item()}
+
+    # Between refreshes the draft's samples are of weights that no checkpoint has.
+    run.run(step, may_pause=lambda num_done: num_done % REFRESH_STEPS == 0)
+    return training.draft, run.elapsed_s

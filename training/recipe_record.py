@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 
-from training.draft_distillation import DraftRecipe
-from training.target import TargetRecipe
+from training.run import Recipe
 
 FILE_NAME = "recipe.json"
 
 
-def write_recipe(
-    folder: Path, recipe: TargetRecipe | DraftRecipe, *, command: str, elapsed_s: float, threads: int
-) -> None:
+def write_recipe(folder: Path, recipe: Recipe, *, command: str, elapsed_s: float, threads: int) -> None:
     """Save every recipe field with the time it took and the software it ran on."""
     record = {
         "command": command,

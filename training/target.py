@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,34 +11,25 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training import blocked_attention
-from training.checkpointing import load_checkpoint, save_checkpoint
+from training.architecture import demo_llama
 from training.layerskip import draw_kept_rows, exit_weights, layer_dropout_rates, rotating_exit
 from training.mtp import MultiTokenPrediction
-from training.optimization import learning_rate_factor, make_optimizers, set_learning_rates
 from training.packing import PackedBatches
-from training.progress import TrainingLog
-from training.tokenizer import CONTEXT_LENGTH, PAD_ID, SEPARATOR_ID, VOCAB_SIZE
+from training.run import Recipe, RunOptions, TrainingRun
+from training.tokenizer import SEPARATOR_ID
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetRecipe:
+class TargetRecipe(Recipe):
     """Everything that decides the target's weights."""
 
     steps: int = 2000
-    """Optimizer steps; the learning rate reaches zero after the last."""
-    batch_tokens: int = 8192
-    """Tokens per step, at both lengths."""
-    short_length: int = 512
-    """Row length of most steps, in tokens."""
-    long_length: int = CONTEXT_LENGTH
     long_share: float = 0.11
-    """Share of the steps at ``long_length``: every other step of the last 2 x this share."""
     muon_lr: float = 3e-3
     adamw_lr: float = 3e-3
     weight_decay: float = 0.1
     warmup_steps: int = 60
     constant_share: float = 0.3
-    clip_norm: float = 1.0
     layer_dropout: float = 0.1
     """LayerSkip's p_max."""
     exit_scale: float = 0.5
@@ -51,31 +40,10 @@ class TargetRecipe:
     """... and in the last third of the run."""
     seed: int = 1
 
-    @property
-    def long_from(self) -> int:
-        """First step at ``long_length``; from here on lengths alternate."""
-        return self.steps - round(2 * self.long_share * self.steps)
-
 
 def target_config() -> LlamaConfig:
     """The demo target's architecture."""
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=640,
-        max_position_embeddings=CONTEXT_LENGTH,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=SEPARATOR_ID,
-        eos_token_id=SEPARATOR_ID,
-        pad_token_id=PAD_ID,
-        initializer_range=0.02,
-    )
+    return demo_llama(hidden_size=256, num_layers=8, num_heads=4, num_kv_heads=2, intermediate_size=640)
 
 
 def cross_entropy(normed: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -150,53 +118,27 @@ def _batch(short: PackedBatches, long: PackedBatches, step: int, recipe: TargetR
 
 
 def train_step(
-    training: TargetTraining,
-    optimizers: list[torch.optim.Optimizer],
-    tokens: torch.Tensor,
-    step: int,
-    generator: torch.Generator,
+    training: TargetTraining, run: TrainingRun, tokens: torch.Tensor, step: int
 ) -> dict[str, float]:
     """One optimizer step; returns the three losses in nats."""
     recipe = training.recipe
     num_layers = training.target.config.num_hidden_layers
-    progress = step / max(1, recipe.steps - 1)
-    kept = draw_kept_rows(
-        layer_dropout_rates(num_layers, recipe.layer_dropout, progress), len(tokens), generator
-    )
+    rates = layer_dropout_rates(num_layers, recipe.layer_dropout, step / max(1, recipe.steps - 1))
+    kept = draw_kept_rows(rates, len(tokens), run.generator)
     with torch.autocast("cpu", torch.bfloat16):
         losses = training.losses(tokens, kept, rotating_exit(step, num_layers))
-    total_loss(losses, step, recipe, num_layers).backward()
-    nn.utils.clip_grad_norm_(training.parameters(), recipe.clip_norm)
-    set_learning_rates(
-        optimizers, learning_rate_factor(step, recipe.steps, recipe.warmup_steps, recipe.constant_share)
-    )
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    run.optimize(total_loss(losses, step, recipe, num_layers), step)
     return {name: loss.item() for name, loss in losses.items()}
 
 
 def train_target(
-    recipe: TargetRecipe,
-    config: LlamaConfig,
-    documents: list[np.ndarray],
-    *,
-    work_folder: Path,
-    compiled: bool = True,
-    checkpoint_every_s: float = 180.0,
-    stop_after_step: int | None = None,
+    recipe: TargetRecipe, config: LlamaConfig, documents: list[np.ndarray], options: RunOptions
 ) -> tuple[TargetTraining, float]:
-    """Train, or continue from ``work_folder/checkpoint.pt``; returns the modules and the seconds in all."""
+    """Train, or continue; returns the modules and the seconds in all."""
     torch.manual_seed(recipe.seed)
     training = TargetTraining(config, recipe)
-    optimizers = make_optimizers(
-        [training], muon_lr=recipe.muon_lr, adamw_lr=recipe.adamw_lr, weight_decay=recipe.weight_decay
-    )
-    generator = torch.Generator().manual_seed(recipe.seed)
-    checkpoint = work_folder / "checkpoint.pt"
-    modules: dict[str, nn.Module] = {"target": training.target, "mtp": training.mtp}
-    first, before_s = load_checkpoint(checkpoint, modules=modules, optimizers=optimizers, generator=generator)
-    if compiled:
+    run = TrainingRun("target", recipe, {"target": training.target, "mtp": training.mtp}, options)
+    if options.compiled:
         training.compile_blocks()
     short, long = (
         PackedBatches(
@@ -208,21 +150,5 @@ def train_target(
         )
         for length in (recipe.short_length, recipe.long_length)
     )
-    started = saved = time.monotonic()
-    last = recipe.steps if stop_after_step is None else min(recipe.steps, stop_after_step)
-    with TrainingLog("target", work_folder / "log.jsonl", first=first, total=recipe.steps) as log:
-        for step in range(first, last):
-            losses = train_step(training, optimizers, _batch(short, long, step, recipe), step, generator)
-            log.record(step, losses)
-            now = time.monotonic()
-            if now - saved > checkpoint_every_s or step + 1 == last:
-                saved = now
-                save_checkpoint(
-                    checkpoint,
-                    step=step + 1,
-                    elapsed_s=before_s + now - started,
-                    modules=modules,
-                    optimizers=optimizers,
-                    generator=generator,
-                )
-    return training, before_s + time.monotonic() - started
+    run.run(lambda step: train_step(training, run, _batch(short, long, step, recipe), step))
+    return training, run.elapsed_s

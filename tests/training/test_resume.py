@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training.draft_distillation import REFRESH_STEPS, DraftRecipe, row_kind, train_draft
+from training.run import RunOptions
 from training.target import TargetRecipe, train_target
 
 
@@ -18,9 +19,7 @@ def test_interrupted_target_run_ends_with_the_same_weights(
             tiny_recipe,
             tiny_config,
             tiny_documents,
-            work_folder=tmp_path / folder,
-            compiled=False,
-            stop_after_step=stop_after_step,
+            RunOptions(work_folder=tmp_path / folder, compiled=False, stop_after_step=stop_after_step),
         )
         return training.state_dict()
 
@@ -57,9 +56,7 @@ def test_interrupted_draft_run_ends_with_the_same_weights(
             target,
             LlamaConfig.from_dict(tiny_config.to_dict()),
             tiny_documents,
-            work_folder=tmp_path / folder,
-            compiled=False,
-            stop_after_step=stop_after_step,
+            RunOptions(work_folder=tmp_path / folder, compiled=False, stop_after_step=stop_after_step),
         )
         return draft.state_dict()
 
