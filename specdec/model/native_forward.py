@@ -44,7 +44,7 @@ _INDICES = {"tokens": 0, "logit_rows": 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NO_BUFFER = -1
 _MAX_DIMS = 3
-_LANES = 16
+_PANEL_COLUMNS = 32
 _ARENA_BYTES = 1 << 26
 
 
@@ -154,7 +154,7 @@ class PackedWeights:
         if key in self._packed:
             return self._packed[key][1]
         columns, inner = weight.shape
-        size = -(-columns // _LANES) * _LANES * inner * weight.element_size()
+        size = -(-columns // _PANEL_COLUMNS) * _PANEL_COLUMNS * inner * weight.element_size()
         if self.num_bytes + size > self._max_bytes:
             if weight.stride(1) != 1:
                 raise CannotLower(f"its packed weights take more than max_frozen_bytes = {self._max_bytes}")

@@ -20,7 +20,7 @@ from specdec.model.trace import Ref, Value
 
 Share = Literal["rows", "columns", "own"]
 
-_LANES = 16
+_PANEL_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _columns(operation: Operation) -> int | None:
             return None
         if ref.value.kind == "row" and ref.value.row_size != size:
             return None
-    return size if size >= _LANES else None
+    return size if size >= _PANEL_COLUMNS else None
 
 
 def _is_row(ref: Ref, size: int) -> bool:

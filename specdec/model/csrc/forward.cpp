@@ -25,7 +25,7 @@ enum class Kind : int32_t { kElementwise = 0, kMean, kNorm, kRotary, kGather, kL
 // How an instruction is cut into shares.
 enum class Cut : int32_t {
   kRows = 0,  // some rows each
-  kColumns,   // some panels of 16 columns each, of all rows
+  kColumns,   // some panels of columns each, of all rows
   kPlanned,       // attention: by its own plan
 };
 
@@ -202,7 +202,7 @@ class Program : public dh::Phased {
     const int num_columns = in.kind == Kind::kLinear ? in.num_columns : in.extent.n[2];
     const int64_t num_rows = in.logit_rows ? inputs_.num_logit_rows : step_.num_rows;
     int64_t first, last;
-    share.of((num_columns + dh::kLanes - 1) / dh::kLanes, &first, &last);
+    share.of(dh::num_panels(num_columns), &first, &last);
     if (in.kind == Kind::kLinear) {
       if (in.a.dtype == Dtype::kFloat)
         linear<float>(in, num_rows, int(first), int(last));
@@ -210,7 +210,7 @@ class Program : public dh::Phased {
         linear<bf16>(in, num_rows, int(first), int(last));
       return;
     }
-    const int begin = int(first) * dh::kLanes, end = std::min(num_columns, int(last) * dh::kLanes);
+    const int begin = int(first) * dh::kPanelColumns, end = std::min(num_columns, int(last) * dh::kPanelColumns);
     for (int64_t row = 0; row < num_rows; ++row) {
       const dh::RowPointers pointers = {at(in.out, row), at(in.a, row), at(in.b, row)};
       dh::elementwise_row(in.op, in.extent, in.out, in.a, in.b, pointers, in.scalar, in.scalar2, begin, end);

@@ -1,8 +1,9 @@
 // y = x W^T (+ bias) for packed weights.
 //
-// The weight's rows (output columns) are packed in panels of 16 columns: for every unit of 32 bits along
-// the inner dimension (one float, or two neighbouring bf16), the 16 columns' units side by side. An output
-// is one sum over the inner dimension in ascending order, whatever the number of rows or threads.
+// The weight's rows (output columns) are packed in panels of 32 columns: for every unit of 32 bits along
+// the inner dimension (one float, or two neighbouring bf16), the 32 columns' units side by side, so that a
+// panel is read from end to end. An output is one sum over the inner dimension in ascending order, whatever
+// the number of rows or threads.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +14,21 @@
 
 namespace dh {
 
-// Rows times panels of 16 columns whose sums are kept in registers at a time.
+constexpr int kPanelVectors = 2;
+constexpr int kPanelColumns = kPanelVectors * kLanes;
+
+// Rows whose sums are kept in registers at a time, and up to how many rows those of two panels are. Few rows
+// need the second panel, since a sum waits for its predecessor; more rows are better read a panel but once.
 #if defined(__AVX512F__)
-constexpr int kRowTile = 6;
-constexpr int kPanelTile = 4;
+constexpr int kRowTile = 12;
+constexpr int kRowTileOfTwo = 6;
 #else
 constexpr int kRowTile = 2;
-constexpr int kPanelTile = 2;
+constexpr int kRowTileOfTwo = 0;
 #endif
+
+// How far ahead weights are asked for, in units. The processor's own prefetching ends at every page.
+constexpr int kUnitsAhead = 16;
 
 template <typename T>
 struct Packing;
@@ -47,51 +55,82 @@ struct Linear {
   int32_t num_units;  // units along the inner dimension
   int32_t num_columns;
 
-  int64_t panel_size() const { return int64_t(num_units) * kLanes; }
+  int64_t panel_size() const { return int64_t(num_units) * kPanelColumns; }
 };
 
-// Packs panel `panel` of W [columns, inner], inner a multiple of the units' size.
+inline int64_t num_panels(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
+
+// Packs panel `panel` of W [columns, inner], inner a multiple of the units' size; columns that are missing
+// are zeros.
 template <typename T>
 void pack_panel(const T* weight, int64_t row_stride, int64_t columns, int64_t num_units, int64_t panel,
                 uint32_t* target) {
-  for (int64_t unit = 0; unit < num_units; unit += kLanes) {
-    u32x16 tile[kLanes] = {};
-    const int64_t here = std::min<int64_t>(kLanes, num_units - unit);
-    for (int c = 0; c < kLanes && panel * kLanes + c < columns; ++c)
-      std::memcpy(&tile[c], weight + (panel * kLanes + c) * row_stride + unit * Packing<T>::per, here * 4);
-    transpose16(tile);
-    for (int64_t i = 0; i < here; ++i) store_as(target + (unit + i) * kLanes, tile[i]);
+  for (int v = 0; v < kPanelVectors; ++v) {
+    const int64_t column = panel * kPanelColumns + v * kLanes;
+    for (int64_t unit = 0; unit < num_units; unit += kLanes) {
+      u32x16 tile[kLanes] = {};
+      const int64_t here = std::min<int64_t>(kLanes, num_units - unit);
+      for (int c = 0; c < kLanes && column + c < columns; ++c)
+        std::memcpy(&tile[c], weight + (column + c) * row_stride + unit * Packing<T>::per, here * 4);
+      transpose16(tile);
+      for (int64_t i = 0; i < here; ++i) store_as(target + (unit + i) * kPanelColumns + v * kLanes, tile[i]);
+    }
   }
 }
 
 template <typename T>
 void pack_panels(const T* weight, int64_t row_stride, int64_t columns, int64_t num_units, uint32_t* panels) {
-  for (int64_t panel = 0; panel * kLanes < columns; ++panel)
-    pack_panel(weight, row_stride, columns, num_units, panel, panels + panel * num_units * kLanes);
+  for (int64_t panel = 0; panel < num_panels(columns); ++panel)
+    pack_panel(weight, row_stride, columns, num_units, panel, panels + panel * num_units * kPanelColumns);
+}
+
+// Sums of R rows times P panels, row after row. Out of line: where compilers see the sums being used, they
+// keep them in memory instead of registers, and store each of them at every unit.
+template <typename T, int R, int P>
+[[gnu::noinline]] void sum_tile(const uint32_t* __restrict panels, int64_t panel_size, int num_units,
+                                const T* __restrict x, int64_t x_stride, f32x16* __restrict sums) {
+  constexpr int V = P * kPanelVectors;
+  f32x16 sum[R][V];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[r][v] = f32x16{};
+  for (int64_t unit = 0; unit < num_units; ++unit) {
+    u32x16 w[V];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) {
+      const uint32_t* at =
+          panels + (v / kPanelVectors) * panel_size + unit * kPanelColumns + (v % kPanelVectors) * kLanes;
+      prefetch_line(at + kUnitsAhead * kPanelColumns);
+      w[v] = load_as<u32x16>(at);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const uint32_t value = load_as<uint32_t>(x + r * x_stride + unit * Packing<T>::per);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) sum[r][v] = Packing<T>::multiply_add(sum[r][v], w[v], value);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sums[r * V + v] = sum[r][v];
 }
 
 template <typename T, int R, int P>
-inline void linear_tile(const Linear& linear, const uint32_t* weights, int panel, const T* x, int64_t x_stride, T* y,
+inline void linear_tile(const Linear& linear, const uint32_t* panels, int panel, const T* x, int64_t x_stride, T* y,
                         int64_t y_stride) {
-  f32x16 sum[R][P];
-  for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) sum[r][p] = f32x16{};
-  const int64_t panel_size = linear.panel_size();
-  for (int unit = 0; unit < linear.num_units; ++unit) {
-    u32x16 w[P];
-    for (int p = 0; p < P; ++p) w[p] = load_as<u32x16>(weights + p * panel_size + unit * kLanes);
-    for (int r = 0; r < R; ++r) {
-      const uint32_t value = load_as<uint32_t>(x + r * x_stride + unit * Packing<T>::per);
-      for (int p = 0; p < P; ++p) sum[r][p] = Packing<T>::multiply_add(sum[r][p], w[p], value);
-    }
-  }
-  for (int p = 0; p < P; ++p) {
-    const int column = (panel + p) * kLanes;
+  constexpr int V = P * kPanelVectors;
+  f32x16 sums[R * V];
+  sum_tile<T, R, P>(panels, linear.panel_size(), linear.num_units, x, x_stride, sums);
+  for (int v = 0; v < V; ++v) {
+    const int column = panel * kPanelColumns + v * kLanes;
     const int here = std::min(kLanes, linear.num_columns - column);
+    if (here <= 0) return;
     f32x16 bias = {};
     if (linear.bias != nullptr) bias = load_tail(static_cast<const T*>(linear.bias) + column, here);
     for (int r = 0; r < R; ++r) {
-      const f32x16 value = linear.bias != nullptr ? sum[r][p] + bias : sum[r][p];
+      const f32x16 value = linear.bias != nullptr ? sums[r * V + v] + bias : sums[r * V + v];
       if (here == kLanes)
         store16(y + r * y_stride + column, value);
       else
@@ -100,12 +139,12 @@ inline void linear_tile(const Linear& linear, const uint32_t* weights, int panel
   }
 }
 
-// Panels [panel, panel + P), which lie at `weights`, for all rows.
+// Panels [panel, panel + P), which lie at `panels`, for all rows.
 template <typename T, int P>
-inline void linear_panels(const Linear& linear, const uint32_t* weights, int panel, const T* x, int64_t x_stride, T* y,
+inline void linear_panels(const Linear& linear, const uint32_t* panels, int panel, const T* x, int64_t x_stride, T* y,
                           int64_t y_stride, int64_t rows) {
-  in_tiles<kRowTile>(int(rows), [&](auto n, int row) {
-    linear_tile<T, n.value, P>(linear, weights, panel, x + row * x_stride, x_stride, y + row * y_stride, y_stride);
+  in_tiles<P == 1 ? kRowTile : kRowTileOfTwo>(int(rows), [&](auto n, int row) {
+    linear_tile<T, n.value, P>(linear, panels, panel, x + row * x_stride, x_stride, y + row * y_stride, y_stride);
   });
 }
 
@@ -126,8 +165,11 @@ void linear(const Linear& linear, const T* x, int64_t x_stride, T* y, int64_t y_
     return;
   }
   const auto at = [&](int p) { return linear.panels + p * linear.panel_size(); };
-  for (; panel + kPanelTile <= last; panel += kPanelTile)
-    linear_panels<T, kPanelTile>(linear, at(panel), panel, x, x_stride, y, y_stride, rows);
+  if constexpr (kRowTileOfTwo > 0) {
+    if (rows <= kRowTileOfTwo)
+      for (; panel + 2 <= last; panel += 2)
+        linear_panels<T, 2>(linear, at(panel), panel, x, x_stride, y, y_stride, rows);
+  }
   for (; panel < last; ++panel) linear_panels<T, 1>(linear, at(panel), panel, x, x_stride, y, y_stride, rows);
 }
 
