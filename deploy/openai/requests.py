@@ -183,6 +183,7 @@ def _requests(
                     seed=choice_seed(seed, choice),
                     epoch=Epoch(0),
                     num_draft_tokens=body.speculation.num_speculative_tokens if body.speculation else None,
+                    cache_salt=body.cache_salt,
                 )
             )
     return tuple(requests)
