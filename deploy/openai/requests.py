@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from dataclasses import dataclass
@@ -97,6 +98,20 @@ async def prepare_chat(
     prompt = await tokenizer.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
     params = _sampling_params(body, description, await _bad_words(body, tokenizer))
     return _prepared("chatcmpl", body, [prompt], params, description, settings)
+
+
+def salted(prepared: PreparedRequest, api_key_digest: bytes | None) -> PreparedRequest:
+    """Keep cached prompts of different API keys apart, within whatever salt the body names."""
+    if api_key_digest is None:
+        return prepared
+    owner = api_key_digest.hex()
+    return dataclasses.replace(
+        prepared,
+        requests=tuple(
+            msgspec.structs.replace(request, cache_salt=f"{owner} {request.cache_salt or ''}")
+            for request in prepared.requests
+        ),
+    )
 
 
 def _check_model(body: GenerationBody, description: TargetDescription, settings: DoorSettings) -> None:

@@ -44,7 +44,7 @@ class RoundLoop:
         self._clock = clock
         self._vocab_size = target.description.vocab_size
         self._step_ids = itertools.count()
-        self._kv_generation = 0
+        self._kv_generation: int | None = None
 
     def run(self) -> list[RequestOutput]:
         """Run one round and return what is new.
@@ -165,8 +165,9 @@ class RoundLoop:
         self, step: TargetStep, result: TargetResult, proposals: Proposals, now_s: float
     ) -> tuple[list[RequestOutput], list[DraftOutcome]]:
         if result.kv_generation != self._kv_generation:
+            if self._kv_generation is not None:
+                self._roster.drop_cache()
             self._kv_generation = result.kv_generation
-            self._roster.drop_cache()
         outputs: list[RequestOutput] = []
         outcomes: list[DraftOutcome] = []
         for work, answer in zip(step.works, result.results, strict=True):

@@ -19,6 +19,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
+from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, load_model
@@ -165,3 +166,54 @@ def test_k_and_v_of_another_forward_are_not_used(load: Load) -> None:
         assert engine.metrics().prefix_cache_hits == before
         engine.generate([prompt], PARAMS[0])
         assert engine.metrics().prefix_cache_hits > before
+
+
+def read(
+    runner: ModelRunner, tokens: list[int], blocks: range, chunks: list[int], company: list[SequenceSlice]
+) -> torch.Tensor:
+    """Read tokens in chunks beside other sequences; return the logits of the last row, as the model's own."""
+    start = 0
+    for length in chunks:
+        piece = SequenceSlice(
+            token_ids=tokens[start : start + length],
+            start=start,
+            block_table=blocks,
+            num_logit_rows=1,
+        )
+        logits = runner.forward([*company, piece])[-1]
+        start += length
+    return logits.clone()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2"])
+def test_logits_from_cached_blocks_are_bitwise_those_of_recomputation(
+    load: Load, architecture: str, dtype: str
+) -> None:
+    """Whoever computed the blocks: in one go or token by token, alone or beside others of any shape."""
+    runner = make_runner(load(architecture, dtype), 100, compiled=True)
+    generator = random.Random(1)
+    tokens = generator.choices(range(2, VOCAB_SIZE), k=47)
+    company = [
+        SequenceSlice(
+            token_ids=generator.choices(range(2, VOCAB_SIZE), k=length),
+            start=0,
+            block_table=range(first, first + 5),
+            num_logit_rows=rows,
+        )
+        for first, length, rows in ((60, 3, 3), (65, 17, 1), (70, 1, 1))
+    ]
+    alone = read(runner, tokens, range(1, 13), [47], [])
+    for number, (chunks, beside) in enumerate(
+        [([40], company), ([1] * 40, []), ([13, 1, 20, 2, 4], company[:1]), ([39, 1], company[1:])]
+    ):
+        # Forty tokens are cached by a sequence that goes on otherwise; ten blocks of four are lent.
+        held = range(15 + 11 * number, 15 + 11 * number + 10)
+        read(runner, tokens[:40], held, chunks, beside)
+        table = [*held, 13, 14]
+        rest = SequenceSlice(token_ids=tokens[40:], start=40, block_table=table, num_logit_rows=1)
+        for around in ([], company):
+            assert torch.equal(runner.forward([*around, rest])[-1], alone)
+        table[9] = 70  # the negative control: one block of somebody else's
+        wrong = SequenceSlice(token_ids=tokens[40:], start=40, block_table=table, num_logit_rows=1)
+        assert not torch.equal(runner.forward([wrong])[-1], alone)
