@@ -85,12 +85,17 @@ def engine_config(
             model=str(draft),
             num_speculative_tokens=num_draft_tokens,
             num_threads=num_threads,
-            cache=CacheConfig(block_size=_BLOCK_SIZE, memory_bytes=256 << 20),
+            cache=_cache(256 << 20),
             compile=CompileConfig(),
         ),
-        cache=CacheConfig(block_size=_BLOCK_SIZE, memory_bytes=3 << 30),
+        cache=_cache(3 << 30),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
     )
+
+
+def _cache(memory_bytes: int) -> CacheConfig:
+    """Without prefix cache: runs are repeated, and each is to compute its prompts."""
+    return CacheConfig(block_size=_BLOCK_SIZE, memory_bytes=memory_bytes, enable_prefix_caching=False)
 
 
 class InProcess:
@@ -110,6 +115,7 @@ class InProcess:
             tokenizer=parts.tokenizer,
             scheduler=parts.scheduler,
             controller=parts.controller,
+            prefix_caching=parts.prefix_caching,
         )
         self.engine.warm_up()
         self._num_runs = 0

@@ -97,6 +97,7 @@ class TargetGroup:
             tokenizer=self._tokenizer,
             scheduler=self._config.scheduler,
             controller=controller_for(self._config.speculative_config),
+            prefix_caching=self._config.cache.enable_prefix_caching,
         )
 
     def check_idle(self) -> None:

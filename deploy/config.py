@@ -22,6 +22,9 @@ class HttpConfig(StrictConfig):
     api_keys_file: str | None = None
     """File with one API key per line; empty lines and lines that start with # are ignored. None: no key is
     asked for."""
+    share_prefixes_between_keys: bool = False
+    """Let requests of one API key find prompts of others in the prefix cache. Saves work where all send the
+    same system prompt; but by the time until the first token one can tell what others have sent."""
     max_body_bytes: int = Field(default=DEFAULT_MAX_BODY_BYTES, ge=1024)
     """Longest request body in bytes; longer ones are answered with 413."""
     max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)

@@ -43,7 +43,7 @@ def run_offline(
         UserError: a model folder or an option is wrong.
     """
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True).checked()
-    config = _wide_enough(config, max(batch_sizes))
+    config = _without_prefix_cache(_wide_enough(config, max(batch_sizes)))
     if json_file is not None:
         _check_place(json_file)
     console = Console(stderr=True)
@@ -94,6 +94,18 @@ def _wide_enough(config: EngineConfig, batch_size: int) -> EngineConfig:
         reason = error.errors(include_url=False)[0]["msg"]
         raise ConfigError(f"--batch-size: {batch_size} cannot run at once: {reason}") from None
     return config.model_copy(update={"scheduler": scheduler})
+
+
+def _without_prefix_cache(config: EngineConfig) -> EngineConfig:
+    """Repeats are to compute their prompts, not to find those of the run before."""
+    off = {"enable_prefix_caching": False}
+    drafter = config.speculative_config
+    return config.model_copy(
+        update={
+            "cache": config.cache.model_copy(update=off),
+            "speculative_config": drafter.model_copy(update={"cache": drafter.cache.model_copy(update=off)}),
+        }
+    )
 
 
 def _environment(config: EngineConfig) -> dict[str, object]:

@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Receive
 
 from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.errors import ApiError, not_ready
@@ -26,6 +25,7 @@ from deploy.openai.requests import (
     parse_body,
     prepare_chat,
     prepare_completion,
+    salted,
 )
 from deploy.openai.responses import ChoiceResult, complete_body
 from deploy.openai.settings import DoorSettings
@@ -82,14 +82,14 @@ class _Door:
         description = self._description()
         body = parse_body(await http.body(), CompletionBody)
         prepared = await prepare_completion(body, description, self._tokenizer, self._settings)
-        return await self._respond(prepared, http.receive)
+        return await self._respond(prepared, http)
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
         description = self._description()
         body = parse_body(await http.body(), ChatBody)
         prepared = await prepare_chat(body, description, self._tokenizer, self._settings)
-        return await self._respond(prepared, http.receive)
+        return await self._respond(prepared, http)
 
     async def models(self) -> Response:
         """GET /v1/models: what is loaded, which may be nothing yet."""
@@ -132,7 +132,10 @@ class _Door:
             revision=description.revision,
         )
 
-    async def _respond(self, prepared: PreparedRequest, receive: Receive) -> Response:
+    async def _respond(self, prepared: PreparedRequest, http: HttpRequest) -> Response:
+        receive = http.receive
+        if not self._settings.share_prefixes_between_keys:
+            prepared = salted(prepared, getattr(http.state, "api_key_digest", None))
         outputs = ChoiceOutputs(
             self._service, prepared.requests, self.metrics, timeout_s=self._settings.request_timeout_s
         )

@@ -10,12 +10,20 @@ from specdec.core.outputs import FinishReason
 StopReason = str | int | None
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of the usage."""
+
+    cached_tokens: int
+    """Prompt tokens that were found in the prefix cache."""
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a whole request; each prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class SpeculativeDecodingMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,7 +64,10 @@ class Border:
 
 
 class ApiKeys:
-    """Asks for `Authorization: Bearer KEY` under /v1/; does nothing when no keys are configured."""
+    """Asks for `Authorization: Bearer KEY` under /v1/; does nothing when no keys are configured.
+
+    Routes find the digest of the key that was given in `state.api_key_digest`.
+    """
 
     def __init__(self, app: ASGIApp, digests: Iterable[bytes]) -> None:
         self._app = app
@@ -73,10 +76,11 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or answer 401."""
         if scope["type"] == "http" and self._digests and scope["path"].startswith("/v1"):
-            self._check(Headers(scope=scope).get("authorization"))
+            digest = self._check(Headers(scope=scope).get("authorization"))
+            scope.setdefault("state", {})["api_key_digest"] = digest
         await self._app(scope, receive, send)
 
-    def _check(self, authorization: str | None) -> None:
+    def _check(self, authorization: str | None) -> bytes:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise _unauthorized("You did not provide an API key: send Authorization: Bearer YOUR_KEY.", None)
@@ -85,6 +89,7 @@ class ApiKeys:
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if not any(matches):
             raise _unauthorized("Incorrect API key provided.", "invalid_api_key")
+        return given
 
 
 def _unauthorized(message: str, code: str | None) -> ApiError:

@@ -190,6 +190,8 @@ class GenerationBody(_Body):
     """Add `metrics.speculative_decoding` to the response (the last chunk of a stream)."""
     return_token_ids: bool = False
     """Add `token_ids` to every choice, and `prompt_token_ids` to complete responses."""
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    """Only requests of one salt find each other's prompts in the prefix cache."""
     metadata: dict[str, str] = Field(default_factory=dict)
     """`class` labels the request in the metrics, when the server's configuration lists it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from dataclasses import dataclass
@@ -99,6 +100,20 @@ async def prepare_chat(
     return _prepared("chatcmpl", body, [prompt], params, description, settings)
 
 
+def salted(prepared: PreparedRequest, api_key_digest: bytes | None) -> PreparedRequest:
+    """Keep cached prompts of different API keys apart, within whatever salt the body names."""
+    if api_key_digest is None:
+        return prepared
+    owner = api_key_digest.hex()
+    return dataclasses.replace(
+        prepared,
+        requests=tuple(
+            msgspec.structs.replace(request, cache_salt=f"{owner} {request.cache_salt or ''}")
+            for request in prepared.requests
+        ),
+    )
+
+
 def _check_model(body: GenerationBody, description: TargetDescription, settings: DoorSettings) -> None:
     served = settings.model_name(description)
     if body.model is not None and body.model != served:
@@ -183,6 +198,7 @@ def _requests(
                     seed=choice_seed(seed, choice),
                     epoch=Epoch(0),
                     num_draft_tokens=body.speculation.num_speculative_tokens if body.speculation else None,
+                    cache_salt=body.cache_salt,
                 )
             )
     return tuple(requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,6 +17,7 @@ from deploy.openai.bodies import (
     CompletionChoice,
     CompletionResponse,
     Delta,
+    PromptTokensDetails,
     ResponseMetrics,
     SpeculativeDecodingMetrics,
     StopReason,
@@ -40,6 +41,7 @@ class ChoiceResult:
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_cached_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -53,6 +55,7 @@ class ChoiceResult:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             if output.stats is not None:
                 self.speculation = output.stats.speculation
+                self.num_cached_tokens = output.stats.num_cached_prompt_tokens
 
     def add(self, output: RequestOutput) -> None:
         """Take over everything."""
@@ -62,11 +65,18 @@ class ChoiceResult:
         self.logprobs.extend(output.logprobs or ())
 
 
-def usage_of(prepared: PreparedRequest, results: Iterable[ChoiceResult]) -> Usage:
-    """Return the token counts of a request."""
+def usage_of(prepared: PreparedRequest, results: Sequence[ChoiceResult]) -> Usage:
+    """Return the token counts of a request.
+
+    A prompt counts once, however many choices it has; what was cached of it is what its first choice found.
+    """
     num_prompt, num_generated = prepared.num_prompt_tokens, sum(result.num_tokens for result in results)
+    num_cached = sum(result.num_cached_tokens for result in results[:: prepared.body.n])
     return Usage(
-        prompt_tokens=num_prompt, completion_tokens=num_generated, total_tokens=num_prompt + num_generated
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
     )
 
 

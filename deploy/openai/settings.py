@@ -24,6 +24,9 @@ class DoorSettings:
     """Longest time for one request, queueing included; None: no limit."""
     api_key_digests: frozenset[bytes] = frozenset()
     """SHA-256 of every accepted API key; empty: no key is asked for."""
+    share_prefixes_between_keys: bool = False
+    """Let requests of one API key find prompts of others in the prefix cache: by the time until the first
+    token, whoever guesses can tell what others have sent."""
     parallelism: str = "tp1"
     """How the target is split, for `system_fingerprint`."""
     rule: str = "sample_and_match"

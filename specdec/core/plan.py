@@ -86,3 +86,6 @@ class TargetResult(msgspec.Struct, frozen=True, array_like=True):
     """Seconds in the model's forward."""
     sample_s: float = 0.0
     """Seconds in sampling."""
+    kv_generation: int = 0
+    """Changes when K/V computed from this step on differ, in their last bits, from those of the same tokens
+    computed before: the forward has been compiled. Cached prefixes of the former generation are stale."""

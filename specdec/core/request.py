@@ -27,3 +27,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Smaller is served first; equal priorities are served in order of arrival."""
     num_draft_tokens: int | None = None
     """Per-request override of k; 0 switches speculation off for this request; None: the server decides."""
+    cache_salt: str | None = None
+    """Only requests of one salt share cached K/V; None is a salt of its own."""

@@ -40,6 +40,11 @@ class SequenceView(Protocol):
         """Unsigned 64-bit noise key of the stream."""
         ...
 
+    @property
+    def cache_salt(self) -> str | None:
+        """Only sequences of one salt may share K/V."""
+        ...
+
 
 class Sequence:
     """Committed tokens of one request and how many of them have K/V in the target's cache.
@@ -91,6 +96,11 @@ class Sequence:
     def seed(self) -> int:
         """Noise key of the stream."""
         return self.request.seed
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Only sequences of one salt may share K/V."""
+        return self.request.cache_salt
 
     @property
     def is_decoding(self) -> bool:

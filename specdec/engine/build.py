@@ -35,6 +35,8 @@ class EngineParts:
     tokenizer: Tokenizer
     scheduler: SchedulerConfig
     controller: SpeculationController
+    prefix_caching: bool
+    """Whether K/V of common prefixes are shared and kept."""
 
 
 def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
@@ -56,6 +58,7 @@ def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> E
         tokenizer=build_tokenizer(config),
         scheduler=config.scheduler,
         controller=controller_for(speculative),
+        prefix_caching=config.cache.enable_prefix_caching,
     )
 
 

@@ -41,6 +41,7 @@ class _Mirror:
         self.epoch = epoch
         self.params: SamplingParams = opening.params
         self.seed = opening.seed
+        self.cache_salt = opening.cache_salt
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX

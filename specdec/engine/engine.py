@@ -64,10 +64,12 @@ class Engine:
         scheduler: SchedulerConfig | None = None,
         controller: SpeculationController | None = None,
         clock: Clock | None = None,
+        prefix_caching: bool = True,
     ) -> Self:
         """Make an engine of parts that exist already; it closes target and proposer with itself.
 
-        Without a controller, 4 tokens are drafted per sequence and round.
+        Without a controller, 4 tokens are drafted per sequence and round. `prefix_caching` is the target's
+        `cache.enable_prefix_caching`.
         """
         parts = EngineParts(
             target=target,
@@ -75,6 +77,7 @@ class Engine:
             tokenizer=tokenizer,
             scheduler=scheduler or SchedulerConfig(),
             controller=controller or FixedController(4),
+            prefix_caching=prefix_caching,
         )
         engine = cls.__new__(cls)
         engine._set_up(parts, clock or MonotonicClock())
@@ -96,7 +99,10 @@ class Engine:
             max_sequence_len=self._admission.max_sequence_len, eos_token_ids=description.eos_token_ids
         )
         self._roster = Roster(
-            num_blocks=description.num_blocks, block_size=description.block_size, config=parts.scheduler
+            num_blocks=description.num_blocks,
+            block_size=description.block_size,
+            config=parts.scheduler,
+            prefix_caching=parts.prefix_caching,
         )
         self._rounds = RoundLoop(
             roster=self._roster,

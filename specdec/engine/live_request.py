@@ -11,6 +11,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import Sequence as TokenSequence
 from specdec.engine.text_stream import Finish, TextStream
 from specdec.kv.block_table import BlockTable
+from specdec.kv.prefix_cache import PrefixTrail
 from specdec.scheduling.state import ServiceKey
 
 
@@ -27,6 +28,7 @@ class LiveRequest:
         "_unreported_text",
         "finish",
         "is_known_to_target",
+        "num_given_up",
         "request",
         "request_id",
         "requested_draft_tokens",
@@ -34,6 +36,7 @@ class LiveRequest:
         "service_key",
         "stats",
         "table",
+        "trail",
     )
 
     def __init__(
@@ -51,11 +54,14 @@ class LiveRequest:
         self.service_key = service_key
         self.requested_draft_tokens = request.num_draft_tokens
         self.table = table
+        self.trail = PrefixTrail(request.cache_salt)
         self.sequence = TokenSequence(request)
         self.stats = RequestStats(arrival_s=arrival_s)
         self.finish: Finish | None = None
         self.is_known_to_target = False
         """Whether the target keeps state of this request, which it has to be told to forget."""
+        self.num_given_up = 0
+        """Computed tokens lost by the last preemption, until it runs again."""
         self._text = text
         self._logprobs: list[TokenLogprobs] = []
         self._unreported_text = ""
@@ -99,6 +105,11 @@ class LiveRequest:
     def seed(self) -> int:
         """Noise key of the stream."""
         return self.request.seed
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Only requests of one salt share cached K/V."""
+        return self.request.cache_salt
 
     @property
     def num_blocks(self) -> int:
@@ -147,8 +158,10 @@ class LiveRequest:
         return num_kept
 
     def preempt(self) -> None:
-        """Give all blocks back; everything is computed again later."""
+        """Give all blocks back; what is not found in the prefix cache later is computed again."""
+        self.num_given_up = self.sequence.num_computed
         self.table.release()
+        self.trail.reset()
         self.sequence.evict()
         self.stats.num_preemptions += 1
 

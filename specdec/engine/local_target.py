@@ -143,6 +143,7 @@ class LocalTarget:
             results=self._without_spoiling_drafts(step.works, results),
             forward_s=forward_s,
             sample_s=sample_s,
+            kv_generation=self._runner.kv_generation,
         )
 
     def _try_generate(self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice]) -> Generated | None:

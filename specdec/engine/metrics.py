@@ -32,7 +32,11 @@ class EngineMetrics:
     """Prompt tokens of requests that were taken in."""
     generation_tokens: int = 0
     num_recomputed_tokens: int = 0
-    """Tokens whose K/V were given up by preemption."""
+    """Tokens whose K/V were given up by preemption and computed once more."""
+    prefix_cache_queries: int = 0
+    """Tokens of requests that began to run, looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Of these, tokens that were found: they were not computed."""
     draft_s: float = 0.0
     """Waiting for proposals."""
     verify_s: float = 0.0
@@ -77,6 +81,8 @@ class EngineMetrics:
             "spec_decode_num_missing_proposals": self.num_missing_proposals,
             "num_preemptions": self.num_preemptions,
             "num_recomputed_tokens": self.num_recomputed_tokens,
+            "prefix_cache_queries": self.prefix_cache_queries,
+            "prefix_cache_hits": self.prefix_cache_hits,
             "prompt_tokens": self.prompt_tokens,
             "generation_tokens": self.generation_tokens,
             "draft_time_seconds": self.draft_s,

@@ -32,6 +32,7 @@ class SequenceOpening(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
+    cache_salt: str | None = None
 
 
 class DraftEntry(msgspec.Struct, frozen=True, array_like=True):

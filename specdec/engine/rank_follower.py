@@ -102,6 +102,7 @@ class _Followed:
         self.request_id = request_id
         self.params: SamplingParams = opening.params
         self.seed = opening.seed
+        self.cache_salt = opening.cache_salt
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX

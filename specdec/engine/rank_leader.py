@@ -167,7 +167,9 @@ class LeadingProposer:
         opening: SequenceOpening | None = None
         if seen is None or not seen.continues_in(sequence):
             seen = self._seen[sequence.request_id] = SeenPrefix()
-            opening = SequenceOpening(sequence.params, sequence.seed, sequence.num_prompt_tokens)
+            opening = SequenceOpening(
+                sequence.params, sequence.seed, sequence.num_prompt_tokens, sequence.cache_salt
+            )
         base_len = seen.length
         seen.update(sequence)
         return DraftEntry(

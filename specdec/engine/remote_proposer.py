@@ -355,7 +355,9 @@ def _entry(sequence: SequenceView, registration: _Registration, budget: int) -> 
     base_len = registration.sent_len
     opening = None
     if base_len == 0:
-        opening = DraftOpening(sequence.params, sequence.seed, sequence.num_prompt_tokens)
+        opening = DraftOpening(
+            sequence.params, sequence.seed, sequence.num_prompt_tokens, sequence.cache_salt
+        )
     return ProposeEntry(
         request_id=sequence.request_id,
         epoch=registration.epoch,

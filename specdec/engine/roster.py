@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from specdec.core.ids import RequestId
+from specdec.core.ids import BlockId, RequestId
 from specdec.engine.live_request import LiveRequest
 from specdec.kv.block_allocator import BlockAllocator
 from specdec.kv.block_table import BlockTable
+from specdec.kv.prefix_cache import PrefixCache
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.queue import WaitingQueue
 from specdec.scheduling.scheduler import plan_round
 from specdec.scheduling.speculation.controller import SpeculationController
-from specdec.scheduling.state import RoundLimits, RoundPlan
+from specdec.scheduling.state import CachedPrefix, RoundLimits, RoundPlan
+
+
+class Applied(NamedTuple):
+    """What a plan has brought about, for the counters. In tokens."""
+
+    num_recomputed: int
+    """Lost by preemption, and not found again by requests that go on now."""
+    num_queried: int
+    """Looked up in the prefix cache for requests that run for the first time."""
+    num_hit: int
+    """Of these, found."""
 
 
 class Roster:
-    """The requests of one engine and the target's KV blocks. All changes of either go through here."""
+    """The requests of one engine and the target's KV blocks. All changes of either go through here.
 
-    def __init__(self, *, num_blocks: int, block_size: int, config: SchedulerConfig) -> None:
+    With a prefix cache, it is what scheduling calls `BlockSharing`.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, config: SchedulerConfig, prefix_caching: bool
+    ) -> None:
         self.block_size = block_size
         self.waiting: WaitingQueue[LiveRequest] = WaitingQueue()
         self.running: dict[RequestId, LiveRequest] = {}
         self._config = config
-        self._allocator = BlockAllocator(num_blocks)
+        self._cache = PrefixCache(num_blocks, block_size) if prefix_caching else None
+        self._allocator = BlockAllocator(num_blocks) if self._cache is None else self._cache.allocator
         self._to_forget: list[RequestId] = []
 
     def __iter__(self) -> Iterator[LiveRequest]:
@@ -52,28 +72,76 @@ class Roster:
             num_free_blocks=self._allocator.num_free,
             num_usable_blocks=self._allocator.num_usable,
         )
-        return plan_round(tuple(self.running.values()), self.waiting, limits, controller)
+        sharing = None if self._cache is None else self
+        return plan_round(tuple(self.running.values()), self.waiting, limits, controller, sharing)
 
-    def apply(self, plan: RoundPlan, now_s: float) -> int:
-        """Preempt, admit and hand out blocks as planned; return the number of computed tokens given up."""
-        num_lost = 0
+    def apply(self, plan: RoundPlan, now_s: float) -> Applied:
+        """Preempt, admit and hand out blocks as planned."""
         for request_id in plan.preempted:
             live = self.running.pop(request_id)
-            num_lost += live.num_computed
             live.preempt()
             self._forget(live)
             self.waiting.push(live)
-        for request_id in plan.admitted:
-            admitted = self.waiting.remove(request_id)
-            assert admitted is not None
-            admitted.table.grow(admitted.committed_len)
-            if admitted.stats.first_scheduled_s is None:
-                admitted.stats.first_scheduled_s = now_s
-            self.running[request_id] = admitted
+        # Every cached block that the plan counts on is held before any other block is handed out.
+        admitted = [self._admit(request_id, plan.num_cached) for request_id in plan.admitted]
+        applied = self._count_admissions(admitted)
+        for live in admitted:
+            live.table.grow(live.committed_len)
+            if live.stats.first_scheduled_s is None:
+                live.stats.first_scheduled_s = now_s
         for request_id, num_tokens in plan.num_tokens.items():
             live = self.running[request_id]
             live.table.grow(live.num_computed + num_tokens)
-        return num_lost
+        return applied
+
+    def note_computed(self, live: LiveRequest) -> None:
+        """Take note that a request has advanced: its full blocks may be found from now on."""
+        if self._cache is not None:
+            self._cache.offer(live.trail, live.table, live.token_ids, live.num_computed)
+
+    def withdraw(self, live: LiveRequest) -> None:
+        """Let nobody find the blocks of a request that went wrong."""
+        if self._cache is not None:
+            self._cache.withdraw(live.trail, live.table)
+
+    def drop_cache(self) -> None:
+        """Let nobody find any block that has been computed so far."""
+        if self._cache is not None:
+            self._cache.allocator.forget_all()
+            for live in self.running.values():
+                live.trail.is_closed = True
+
+    def cached_prefix(self, request_id: RequestId) -> CachedPrefix:
+        """See `BlockSharing`."""
+        live = self.waiting.get(request_id)
+        assert live is not None
+        blocks, next_key = self._find(live)
+        num_held = sum(self._allocator.reference_count(block) > 0 for block in blocks)
+        return CachedPrefix(len(blocks) * self.block_size, num_held, next_key)
+
+    def unread_blocks(self, request_id: RequestId) -> Sequence[Hashable]:
+        """See `BlockSharing`."""
+        live = self.running.get(request_id) or self.waiting.get(request_id)
+        assert live is not None
+        if live.trail.is_closed:
+            return ()
+        keys = live.trail.keys(live.token_ids, live.committed_len, self.block_size)
+        return keys[live.trail.num_offered : live.committed_len // self.block_size]
+
+    def num_freed(self, request_ids: Collection[RequestId]) -> int:
+        """See `BlockSharing`."""
+        holders: Counter[BlockId] = Counter()
+        for request_id in request_ids:
+            holders.update(self.running[request_id].table.block_ids)
+        count = self._allocator.reference_count
+        return sum(count(block) == num_holders for block, num_holders in holders.items())
+
+    def num_lost(self, request_id: RequestId) -> int:
+        """See `BlockSharing`."""
+        live = self.running[request_id]
+        count = self._allocator.reference_count
+        num_shared = sum(count(block) > 1 for block in live.table.block_ids)
+        return max(0, live.num_computed - num_shared * self.block_size)
 
     def remove(self, request_id: RequestId) -> LiveRequest | None:
         """Take a request out and free its blocks; None when it is not here."""
@@ -94,14 +162,49 @@ class Roster:
         self.waiting.check_integrity()
         self._allocator.check_integrity()
         assert not self.running.keys() & {live.request_id for live in self.waiting}
-        held = 0
+        holders: Counter[BlockId] = Counter()
         for live in self:
             live.table.check_integrity()
-            held += live.num_blocks
+            holders.update(live.table.block_ids)
+            assert live.trail.num_offered * self.block_size <= live.num_computed
             assert live.num_computed <= live.table.capacity
             assert live.finish is None, f"{live.request_id} has ended but is still here"
         assert all(live.num_blocks == 0 for live in self.waiting), "a waiting request holds blocks"
-        assert held == self._allocator.num_used, "blocks are held by nobody here"
+        assert len(holders) == self._allocator.num_used, "blocks are held by nobody here"
+        for block, num_holders in holders.items():
+            assert self._allocator.reference_count(block) == num_holders, f"holders of block {block}"
+
+    def _find(self, live: LiveRequest) -> tuple[list[BlockId], Hashable | None]:
+        """Return the cached blocks of a waiting request, and the name of the first one that is missing."""
+        assert self._cache is not None
+        keys = self._cache.findable_keys(live.trail, live.token_ids)
+        blocks = self._cache.allocator.find(keys)
+        return blocks, keys[len(blocks)] if len(blocks) < len(keys) else None
+
+    def _admit(self, request_id: RequestId, num_cached: Mapping[RequestId, int]) -> LiveRequest:
+        """Let a waiting request run, with the cached blocks that the plan has found for it."""
+        live = self.waiting.remove(request_id)
+        assert live is not None
+        self.running[request_id] = live
+        num_tokens = num_cached.get(request_id, 0)
+        if num_tokens:
+            assert self._cache is not None
+            blocks, _ = self._find(live)
+            assert len(blocks) * self.block_size == num_tokens, "the plan found other blocks"
+            self._cache.lend(blocks, live.trail, live.table)
+            live.sequence.advance_computed(num_tokens)
+        return live
+
+    def _count_admissions(self, admitted: Sequence[LiveRequest]) -> Applied:
+        num_recomputed = num_queried = num_hit = 0
+        for live in admitted:
+            num_recomputed += max(0, live.num_given_up - live.num_computed)
+            live.num_given_up = 0
+            if self._cache is not None and live.stats.first_scheduled_s is None:
+                num_queried += live.committed_len
+                num_hit += live.num_computed
+                live.stats.num_cached_prompt_tokens = min(live.num_computed, live.num_prompt_tokens)
+        return Applied(num_recomputed, num_queried, num_hit)
 
     def _forget(self, live: LiveRequest) -> None:
         if live.is_known_to_target:

@@ -44,6 +44,7 @@ class RoundLoop:
         self._clock = clock
         self._vocab_size = target.description.vocab_size
         self._step_ids = itertools.count()
+        self._kv_generation: int | None = None
 
     def run(self) -> list[RequestOutput]:
         """Run one round and return what is new.
@@ -71,7 +72,10 @@ class RoundLoop:
     def _plan(self, now_s: float) -> RoundPlan:
         plan = self._roster.plan(self._controller)
         assert plan.num_tokens, "a round without work: the planner must always let the first in order go on"
-        self._metrics.num_recomputed_tokens += self._roster.apply(plan, now_s)
+        applied = self._roster.apply(plan, now_s)
+        self._metrics.num_recomputed_tokens += applied.num_recomputed
+        self._metrics.prefix_cache_queries += applied.num_queried
+        self._metrics.prefix_cache_hits += applied.num_hit
         self._metrics.num_preemptions += len(plan.preempted)
         return plan
 
@@ -160,6 +164,10 @@ class RoundLoop:
     def _commit(
         self, step: TargetStep, result: TargetResult, proposals: Proposals, now_s: float
     ) -> tuple[list[RequestOutput], list[DraftOutcome]]:
+        if result.kv_generation != self._kv_generation:
+            if self._kv_generation is not None:
+                self._roster.drop_cache()
+            self._kv_generation = result.kv_generation
         outputs: list[RequestOutput] = []
         outcomes: list[DraftOutcome] = []
         for work, answer in zip(step.works, result.results, strict=True):
@@ -168,14 +176,17 @@ class RoundLoop:
                 failure = Finish(
                     reason="error", error=answer.error, error_code=answer.error_code or "sequence_failed"
                 )
+                self._roster.withdraw(live)
                 outputs.append(self._retire(live, live.end(failure, now_s)))
             elif work.num_sampled_rows == 0:
                 live.sequence.advance_computed(len(work.token_ids))
+                self._roster.note_computed(live)
             else:
                 proposal = proposals.get(work.request_id)
                 drafted = proposal.token_ids if proposal is not None else ()
                 verdict = match(drafted[: len(answer.token_ids) - 1], None, answer.token_ids)
                 num_kept = live.commit(verdict.token_ids, answer.logprobs, now_s)
+                self._roster.note_computed(live)
                 if drafted:
                     outcomes.append(
                         self._count_draft(live, len(drafted), min(verdict.num_accepted, num_kept))

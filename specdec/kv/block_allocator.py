@@ -44,7 +44,7 @@ class BlockAllocator:
     @property
     def num_used(self) -> int:
         """Blocks that somebody holds."""
-        return self.num_usable - len(self._free)
+        return self.num_usable - self.num_free
 
     def reference_count(self, block: BlockId) -> int:
         """Return how many holders a block has."""
@@ -75,13 +75,22 @@ class BlockAllocator:
             assert count >= 0, f"block {block} is freed once too often"
             self._reference_counts[block] = count
             if count == 0:
-                self._free.append(block)
+                self._take_back(block)
+
+    def _take_back(self, block: BlockId) -> None:
+        """The last holder has gone."""
+        self._free.append(block)
+
+    def _unheld(self) -> list[BlockId]:
+        """Blocks that can be handed out, for the integrity check."""
+        return self._free
 
     def check_integrity(self) -> None:
         """Assert that every block is either free, once, or held. Costs time linear in the pool."""
         assert self._reference_counts[SCRATCH_BLOCK] == 0, "the scratch block was handed out"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
+        unheld = self._unheld()
+        free = set(unheld)
+        assert len(free) == len(unheld), "a block is free twice"
         assert SCRATCH_BLOCK not in free, "the scratch block is in the free list"
         for block in range(1, self.num_blocks):
             held = self._reference_counts[block]

@@ -54,6 +54,11 @@ class BlockTable:
         """Return how many more blocks `num_tokens` tokens need (0 when they fit already)."""
         return max(0, num_blocks_for(num_tokens, self.block_size) - len(self._block_ids))
 
+    def begin_with(self, block_ids: Sequence[BlockId]) -> None:
+        """Begin with blocks of which this table, empty so far, has been made a holder."""
+        assert not self._block_ids
+        self._block_ids.extend(block_ids)
+
     def grow(self, num_tokens: int) -> None:
         """Hold blocks for at least `num_tokens` tokens. The caller has looked at `num_missing`."""
         missing = num_blocks_for(num_tokens, self.block_size) - len(self._block_ids)

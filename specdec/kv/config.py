@@ -17,3 +17,6 @@ class CacheConfig(StrictConfig):
     full length need."""
     memory_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Bytes for K and V of all layers, when `num_blocks` is not given."""
+    enable_prefix_caching: bool = True
+    """Keep K/V of finished requests, and let requests that begin with the same tokens use them, until the
+    memory is needed. Blocks in use by requests are never kept from them."""

@@ -125,6 +125,11 @@ class CompiledForward:
         return self._state
 
     @property
+    def is_ready(self) -> bool:
+        """See `ForwardGraphs`."""
+        return self._forward is not None
+
+    @property
     def num_packed_bytes(self) -> int:
         """Memory that packed weights take."""
         return 0 if self._weights is None else self._weights.num_bytes

@@ -37,6 +37,11 @@ class ForwardInputs:
 class ForwardGraphs(Protocol):
     """A compiled form of the model's forward."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is there: before, everything runs eagerly."""
+        ...
+
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
         """Return logits [L, vocab], in any floating dtype, or None when this batch must run eagerly.
 
@@ -126,6 +131,11 @@ class ModelRunner:
     ) -> Generated | None:
         """See `model.batch.GeneratingRunner.try_generate`: None while the forward runs eagerly."""
         return None if self.graphs is None else self.graphs.try_generate(slices, num_more, chooser)
+
+    @property
+    def kv_generation(self) -> int:
+        """See `core.plan.TargetResult.kv_generation`: 0 while the forward runs eagerly, 1 once compiled."""
+        return int(self.graphs is not None and self.graphs.is_ready)
 
     def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
         """Lay `slices` out as one flat batch on the model's device."""

@@ -8,17 +8,18 @@ the rule `sample_and_match`; ratio rules need drafts from a stream of their own.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.core.idle_work import IdleWork
-from specdec.core.ids import RequestId
+from specdec.core.ids import BlockId, RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
 from specdec.kv.block_allocator import BlockAllocator
 from specdec.kv.block_table import BlockTable
+from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
 from specdec.model.batch import Runner
 from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, StepwiseDraftLoop
@@ -30,11 +31,13 @@ from specdec.sampling.shaping import LogitShaper, shaper_for
 class _DraftSequence:
     """What the draft model has read of one sequence."""
 
-    __slots__ = ("drafted", "is_foreign", "num_read", "seen", "shaper", "table")
+    __slots__ = ("drafted", "is_foreign", "num_read", "seen", "shaper", "table", "trail")
 
-    def __init__(self, table: BlockTable) -> None:
+    def __init__(self, table: BlockTable, salt: str | None) -> None:
         self.table = table
         self.shaper: LogitShaper | None = None
+        self.trail = PrefixTrail(salt)
+        """Names of the blocks of the prefix `seen`."""
         self.seen = SeenPrefix()
         self.is_foreign = False
         """Whether that prefix holds a token that the draft model does not have."""
@@ -46,9 +49,9 @@ class _DraftSequence:
     def follow(self, sequence: SequenceView, vocab_size: int) -> None:
         """Keep the K/V of what was read and has since been committed, and no more."""
         if not self.seen.continues_in(sequence):
+            self.forget()
             self.seen = SeenPrefix()
-            self.num_read = 0
-            self.drafted = ()
+            self.trail = PrefixTrail(sequence.cache_salt)
             self.is_foreign = False
             self.shaper = None
         committed = sequence.token_ids[self.seen.length :]
@@ -62,6 +65,13 @@ class _DraftSequence:
         self.num_read = min(self.num_read, sequence.committed_len - 1)
         self.drafted = ()
         self.seen.update(sequence)
+
+    def forget(self) -> None:
+        """Give all blocks back. They are never written again: others may have them by now."""
+        self.table.release()
+        self.trail.reset()
+        self.num_read = 0
+        self.drafted = ()
 
 
 @dataclass(slots=True)
@@ -96,6 +106,7 @@ class DraftModelProposer:
         eos_token_ids: Sequence[int] = (),
         fused_loop: FusedDraftLoop | None = None,
         idle_work: Sequence[IdleWork] = (),
+        prefix_caching: bool = True,
     ) -> None:
         """Draft with `runner`, whose KV pool is this proposer's alone.
 
@@ -109,6 +120,7 @@ class DraftModelProposer:
             eos_token_ids: tokens that min_tokens keeps from being drafted.
             fused_loop: asked first to draft, with the same runner, sampler and vocabulary.
             idle_work: what makes the runner faster (see `HasIdleWork`).
+            prefix_caching: keep what was read of sequences, for others that begin with the same tokens.
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
@@ -118,7 +130,12 @@ class DraftModelProposer:
         self._eos_token_ids = tuple(eos_token_ids)
         limit = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
         self._max_context = limit if max_context is None else min(limit, max_context)
-        self._allocator = BlockAllocator(runner.num_blocks)
+        self._cache = PrefixCache(runner.num_blocks, runner.block_size) if prefix_caching else None
+        self._allocator = BlockAllocator(runner.num_blocks) if self._cache is None else self._cache.allocator
+        self.num_queried_tokens = 0
+        """Committed tokens of sequences that were opened, since the start."""
+        self.num_cached_tokens = 0
+        """Of these, tokens that were found in the cache and so not read."""
         self._states: OrderedDict[RequestId, _DraftSequence] = OrderedDict()
         self.capabilities = ProposerCapabilities(
             name="draft_model", sampled=True, kv="own", max_context=self._max_context
@@ -158,12 +175,15 @@ class DraftModelProposer:
     def check_integrity(self) -> None:
         """Assert that all blocks held are held by a sequence known here."""
         self._allocator.check_integrity()
-        held = 0
+        holders: Counter[BlockId] = Counter()
         for state in self._states.values():
             state.table.check_integrity()
             assert state.num_read + len(state.drafted) <= state.table.capacity
-            held += state.table.num_blocks
-        assert held == self._allocator.num_used
+            assert state.trail.num_offered * self._runner.block_size <= state.num_read
+            holders.update(state.table.block_ids)
+        assert len(holders) == self._allocator.num_used
+        for block, num_holders in holders.items():
+            assert self._allocator.reference_count(block) == num_holders
 
     def _open(self, sequence: SequenceView, budget: int, in_use: set[RequestId]) -> _Drafting | None:
         """Hold blocks for a sequence and its draft; None when it has no room or cannot be read.
@@ -178,20 +198,35 @@ class DraftModelProposer:
             return None
         if state is None:
             state = self._states[sequence.request_id] = _DraftSequence(
-                BlockTable(self._allocator, self._runner.block_size)
+                BlockTable(self._allocator, self._runner.block_size), sequence.cache_salt
             )
         self._states.move_to_end(sequence.request_id)
         state.follow(sequence, self._runner.vocab_size)
         if state.is_foreign:
-            state.num_read = 0
-            state.table.release()
+            state.forget()
             return None
+        if self._cache is not None and state.table.num_blocks == 0:
+            self._borrow(self._cache, state, sequence)
         if not self._make_room(state.table.num_missing(committed_len + budget), in_use):
             # What it holds is worth nothing if it can never be completed, but blocks others.
             self.release((sequence.request_id,))
             return None
         state.table.grow(committed_len + budget)
         return _Drafting(sequence, state, budget)
+
+    def _borrow(self, cache: PrefixCache, state: _DraftSequence, sequence: SequenceView) -> None:
+        """Begin with what has been read of other sequences."""
+        blocks = cache.find(state.trail, sequence.token_ids)
+        cache.lend(blocks, state.trail, state.table)
+        state.num_read = len(blocks) * self._runner.block_size
+        self.num_queried_tokens += sequence.committed_len
+        self.num_cached_tokens += state.num_read
+
+    def _offer(self, state: _DraftSequence, sequence: SequenceView) -> None:
+        """Let others find what has been read. The last token is read again, and so not among it."""
+        if self._cache is not None:
+            num_read = min(state.num_read, sequence.committed_len - 1)
+            self._cache.offer(state.trail, state.table, sequence.token_ids, num_read)
 
     def _make_room(self, num_blocks: int, in_use: set[RequestId]) -> bool:
         """Free that many blocks, at the cost of sequences that were not asked for the longest time."""
@@ -228,6 +263,7 @@ class DraftModelProposer:
             drafting.state.num_read += num_tokens
             drafting.state.drafted = tuple(chain[:-1])  # the last token was not read
             drafting.token_ids = chain
+            self._offer(drafting.state, drafting.view)
 
     def _shaper(self, drafting: _Drafting) -> LogitShaper | None:
         """Return what the request does to logits behind its committed tokens."""

@@ -51,6 +51,7 @@ def load_draft_model(
         vocab_size=target.vocab_size,
         max_context=config.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
+        prefix_caching=config.cache.enable_prefix_caching,
     )
 
 
@@ -68,6 +69,7 @@ def make_draft_model_proposer(
         vocab_size=target.vocab_size,
         max_context=config.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
+        prefix_caching=config.cache.enable_prefix_caching,
         fused_loop=NativeDraftLoop(runner, sampler, target.vocab_size),
         idle_work=(compiled,),
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from specdec.core.ids import RequestId
@@ -50,6 +50,37 @@ class Schedulable(Protocol):
         ...
 
 
+class CachedPrefix(NamedTuple):
+    """What the cache has of a waiting request."""
+
+    num_tokens: int = 0
+    """Leading tokens whose K/V are there: whole blocks, and never the request's last token."""
+    num_held_blocks: int = 0
+    """Of these blocks, those that somebody holds. The others come out of the free ones."""
+    next_block: Hashable | None = None
+    """Name of the first full block that is not there; None when there is none."""
+
+
+class BlockSharing(Protocol):
+    """What scheduling asks about KV blocks that several requests hold, or that are kept for others."""
+
+    def cached_prefix(self, request_id: RequestId) -> CachedPrefix:
+        """Look a waiting request up."""
+        ...
+
+    def unread_blocks(self, request_id: RequestId) -> Iterable[Hashable]:
+        """Names of the full blocks that a request has yet to compute, when others may find them."""
+        ...
+
+    def num_freed(self, request_ids: Collection[RequestId]) -> int:
+        """Blocks that become free when all of these running requests give theirs back."""
+        ...
+
+    def num_lost(self, request_id: RequestId) -> int:
+        """Computed tokens in blocks that a running request alone holds: what preemption may lose."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundLimits:
     """What one round may use."""
@@ -75,3 +106,5 @@ class RoundPlan:
     """Running requests that give all their blocks back, before anything else happens."""
     admitted: tuple[RequestId, ...] = ()
     """Waiting requests that run from now on, in order; they get blocks for all their tokens at once."""
+    num_cached: Mapping[RequestId, int] = field(default_factory=dict)
+    """Tokens of admitted requests that need not be computed: `CachedPrefix.num_tokens`, where not 0."""

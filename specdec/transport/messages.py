@@ -82,6 +82,7 @@ class DraftOpening(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
+    cache_salt: str | None = None
 
 
 class ProposeEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -108,3 +108,6 @@ def test_door_settings_follow_the_configuration() -> None:
     assert (settings.served_model_name, settings.max_body_bytes) == ("m", 2048)
     assert (settings.max_choices, settings.request_timeout_s) == (3, 9)
     assert settings.api_key_digests == {b"digest"}
+    assert not settings.share_prefixes_between_keys
+    shared = config.model_copy(update={"http": HttpConfig(share_prefixes_between_keys=True)})
+    assert door_settings(shared, frozenset()).share_prefixes_between_keys

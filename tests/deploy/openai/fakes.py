@@ -110,7 +110,7 @@ class ScriptedService:
                 per_step_drafted=[4, 2],
                 per_step_accepted=[1, 2],
             )
-            stats = RequestStats(arrival_s=0.0, speculation=speculation)
+            stats = RequestStats(arrival_s=0.0, num_cached_prompt_tokens=2, speculation=speculation)
         is_error = finish_reason == "error"
         return RequestOutput(
             request_id=request.request_id,

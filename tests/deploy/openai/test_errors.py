@@ -268,6 +268,25 @@ def test_api_keys() -> None:
     assert door.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(("shares", "num_salts"), [(False, 6), (True, 3)])
+def test_api_keys_keep_cached_prompts_apart(shares: bool, num_salts: int) -> None:
+    keys = ["one", "two"]
+    door = Door(
+        settings=DoorSettings(
+            api_key_digests=frozenset(map(digest_api_key, keys)), share_prefixes_between_keys=shares
+        )
+    )
+    for key in keys * 2:
+        for salt in (None, "s", "two"):
+            body = {"prompt": "abc"} | ({"cache_salt": salt} if salt else {})
+            headers = {"Authorization": f"Bearer {key}"}
+            assert door.post("/v1/completions", body, headers=headers).status_code == 200
+    salts = [request.cache_salt for request in door.service.requests]
+    assert salts[:6] == salts[6:], "the same for the same key and body"
+    assert len(set(salts)) == num_salts
+    assert not any("one" in (salt or "") for salt in salts)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("refusal", "status", "code"),

@@ -13,6 +13,16 @@ from tests.deploy.openai.fakes import DESCRIPTION, PIECES, Door, ScriptedService
 TEXT = "".join(PIECES)
 
 
+def usage(num_prompt: int, num_generated: int, num_cached: int = 2) -> dict[str, object]:
+    """The scripted service says of every choice that 2 tokens of its prompt were cached."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
 @pytest.fixture
 def door() -> Door:
     return Door()
@@ -29,7 +39,7 @@ def test_completion(door: Door) -> None:
     assert body["choices"] == [
         {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert body["usage"] == usage(3, 5)
     assert door.service.requests[0].params.max_tokens == 9
     assert door.service.aborted == []
 
@@ -87,7 +97,7 @@ def test_top_k_that_keeps_all_is_none(door: Door, top_k: int | None) -> None:
 def test_prompts_and_choices_are_in_openais_order(door: Door) -> None:
     body = door.complete(prompt=["ab", "c"], n=2, seed=11).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    assert body["usage"] == usage(3, 20, num_cached=2 * 2)
     requests = sorted(door.service.requests, key=lambda request: request.request_id)
     assert [len(request.prompt_token_ids) for request in requests] == [2, 2, 1, 1]
     # A prompt gives the same tokens in a list and alone.
@@ -180,7 +190,7 @@ def test_streamed_chat(door: Door) -> None:
     assert chunks[-2]["choices"][0]["delta"] == {}
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
+    assert chunks[-1]["usage"] == usage(20, 5)
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] == 6
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 

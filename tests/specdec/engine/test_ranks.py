@@ -187,6 +187,27 @@ def test_same_tokens_over_ranks(
     assert accepted > 0
 
 
+def serve_twice(group: RankGroup, config: EngineConfig, params: SamplingParams) -> Any:
+    """Rank 0: streams of two waves of the same prompts, and how many tokens the second found in the cache."""
+    if group.rank > 0:
+        follow("target", config, group)
+        return None
+    with leading_engine(group, config) as engine:
+        waves = [generate(engine, [params]) for _ in range(2)]
+        return waves, engine.metrics().prefix_cache_hits
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_cached_prefixes_are_those_of_all_ranks(
+    rank_pool: Pools, folder_of: Callable[[str], Path], size: int
+) -> None:
+    """Block tables come from rank 0: a hit there is a hit in every rank."""
+    pool = rank_pool(size)
+    waves, num_hits = pool.run(serve_twice, config_of(folder_of("llama"), size), PLAIN)[0]
+    assert waves[0] == waves[1]
+    assert num_hits > 0
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "olmo2"])
 def test_same_tokens_with_a_draft_model_of_one_rank(
     rank_pool: Pools, folder_of: Callable[[str], Path], architecture: str

@@ -94,6 +94,7 @@ def toy_engine(
     max_num_batched_tokens: int = 64,
     max_num_waiting: int = 1024,
     clock: Clock | None = None,
+    prefix_caching: bool = True,
 ) -> Engine:
     """Return an engine over a toy target of 256 blocks of 4 tokens, unless another one is given."""
     return Engine.from_parts(
@@ -107,6 +108,7 @@ def toy_engine(
         ),
         controller=FixedController(num_draft_tokens),
         clock=clock,
+        prefix_caching=prefix_caching,
     )
 
 

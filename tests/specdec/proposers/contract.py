@@ -28,6 +28,7 @@ class FrozenView:
     params: SamplingParams = GREEDY
     seed: int = 7
     num_prompt_tokens: int = 1
+    cache_salt: str | None = None
 
     @property
     def committed_len(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -145,16 +146,25 @@ class TestMemory:
         made.close()
 
     def test_longest_unused_sequence_makes_room(self, proposer: Checked) -> None:
-        for name in "abc":
-            assert propose_one(proposer, view(name, range(8)), 3)  # 11 tokens: 3 blocks each
+        views = {name: view(name, range(first, first + 8)) for first, name in enumerate("abc")}
+        for one in views.values():
+            assert propose_one(proposer, one, 3)  # 11 tokens: 3 blocks each
         assert set(proposer._states) == {"b", "c"}
-        assert propose_one(proposer, view("a", range(8)), 3) == propose_one(make(), view("a", range(8)), 3)
+        assert propose_one(proposer, views["a"], 3) == propose_one(make(), views["a"], 3)
 
     def test_who_does_not_fit_beside_the_others_gets_nothing(self, proposer: Checked) -> None:
-        views = [view(name, range(8)) for name in "abc"]
+        views = [view(name, range(first, first + 8)) for first, name in enumerate("abc")]
         for _ in range(3):  # and holds nothing, so that the others can go on
             proposals = proposer.propose(views, {one.request_id: 3 for one in views})
             assert set(proposals) == {"a", "b"}
+
+    def test_a_common_beginning_takes_its_blocks_once(self, proposer: Checked) -> None:
+        for name in "abcd":  # two full blocks in common, one each for the draft
+            assert propose_one(proposer, view(name, range(9)), 3) == propose_one(
+                make(), view(name, range(9)), 3
+            )
+        assert set(proposer._states) == set("abcd")
+        assert proposer._allocator.num_used == 2 + 4
 
     def test_context_limit(self) -> None:
         proposer = make(max_context=10)
@@ -168,6 +178,56 @@ class TestMemory:
         assert proposer._allocator.num_used == 3
         proposer.release([RequestId("a")])
         assert proposer._allocator.num_used == 0
+
+
+class TestPrefixCache:
+    """What was read of one sequence is not read again for another, nor for the same one later."""
+
+    def test_only_the_rest_is_read(self) -> None:
+        runner = ToyRunner(MODEL, block_size=4)
+        proposer = make(runner)
+        propose_one(proposer, view("a", range(20)), 1)
+        num_read = runner.num_tokens_read
+        propose_one(proposer, view("b", (*range(16), 3, 2, 1)), 1)
+        assert runner.num_tokens_read - num_read == 3
+        assert (proposer.num_queried_tokens, proposer.num_cached_tokens) == (39, 16)
+
+    def test_a_released_sequence_is_found_again(self) -> None:
+        runner = ToyRunner(MODEL, block_size=4)
+        proposer = make(runner)
+        propose_one(proposer, view("a", range(20)), 1)
+        proposer.release([RequestId("a")])
+        num_read = runner.num_tokens_read
+        assert propose_one(proposer, view("a", range(21)), 2) == propose_one(make(), view("a", range(21)), 2)
+        assert runner.num_tokens_read - num_read == 21 - 16 + 1  # and one for the second draft token
+
+    def test_rejected_drafts_are_never_found(self) -> None:
+        """The draft fills blocks with tokens that were not committed: nobody else may get them."""
+        runner = ToyRunner(MODEL, block_size=2)
+        proposer = make(runner)
+        first = view("a", range(3))
+        drafted = propose_one(proposer, first, 8)
+        wrong = (drafted[0] + 1) % VOCAB_SIZE
+        propose_one(proposer, view("a", (*first.token_ids, wrong)), 8)
+        proposer.release([RequestId("a")])
+        for tokens in ((*first.token_ids, *drafted), (*first.token_ids, wrong, *drafted)):
+            assert propose_one(proposer, view("b", tokens)) == propose_one(make(), view("b", tokens))
+            proposer.release([RequestId("b")])
+
+    @pytest.mark.parametrize("options", [{"prefix_caching": False}, {}], ids=["off", "other salt"])
+    def test_nothing_is_shared(self, options: dict[str, bool]) -> None:
+        proposer = make(**options)  # type: ignore[arg-type]
+        propose_one(proposer, view("a", range(20)))
+        propose_one(proposer, dataclasses.replace(view("b", range(20)), cache_salt="x"))
+        assert proposer.num_cached_tokens == 0
+
+    def test_a_prefix_that_changes_is_written_into_other_blocks(self) -> None:
+        """The blocks of the former prefix may be in others' hands by then."""
+        proposer = make(ToyRunner(MODEL, block_size=2))
+        propose_one(proposer, view("a", range(9)))
+        kept = propose_one(proposer, view("b", range(9)))
+        propose_one(proposer, view("a", range(5, 14)))
+        assert propose_one(proposer, view("b", range(9))) == kept
 
 
 def test_tokens_that_the_target_lacks_are_never_proposed() -> None:
