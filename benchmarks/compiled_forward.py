@@ -27,11 +27,11 @@ from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.floor import bytes_per_step, fastest_read, in_turn
 from benchmarks.report import Spread, report_headlines, write_results
 from specdec.attention.base import PagedBatch
 from specdec.attention.native import load_library
 from specdec.kv.config import CacheConfig
-from specdec.kv.huge_pages import huge_zeros
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.graphs import CompiledForward
@@ -40,8 +40,6 @@ from specdec.model.runner import ForwardInputs, ModelRunner
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BLOCK_SIZE = 16
-_STEPS_IN_TURN = 8
-_WARM_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +151,6 @@ class Subject:
             seconds[kind] = time.perf_counter() - started_s
         return run, seconds
 
-    def bytes_per_step(self, context: int) -> int:
-        """Weights and cached K/V that one step reads at least once."""
-        layers = self.runner.loaded.layers
-        itemsize = self.runner.loaded.dtype.itemsize
-        cached = sum(2 * context * layer.num_kv_heads * layer.head_dim for layer in layers)
-        return self.forward.num_packed_bytes + cached * itemsize
-
 
 def make_llama_26m(folder: Path) -> Path:
     """Write a Llama of 26 million random parameters."""
@@ -179,34 +170,14 @@ def make_llama_26m(folder: Path) -> Path:
     return folder
 
 
-def fastest_read(num_bytes: int) -> Callable[[], torch.Tensor]:
-    """Return the reduction of PyTorch that reads a buffer of this size, on huge pages, fastest."""
-    buffer = huge_zeros([num_bytes // 4], torch.float32).fill_(1.0)  # memory is there once written
-    reads: list[Callable[[], torch.Tensor]] = [buffer.sum, buffer.max, lambda: torch.dot(buffer, buffer)]
-    seconds = in_turn({str(number): read for number, read in enumerate(reads)}, turns=2)
-    return reads[min(range(len(reads)), key=lambda number: min(seconds[str(number)]))]
-
-
-def in_turn(ways: dict[str, Callable[[], torch.Tensor]], turns: int) -> dict[str, list[float]]:
-    """Seconds of every step of each way: some steps each in turn, in alternating order."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(turns):
-        for name in list(ways) if number % 2 == 0 else list(reversed(ways)):
-            for _ in range(_WARM_STEPS):
-                ways[name]()
-            for _ in range(_STEPS_IN_TURN):
-                started_s = time.perf_counter()
-                ways[name]()
-                seconds[name].append(time.perf_counter() - started_s)
-    return seconds
-
-
 def measure(subject: Subject, rows: int, plan: Plan) -> dict[str, Any]:
     """All ways of one step."""
     inputs = subject.inputs(rows, plan.context)
     compiled, compile_seconds = subject.torch_compiled(inputs)
     ways = {"eager": subject.eager(inputs), "torch_compile": compiled, "ours": subject.ours(inputs)}
-    num_bytes = subject.bytes_per_step(plan.context)
+    num_bytes = bytes_per_step(
+        subject.runner.loaded, subject.forward.num_packed_bytes, batch=1, context=plan.context
+    )
     expected = ways["eager"]().float()
     differences = {
         name: float((run().float() - expected).abs().max() / expected.abs().max())

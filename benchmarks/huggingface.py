@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,7 +15,8 @@ class HuggingFaceGenerator:
     """Greedy `generate` of exactly `num_tokens` new tokens, batched with left padding."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, draft_folder: Path | None = None) -> None:
-        self._model = _load(folder, dtype)
+        # Any: transformers types `generate` too narrowly for its keywords.
+        self._model: Any = _load(folder, dtype)
         self._draft = None if draft_folder is None else _load(draft_folder, dtype)
 
     def generate(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[list[int]]:
@@ -52,7 +54,8 @@ class HuggingFaceGenerator:
                 pad_token_id=0,
                 assistant_model=assistant_model,
             )
-        return output[:, longest:].tolist()
+        tokens: list[list[int]] = output[:, longest:].tolist()
+        return tokens
 
 
 def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -73,12 +73,24 @@ def merge(runs: Sequence[RunRecord]) -> RunRecord:
 
 
 def engine_config(
-    target: Path, draft: Path, dtype: str, *, max_num_seqs: int, num_draft_tokens: int, num_threads: int
+    target: Path,
+    draft: Path,
+    dtype: str,
+    *,
+    max_num_seqs: int,
+    num_draft_tokens: int,
+    num_threads: int,
+    max_model_len: int = 1024,
 ) -> EngineConfig:
     """One configuration for the engine in process and for the cluster."""
     return EngineConfig(
         target=ModelConfig.model_validate(
-            {"model": str(target), "dtype": dtype, "max_model_len": 1024, "num_threads": num_threads}
+            {
+                "model": str(target),
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+                "num_threads": num_threads,
+            }
         ),
         speculative_config=SpeculativeConfig(
             method="draft_model",

@@ -55,14 +55,14 @@ class Paired:
         return Spread(tuple(a / b for a, b in pairs))
 
 
-def run_paired(variants: Mapping[str, Callable[[], None]], rounds: int, tick: Callable[[], None]) -> Paired:
+def run_paired(variants: Mapping[str, Callable[[], object]], rounds: int, tick: Callable[[], None]) -> Paired:
     """Run every variant once unmeasured, then `rounds` times in alternating order (ABBA)."""
     paired = Paired({name: [] for name in variants})
     for run in variants.values():
         run()
         tick()
     for number in range(rounds):
-        order = list(variants) if number % 2 == 0 else list(reversed(variants))
+        order = list(variants)[:: 1 if number % 2 == 0 else -1]
         for name in order:
             started = time.perf_counter()
             variants[name]()

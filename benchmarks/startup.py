@@ -133,6 +133,13 @@ def measure(config: Path, cache: Path, *, is_cold: bool) -> Start:
     )
 
 
+def ready_seconds(config: Path, cache: Path) -> float:
+    """Start the server with this folder of compiled kernels, stop it; return seconds until it was healthy."""
+    with _serving(config, cache) as server:
+        server.wait_healthy()
+        return time.monotonic() - server.started_s
+
+
 @contextmanager
 def _serving(config: Path, cache: Path) -> Iterator[_Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
