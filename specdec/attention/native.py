@@ -33,6 +33,7 @@ _FLAGS = (
     "-march=native",
     "-std=c++20",
     "-fPIC",
+    "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
@@ -55,7 +56,8 @@ def resolve_cache_dir(cache_dir: str | Path | None) -> Path:
 def load_library(source: Path, cache_dir: Path) -> ctypes.CDLL:
     """Return the library built from the C++ file `source`, from the cache or freshly built.
 
-    Headers may lie in the file's own folder and in `specdec/attention/csrc`. Calls release the GIL.
+    Headers may lie in the file's own folder and in `specdec/attention/csrc`. Only what has default visibility
+    can be called. Calls release the GIL.
 
     Raises:
         NativeUnavailable: no compiler, a failed build, or a folder that cannot be written.

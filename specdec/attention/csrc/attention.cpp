@@ -40,6 +40,7 @@ void run(const dh::Step& step, const dh::Layer& layer, const AttentionCall& call
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 int drafthouse_attention_max_head_dim() { return dh::kMaxHeadDim; }
@@ -54,3 +55,4 @@ void drafthouse_paged_attention_bf16(const dh::Step* step, const dh::Layer* laye
   run<dh::bf16>(*step, *layer, *call, num_threads);
 }
 }
+#pragma GCC visibility pop

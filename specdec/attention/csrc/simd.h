@@ -1,13 +1,16 @@
 // Sixteen lanes at a time, written with the compilers' vector extensions: AVX-512 takes them as they are,
-// narrower machines in pieces. Only bf16 dot products and bf16 rounding have instructions of their own.
+// narrower machines in pieces. Intrinsics only where compilers miss the instruction: bf16 dot products, and
+// conversions between 16 and 32 bits, which GCC makes of halves.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#if defined(__AVX512BF16__)
 #define DH_BF16_DOT 1
+#endif
 #endif
 
 namespace dh {
@@ -72,7 +75,23 @@ inline float to_float(bf16 value) {
 }
 inline float to_float(float value) { return value; }
 
-inline f32x16 widen(u16x16 halves) { return (f32x16)(__builtin_convertvector(halves, u32x16) << 16); }
+inline u32x16 extend(u16x16 halves) {
+#if defined(__AVX512F__)
+  return (u32x16)_mm512_cvtepu16_epi32((__m256i)halves);
+#else
+  return __builtin_convertvector(halves, u32x16);
+#endif
+}
+
+inline u16x16 low_halves(u32x16 words) {
+#if defined(__AVX512F__)
+  return (u16x16)_mm512_cvtepi32_epi16((__m512i)words);
+#else
+  return __builtin_convertvector(words, u16x16);
+#endif
+}
+
+inline f32x16 widen(u16x16 halves) { return (f32x16)(extend(halves) << 16); }
 
 inline f32x16 load16(const float* p) { return load_as<f32x16>(p); }
 inline f32x16 load16(const bf16* p) { return widen(load_as<u16x16>(p)); }
@@ -82,7 +101,7 @@ inline u16x16 narrow(f32x16 v) {
   const u32x16 bits = (u32x16)v;
   const u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const u32x16 nan = splat_bits(0x7fc0u);
-  return __builtin_convertvector((v != v) ? nan : rounded, u16x16);
+  return low_halves((v != v) ? nan : rounded);
 }
 
 inline void store16(float* p, f32x16 v) { store_as(p, v); }

@@ -340,6 +340,7 @@ class Generation {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 int drafthouse_instruction_size() { return sizeof(Instruction); }
@@ -376,3 +377,4 @@ void drafthouse_pack_bf16(const bf16* weight, int64_t columns, int64_t inner, ui
   dh::pack_panels(weight, inner, columns, inner / dh::Packing<bf16>::per, panels);
 }
 }
+#pragma GCC visibility pop

@@ -284,6 +284,7 @@ struct ChooserParameters {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // integers: [3][num_rows] seed, position, top_k; reals: [3][num_rows] temperature, top_p, log of min_p.
@@ -311,3 +312,4 @@ void drafthouse_choose(const void* parameters, const float* logits, int64_t row_
     }
 }
 }
+#pragma GCC visibility pop

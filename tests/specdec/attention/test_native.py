@@ -13,7 +13,7 @@ import pytest
 from specdec.attention import native
 from specdec.attention.native import NativeUnavailable, load_library
 
-SOURCE = 'extern "C" int answer() {{ return {}; }}\n'
+SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() {{ return {}; }}\n'
 
 
 @pytest.fixture(autouse=True)
