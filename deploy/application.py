@@ -33,11 +33,12 @@ def build_application(config: DrafthouseConfig, api_key_digests: frozenset[bytes
 
 def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -> DoorSettings:
     """Return what the HTTP door is to know."""
-    http = config.http
+    http, scheduler = config.http, config.scheduler
+    room = config.cluster.target_groups.num_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
     return DoorSettings(
         served_model_name=http.served_model_name,
         max_body_bytes=http.max_body_bytes,
-        max_choices=http.max_choices,
+        max_choices=min(http.max_choices, room),  # more could never be taken in, however long one waits
         request_timeout_s=http.request_timeout_s,
         api_key_digests=api_key_digests,
         share_prefixes_between_keys=http.share_prefixes_between_keys,

@@ -15,6 +15,7 @@ from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.deployment import Deployment, DeploymentFailed, _check_running_serve, _raise_if_failed, base_url
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
+from specdec.scheduling.config import SchedulerConfig
 
 TRACEBACK = """\
 Failed to update the deployments ['Coordinator'].
@@ -111,3 +112,9 @@ def test_door_settings_follow_the_configuration() -> None:
     assert not settings.share_prefixes_between_keys
     shared = config.model_copy(update={"http": HttpConfig(share_prefixes_between_keys=True)})
     assert door_settings(shared, frozenset()).share_prefixes_between_keys
+
+
+def test_no_more_choices_than_there_is_room_for() -> None:
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_waiting=3)
+    config = DrafthouseConfig(target=ModelConfig(model="x"), scheduler=scheduler)
+    assert door_settings(config, frozenset()).max_choices == 5
