@@ -72,9 +72,9 @@ def multi_round(
 ) -> tuple[int, ...]:
     """Decode 1 to len(widths) + 1 tokens over a tree whose nodes of depth i have widths[i] children.
 
-    Children are drawn without replacement (Chen et al., "Sequoia", 2024, algorithm 2), or independently when
-    `replaced` (Miao et al., "SpecInfer", 2023, algorithm 2). Those of nodes that are not reached are not drawn:
-    they do not matter.
+    Children are drawn without replacement (Chen et al., "Sequoia", 2024, algorithm 2), or independently if
+    `replaced` (Miao et al., "SpecInfer", 2023, algorithm 2). Those of nodes not reached do not matter and are
+    not drawn.
     """
     for width in widths:
         p, q = list(target(prefix)), list(draft(prefix))
