@@ -270,7 +270,8 @@ class LocalTarget:
         if not chosen or not self._judge.concerns(work, sampling):
             return chosen
         rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(chosen))], logits.device)
-        return self._judge.decide(work, sampling, self._sampler.distributions(logits, rows))
+        decided = self._judge.decide(work, sampling, self._sampler.distributions(logits, rows))
+        return self._sampler.agreed(decided, len(chosen))
 
     def _row_spec(self, work: TargetWork) -> RowSpec:
         params, seed = self._sequences[work.request_id].sampling

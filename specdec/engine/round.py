@@ -221,6 +221,7 @@ class RoundLoop:
                 if drafted:
                     if not self._rule.exact and not live.params.is_greedy:
                         self._metrics.num_lossy_tokens += num_kept
+                        live.stats.speculation.num_lossy_tokens += num_kept
                     outcomes.append(
                         self._count_draft(live, len(drafted), min(verdict.num_accepted, num_kept))
                     )

@@ -38,6 +38,8 @@ class SpeculativeConfig(StrictConfig):
     rejection_sample_method: Rule = "sample_and_match"
     """Verification rule. sample_and_match (the default), rejection, block and multi_round are lossless;
     typical changes what is generated at a temperature above 0, and responses say so."""
+    allow_lossy: bool = False
+    """Consent to a rule that is not lossless; typical needs it."""
     posterior_threshold: float | None = Field(default=None, gt=0.0, le=1.0)
     """typical: a draft token with a probability above this always stands (Medusa's epsilon); None: 0.09."""
     posterior_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -80,8 +82,25 @@ class SpeculativeConfig(StrictConfig):
         for key in ("posterior_threshold", "posterior_alpha"):
             if getattr(self, key) is not None and rule != "typical":
                 raise ValueError(f"{key} is of the rule typical: leave it out with {rule}")
-        if self.method == "none" and rule == "typical":
+        if rule == "typical" and not self.allow_lossy:
+            raise ValueError(
+                "rejection_sample_method: typical is lossy, its output is not distributed as the target's; "
+                "write allow_lossy: true to have it all the same, or choose a lossless rule (block, say)"
+            )
+        if rule == "typical" and self.method == "none":
             raise ValueError("method none drafts nothing that typical could verify: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_draft_top_k(self) -> Self:
+        if "draft_top_k" not in self.model_fields_set or self.draft_top_k is None:
+            return self
+        if self.method != "draft_model":
+            raise ValueError(f"method {self.method} samples nothing: leave out draft_top_k")
+        if self.rejection_sample_method in ("sample_and_match", "typical"):
+            raise ValueError(
+                f"{self.rejection_sample_method} needs no probabilities of drafts: leave out draft_top_k"
+            )
         return self
 
     @model_validator(mode="after")

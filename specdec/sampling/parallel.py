@@ -86,6 +86,12 @@ class ParallelSampler:
         """Return what each row is sampled from, over the whole vocabulary."""
         return target_distribution(self._in_full(self._known(logits_RV)), rows)
 
+    def agreed(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """Return rank 0's decision: exp and log of different machines may differ in the last bit."""
+        told = [len(token_ids), *token_ids, *([0] * (most - len(token_ids)))]
+        length, *ids = self._group.broadcast_(torch.tensor(told, device=self._group.device)).tolist()
+        return ids[:length]
+
     def logprobs(
         self,
         logits_RV: torch.Tensor,
