@@ -25,6 +25,7 @@ from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.zmq import KeyPair, ZmqChannel
+from specdec.verification.registry import capabilities_of
 from workers.target_worker import TargetWorker
 
 logger = logging.getLogger(__name__)
@@ -166,12 +167,15 @@ class TargetGroup:
             return create_proposer(speculative, facts)
         if speculative.method != "draft_model":
             raise ConfigError(f"speculative_config.method: {speculative.method} has no remote form")
+        rule = capabilities_of(speculative.rejection_sample_method)
         channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
         proposer = RemoteProposer(
             channel,
             capabilities=ProposerCapabilities(
                 name=speculative.method,
                 sampled=True,
+                noise_stream=rule.draft_stream,
+                gives_q_rows=rule.needs_q_rows,
                 kv="own",
                 remote=True,
                 max_context=speculative.max_model_len,

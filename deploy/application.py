@@ -43,7 +43,6 @@ def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -
         api_key_digests=api_key_digests,
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         parallelism=f"tp{config.target.tensor_parallel_size}",
-        rule=config.speculative_config.rejection_sample_method,
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from specdec.core.outputs import FinishReason
 
 StopReason = str | int | None
+Lossy = Literal[True] | UnsetType
+"""True where the verification rule may have changed the distribution of what was generated."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +41,8 @@ class SpeculativeDecodingMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
+    num_lossy_tokens: int
+    """Tokens from verification by a lossy rule."""
     per_step_accepted: list[int]
     per_step_drafted: list[int]
 
@@ -76,6 +82,7 @@ class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    lossy: Lossy = UNSET
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
@@ -133,6 +140,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    lossy: Lossy = UNSET
     choices: list[ChatChoice]
     usage: Usage
     metrics: ResponseMetrics | UnsetType = UNSET
@@ -164,6 +172,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    lossy: Lossy = UNSET
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET

@@ -131,7 +131,11 @@ class StreamOptions(_Body):
 
 
 class SpeculationOptions(_Body):
-    """Per-request override of how much is drafted; it changes the speed, never the output."""
+    """Per-request override of how much is drafted.
+
+    It changes the speed; under sample_and_match never the output, under another lossless rule never its
+    distribution.
+    """
 
     num_speculative_tokens: int = Field(ge=0, le=64)
     """Draft tokens per round; 0 switches speculation off."""

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+from msgspec import UNSET
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from deploy.openai.bodies import Lossy
 from deploy.openai.errors import ApiError, input_error_of
 from deploy.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from deploy.openai.settings import DoorSettings
@@ -22,6 +24,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.sampling.noise import choice_seed, mint_seed
+from specdec.verification.registry import capabilities_of
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -35,6 +38,7 @@ class PreparedRequest:
     """Unix time."""
     model: str
     system_fingerprint: str
+    lossy: Lossy
     body: CompletionBody | ChatBody
     requests: tuple[Request, ...]
 
@@ -177,9 +181,21 @@ def _prepared(
         created_s=int(time.time()),
         model=settings.model_name(description),
         system_fingerprint=settings.system_fingerprint(description),
+        lossy=_lossy(body, params, description),
         body=body,
         requests=_requests(response_id, body, prompts, params),
     )
+
+
+def _lossy(body: GenerationBody, params: SamplingParams, description: TargetDescription) -> Lossy:
+    """Return True where drafts are verified by a rule that does not keep the target's distribution.
+
+    At temperature 0 every rule keeps the target's own choice.
+    """
+    speculates = body.speculation is None or body.speculation.num_speculative_tokens != 0
+    if capabilities_of(description.rule).exact or params.is_greedy or not speculates:
+        return UNSET
+    return True
 
 
 def _requests(

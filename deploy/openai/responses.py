@@ -88,6 +88,7 @@ def metrics_of(results: Iterable[ChoiceResult]) -> ResponseMetrics:
         total.num_drafts += stats.num_drafts
         total.num_draft_tokens += stats.num_draft_tokens
         total.num_accepted_tokens += stats.num_accepted_tokens
+        total.num_lossy_tokens += stats.num_lossy_tokens
         total.per_step_accepted.extend(stats.per_step_accepted)
         total.per_step_drafted.extend(stats.per_step_drafted)
     histogram = [0] * (max(total.per_step_drafted, default=-1) + 1)
@@ -101,6 +102,7 @@ def metrics_of(results: Iterable[ChoiceResult]) -> ResponseMetrics:
             num_spec_steps=total.num_drafts,
             num_accepted_draft_tokens=total.num_accepted_tokens,
             num_draft_tokens=total.num_draft_tokens,
+            num_lossy_tokens=total.num_lossy_tokens,
             per_step_accepted=total.per_step_accepted,
             per_step_drafted=total.per_step_drafted,
         )
@@ -117,6 +119,7 @@ def complete_body(prepared: PreparedRequest, results: list[ChoiceResult], tokeni
             created=prepared.created_s,
             model=prepared.model,
             system_fingerprint=prepared.system_fingerprint,
+            lossy=prepared.lossy,
             choices=[
                 _chat_choice(prepared, index, result, tokenizer) for index, result in enumerate(results)
             ],
@@ -129,6 +132,7 @@ def complete_body(prepared: PreparedRequest, results: list[ChoiceResult], tokeni
             created=prepared.created_s,
             model=prepared.model,
             system_fingerprint=prepared.system_fingerprint,
+            lossy=prepared.lossy,
             choices=[
                 _completion_choice(prepared, index, result, tokenizer) for index, result in enumerate(results)
             ],
@@ -220,6 +224,7 @@ class CompletionChunks:
                 created=self._prepared.created_s,
                 model=self._prepared.model,
                 system_fingerprint=self._prepared.system_fingerprint,
+                lossy=self._prepared.lossy,
                 choices=choices,
                 usage=usage,
                 metrics=metrics,
@@ -280,6 +285,7 @@ class ChatChunks:
                 created=self._prepared.created_s,
                 model=self._prepared.model,
                 system_fingerprint=self._prepared.system_fingerprint,
+                lossy=self._prepared.lossy,
                 choices=choices,
                 usage=usage,
                 metrics=metrics,

@@ -29,8 +29,6 @@ class DoorSettings:
     token, whoever guesses can tell what others have sent."""
     parallelism: str = "tp1"
     """How the target is split, for `system_fingerprint`."""
-    rule: str = "sample_and_match"
-    """The verification rule, for `system_fingerprint`."""
 
     def model_name(self, description: TargetDescription) -> str:
         """Return the name that clients call the loaded model by."""
@@ -38,4 +36,4 @@ class DoorSettings:
 
     def system_fingerprint(self, description: TargetDescription) -> str:
         """Return what tokens depend on beside the request: weights, numbers, split and rule."""
-        return f"{description.revision[:12]}-{description.dtype}-{self.parallelism}-{self.rule}"
+        return f"{description.revision[:12]}-{description.dtype}-{self.parallelism}-{description.rule}"

@@ -19,3 +19,5 @@ class TargetDescription:
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     block_size: int
+    rule: str = "sample_and_match"
+    """Name of the verification rule (`specdec.verification`)."""

@@ -27,6 +27,8 @@ class SpeculationStats(msgspec.Struct, kw_only=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_lossy_tokens: int = 0
+    """Tokens from verification by a rule that does not keep the target's distribution."""
     per_step_drafted: list[int] = msgspec.field(default_factory=list)
     per_step_accepted: list[int] = msgspec.field(default_factory=list)
 

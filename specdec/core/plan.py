@@ -7,6 +7,10 @@ positions from `start`; prefill, prefill chunk, decode and chain verification di
     last chunk         num_sampled_rows 1
     decode             1 token,      num_sampled_rows 1
     verification       1 + k tokens, num_sampled_rows 1 + k   (the last committed token, then the draft)
+
+Under the rule sample_and_match the target answers with its own token at every sampled row, to be compared
+with the draft by whoever has it. Any other rule looks at distributions, which stay with the target: it
+decides, and answers with the draft tokens that stand and the one that follows them.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from typing import Literal
 
 import msgspec
 
+from specdec.core.distributions import TokenDistribution
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
+from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import SamplingParams
 
 ErrorCode = Literal["sequence_failed", "no_token_allowed"]
@@ -48,6 +54,10 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     """Tree verification: parent row (within this work) of every draft row; None for a chain."""
+    noise_stream: NoiseStream | None = None
+    """Stream that the draft was sampled with, for rules that decide at the target; None: deterministic."""
+    q_rows: tuple[TokenDistribution, ...] | None = None
+    """What each draft token was sampled from, for rules that need it."""
 
 
 class TargetStep(msgspec.Struct, frozen=True, array_like=True):
@@ -62,11 +72,13 @@ class TargetStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkResult(msgspec.Struct, frozen=True, array_like=True):
-    """The target's own tokens at the sampled rows of one work, in row order."""
+    """What the target says to one work."""
 
     token_ids: tuple[int, ...]
+    """Its own tokens at the sampled rows, in row order; where it has verified a draft itself, the draft
+    tokens that stand and one more: the tokens of as many first rows."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One per sampled row, when the request asked for them."""
+    """One per token, when the request asked for them."""
     error: str | None = None
     """Set when a sampled row has non-finite logits, or forbids every token; `token_ids` then ends before it.
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from specdec.core.distributions import TokenDistribution
 from specdec.core.ids import RequestId
-
-if TYPE_CHECKING:
-    import torch
 
 NoiseStream = Literal["target", "accept", "residual", "draft"]
 
@@ -31,8 +29,8 @@ class Proposal:
     Parents precede their children."""
     noise_stream: NoiseStream | None = None
     """Stream the tokens were sampled with; None when they are deterministic given the prefix."""
-    q_rows: torch.Tensor | None = None
-    """fp32 [num_tokens, vocab]: the distribution each token was sampled from, only for rules that need it."""
+    q_rows: tuple[TokenDistribution, ...] | None = None
+    """What each token was sampled from, only for rules that need it."""
     method: str = ""
     """Name of the proposer, for metrics."""
 

@@ -15,6 +15,8 @@ from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from specdec.verification.base import VerificationRule
+from specdec.verification.registry import make_rule
 
 # Loading torch and transformers takes seconds and hundreds of megabytes: a coordinator, which has neither
 # model in its process, never does, and so they are imported where a model is built.
@@ -108,7 +110,7 @@ def _build_whole_target(config: EngineConfig, progress: LoadProgress | None) -> 
     compiled = runner.graphs = CompiledForward(runner, config.target.compile)
     sampler = Sampler(config.target.compile.cache_dir)
     sampler.warm_up()
-    return LocalTarget(runner, sampler, idle_work=(compiled,))
+    return LocalTarget(runner, sampler, rule=_rule_of(config), idle_work=(compiled,))
 
 
 def build_target_part(
@@ -128,7 +130,16 @@ def build_target_part(
     loaded = load_model(config.target, progress, ranks)
     runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
     assert loaded.vocab is not None
-    return LocalTarget(runner, ParallelSampler(ranks, loaded.vocab))
+    return LocalTarget(runner, ParallelSampler(ranks, loaded.vocab), rule=_rule_of(config))
+
+
+def _rule_of(config: EngineConfig) -> VerificationRule:
+    speculative = config.speculative_config
+    return make_rule(
+        speculative.rejection_sample_method,
+        posterior_threshold=speculative.posterior_threshold,
+        posterior_alpha=speculative.posterior_alpha,
+    )
 
 
 def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -> Proposer:

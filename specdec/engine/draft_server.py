@@ -217,4 +217,5 @@ def _answer(
         noise_stream=proposal.noise_stream if proposal is not None else None,
         parents=proposal.parents if proposal is not None else None,
         needs_start=needs_start,
+        q_rows=proposal.q_rows if proposal is not None else None,
     )

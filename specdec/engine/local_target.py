@@ -17,11 +17,14 @@ from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.engine.judge import Judge
 from specdec.model.batch import NO_TOKEN, Generated, SequenceSlice
 from specdec.model.runner import ModelRunner
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
 from specdec.sampling.shaping import LogitShaper, shaper_for
 from specdec.tree.topology import Topology
+from specdec.verification.base import VerificationRule
+from specdec.verification.sample_and_match import SampleAndMatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,10 +64,20 @@ class LocalTarget:
     """
 
     def __init__(
-        self, runner: ModelRunner, sampler: TokenChooser, *, idle_work: Sequence[IdleWork] = ()
+        self,
+        runner: ModelRunner,
+        sampler: TokenChooser,
+        *,
+        rule: VerificationRule | None = None,
+        idle_work: Sequence[IdleWork] = (),
     ) -> None:
-        """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`)."""
+        """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`).
+
+        `rule` verifies drafts (None: sample_and_match, by whoever asked).
+        """
         self.idle_work: Sequence[IdleWork] = idle_work
+        rule = rule or SampleAndMatch()
+        self._judge = Judge(rule) if rule.capabilities.needs_p_rows else None
         self._runner = runner
         self._sampler = sampler
         self._sequences: dict[RequestId, _SequenceState] = {}
@@ -79,6 +92,7 @@ class LocalTarget:
             eos_token_ids=loaded.eos_token_ids,
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
+            rule=rule.capabilities.name,
         )
 
     @property
@@ -151,7 +165,10 @@ class LocalTarget:
         states = [self._sequences[work.request_id] for work in works]
         if any(state.needs_logits for state in states):
             return None
-        chooser = self._sampler.chooser([state.sampling for state in states], self._runner.vocab_size)
+        sequences = [state.sampling for state in states]
+        if self._judge is not None and any(map(self._judge.concerns, works, sequences)):
+            return None
+        chooser = self._sampler.chooser(sequences, self._runner.vocab_size)
         return None if chooser is None else self._runner.try_generate(slices, [0] * len(slices), chooser)
 
     def _without_spoiling_drafts(
@@ -224,7 +241,8 @@ class LocalTarget:
         first = 0
         for work in works:
             rows = slice(first, first + work.num_sampled_rows)
-            chosen, failure = token_ids[rows], _NO_FAILURE
+            chosen: Sequence[int] = token_ids[rows]
+            failure = _NO_FAILURE
             if NO_TOKEN in chosen:
                 num_finite = chosen.index(NO_TOKEN)
                 failure = _failure(
@@ -232,11 +250,11 @@ class LocalTarget:
                 )
                 # Rows of a tree are not in the order of any one path.
                 chosen = chosen[:num_finite] if work.parents is None else []
-            logprobs = (
-                None
-                if logits is None
-                else self._logprobs(work, logits, slice(first, first + len(chosen)), chosen)
-            )
+            logprobs = None
+            if logits is not None:
+                if self._judge is not None:
+                    chosen = self._judged(work, chosen, logits.shaped[first : first + len(chosen)])
+                logprobs = self._logprobs(work, logits, slice(first, first + len(chosen)), chosen)
             results.append(
                 WorkResult(
                     token_ids=tuple(chosen), logprobs=logprobs, error=failure.error, error_code=failure.code
@@ -244,6 +262,16 @@ class LocalTarget:
             )
             first = rows.stop
         return tuple(results)
+
+    def _judged(self, work: TargetWork, chosen: Sequence[int], logits: torch.Tensor) -> Sequence[int]:
+        """Return what the rule makes of a work's draft, up to the row of the last of its `chosen` tokens."""
+        assert self._judge is not None
+        sampling = self._sequences[work.request_id].sampling
+        if not chosen or not self._judge.concerns(work, sampling):
+            return chosen
+        rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(chosen))], logits.device)
+        decided = self._judge.decide(work, sampling, self._sampler.distributions(logits, rows))
+        return self._sampler.agreed(decided, len(chosen))
 
     def _row_spec(self, work: TargetWork) -> RowSpec:
         params, seed = self._sequences[work.request_id].sampling
@@ -254,7 +282,7 @@ class LocalTarget:
         return RowSpec(params, seed, work.start, work.num_sampled_rows, depths[first_row:])
 
     def _logprobs(
-        self, work: TargetWork, logits: _Logits, where: slice, token_ids: list[int]
+        self, work: TargetWork, logits: _Logits, where: slice, token_ids: Sequence[int]
     ) -> tuple[TokenLogprobs, ...] | None:
         """Log-probabilities at the work's first sampled rows, `where` in the logits, when they are wanted."""
         params = self._sequences[work.request_id].sampling.params

@@ -9,8 +9,9 @@ from typing import Literal
 
 from specdec.core.outputs import FinishReason
 
-DropReason = Literal["stale", "malformed", "late"]
-"""Why a proposal was not used: for another prefix; not a chain of valid tokens; no answer at all."""
+DropReason = Literal["stale", "malformed", "late", "unverifiable"]
+"""Why a proposal was not used: for another prefix; not a chain of valid tokens; no answer at all; not sampled
+as the verification rule needs it."""
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class EngineMetrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     """[i]: how often draft token i of a proposal was accepted."""
+    num_lossy_tokens: int = 0
+    """Tokens committed by a verification rule that does not keep the target's distribution."""
     proposals_dropped: Counter[DropReason] = field(default_factory=Counter)
     num_missing_proposals: int = 0
     """Draft budgets that no proposal came for."""
@@ -79,6 +82,7 @@ class EngineMetrics:
             "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
             "spec_decode_wasted_draft_tokens": self.num_draft_tokens - self.num_accepted_tokens,
             "spec_decode_num_missing_proposals": self.num_missing_proposals,
+            "spec_decode_num_lossy_tokens": self.num_lossy_tokens,
             "num_preemptions": self.num_preemptions,
             "num_recomputed_tokens": self.num_recomputed_tokens,
             "prefix_cache_queries": self.prefix_cache_queries,

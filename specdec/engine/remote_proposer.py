@@ -347,6 +347,7 @@ class RemoteProposer:
             token_ids=answer.token_ids,
             parents=answer.parents,
             noise_stream=answer.noise_stream,
+            q_rows=answer.q_rows,
             method=self._capabilities.name,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from specdec.core.clock import Clock
+from specdec.core.distributions import rows_fault
 from specdec.core.errors import ProtocolError, TransportError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
@@ -15,9 +16,10 @@ from specdec.engine.metrics import DropReason, EngineMetrics
 from specdec.engine.roster import Roster
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import Proposer, require_verifiable
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.state import RoundPlan
+from specdec.verification.registry import capabilities_of
 from specdec.verification.sample_and_match import match
 
 Proposals = dict[RequestId, Proposal]
@@ -36,6 +38,11 @@ class RoundLoop:
         metrics: EngineMetrics,
         clock: Clock,
     ) -> None:
+        """Run rounds of these parts.
+
+        Raises:
+            ConfigError: the target verifies by a rule that cannot work with what the proposer gives.
+        """
         self._roster = roster
         self._target = target
         self._proposer = proposer
@@ -43,6 +50,8 @@ class RoundLoop:
         self._metrics = metrics
         self._clock = clock
         self._vocab_size = target.description.vocab_size
+        self._rule = capabilities_of(target.description.rule)
+        require_verifiable(proposer.capabilities, self._rule)
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
 
@@ -114,7 +123,19 @@ class RoundLoop:
             return "malformed"
         if not all(0 <= token_id < self._vocab_size for token_id in proposal.token_ids):
             return "malformed"
+        if self._rule.needs_p_rows and not self._is_verifiable(proposal):
+            return "unverifiable"
         return None
+
+    def _is_verifiable(self, proposal: Proposal) -> bool:
+        stream, q_rows = proposal.noise_stream, proposal.q_rows
+        if stream is None or not self._rule.needs_q_rows:
+            return stream in (None, self._rule.draft_stream) and q_rows is None
+        return (
+            stream == self._rule.draft_stream
+            and q_rows is not None
+            and rows_fault(q_rows, proposal.token_ids, self._vocab_size) is None
+        )
 
     def _drop(self, reason: DropReason, count: int) -> None:
         self._metrics.proposals_dropped[reason] += count
@@ -130,7 +151,12 @@ class RoundLoop:
             proposal = proposals.get(request_id)
             start = live.num_computed
             end = start + num_tokens - plan.num_draft_tokens.get(request_id, 0)
-            drafted = proposal.token_ids if proposal is not None else ()
+            drafted: tuple[int, ...] = ()
+            noise_stream, q_rows = None, None
+            if proposal is not None:
+                drafted = proposal.token_ids
+                if self._rule.needs_p_rows:
+                    noise_stream, q_rows = proposal.noise_stream, proposal.q_rows
             update = live.table.take_update()
             works.append(
                 TargetWork(
@@ -140,6 +166,8 @@ class RoundLoop:
                     num_sampled_rows=1 + len(drafted) if end == live.committed_len else 0,
                     table_start=update.start,
                     block_ids=update.block_ids,
+                    noise_stream=noise_stream,
+                    q_rows=q_rows,
                 )
             )
         return TargetStep(
@@ -155,9 +183,12 @@ class RoundLoop:
         if result.step_id != step.step_id or len(result.results) != len(step.works):
             raise ProtocolError(f"the target answered step {result.step_id} instead of {step.step_id}")
         for work, answer in zip(step.works, result.results, strict=True):
-            if answer.error is None and len(answer.token_ids) != work.num_sampled_rows:
+            num_tokens = len(answer.token_ids)
+            if answer.error is None and num_tokens != work.num_sampled_rows:
+                if self._rule.needs_p_rows and 1 <= num_tokens < work.num_sampled_rows:
+                    continue  # it has verified the draft itself
                 raise ProtocolError(
-                    f"{len(answer.token_ids)} tokens for {work.num_sampled_rows} rows of {work.request_id}"
+                    f"{num_tokens} tokens for {work.num_sampled_rows} rows of {work.request_id}"
                 )
         return result
 
@@ -188,6 +219,9 @@ class RoundLoop:
                 num_kept = live.commit(verdict.token_ids, answer.logprobs, now_s)
                 self._roster.note_computed(live)
                 if drafted:
+                    if not self._rule.exact and not live.params.is_greedy:
+                        self._metrics.num_lossy_tokens += num_kept
+                        live.stats.speculation.num_lossy_tokens += num_kept
                     outcomes.append(
                         self._count_draft(live, len(drafted), min(verdict.num_accepted, num_kept))
                     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from specdec.core.errors import ChannelClosed, InputError
@@ -20,8 +21,10 @@ from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.judge import Judge
 from specdec.engine.target import TargetDescription
 from specdec.sampling.noise import MASK_64, WEYL, gumbel, mix64
+from specdec.sampling.rows import SequenceSampling
 
 
 class ToyModel:
@@ -86,7 +89,9 @@ class ToyTarget:
         block_size: int = 4,
         max_model_len: int = 256,
         eos_token_ids: tuple[int, ...] = (),
+        judge: Judge | None = None,
     ) -> None:
+        """Run `model`; `judge` verifies drafts (None: sample_and_match, by whoever asked)."""
         self.model = model
         self.description = TargetDescription(
             model_id="toy",
@@ -97,7 +102,9 @@ class ToyTarget:
             eos_token_ids=eos_token_ids,
             num_blocks=num_blocks,
             block_size=block_size,
+            rule="sample_and_match" if judge is None else judge.rule.capabilities.name,
         )
+        self._judge = judge
         self.num_steps_until_lost: int | None = None
         """Steps answered before the target is lost; None: never."""
         self.failing_requests: set[RequestId] = set()
@@ -149,7 +156,7 @@ class ToyTarget:
         total = sum(self._slots[slot] for slot in slots[: work.start]) & MASK_64
         first_sampled = len(work.token_ids) - work.num_sampled_rows
         chosen: list[int] = []
-        logprobs: list[TokenLogprobs] = []
+        logits_of_rows: list[NDArray[np.float64]] = []
         for row, token_id in enumerate(work.token_ids):
             position = work.start + row
             value = slot_value(total, position, token_id)
@@ -158,9 +165,24 @@ class ToyTarget:
             if row >= first_sampled:
                 logits = self.model.logits(token_id, total)
                 chosen.append(self.model.choose(logits, sequence.params, sequence.seed, position + 1))
-                logprobs.append(_logprobs(logits, chosen[-1], sequence.params.logprobs or 0))
-        wants_logprobs = sequence.params.logprobs is not None
-        return WorkResult(token_ids=tuple(chosen), logprobs=tuple(logprobs) if wants_logprobs else None)
+                logits_of_rows.append(logits)
+        num_top = sequence.params.logprobs
+        token_ids = self._judged(work, sequence, logits_of_rows) or tuple(chosen)
+        logprobs = [
+            _logprobs(logits, token_id, num_top or 0)
+            for logits, token_id in zip(logits_of_rows, token_ids, strict=False)
+        ]
+        return WorkResult(token_ids=token_ids, logprobs=None if num_top is None else tuple(logprobs))
+
+    def _judged(
+        self, work: TargetWork, sequence: _ToySequence, logits: Sequence[NDArray[np.float64]]
+    ) -> tuple[int, ...]:
+        """Return what the rule makes of a draft; nothing where it has none to look at."""
+        sampling = SequenceSampling(sequence.params, sequence.seed)
+        if self._judge is None or not self._judge.concerns(work, sampling):
+            return ()
+        rows = torch.from_numpy(np.stack(logits)) / sequence.params.temperature
+        return self._judge.decide(work, sampling, rows.softmax(-1))
 
 
 def _logprobs(logits: NDArray[np.float64], chosen: int, num_top: int) -> TokenLogprobs:

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from specdec.core.errors import ConfigError
 from specdec.core.ids import RequestId
-from specdec.core.proposal import Proposal
+from specdec.core.proposal import NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
+from specdec.verification.base import RuleCapabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +21,10 @@ class ProposerCapabilities:
     shape: Literal["chain", "tree"] = "chain"
     sampled: bool = False
     """Whether tokens are sampled from a q (else they are deterministic given the prefix)."""
+    noise_stream: NoiseStream = "target"
+    """Stream that it samples with, where it samples at all."""
     gives_q_rows: bool = False
-    """Whether it can attach `q_rows`, which ratio rules need."""
+    """Whether it attaches `q_rows`, which ratio rules need, to what it samples."""
     kv: Literal["none", "own", "target"] = "none"
     hidden_layers: tuple[int, ...] = ()
     """Target layers whose hidden states it needs."""
@@ -28,6 +32,34 @@ class ProposerCapabilities:
     """Whether proposing crosses a process border (and may therefore be late)."""
     max_context: int | None = None
     """Longest prefix it can continue, in tokens; None for no limit."""
+
+
+def require_verifiable(proposer: ProposerCapabilities, rule: RuleCapabilities) -> None:
+    """Check that what a proposer gives is what a rule can work with.
+
+    Raises:
+        ConfigError: what is missing.
+    """
+    if not rule.needs_p_rows:
+        return
+    if proposer.shape == "tree" and not rule.takes_trees:
+        raise ConfigError(
+            f"the verification rule {rule.name} takes chains, but {proposer.name} drafts trees: "
+            "use sample_and_match or multi_round"
+        )
+    if not proposer.sampled:
+        return
+    if proposer.noise_stream != rule.draft_stream:
+        raise ConfigError(
+            f"the verification rule {rule.name} needs drafts sampled with noise stream "
+            f"{rule.draft_stream!r}, but {proposer.name} samples with {proposer.noise_stream!r}: "
+            "use sample_and_match"
+        )
+    if rule.needs_q_rows and not proposer.gives_q_rows:
+        raise ConfigError(
+            f"the verification rule {rule.name} needs the distributions (q) that drafts were sampled from, "
+            f"and {proposer.name} gives none: use sample_and_match"
+        )
 
 
 class Proposer(Protocol):

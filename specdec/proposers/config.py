@@ -11,6 +11,9 @@ from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, Dtype
 
 Method = Literal["none", "ngram", "draft_model"]
+Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
+_RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
+"""Names that other engines give to rules."""
 
 
 class SpeculativeConfig(StrictConfig):
@@ -32,8 +35,20 @@ class SpeculativeConfig(StrictConfig):
     """Shortest n-gram (tokens) that ngram looks up."""
     prompt_lookup_max: int = Field(default=4, ge=1)
     """Longest n-gram (tokens) that ngram looks up."""
-    rejection_sample_method: Literal["sample_and_match"] = "sample_and_match"
-    """Verification rule."""
+    rejection_sample_method: Rule = "sample_and_match"
+    """Verification rule. sample_and_match (the default), rejection, block and multi_round are lossless;
+    typical changes what is generated at a temperature above 0, and responses say so."""
+    allow_lossy: bool = False
+    """Consent to a rule that is not lossless; typical needs it."""
+    posterior_threshold: float | None = Field(default=None, gt=0.0, le=1.0)
+    """typical: a draft token with a probability above this always stands (Medusa's epsilon); None: 0.09."""
+    posterior_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
+    """typical: with entropy H (nats), a draft token with a probability above this times exp(-H) stands
+    (Medusa's delta); None: 0.3."""
+    draft_top_k: int | None = Field(default=1024, ge=1)
+    """rejection, block, multi_round: the draft model samples from its so many most likely tokens at most.
+    This bounds what goes over the network (8 bytes for each, per draft token); None: from all. Lossless
+    either way."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the draft model's process; None: all cores of the process."""
     compile: CompileConfig = CompileConfig()
@@ -50,6 +65,43 @@ class SpeculativeConfig(StrictConfig):
                 "write draft_tensor_parallel_size for the draft model"
             )
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_rule(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("rejection_sample_method") in _RULES_ELSEWHERE:
+            name = data["rejection_sample_method"]
+            raise ValueError(
+                f"rejection_sample_method: there is no {name!r} here; write {_RULES_ELSEWHERE[name]!r}"
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _check_rule(self) -> Self:
+        rule = self.rejection_sample_method
+        for key in ("posterior_threshold", "posterior_alpha"):
+            if getattr(self, key) is not None and rule != "typical":
+                raise ValueError(f"{key} is of the rule typical: leave it out with {rule}")
+        if rule == "typical" and not self.allow_lossy:
+            raise ValueError(
+                "rejection_sample_method: typical is lossy, its output is not distributed as the target's; "
+                "write allow_lossy: true to have it all the same, or choose a lossless rule (block, say)"
+            )
+        if rule == "typical" and self.method == "none":
+            raise ValueError("method none drafts nothing that typical could verify: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_draft_top_k(self) -> Self:
+        if "draft_top_k" not in self.model_fields_set or self.draft_top_k is None:
+            return self
+        if self.method != "draft_model":
+            raise ValueError(f"method {self.method} samples nothing: leave out draft_top_k")
+        if self.rejection_sample_method in ("sample_and_match", "typical"):
+            raise ValueError(
+                f"{self.rejection_sample_method} needs no probabilities of drafts: leave out draft_top_k"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

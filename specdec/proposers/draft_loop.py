@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from specdec.core.distributions import TokenDistribution
+from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import SamplingParams
 from specdec.model.batch import NO_TOKEN, GeneratingRunner, Runner, SequenceSlice
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import TokenChooser
 from specdec.sampling.shaping import LogitShaper
+from specdec.verification.draft_rows import pack_rows
 
 if TYPE_CHECKING:
     import torch
+
+QRows = Sequence[list[TokenDistribution]]
+"""By chain, by token."""
 
 
 class ChainStart(NamedTuple):
@@ -64,19 +70,23 @@ class StepwiseDraftLoop:
     logits that are not finite. It does not depend on the company.
     """
 
-    def __init__(self, runner: Runner, sampler: TokenChooser, vocab_size: int) -> None:
-        """Draft with `runner`; tokens from `vocab_size` on are never chosen."""
+    def __init__(
+        self, runner: Runner, sampler: TokenChooser, vocab_size: int, stream: NoiseStream = "target"
+    ) -> None:
+        """Draft with `runner` and noise of `stream`; tokens from `vocab_size` on are never chosen."""
         self._runner = runner
         self._sampler = sampler
         self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._stream = stream
 
-    def draft(self, starts: Sequence[ChainStart]) -> list[list[int]]:
-        """Return the chain of each start."""
+    def draft(self, starts: Sequence[ChainStart], q_rows: QRows | None = None) -> list[list[int]]:
+        """Return the chain of each start; add what each of its tokens was drawn from to its `q_rows`."""
         chains: list[list[int]] = [[] for _ in starts]
         slices = [start.first_slice() for start in starts]
         active = [number for number, start in enumerate(starts) if start.budget > 0]
         while slices:
-            chosen = self._choose(slices, [(starts[number], chains[number]) for number in active])
+            ends = [(starts[number], chains[number]) for number in active]
+            chosen = self._choose(slices, ends, None if q_rows is None else [q_rows[n] for n in active])
             for number, token_id in zip(active, chosen, strict=True):
                 if token_id != NO_TOKEN:
                     chains[number].append(token_id)
@@ -97,7 +107,10 @@ class StepwiseDraftLoop:
         return chains
 
     def _choose(
-        self, slices: Sequence[SequenceSlice], ends: Sequence[tuple[ChainStart, list[int]]]
+        self,
+        slices: Sequence[SequenceSlice],
+        ends: Sequence[tuple[ChainStart, list[int]]],
+        q_rows: QRows | None,
     ) -> list[int]:
         """Run one forward; return the next token of each chain, given by its start and its tokens so far."""
         logits_RV = self._runner.forward(slices)
@@ -108,8 +121,14 @@ class StepwiseDraftLoop:
             logits_RV.device,
         )
         logits_RV = self._shape(logits_RV[:, : self._vocab_size], ends)
-        sampled = self._sampler.sample(logits_RV, rows, "target")
-        return sampled.token_ids.masked_fill(~sampled.finite, NO_TOKEN).tolist()
+        sampled = self._sampler.sample(logits_RV, rows, self._stream)
+        token_ids: list[int] = sampled.token_ids.masked_fill(~sampled.finite, NO_TOKEN).tolist()
+        if q_rows is not None:
+            packed = pack_rows(self._sampler.distributions(logits_RV, rows))
+            for token_id, row, its_rows in zip(token_ids, packed, q_rows, strict=True):
+                if token_id != NO_TOKEN:
+                    its_rows.append(row)
+        return token_ids
 
     def _shape(self, logits_RV: torch.Tensor, ends: Sequence[tuple[ChainStart, list[int]]]) -> torch.Tensor:
         """Return the logits as their requests want them changed, as the target does with its own."""
@@ -127,18 +146,25 @@ class StepwiseDraftLoop:
 class NativeDraftLoop:
     """Implements `FusedDraftLoop` where both the forward and the token function are compiled for the CPU."""
 
-    def __init__(self, runner: GeneratingRunner, sampler: TokenChooser, vocab_size: int) -> None:
-        """Draft with `runner`; tokens from `vocab_size` on are never chosen."""
+    def __init__(
+        self,
+        runner: GeneratingRunner,
+        sampler: TokenChooser,
+        vocab_size: int,
+        stream: NoiseStream = "target",
+    ) -> None:
+        """Draft with `runner` and noise of `stream`; tokens from `vocab_size` on are never chosen."""
         self._runner = runner
         self._sampler = sampler
         self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._stream = stream
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
         """See `FusedDraftLoop`; None while anything of it is not compiled."""
         if any(start.shaper is not None for start in starts):
             return None
         sequences = [SequenceSampling(start.params, start.seed) for start in starts]
-        chooser = self._sampler.chooser(sequences, self._vocab_size, "target")
+        chooser = self._sampler.chooser(sequences, self._vocab_size, self._stream)
         if chooser is None:
             return None
         num_more = [max(0, start.budget - 1) for start in starts]

@@ -1,9 +1,10 @@
-"""A smaller model that drafts with the target's own noise.
+"""A smaller model that drafts, by default with the target's own noise.
 
 It evaluates the same token function as the target, on its own q: same transforms, same seed, same absolute
 position, noise stream "target". Where q and p agree well enough it picks the very token that the target
 will pick, so that nothing but token ids has to be compared (docs/architecture.md). That is right only with
-the rule `sample_and_match`; ratio rules need drafts from a stream of their own.
+the rule `sample_and_match`; for the others it draws with noise of its own, and says from what, where the rule
+asks (`DraftSampling`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specdec.core.distributions import TokenDistribution
 from specdec.core.idle_work import IdleWork
 from specdec.core.ids import BlockId, RequestId
 from specdec.core.proposal import Proposal
@@ -23,6 +25,7 @@ from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
 from specdec.model.batch import Runner
 from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, StepwiseDraftLoop
+from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.sampler import TokenChooser
 from specdec.sampling.shaping import LogitShaper, shaper_for
@@ -82,6 +85,7 @@ class _Drafting:
     state: _DraftSequence
     budget: int
     token_ids: list[int] = field(default_factory=list)
+    q_rows: list[TokenDistribution] = field(default_factory=list)
 
 
 class _Chunk(NamedTuple):
@@ -104,6 +108,7 @@ class DraftModelProposer:
         max_read_tokens: int = 512,
         max_context: int | None = None,
         eos_token_ids: Sequence[int] = (),
+        sampling: DraftSampling = SHARED_NOISE,
         fused_loop: FusedDraftLoop | None = None,
         idle_work: Sequence[IdleWork] = (),
         prefix_caching: bool = True,
@@ -118,14 +123,16 @@ class DraftModelProposer:
                 on than is left of it gets no proposal in that call.
             max_context: longest prefix plus draft, in tokens; None: the runner's limit.
             eos_token_ids: tokens that min_tokens keeps from being drafted.
-            fused_loop: asked first to draft, with the same runner, sampler and vocabulary.
+            sampling: how tokens are drawn, as the verification rule needs it.
+            fused_loop: asked first to draft, with the same runner, sampler, vocabulary and noise stream.
             idle_work: what makes the runner faster (see `HasIdleWork`).
             prefix_caching: keep what was read of sequences, for others that begin with the same tokens.
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
         self._fused_loop = fused_loop
-        self._stepwise_loop = StepwiseDraftLoop(runner, sampler, vocab_size)
+        self._sampling = sampling
+        self._stepwise_loop = StepwiseDraftLoop(runner, sampler, vocab_size, sampling.noise_stream)
         self._max_read_tokens = max_read_tokens
         self._eos_token_ids = tuple(eos_token_ids)
         limit = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
@@ -138,7 +145,12 @@ class DraftModelProposer:
         """Of these, tokens that were found in the cache and so not read."""
         self._states: OrderedDict[RequestId, _DraftSequence] = OrderedDict()
         self.capabilities = ProposerCapabilities(
-            name="draft_model", sampled=True, kv="own", max_context=self._max_context
+            name="draft_model",
+            sampled=True,
+            noise_stream=sampling.noise_stream,
+            gives_q_rows=sampling.gives_q_rows,
+            kv="own",
+            max_context=self._max_context,
         )
 
     @property
@@ -250,20 +262,25 @@ class DraftModelProposer:
                 start=drafting.state.num_read,
                 block_table=drafting.state.table.block_ids,
                 budget=max(0, drafting.budget) if completes else 0,
-                params=drafting.view.params,
-                seed=drafting.view.seed,
-                shaper=self._shaper(drafting) if completes and drafting.view.params.shapes_logits else None,
+                params=params,
+                seed=seed,
+                shaper=self._shaper(drafting) if completes and params.shapes_logits else None,
             )
             for drafting, num_tokens, completes in chunks
+            for params, seed in (self._sampling.of(drafting.view),)
         ]
-        chains = None if self._fused_loop is None else self._fused_loop.try_draft(starts)
-        if chains is None:
-            chains = self._stepwise_loop.draft(starts)
+        chains = self._chains(starts, [chunk.drafting for chunk in chunks])
         for (drafting, num_tokens, _), chain in zip(chunks, chains, strict=True):
             drafting.state.num_read += num_tokens
             drafting.state.drafted = tuple(chain[:-1])  # the last token was not read
             drafting.token_ids = chain
             self._offer(drafting.state, drafting.view)
+
+    def _chains(self, starts: Sequence[ChainStart], draftings: Sequence[_Drafting]) -> list[list[int]]:
+        if self._sampling.gives_q_rows and not all(start.params.is_greedy for start in starts):
+            return self._stepwise_loop.draft(starts, [drafting.q_rows for drafting in draftings])
+        chains = None if self._fused_loop is None else self._fused_loop.try_draft(starts)
+        return self._stepwise_loop.draft(starts) if chains is None else chains
 
     def _shaper(self, drafting: _Drafting) -> LogitShaper | None:
         """Return what the request does to logits behind its committed tokens."""
@@ -291,11 +308,13 @@ class DraftModelProposer:
         return chunks
 
     def _proposal(self, drafting: _Drafting) -> Proposal:
+        stream = self._sampling.stream_of(drafting.view.params)
         return Proposal(
             request_id=drafting.view.request_id,
             committed_len=drafting.view.committed_len,
             prefix_hash=drafting.view.prefix_hash,
             token_ids=tuple(drafting.token_ids),
-            noise_stream="target",
+            noise_stream=stream,
+            q_rows=tuple(drafting.q_rows) if self._sampling.gives_q_rows and stream is not None else None,
             method=self.capabilities.name,
         )

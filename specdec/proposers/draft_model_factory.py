@@ -12,9 +12,11 @@ from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.parallel import ParallelSampler
 from specdec.sampling.sampler import Sampler
+from specdec.verification.registry import capabilities_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ def load_draft_model(
         max_context=config.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
+        sampling=draft_sampling(config),
     )
 
 
@@ -63,6 +66,7 @@ def make_draft_model_proposer(
     compiled = runner.graphs = CompiledForward(runner, config.compile)
     sampler = Sampler(config.compile.cache_dir)
     sampler.warm_up()
+    sampling = draft_sampling(config)
     return DraftModelProposer(
         runner,
         sampler,
@@ -70,9 +74,15 @@ def make_draft_model_proposer(
         max_context=config.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
-        fused_loop=NativeDraftLoop(runner, sampler, target.vocab_size),
+        sampling=sampling,
+        fused_loop=NativeDraftLoop(runner, sampler, target.vocab_size, sampling.noise_stream),
         idle_work=(compiled,),
     )
+
+
+def draft_sampling(config: SpeculativeConfig) -> DraftSampling:
+    """Return how the draft model is to draw under the configured verification rule."""
+    return DraftSampling.under(capabilities_of(config.rejection_sample_method), config.draft_top_k)
 
 
 def require_same_tokenizer(draft_folder: str, target_folder: str) -> None:

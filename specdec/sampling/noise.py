@@ -37,6 +37,7 @@ STREAM_TAGS: dict[NoiseStream, int] = {
 }
 """What keeps the streams of one seed apart: the first fractional digits of pi."""
 _CHOICE_TAG = 0x452821E638D01377
+_ROUND_TAG = 0xBE5466CF34E90C6C
 
 
 def mix64(value: int) -> int:
@@ -94,6 +95,15 @@ def choice_seed(seed: int, choice: int) -> int:
     if choice < 0:
         raise ValueError(f"choice must not be negative, got {choice}")
     return mix64((mix64((seed + WEYL) & MASK_64) ^ _CHOICE_TAG) + WEYL * (choice + 1) & MASK_64)
+
+
+def round_seed(seed: int, committed_len: int) -> int:
+    """Return the noise key of the draft that continues `committed_len` tokens of a stream with this seed.
+
+    Drafts that are judged by their probabilities draw from it, so that a position at which a draft token was
+    discarded has fresh noise in the next round: under the rule `block` the discarded ones are selected.
+    """
+    return mix64((mix64((seed + WEYL) & MASK_64) ^ _ROUND_TAG) + WEYL * (committed_len + 1) & MASK_64)
 
 
 def mint_seed() -> int:

@@ -11,6 +11,7 @@ id, across shards too. What travels, per row:
     min-p                  the largest logit, then (score, id)
     logprobs               each rank's largest logits, their log-sum-exp and the chosen token's logit
     logprobs, processed    the rows in full
+    distributions          the rows in full
 
 Thresholds and ids are rank 0's: exp and log of different machines may differ in the last bit.
 R rows, V token ids here, N ranks.
@@ -33,7 +34,7 @@ from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.surgery import gather_columns
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
 from specdec.sampling.rows import SamplingRows, SequenceSampling
-from specdec.sampling.sampler import SampledRows, logprobs_of, most_likely, sample_eager
+from specdec.sampling.sampler import SampledRows, logprobs_of, most_likely, sample_eager, target_distribution
 
 _NEVER = float("-inf")
 _NUM_LISTED = 256
@@ -80,6 +81,16 @@ class ParallelSampler:
     ) -> NativeChooser | None:
         """Return None: ranks have to talk to each other before they can choose."""
         return None
+
+    def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """Return what each row is sampled from, over the whole vocabulary."""
+        return target_distribution(self._in_full(self._known(logits_RV)), rows)
+
+    def agreed(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """Return rank 0's decision: exp and log of different machines may differ in the last bit."""
+        told = [len(token_ids), *token_ids, *([0] * (most - len(token_ids)))]
+        length, *ids = self._group.broadcast_(torch.tensor(told, device=self._group.device)).tolist()
+        return ids[:length]
 
     def logprobs(
         self,

@@ -68,6 +68,14 @@ class TokenChooser(Protocol):
         """Return each row's token."""
         ...
 
+    def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """Return what each row is sampled from, fp32 [R, all V], as `target_distribution` does."""
+        ...
+
+    def agreed(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """Return what was decided on `distributions` (at most `most` tokens): rank 0's decision."""
+        ...
+
     def logprobs(
         self,
         logits_RV: torch.Tensor,
@@ -143,6 +151,14 @@ class Sampler:
         if logits_RV.stride(1) != 1:
             logits_RV = logits_RV.contiguous()
         return SampledRows(*self._native(logits_RV, rows, stream))
+
+    def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """See `target_distribution`."""
+        return target_distribution(logits_RV, rows)
+
+    def agreed(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """Return them: nobody else decides."""
+        return token_ids
 
     def logprobs(
         self,

@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from specdec.core.description import TargetDescription
+from specdec.core.distributions import TokenDistribution
 from specdec.core.errors import ProtocolError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
@@ -119,6 +120,8 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     noise_stream: NoiseStream | None = None
     parents: tuple[int, ...] | None = None
     needs_start: bool = False
+    q_rows: tuple[TokenDistribution, ...] | None = None
+    """What each token was sampled from, for verification rules that need it."""
 
 
 class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):

@@ -1,6 +1,6 @@
 """The contract of verification rules.
 
-A rule looks at one proposal and at what the target computed at its rows (row 0: after the last committed
+A rule looks at one draft and at what the target computed at its rows (row 0: after the last committed
 token, row 1 + i: after node i), and says which nodes stand and what token follows them.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from specdec.core.proposal import NoiseStream, Proposal, Verdict
+from specdec.core.proposal import NoiseStream, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -21,17 +21,42 @@ class RuleCapabilities:
     """What a rule needs and promises."""
 
     name: str
-    needs_distributions: bool
-    """Whether it reads the target's p rows (else its sampled tokens) and a sampled proposal's q rows."""
-    draft_stream: NoiseStream
+    needs_p_rows: bool = False
+    """Whether it reads the target's p rows, else its sampled tokens. A rule that does runs where they are."""
+    needs_q_rows: bool = False
+    """Whether it reads the q rows of a sampled draft."""
+    draft_stream: NoiseStream = "draft"
     """Noise stream that drafters sample with under this rule."""
+    takes_trees: bool = True
     exact: bool = True
     """Whether the output is distributed as the target's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A proposal as a rule sees it."""
+
+    token_ids: tuple[int, ...]
+    """Token of each of n nodes."""
+    first_position: int
+    """Absolute position of the root's children (`Proposal.committed_len`)."""
+    parents: tuple[int, ...] | None = None
+    """As `Proposal.parents`. Siblings are in the order that they were drawn in."""
+    noise_stream: NoiseStream | None = None
+    """Stream the tokens were sampled with; None when they are deterministic given the prefix."""
+    q_rows: torch.Tensor | None = None
+    """[n, vocab] floating point: what each token was drawn from, given the siblings before it; None when all
+    are deterministic, and where the rule does not read it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """n."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRows:
-    """What the target computed for one proposal of n nodes. A rule reads what its capabilities say."""
+    """What the target computed for a draft of n nodes. A rule reads what its capabilities say."""
 
     token_ids: Sequence[int] | None = None
     """The token function's value at each of the n + 1 rows."""
@@ -56,17 +81,24 @@ class Chance(Protocol):
 
 
 class VerificationRule(Protocol):
-    """One way to verify proposals. Stateless."""
+    """One way to verify drafts. Stateless."""
 
     @property
     def capabilities(self) -> RuleCapabilities:
         """Constant."""
         ...
 
-    def verify(self, proposal: Proposal, target: TargetRows, chance: Chance) -> Verdict:
+    def verify(self, draft: Draft, target: TargetRows, chance: Chance) -> Verdict:
         """Return the accepted path and the one token that follows it.
 
         Raises:
-            ValueError: the proposal or the target's rows are not what this rule can be exact with.
+            ValueError: the draft or the target's rows are not what this rule works with.
         """
         ...
+
+
+def verdict(draft: Draft, accepted: Sequence[int], last: int) -> Verdict:
+    """Return the verdict that keeps these nodes and adds the token `last`."""
+    return Verdict(
+        accepted_nodes=tuple(accepted), token_ids=(*(draft.token_ids[node] for node in accepted), last)
+    )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.core.proposal import Proposal, Verdict
+from specdec.core.proposal import Verdict
 from specdec.tree.topology import Topology
-from specdec.verification.base import Chance, RuleCapabilities, TargetRows
+from specdec.verification.base import Chance, Draft, RuleCapabilities, TargetRows
 
 
 def match(
@@ -74,10 +74,10 @@ def _match_tree(
 class SampleAndMatch:
     """`match` as a rule."""
 
-    capabilities = RuleCapabilities(name="sample_and_match", needs_distributions=False, draft_stream="target")
+    capabilities = RuleCapabilities(name="sample_and_match", draft_stream="target")
 
-    def verify(self, proposal: Proposal, target: TargetRows, chance: Chance) -> Verdict:
-        """Match the proposal with the target's tokens; nothing here is left to chance.
+    def verify(self, draft: Draft, target: TargetRows, chance: Chance) -> Verdict:
+        """Match the draft with the target's tokens; nothing here is left to chance.
 
         Raises:
             ValueError: the target's tokens are missing, or of another number.
@@ -85,5 +85,5 @@ class SampleAndMatch:
         del chance
         if target.token_ids is None:
             raise ValueError("sample_and_match needs the target's tokens")
-        topology = None if proposal.parents is None else Topology.from_parents(proposal.parents)
-        return match(proposal.token_ids, topology, target.token_ids)
+        topology = None if draft.parents is None else Topology.from_parents(draft.parents)
+        return match(draft.token_ids, topology, target.token_ids)

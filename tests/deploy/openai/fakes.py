@@ -52,6 +52,7 @@ class ScriptedService:
     finish_reason: FinishReason = "stop"
     stop_reason: str | int | None = None
     is_ready: bool = True
+    described: TargetDescription = DESCRIPTION
     refuse_with: Exception | None = None
     """Raised instead of the first output."""
     fail_after: int | None = None
@@ -67,7 +68,7 @@ class ScriptedService:
     snapshot: Mapping[str, float] = field(default_factory=dict)
 
     def description(self) -> TargetDescription | None:
-        return DESCRIPTION if self.is_ready else None
+        return self.described if self.is_ready else None
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
         self.requests.append(request)

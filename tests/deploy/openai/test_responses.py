@@ -163,10 +163,26 @@ def test_token_ids_and_metrics_on_request(door: Door) -> None:
         "num_spec_steps": 4,
         "num_accepted_draft_tokens": 6,
         "num_draft_tokens": 12,
+        "num_lossy_tokens": 0,
         "per_step_accepted": [1, 2, 1, 2],
         "per_step_drafted": [4, 2, 4, 2],
     }
     assert "metrics" not in door.complete().json()
+
+
+@pytest.mark.parametrize("rule", ["sample_and_match", "rejection", "typical"])
+def test_a_lossy_rule_shows_in_every_response(rule: str) -> None:
+    described = dataclasses.replace(DESCRIPTION, rule=rule)
+    door = Door(ScriptedService(described=described))
+    bodies = [door.complete().json(), door.chat().json()]
+    for streamed in (door.complete(stream=True), door.chat(stream=True)):
+        bodies += [data for _, data in events_of(streamed)[:-1]]
+    for body in bodies:
+        assert body["system_fingerprint"].endswith(f"-{rule}")
+        assert body.get("lossy") == (True if rule == "typical" else None)
+    # Nothing is lost at temperature 0 or without drafts.
+    assert "lossy" not in door.complete(temperature=0).json()
+    assert "lossy" not in door.complete(speculation={"num_speculative_tokens": 0}).json()
 
 
 def test_streamed_completion(door: Door) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
@@ -13,11 +13,12 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_server import DraftServer
 from specdec.engine.engine import Engine
+from specdec.engine.judge import Judge
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
-from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
@@ -71,7 +72,19 @@ class ToyDrafter:
 class Cluster:
     """One coordinator's engine, one target worker, any number of draft workers, one simulated network."""
 
-    def __init__(self, faults: Faults, seed: int = 0, *, num_drafters: int = 1, num_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        faults: Faults,
+        seed: int = 0,
+        *,
+        num_drafters: int = 1,
+        num_blocks: int = 64,
+        capabilities: ProposerCapabilities = CAPABILITIES,
+        make_drafter: Callable[[], Proposer] | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities."""
+        self.make_drafter = make_drafter
         self.clock = ManualClock()
         self.network = MemoryNetwork(seed=seed, clock=self.clock)
         self.drafters: dict[PeerId, ToyDrafter] = {}
@@ -79,7 +92,7 @@ class Cluster:
         self.num_started = 0
         self.proposer = RemoteProposer(
             self.network.open(PeerId("coordinator-draft")),
-            capabilities=CAPABILITIES,
+            capabilities=capabilities,
             vocab_size=VOCAB,
             clock=self.clock,
         )
@@ -88,7 +101,7 @@ class Cluster:
         worker = self.network.open(TARGET)
         coordinator = self.network.open(PeerId("coordinator"))
         worker.admit([coordinator.address])
-        toy = ToyTarget(MODEL, num_blocks=num_blocks)
+        toy = ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
         self.target_server = TargetServer(worker, toy)
         self.network.serve(TARGET, lambda: self.target_server.step(0))
         self.network.faults = faults
@@ -106,10 +119,10 @@ class Cluster:
         name = PeerId(f"draft-{self.num_started}")
         channel = self.network.open(name)
         channel.admit([self.proposer._channel.address])
-        drafter = ToyDrafter(self.clock, busy_s)
-        server = DraftServer(channel, drafter, clock=self.clock)
+        drafter = self.drafters[name] = ToyDrafter(self.clock, busy_s)
+        proposer = drafter if self.make_drafter is None else self.make_drafter()
+        server = DraftServer(channel, proposer, clock=self.clock)
         self.network.serve(name, lambda: server.step(0))
-        self.drafters[name] = drafter
         self.addresses[name] = channel.address
         self.proposer.set_workers(list(self.addresses.values()))
         return name

@@ -234,6 +234,28 @@ def test_same_tokens_with_shaped_logits(
     assert accepted > (50 if method == "draft_model" else 0)
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_rules_decide_the_same_over_ranks(
+    rank_pool: Pools, folder_of: Callable[[str], Path], tmp_path: Path, rule: str
+) -> None:
+    """Rows are gathered, rank 0 decides; with shaped logits too."""
+    folder, params = folder_of("llama"), [GREEDY, SAMPLED, SHAPED]
+    save_model(tmp_path, seed=2)
+    speculative: dict[str, Any] = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": rule,
+        "allow_lossy": rule == "typical",
+        "cache": {"num_blocks": 60, "block_size": 4},
+    }
+    with Engine(config_of(folder, **speculative)) as engine:
+        expected = generate(engine, params), engine.metrics().num_accepted_tokens
+    assert expected[1] > 20
+    ours = rank_pool(2).run(serve, config_of(folder, 2, **speculative), params)[0]
+    assert ours == expected
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", COVER)
 @pytest.mark.parametrize("size", [2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.proposers.config import SpeculativeConfig
@@ -31,6 +32,43 @@ def test_unknown_method() -> None:
     config = SpeculativeConfig().model_copy(update={"method": "crystal_ball"})
     with pytest.raises(ConfigError, match=r"no 'crystal_ball'; known are draft_model, .*ngram"):
         create_proposer(config, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rejection_sample_method": "typical"}, "typical is lossy.*write allow_lossy: true"),
+        (
+            {"rejection_sample_method": "typical", "allow_lossy": True, "method": "none"},
+            "method none drafts nothing that typical could verify",
+        ),
+        (
+            {"rejection_sample_method": "block", "posterior_alpha": 0.3},
+            "posterior_alpha is of the rule typical: leave it out with block",
+        ),
+        (
+            {"rejection_sample_method": "typical", "allow_lossy": True, "posterior_threshold": 2.0},
+            "less than or equal to 1",
+        ),
+        ({"rejection_sample_method": "standard"}, "there is no 'standard' here; write 'rejection'"),
+        ({"rejection_sample_method": "coin"}, "Input should be 'sample_and_match', 'rejection', 'block'"),
+        ({"draft_top_k": 9}, "method ngram samples nothing: leave out draft_top_k"),
+        (
+            {"draft_top_k": 9, "method": "draft_model", "model": "m"},
+            "sample_and_match needs no probabilities of drafts",
+        ),
+    ],
+)
+def test_contradictions_about_the_rule(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SpeculativeConfig.model_validate(keys)
+
+
+def test_what_a_rule_takes() -> None:
+    typical = {"rejection_sample_method": "typical", "allow_lossy": True, "posterior_alpha": 0.2}
+    assert SpeculativeConfig.model_validate(typical).posterior_alpha == 0.2
+    block = {"rejection_sample_method": "block", "draft_top_k": 9, "method": "draft_model", "model": "m"}
+    assert SpeculativeConfig.model_validate(block).draft_top_k == 9
 
 
 def test_draft_model_is_loaded(tmp_path: Path) -> None:

@@ -1,159 +1,89 @@
-"""Rejection sampling: the exact output distribution of every small chain and tree, and what breaks it."""
+"""Rejection sampling of chains: the exact output distribution, and what breaks it."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
-from itertools import product
 
 import pytest
 import torch
 from scipy import stats
 
-from specdec.core.ids import RequestId
-from specdec.core.proposal import NoiseStream, Proposal
+from specdec.core.proposal import NoiseStream
 from specdec.sampling.noise import row_key
 from specdec.sampling.noise_rows import as_signed, gumbel_rows
-from specdec.tree.topology import ROOT, Topology, chain
-from specdec.verification.base import TargetRows
+from specdec.tree.topology import chain
+from specdec.verification.base import Draft, TargetRows
 from specdec.verification.chance import CounterChance
+from specdec.verification.ratio import acceptance, residual
 from specdec.verification.reference import draw, rejection_round
-from specdec.verification.rejection import Rejection, acceptance, residual, walk
+from specdec.verification.rejection import Rejection
+from tests.specdec.verification.drafting import (
+    CHAINS,
+    EXACT,
+    PREFIX,
+    Drafter,
+    as_draft,
+    distance,
+    emitted_by,
+    most_likely,
+    tokens_after,
+    without_replacement,
+)
 from tests.specdec.verification.enumeration import (
     BranchingChance,
     MarkovModel,
     Tokens,
     outcomes,
     random_model,
-    total_variation_from,
 )
 
-PREFIX = (0,)
-EXACT = 1e-12
+RULE = Rejection()
 
 
-def trees(num_nodes: int) -> list[Topology]:
-    return [
-        Topology.from_parents(parents)
-        for parents in product(*(range(ROOT, node) for node in range(num_nodes)))
-    ]
-
-
-SMALL_TREES = [tree for num_nodes in range(4) for tree in trees(num_nodes)]
-CHAINS = [chain(num_nodes) for num_nodes in range(5)]
-
-
-@dataclass
-class Drafted:
-    tokens: tuple[int, ...]
-    q_rows: torch.Tensor | None
-
-
-def prefix_of(topology: Topology, tokens: list[int], node: int) -> Tokens:
-    return (*PREFIX, *(tokens[above] for above in topology.path(node)))
-
-
-def draft_sampled(draft: MarkovModel, topology: Topology, chance: BranchingChance) -> Drafted:
-    """Children drawn one after the other without replacement; q rows are what each was drawn from."""
-    tokens = [0] * topology.num_nodes
-    q_rows = torch.zeros(topology.num_nodes, draft.matrix.shape[0], dtype=torch.float64)
-    for row, children in enumerate(topology.children):
-        q = draft.row(prefix_of(topology, tokens, row - 1)).clone()
-        for node in children:
-            q_rows[node] = q = q / q.sum()
-            tokens[node] = chance.choose(q.tolist())
-            q = q.clone()
-            q[tokens[node]] = 0.0
-    return Drafted(tuple(tokens), q_rows)
-
-
-def draft_most_likely(draft: MarkovModel, topology: Topology) -> Drafted:
-    """Deterministic children: the most likely ones, best first."""
-    tokens = [0] * topology.num_nodes
-    for row, children in enumerate(topology.children):
-        ranking = draft.row(prefix_of(topology, tokens, row - 1)).argsort(descending=True).tolist()
-        for rank, node in enumerate(children):
-            tokens[node] = ranking[rank]
-    return Drafted(tuple(tokens), None)
-
-
-def p_rows_of(target: MarkovModel, topology: Topology, tokens: tuple[int, ...]) -> torch.Tensor:
-    prefixes = [prefix_of(topology, list(tokens), node) for node in range(ROOT, topology.num_nodes)]
-    return torch.stack([target.row(prefix) for prefix in prefixes])
-
-
-def distance(target: MarkovModel, topology: Topology, emitted: dict[Tokens, float]) -> float:
-    assert sum(emitted.values()) == pytest.approx(1.0, abs=EXACT)
-    return total_variation_from(target, PREFIX, emitted, topology.max_depth + 1)
-
-
-def emitted_by_walk(
-    target: MarkovModel, topology: Topology, drafted: Drafted, chance: BranchingChance
-) -> Tokens:
-    p_rows = p_rows_of(target, topology, drafted.tokens)
-    return walk(drafted.tokens, topology, p_rows, drafted.q_rows, chance, len(PREFIX)).token_ids
-
-
-@pytest.mark.parametrize("topology", [*SMALL_TREES, *CHAINS[4:]], ids=lambda tree: str(tree.parents))
+@pytest.mark.parametrize("num_drafted", range(len(CHAINS)))
+@pytest.mark.parametrize("drafter", [without_replacement, most_likely])
 @pytest.mark.parametrize("holes", [False, True])
-def test_sampled_drafts_are_exact(topology: Topology, holes: bool) -> None:
-    vocab_size = 3
-    target = random_model(vocab_size, seed=topology.num_nodes, holes=holes)
-    draft = random_model(vocab_size, seed=100 + sum(topology.parents))  # all of it can be drawn
-    emitted = outcomes(
-        lambda chance: emitted_by_walk(target, topology, draft_sampled(draft, topology, chance), chance)
-    )
-    assert distance(target, topology, emitted) < EXACT
-
-
-@pytest.mark.parametrize(
-    "topology", [*SMALL_TREES, *trees(4), *CHAINS[4:]], ids=lambda tree: str(tree.parents)
-)
-@pytest.mark.parametrize("holes", [False, True])
-def test_deterministic_drafts_are_exact(topology: Topology, holes: bool) -> None:
-    vocab_size = 4
-    target = random_model(vocab_size, seed=topology.num_nodes, holes=holes)
-    drafted = draft_most_likely(random_model(vocab_size, seed=5), topology)
-    emitted = outcomes(lambda chance: emitted_by_walk(target, topology, drafted, chance))
-    assert distance(target, topology, emitted) < EXACT
+def test_chains_are_exact(num_drafted: int, drafter: Drafter, holes: bool) -> None:
+    target = random_model(3, seed=num_drafted, holes=holes)
+    model = random_model(3, seed=100 + num_drafted)  # all of it can be drawn
+    emitted = emitted_by(RULE, target, model, chain(num_drafted), drafter)
+    assert distance(target, chain(num_drafted), emitted) < EXACT
 
 
 def test_five_tokens_and_disjoint_supports_are_exact() -> None:
     target = random_model(5, seed=1)
-    emitted = outcomes(
-        lambda c: emitted_by_walk(target, chain(2), draft_sampled(random_model(5, seed=2), chain(2), c), c)
-    )
+    emitted = emitted_by(RULE, target, random_model(5, seed=2), chain(2), without_replacement)
     assert distance(target, chain(2), emitted) < EXACT
     halves = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], dtype=torch.float64)
-    disjoint, draft = MarkovModel(halves[[0, 0, 0, 0]]), MarkovModel(halves[[1, 1, 1, 1]])
-    emitted = outcomes(lambda c: emitted_by_walk(disjoint, chain(2), draft_sampled(draft, chain(2), c), c))
+    disjoint, model = MarkovModel(halves[[0, 0, 0, 0]]), MarkovModel(halves[[1, 1, 1, 1]])
+    emitted = emitted_by(RULE, disjoint, model, chain(2), without_replacement)
     assert distance(disjoint, chain(2), emitted) < EXACT
 
 
 def test_the_same_distributions_are_always_accepted() -> None:
     model = random_model(4, seed=3)
-    emitted = outcomes(lambda c: emitted_by_walk(model, chain(3), draft_sampled(model, chain(3), c), c))
+    emitted = emitted_by(RULE, model, model, chain(3), without_replacement)
     assert sum(probability for tokens, probability in emitted.items() if len(tokens) < 4) < EXACT
 
 
 def test_the_first_draft_is_accepted_as_often_as_theory_says() -> None:
-    target, draft = random_model(4, seed=8), random_model(4, seed=9)
-    emitted = outcomes(lambda c: emitted_by_walk(target, chain(1), draft_sampled(draft, chain(1), c), c))
+    target, model = random_model(4, seed=8), random_model(4, seed=9)
+    emitted = emitted_by(RULE, target, model, chain(1), without_replacement)
     accepted = sum(probability for tokens, probability in emitted.items() if len(tokens) == 2)
-    overlap = torch.minimum(target.row(PREFIX), draft.row(PREFIX)).sum().item()
+    overlap = torch.minimum(target.row(PREFIX), model.row(PREFIX)).sum().item()
     assert accepted == pytest.approx(overlap, abs=EXACT)
 
 
 def test_the_oracle_agrees() -> None:
-    target, draft = random_model(3, seed=8), random_model(3, seed=9)
-    exact = outcomes(lambda c: emitted_by_walk(target, chain(2), draft_sampled(draft, chain(2), c), c))
+    target, model = random_model(3, seed=8), random_model(3, seed=9)
+    exact = emitted_by(RULE, target, model, chain(2), without_replacement)
     rng = random.Random(5)
     num_rounds = 20_000
     seen = Counter(
         rejection_round(
             lambda prefix: target.row(prefix).tolist(),
-            lambda prefix: draft.row(prefix).tolist(),
+            lambda prefix: model.row(prefix).tolist(),
             PREFIX,
             2,
             rng,
@@ -169,53 +99,25 @@ def test_the_oracle_agrees() -> None:
 
 
 def test_control_q_at_another_temperature() -> None:
-    target, draft = random_model(3, seed=8), random_model(3, seed=9)
-    sharper = MarkovModel(draft.matrix.pow(2) / draft.matrix.pow(2).sum(-1, keepdim=True))
+    target, model = random_model(3, seed=8), random_model(3, seed=9)
+    sharper = MarkovModel(model.matrix.pow(2) / model.matrix.pow(2).sum(-1, keepdim=True))
 
     def run(chance: BranchingChance) -> Tokens:
-        drafted = draft_sampled(draft, chain(1), chance)
-        told = Drafted(drafted.tokens, sharper.row(PREFIX)[None])
-        return emitted_by_walk(target, chain(1), told, chance)
+        draft = without_replacement(model, chain(1), chance)
+        told = as_draft(chain(1), list(draft.token_ids), sharper.row(PREFIX)[None])
+        return tokens_after(RULE, target, told, chance)
 
     assert distance(target, chain(1), outcomes(run)) > 0.01
 
 
-def test_control_sampled_children_ranked_again() -> None:
-    target, draft = random_model(4, seed=8), random_model(4, seed=9)
-    siblings = Topology.from_parents((ROOT, ROOT))
-
-    def run(chance: BranchingChance) -> Tokens:
-        drafted = draft_sampled(draft, siblings, chance)
-        q = draft.row(PREFIX)
-        tokens = tuple(sorted(drafted.tokens, key=lambda token: -float(q[token])))
-        left = q.clone()
-        left[tokens[0]] = 0.0
-        return emitted_by_walk(target, siblings, Drafted(tokens, torch.stack((q, left / left.sum()))), chance)
-
-    assert distance(target, siblings, outcomes(run)) > 0.01
-
-
-def test_control_residual_without_subtracting_q() -> None:
-    target, draft = random_model(3, seed=8), random_model(3, seed=9)
-
-    def run(chance: BranchingChance) -> Tokens:
-        drafted = draft_sampled(draft, chain(1), chance)
-        p, (token,) = target.row(PREFIX), drafted.tokens
-        if chance.accept(acceptance(p, draft.row(PREFIX), token), 1, 0):
-            return drafted.tokens
-        return (chance.draw_residual(p, 1),)
-
-    assert total_variation_from(target, PREFIX, outcomes(run), 1) > 0.01
-
-
 def test_control_a_stale_proposal() -> None:
     """Distributions computed after another prefix: nothing in a round can see it, only the prefix hash."""
-    target, draft = random_model(3, seed=8), random_model(3, seed=9)
+    target, model = random_model(3, seed=8), random_model(3, seed=9)
 
     def run(chance: BranchingChance) -> Tokens:
-        drafted = draft_sampled(draft, chain(1), chance)
-        stale = torch.stack([target.matrix[1], target.matrix[drafted.tokens[0]]])
-        return walk(drafted.tokens, chain(1), stale, drafted.q_rows, chance, 1).token_ids
+        draft = without_replacement(model, chain(1), chance)
+        stale = torch.stack([target.matrix[1], target.matrix[draft.token_ids[0]]])
+        return RULE.verify(draft, TargetRows(p_rows=stale), chance).token_ids
 
     assert distance(target, chain(1), outcomes(run)) > 0.01
 
@@ -233,8 +135,8 @@ class SharedNoise(CounterChance):
 
 def p_value_of_counter_noise(stream: NoiseStream, *, shared: bool, with_q: bool) -> float:
     """Chi-square of 20,000 single rounds, drafted and verified with counter-based noise, against p."""
-    target, draft = random_model(4, seed=8, sharpness=1.0), random_model(4, seed=9, sharpness=1.0)
-    p, q = target.row(PREFIX), draft.row(PREFIX)
+    target, model = random_model(4, seed=8, sharpness=1.0), random_model(4, seed=9, sharpness=1.0)
+    p, q = target.row(PREFIX), model.row(PREFIX)
     num_rounds = 20_000
     keys = torch.tensor([as_signed(row_key(seed, 1, stream)) for seed in range(num_rounds)])
     drafts = (q.log() + gumbel_rows(keys, 4)).argmax(-1).tolist()
@@ -242,7 +144,13 @@ def p_value_of_counter_noise(stream: NoiseStream, *, shared: bool, with_q: bool)
     p_rows = torch.stack([p, p])
     for seed, token in enumerate(drafts):
         chance = SharedNoise(seed, stream) if shared else CounterChance(seed)
-        verdict = walk((token,), chain(1), p_rows, q[None] if with_q else None, chance, 1)
+        draft = Draft(
+            token_ids=(token,),
+            first_position=1,
+            noise_stream="draft" if with_q else None,
+            q_rows=q[None] if with_q else None,
+        )
+        verdict = RULE.verify(draft, TargetRows(p_rows=p_rows), chance)
         counts[verdict.token_ids[0]] += 1
     return float(stats.chisquare(counts, (p * num_rounds).tolist()).pvalue)
 
@@ -286,27 +194,19 @@ def test_residuals_leave_their_inputs_alone() -> None:
 
 
 def test_a_token_outside_its_q_is_refused() -> None:
-    with pytest.raises(ValueError, match="token 1 was proposed although its q is 0"):
+    with pytest.raises(ValueError, match="token 1 was drafted although its q is 0"):
         acceptance(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0]), 1)
     with pytest.raises(ValueError, match="its q is nan"):
         acceptance(torch.tensor([0.5, 0.5]), torch.tensor([1.0, torch.nan]), 1)
 
 
-def proposal(
+def a_draft(
     tokens: tuple[int, ...],
     stream: NoiseStream | None,
     q_rows: torch.Tensor | None,
     parents: tuple[int, ...] | None = None,
-) -> Proposal:
-    return Proposal(
-        request_id=RequestId("r"),
-        committed_len=5,
-        prefix_hash=0,
-        token_ids=tokens,
-        parents=parents,
-        noise_stream=stream,
-        q_rows=q_rows,
-    )
+) -> Draft:
+    return Draft(token_ids=tokens, first_position=5, parents=parents, noise_stream=stream, q_rows=q_rows)
 
 
 Q = torch.full((2, 3), 1 / 3)
@@ -316,35 +216,35 @@ P = torch.full((3, 3), 1 / 3)
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (proposal((0, 1), "target", Q), 'stream "target" is biased'),
-        (proposal((0, 1), "target", None), 'stream "target" is biased'),
-        (proposal((0, 1), "accept", Q), 'stream "accept" is biased'),
-        (proposal((0, 1), "residual", Q), 'stream "residual" is biased'),
-        (proposal((0, 1), "draft", None), "needs its q rows"),
-        (proposal((0, 1), None, Q), "not sampled"),
-        (proposal((0, 1), "draft", Q[:1]), "2 proposed tokens with 1 q rows"),
-        (proposal((0, 1), "draft", Q, (-1, 1)), "has parent 1"),
-        (proposal((0,), None, None), "needs 2 p rows"),
+        (a_draft((0, 1), "target", Q), 'stream "target" is biased'),
+        (a_draft((0, 1), "target", None), 'stream "target" is biased'),
+        (a_draft((0, 1), "accept", Q), 'stream "accept" is biased'),
+        (a_draft((0, 1), "residual", Q), 'stream "residual" is biased'),
+        (a_draft((0, 1), "draft", None), "needs its q rows"),
+        (a_draft((0, 1), None, Q), "not sampled"),
+        (a_draft((0, 1), "draft", Q[:1]), "2 draft tokens with 1 q rows"),
+        (a_draft((0, 1), "draft", Q, (-1, 1)), "has parent 1"),
+        (a_draft((0,), None, None), "needs 2 p rows"),
     ],
 )
-def test_what_the_rule_refuses(bad: Proposal, message: str) -> None:
+def test_what_the_rule_refuses(bad: Draft, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Rejection().verify(bad, TargetRows(p_rows=P), CounterChance(1))
+        RULE.verify(bad, TargetRows(p_rows=P), CounterChance(1))
 
 
 def test_p_rows_must_be_there() -> None:
     with pytest.raises(ValueError, match="needs 3 p rows"):
-        Rejection().verify(proposal((0, 1), None, None), TargetRows(token_ids=(0, 1, 2)), CounterChance(1))
+        RULE.verify(a_draft((0, 1), None, None), TargetRows(token_ids=(0, 1, 2)), CounterChance(1))
 
 
 def test_the_rule_reads_single_precision_rows_and_replays() -> None:
     p_rows = torch.randn(4, 50).softmax(-1)
     q_rows = (p_rows[:3].log() + 0.1 * torch.randn(3, 50)).softmax(-1)
     tokens = tuple(q_rows.argmax(-1).tolist())
-    for parents in (None, (-1, 0, 1), (-1, -1, 1)):
+    for parents in (None, (-1, 0, 1)):
         verdicts = [
-            Rejection().verify(
-                proposal(tokens, "draft", q_rows, parents), TargetRows(p_rows=p_rows), CounterChance(seed)
+            RULE.verify(
+                a_draft(tokens, "draft", q_rows, parents), TargetRows(p_rows=p_rows), CounterChance(seed)
             )
             for seed in (*range(20), *range(20))
         ]

@@ -12,16 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.core.errors import ConfigError
-from specdec.core.ids import RequestId
-from specdec.core.proposal import NoiseStream, Proposal, Verdict
+from specdec.core.proposal import NoiseStream, Verdict
 from specdec.core.sampling_params import SamplingParams
 from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, noisy_scores
 from specdec.tree.topology import ROOT, Topology, chain
-from specdec.verification.base import TargetRows
+from specdec.verification.base import Draft, TargetRows
 from specdec.verification.chance import CounterChance
 from specdec.verification.reference import matching_round
-from specdec.verification.registry import RULES, rule_named
+from specdec.verification.registry import rule_named
 from specdec.verification.sample_and_match import match
 
 Tokens = tuple[int, ...]
@@ -205,31 +203,13 @@ def test_control_a_stale_proposal_is_noticed() -> None:
 # ---- as a rule ----------------------------------------------------------------------------------
 
 
-def proposal(tokens: Tokens, parents: Tokens | None, stream: NoiseStream | None) -> Proposal:
-    return Proposal(
-        request_id=RequestId("r"),
-        committed_len=1,
-        prefix_hash=0,
-        token_ids=tokens,
-        parents=parents,
-        noise_stream=stream,
-    )
-
-
 @pytest.mark.parametrize("stream", [None, "target", "draft"])
-def test_the_rule_takes_any_proposal(stream: NoiseStream | None) -> None:
+def test_the_rule_takes_any_draft(stream: NoiseStream | None) -> None:
     rule = rule_named("sample_and_match")
-    assert not rule.capabilities.needs_distributions
+    assert not rule.capabilities.needs_p_rows
     assert rule.capabilities.draft_stream == "target"
-    found = rule.verify(proposal((1, 2), (-1, -1), stream), TargetRows(token_ids=(2, 0, 3)), CounterChance(1))
+    draft = Draft(token_ids=(1, 2), first_position=1, parents=(-1, -1), noise_stream=stream)
+    found = rule.verify(draft, TargetRows(token_ids=(2, 0, 3)), CounterChance(1))
     assert found == Verdict(accepted_nodes=(1,), token_ids=(2, 3))
     with pytest.raises(ValueError, match="needs the target's tokens"):
-        rule.verify(proposal((1,), None, stream), TargetRows(), CounterChance(1))
-
-
-def test_rules_by_name() -> None:
-    assert set(RULES) == {"sample_and_match", "rejection"}
-    assert all(rule_named(name).capabilities.name == name for name in RULES)
-    assert all(rule.capabilities.exact for rule in RULES.values())
-    with pytest.raises(ConfigError, match="unknown verification rule 'typical'; known are sample_and_match"):
-        rule_named("typical")
+        rule.verify(draft, TargetRows(), CounterChance(1))

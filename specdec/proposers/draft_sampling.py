@@ -1,0 +1,58 @@
+"""How a draft model draws its tokens under a verification rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from specdec.core.proposal import NoiseStream
+from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import SequenceView
+from specdec.sampling.noise import round_seed
+from specdec.sampling.rows import SequenceSampling
+from specdec.verification.base import RuleCapabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSampling:
+    """By default with the target's own noise, on the target's own transforms of the drafter's logits."""
+
+    noise_stream: NoiseStream = "target"
+    gives_q_rows: bool = False
+    """Whether proposals tell what they were drawn from."""
+    top_k: int | None = None
+    """Draw among so many most likely tokens at most, so that q rows stay short. Any q is as exact as any
+    other, as long as it is the one that was drawn from."""
+
+    @staticmethod
+    def under(rule: RuleCapabilities, top_k: int | None = None) -> DraftSampling:
+        """Return how to draw for this rule; `top_k` matters where q rows are needed."""
+        return DraftSampling(
+            noise_stream=rule.draft_stream,
+            gives_q_rows=rule.needs_q_rows,
+            top_k=top_k if rule.needs_q_rows else None,
+        )
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether tokens are the token function's of the drafter's distribution."""
+        return self.noise_stream == "target"
+
+    def of(self, sequence: SequenceView) -> SequenceSampling:
+        """Return what decides the next draft of a sequence, beside logits."""
+        if self.shares_noise:
+            return SequenceSampling(sequence.params, sequence.seed)
+        return SequenceSampling(self._cut(sequence.params), round_seed(sequence.seed, sequence.committed_len))
+
+    def stream_of(self, params: SamplingParams) -> NoiseStream | None:
+        """Return the stream to report for a draft: without temperature none matters to rules that ask."""
+        return self.noise_stream if self.shares_noise or not params.is_greedy else None
+
+    def _cut(self, params: SamplingParams) -> SamplingParams:
+        if self.top_k is None or (params.top_k is not None and params.top_k <= self.top_k):
+            return params
+        return msgspec.structs.replace(params, top_k=self.top_k)
+
+
+SHARED_NOISE = DraftSampling()

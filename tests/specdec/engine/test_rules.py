@@ -1,0 +1,385 @@
+"""Verification rules in running engines: distributions, greedy identity, refusals, and over the wire."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import msgspec
+import numpy as np
+import pytest
+from scipy import stats
+
+from specdec.core.distributions import TokenDistribution
+from specdec.core.errors import ConfigError
+from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
+from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import SequenceView
+from specdec.engine.engine import Engine
+from specdec.engine.judge import Judge
+from specdec.engine.toy_runner import ToyRunner
+from specdec.engine.toy_target import ToyModel, ToyTarget, slot_value
+from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.ngram import NgramProposer
+from specdec.sampling.noise import MASK_64
+from specdec.sampling.sampler import Sampler
+from specdec.transport.memory import Faults
+from specdec.transport.messages import ProposeAnswer, ProposeReply, decode, encode
+from specdec.verification.registry import capabilities_of, rule_named
+from tests.specdec.engine import remote_cluster, toy_engines
+from tests.specdec.engine.remote_cluster import Cluster, a_request
+from tests.specdec.engine.toy_engines import request, run, tokens_of
+
+JUDGED = ("rejection", "block", "multi_round", "typical")
+LOSSLESS = JUDGED[:3]
+
+
+def judge_of(rule: str) -> Judge | None:
+    return Judge(rule_named(rule)) if capabilities_of(rule).needs_p_rows else None
+
+
+def drafter_for(
+    rule: str, model: ToyModel, *, top_k: int | None = None, **options: int
+) -> DraftModelProposer:
+    return DraftModelProposer(
+        ToyRunner(model, **options),
+        Sampler(),
+        vocab_size=model.vocab_size,
+        sampling=DraftSampling.under(capabilities_of(rule), top_k),
+    )
+
+
+def engine_of(rule: str, target: ToyModel, proposer: Proposer, **options: int) -> Engine:
+    return toy_engines.toy_engine(proposer, target=ToyTarget(target, judge=judge_of(rule)), **options)
+
+
+# ---- temperature 0 ------------------------------------------------------------------------------
+
+
+def proposers_for(rule: str) -> Iterator[Proposer]:
+    similar = ToyModel(toy_engines.VOCAB_SIZE, seed=1, perturbation=0.2)
+    yield drafter_for(rule, toy_engines.MODEL)
+    yield drafter_for(rule, similar, top_k=3, num_blocks=40)
+    yield NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
+    yield toy_engines.OracleProposer(wrong_from=2)
+
+
+@pytest.mark.parametrize("rule", ["sample_and_match", *JUDGED])
+def test_greedy_tokens_are_the_targets(rule: str) -> None:
+    requests = [request(f"r{n}", [1 + n % 3, 2, 3, 1, 2], seed=n) for n in range(6)]
+    for proposer in proposers_for(rule):
+        engine = engine_of(rule, toy_engines.MODEL, proposer, num_draft_tokens=3)
+        outputs = run(engine, *requests)
+        for one in requests:
+            assert tokens_of(outputs[one.request_id]) == toy_engines.expected_tokens(one)
+        assert engine.metrics().num_draft_tokens > 0
+        assert engine.metrics().num_lossy_tokens == 0
+
+
+# ---- the distribution ---------------------------------------------------------------------------
+
+TINY = ToyModel(4, seed=2, sharpness=1.0)
+TINY_DRAFT = ToyModel(4, seed=3, sharpness=1.0)
+PROMPT = (1, 2)
+LENGTH = 3
+
+
+def probabilities(model: ToyModel, temperature: float) -> dict[tuple[int, ...], float]:
+    """Of every continuation of the prompt by `LENGTH` tokens, without an engine."""
+    found = {}
+    for tokens in product(range(model.vocab_size), repeat=LENGTH):
+        probability, total = 1.0, 0
+        sequence = (*PROMPT, *tokens)
+        for position, token_id in enumerate(sequence):
+            if position >= len(PROMPT):
+                logits = model.logits(sequence[position - 1], total) / temperature
+                weights = np.exp(logits - logits.max())
+                probability *= float(weights[token_id] / weights.sum())
+            total = (total + slot_value(total, position, token_id)) & MASK_64
+        found[tokens] = probability
+    return found
+
+
+def p_value(rule: str, proposer: Proposer, *, num_streams: int = 6_000, temperature: float = 0.8) -> float:
+    """Chi-square of what an engine generates over seeds, all in one batch after the other, against p."""
+    params = SamplingParams(temperature=temperature, max_tokens=LENGTH)
+    engine = engine_of(rule, TINY, proposer, num_draft_tokens=2, max_num_seqs=16)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for first in range(0, num_streams, 500):
+        requests = [request(f"r{seed}", PROMPT, params, seed=seed) for seed in range(first, first + 500)]
+        for one in requests:
+            engine.add_request(one)
+        tokens: dict[RequestId, list[int]] = {one.request_id: [] for one in requests}
+        while engine.has_work:
+            for output in engine.step():
+                tokens[output.request_id].extend(output.token_ids)
+        counts.update(map(tuple, tokens.values()))
+    metrics = engine.metrics()
+    assert metrics.num_accepted_tokens > 0.1 * metrics.num_draft_tokens > 0
+    assert not metrics.proposals_dropped
+    expected = probabilities(TINY, temperature)
+    return float(
+        stats.chisquare(
+            [counts[tokens] for tokens in expected], [p * num_streams for p in expected.values()]
+        ).pvalue
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_what_comes_out_is_distributed_as_the_target(rule: str) -> None:
+    assert p_value(rule, drafter_for(rule, TINY_DRAFT)) > 1e-4
+
+
+@pytest.mark.slow
+def test_a_drafter_may_cut_its_own_distribution() -> None:
+    assert p_value("block", drafter_for("block", TINY_DRAFT, top_k=2)) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_deterministic_drafts_are_exact(rule: str) -> None:
+    assert p_value(rule, NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)) > 1e-4
+
+
+@pytest.mark.slow
+def test_control_typical_is_lossy() -> None:
+    assert p_value("typical", drafter_for("typical", TINY_DRAFT), num_streams=2_000) < 1e-10
+
+
+class Boastful(DraftModelProposer):
+    """Tells of a sharper q than it has drawn from."""
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        made = super().propose(sequences, num_draft_tokens)
+        return {
+            name: replace(proposal, q_rows=tuple(map(sharper, proposal.q_rows or ())))
+            for name, proposal in made.items()
+        }
+
+
+def sharper(row: TokenDistribution) -> TokenDistribution:
+    q = np.frombuffer(row.probabilities, np.float32) ** 2
+    return TokenDistribution(row.token_ids, (q / q.sum()).astype(np.float32).tobytes())
+
+
+@pytest.mark.slow
+def test_control_q_at_another_temperature() -> None:
+    sampling = DraftSampling.under(capabilities_of("rejection"))
+    proposer = Boastful(ToyRunner(TINY_DRAFT), Sampler(), vocab_size=4, sampling=sampling)
+    assert p_value("rejection", proposer) < 1e-10
+
+
+# ---- in detail ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_a_drafter_that_is_the_target_is_always_right(rule: str) -> None:
+    """p and q go through the same transforms at the same positions, or some would be rejected."""
+    params = SamplingParams(temperature=0.9, max_tokens=20)
+    engine = engine_of(rule, toy_engines.MODEL, drafter_for(rule, toy_engines.MODEL))
+    run(engine, *(request(f"r{n}", (1, 2, 3), params, seed=n) for n in range(8)))
+    metrics = engine.metrics()
+    assert metrics.num_accepted_tokens > 0.99 * metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("rule", JUDGED)
+def test_the_same_seed_gives_the_same_tokens(rule: str) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=20, logprobs=2)
+    similar = ToyModel(toy_engines.VOCAB_SIZE, seed=1, perturbation=0.0)
+
+    def generate(seed: int) -> tuple[list[int], int]:
+        engine = engine_of(rule, toy_engines.MODEL, drafter_for(rule, similar))
+        outputs = run(engine, request("r", (1, 2, 3), params, seed=seed))["r"]
+        tokens = tokens_of(outputs)
+        logprobs = [entry.token_id for output in outputs for entry in output.logprobs or ()]
+        assert logprobs == tokens
+        return tokens, engine.metrics().num_lossy_tokens
+
+    found = [generate(seed) for seed in (1, 2, 3)]
+    assert found == [generate(seed) for seed in (1, 2, 3)]
+    assert len({tuple(tokens) for tokens, _ in found}) > 1
+    for tokens, num_lossy in found:
+        assert (0 < num_lossy <= len(tokens)) == (rule == "typical")
+
+
+@pytest.mark.parametrize("rule", JUDGED)
+def test_requests_of_all_kinds_share_a_batch(rule: str) -> None:
+    """Greedy and sampled, long and short prompts, preempted in a small pool."""
+    rng = random.Random(3)
+    target = ToyTarget(toy_engines.MODEL, num_blocks=14, judge=judge_of(rule))
+    engine = toy_engines.toy_engine(
+        drafter_for(rule, toy_engines.MODEL, num_blocks=30), target=target, max_num_batched_tokens=16
+    )
+    requests = [
+        request(
+            f"r{n}",
+            rng.choices(range(toy_engines.VOCAB_SIZE), k=rng.randint(1, 20)),
+            SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randint(1, 20)),
+            seed=n,
+        )
+        for n in range(12)
+    ]
+    outputs = run(engine, *requests)
+    for one in requests:
+        tokens = tokens_of(outputs[one.request_id])
+        assert len(tokens) == one.params.max_tokens
+        if one.params.is_greedy:
+            assert tokens == toy_engines.expected_tokens(one)
+    assert engine.metrics().num_preemptions > 0
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+class Named:
+    """A proposer that never runs."""
+
+    def __init__(self, capabilities: ProposerCapabilities) -> None:
+        self.capabilities = capabilities
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        raise AssertionError
+
+    def release(self, request_ids: object) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "capabilities", "message"),
+    [
+        (
+            "rejection",
+            ProposerCapabilities(name="it", sampled=True, noise_stream="draft"),
+            r"rejection needs the distributions \(q\) .* it gives none: use sample_and_match",
+        ),
+        (
+            "block",
+            ProposerCapabilities(name="it", sampled=True),
+            "needs drafts sampled with noise stream 'draft'",
+        ),
+        ("typical", ProposerCapabilities(name="it", sampled=True), "it samples with 'target'"),
+        ("block", ProposerCapabilities(name="it", shape="tree"), "takes chains, but it drafts trees"),
+    ],
+)
+def test_a_proposer_that_does_not_fit_the_rule(
+    rule: str, capabilities: ProposerCapabilities, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_of(rule, toy_engines.MODEL, Named(capabilities))
+    engine_of("sample_and_match", toy_engines.MODEL, Named(capabilities)).close()
+
+
+Q_ROW = TokenDistribution(np.array([3, 5], np.uint32).tobytes(), np.array([0.5, 0.5], np.float32).tobytes())
+
+
+class Faulty(Named):
+    """Proposes token 3 again and again, with something wrong."""
+
+    def __init__(self, **wrong: object) -> None:
+        super().__init__(drafter_for("rejection", toy_engines.MODEL).capabilities)
+        self._wrong = wrong
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        return {
+            one.request_id: Proposal(
+                **{  # type: ignore[arg-type]
+                    "request_id": one.request_id,
+                    "committed_len": one.committed_len,
+                    "prefix_hash": one.prefix_hash,
+                    "token_ids": (3,),
+                    "noise_stream": "draft",
+                    "q_rows": (Q_ROW,),
+                    **self._wrong,
+                }
+            )
+            for one in sequences
+            if num_draft_tokens.get(one.request_id)
+        }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "is_used"),
+    [
+        ({}, True),
+        ({"noise_stream": None, "q_rows": None}, True),
+        ({"q_rows": None}, False),
+        ({"noise_stream": None}, False),
+        ({"noise_stream": "target"}, False),
+        ({"q_rows": ()}, False),
+        ({"q_rows": (Q_ROW, Q_ROW)}, False),
+        ({"token_ids": (4,)}, False),
+        ({"q_rows": (TokenDistribution(b"\0\0\0", b"\0\0\0\0"),)}, False),
+        ({"q_rows": (TokenDistribution(Q_ROW.token_ids, Q_ROW.probabilities[:4]),)}, False),
+        ({"q_rows": (TokenDistribution(np.uint32([3, 99]).tobytes(), Q_ROW.probabilities),)}, False),
+        ({"q_rows": (TokenDistribution(Q_ROW.token_ids, np.float32([0, 1]).tobytes()),)}, False),
+    ],
+)
+def test_what_cannot_be_verified_is_dropped_and_counted(wrong: dict[str, object], is_used: bool) -> None:
+    engine = engine_of("rejection", toy_engines.MODEL, Faulty(**wrong))
+    params = SamplingParams(temperature=1.0, max_tokens=6)
+    assert len(tokens_of(run(engine, request("r", (1, 2), params))["r"])) == 6
+    metrics = engine.metrics()
+    assert (metrics.num_drafts > 0) == is_used
+    assert (metrics.proposals_dropped["unverifiable"] > 0) == (not is_used)
+
+
+# ---- over the wire ------------------------------------------------------------------------------
+
+
+def remote(rule: str, faults: Faults, seed: int = 0, **options: int) -> Cluster:
+    def make() -> Proposer:
+        return drafter_for(rule, remote_cluster.OTHER_MODEL)
+
+    capabilities = replace(make().capabilities, remote=True)
+    return Cluster(
+        faults, seed, capabilities=capabilities, make_drafter=make, judge=judge_of(rule), **options
+    )
+
+
+@pytest.mark.parametrize("rule", JUDGED)
+def test_remote_parts_say_what_local_ones_say(rule: str) -> None:
+    """Probabilities cross the wire in full: not a single decision differs."""
+    rng = random.Random(4)
+    requests = [a_request(f"r{n}", rng) for n in range(8)]
+    cluster = remote(rule, Faults())
+    metrics = cluster.engine.metrics()
+    for one in requests:  # one by one: what shares a round decides when a prompt has been read
+        engine = engine_of(rule, remote_cluster.MODEL, drafter_for(rule, remote_cluster.OTHER_MODEL))
+        assert cluster.run([one])[one.request_id] == tokens_of(run(engine, one)[one.request_id])
+    assert metrics.num_accepted_tokens > 0
+    assert not metrics.proposals_dropped
+
+
+@pytest.mark.parametrize("rule", JUDGED)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bad_network_costs_drafts_only(rule: str, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = [a_request(f"r{n}", rng) for n in range(10)]
+    faults = Faults(delay_s=(0.0, 0.02), loss=0.1, duplication=0.1, in_order=False)
+    tokens = remote(rule, faults, seed, num_drafters=2).run(requests)
+    for one in requests:
+        assert len(tokens[one.request_id]) == one.params.max_tokens
+        if one.params.is_greedy:
+            assert tokens[one.request_id] == remote_cluster.expected(one)
+
+
+def test_messages_carry_distributions() -> None:
+    answer = ProposeAnswer(RequestId("r"), 1, 2, 3, (3,), "draft", None, False, (Q_ROW,))
+    reply = ProposeReply(1, (answer, msgspec.structs.replace(answer, q_rows=None)))
+    assert decode(encode(reply)) == reply
