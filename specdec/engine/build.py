@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.rank_leader import LeadingTarget
     from specdec.model.parallel.group import RankGroup
+    from specdec.model.runner import ModelRunner
     from specdec.proposers.draft_model import DraftModelProposer
 
 
@@ -47,7 +49,7 @@ def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> E
     Raises:
         UserError: a checkpoint, a device or the memory is not as the configuration says.
     """
-    target = build_target(config, progress)
+    target = build_target(config, progress, reserved_bytes=draft_bytes(config.speculative_config))
     speculative = config.speculative_config
     try:
         proposer = _build_proposer(config, target.description)
@@ -76,37 +78,63 @@ def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer
     return create_proposer(config.speculative_config, facts)
 
 
+def draft_bytes(config: SpeculativeConfig) -> int:
+    """Return about how much memory a draft model takes that is loaded beside the target."""
+    if config.model is None or config.draft_tensor_parallel_size > 1:
+        return 0
+    from specdec.model.checkpoint import open_checkpoint
+
+    weights = open_checkpoint(config.model).weight_bytes
+    packed = 0 if config.compile.mode == "off" else min(weights, config.compile.max_frozen_bytes)
+    return weights + packed + (config.cache.memory_bytes or 0)
+
+
 def build_target(
-    config: EngineConfig, progress: LoadProgress | None = None, ranks: RankGroup | None = None
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    ranks: RankGroup | None = None,
+    *,
+    reserved_bytes: int = 0,
 ) -> LocalTarget | LeadingTarget:
     """Load the target alone, as a target worker does.
 
     With `target.tensor_parallel_size` above 1 this process is rank 0 of `ranks`; without them, the other
-    ranks are started here, as processes of this machine.
+    ranks are started here, as processes of this machine. `reserved_bytes` of the memory are left to others
+    when the size of the KV cache is to be found out.
 
     Raises:
         UserError: as `build_parts`.
         TransportError: another rank died.
     """
     if config.target.tensor_parallel_size == 1 and ranks is None:
-        return _build_whole_target(config, progress)
+        return _build_whole_target(config, progress, reserved_bytes)
     from specdec.engine.rank_launch import leading
     from specdec.engine.rank_leader import LeadingTarget
 
     size, device = config.target.tensor_parallel_size, config.target.device
     with leading("target", config, size, device, ranks) as (group, followers):
-        return LeadingTarget(build_target_part(config, group, progress), group, followers)
+        part = build_target_part(config, group, progress, reserved_bytes=reserved_bytes)
+        return LeadingTarget(part, group, followers)
 
 
-def _build_whole_target(config: EngineConfig, progress: LoadProgress | None) -> LocalTarget:
+def _build_whole_target(
+    config: EngineConfig, progress: LoadProgress | None, reserved_bytes: int
+) -> LocalTarget:
     from specdec.engine.local_target import LocalTarget
-    from specdec.model.graphs import CompiledForward
+    from specdec.model.graphs import CompiledForward, packed_weight_bytes
     from specdec.model.loader import load_model
     from specdec.model.runner import ModelRunner
     from specdec.sampling.sampler import Sampler
 
     loaded = load_model(config.target, progress)
-    runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
+    runner = ModelRunner(
+        loaded,
+        config.cache,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        reserved_bytes=reserved_bytes + packed_weight_bytes(loaded, config.target.compile),
+    )
+    _require_length(config, runner)
     compiled = runner.graphs = CompiledForward(runner, config.target.compile)
     sampler = Sampler(config.target.compile.cache_dir)
     sampler.warm_up()
@@ -114,7 +142,7 @@ def _build_whole_target(config: EngineConfig, progress: LoadProgress | None) -> 
 
 
 def build_target_part(
-    config: EngineConfig, ranks: RankGroup, progress: LoadProgress | None = None
+    config: EngineConfig, ranks: RankGroup, progress: LoadProgress | None = None, *, reserved_bytes: int = 0
 ) -> LocalTarget:
     """Load this rank's part of the target; all ranks do at the same time. It runs eagerly.
 
@@ -128,7 +156,14 @@ def build_target_part(
     from specdec.sampling.parallel import ParallelSampler
 
     loaded = load_model(config.target, progress, ranks)
-    runner = ModelRunner(loaded, config.cache, max_num_seqs=config.scheduler.max_num_seqs)
+    runner = ModelRunner(
+        loaded,
+        config.cache,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        reserved_bytes=reserved_bytes,
+    )
+    _require_length(config, runner)
     assert loaded.vocab is not None
     return LocalTarget(runner, ParallelSampler(ranks, loaded.vocab), rule=_rule_of(config))
 
@@ -140,6 +175,16 @@ def _rule_of(config: EngineConfig) -> VerificationRule:
         posterior_threshold=speculative.posterior_threshold,
         posterior_alpha=speculative.posterior_alpha,
     )
+
+
+def _require_length(config: EngineConfig, runner: ModelRunner) -> None:
+    """Raise ResourceError when the pool does not hold one request of the length that was asked for."""
+    asked = config.target.max_model_len
+    if asked is not None and runner.max_model_len < asked:
+        raise ResourceError(
+            f"target.max_model_len = {asked}, but the KV cache holds {runner.max_model_len} tokens: give it "
+            f"more (cache.num_blocks, cache.memory_bytes or cache.memory_fraction), or lower max_model_len"
+        )
 
 
 def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -> Proposer:

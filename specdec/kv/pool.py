@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.core.errors import ResourceError
+from specdec.kv.budget import MemoryBudget
 from specdec.kv.config import CacheConfig
 from specdec.kv.huge_pages import huge_zeros
 
@@ -75,12 +76,17 @@ def bytes_per_block(shapes: Sequence[KvShape], block_size: int, dtype: torch.dty
 
 
 def plan_num_blocks(
-    config: CacheConfig, shapes: Sequence[KvShape], dtype: torch.dtype, *, max_tokens: int
+    config: CacheConfig,
+    shapes: Sequence[KvShape],
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    measured: MemoryBudget | None = None,
 ) -> int:
     """Return how many blocks (scratch included) the pool shall have.
 
-    `config.num_blocks` if given; else what `config.memory_bytes` holds, but no more than `max_tokens`
-    (the sum over all sequences that may run at once) need.
+    `config.num_blocks` if given; else what `config.memory_bytes`, or else the budget `measured`, holds, but
+    no more than `max_tokens` (the sum over all sequences that may run at once) need.
 
     Raises:
         ResourceError: the memory does not hold one usable block.
@@ -88,10 +94,15 @@ def plan_num_blocks(
     if config.num_blocks is not None:
         return config.num_blocks
     block_bytes = bytes_per_block(shapes, config.block_size, dtype)
-    affordable = config.memory_bytes // block_bytes
+    budget = measured
+    if config.memory_bytes is not None:
+        budget = MemoryBudget(num_bytes=config.memory_bytes, origin="cache.memory_bytes")
+    assert budget is not None, "without a size in the configuration, it has to be measured"
+    affordable = budget.num_bytes // block_bytes
     if affordable <= FIRST_BLOCK:
         raise ResourceError(
-            f"cache.memory_bytes = {config.memory_bytes} holds {affordable} blocks of {block_bytes} bytes; "
-            f"at least {FIRST_BLOCK + 1} are needed (one is scratch)"
+            f"not one request fits: the KV cache gets {budget.num_bytes} bytes ({budget.origin}), which "
+            f"hold {affordable} blocks of {block_bytes} bytes; at least {FIRST_BLOCK + 1} are needed (one is "
+            f"scratch)"
         )
     return min(affordable, FIRST_BLOCK - (-max_tokens // config.block_size))

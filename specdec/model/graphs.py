@@ -26,6 +26,7 @@ from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.config import CompileConfig
 from specdec.model.fusion import fuse
+from specdec.model.loader import LoadedModel
 from specdec.model.lowering import LinearLayer, lower
 from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library
 from specdec.model.position_tables import position_tables
@@ -49,6 +50,14 @@ _CHECKED_BLOCKS = 16
 
 
 _Made = TypeVar("_Made")
+
+
+def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
+    """Return about how much memory a compiled forward's packed weights are going to take."""
+    if config.mode == "off" or loaded.device.type != "cpu":
+        return 0
+    matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() == 2)
+    return min(config.max_frozen_bytes, matrices)
 
 
 class WarmUpProgress(Protocol):

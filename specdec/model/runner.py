@@ -16,9 +16,10 @@ from specdec.attention.base import AttentionBackend, PagedBatch
 from specdec.attention.metadata import AttentionMetadata, build_metadata
 from specdec.attention.sdpa import SdpaAttention
 from specdec.kv.config import CacheConfig
-from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape, plan_num_blocks
+from specdec.kv.pool import FIRST_BLOCK, KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.loader import LoadedModel
+from specdec.model.pool_sizing import PoolDemand, make_pool
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class ModelRunner:
         cache: CacheConfig,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int = 512,
+        reserved_bytes: int = 0,
         backend: AttentionBackend | None = None,
     ) -> None:
         """Allocate the pool.
@@ -77,42 +80,36 @@ class ModelRunner:
             loaded: the model; several runners may share it (each has its own pool).
             cache: size of the pool.
             max_num_seqs: sequences that may run at once; the pool is never larger than they can use.
+            max_num_batched_tokens: rows of the largest forward, for which memory is left.
+            reserved_bytes: memory to leave for what is made later.
             backend: attention; None takes the portable one.
 
         Raises:
-            ResourceError: the cache's memory does not hold a single block.
+            ResourceError: the memory does not hold a single block, or not what was asked for.
         """
-        shapes = [
-            KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in loaded.layers
-        ]
-        num_blocks = plan_num_blocks(
-            cache, shapes, loaded.dtype, max_tokens=max_num_seqs * loaded.max_model_len
-        )
-        if loaded.ranks is not None:
-            num_blocks = loaded.ranks.smallest(num_blocks)
         self.loaded = loaded
-        self.pool = KvPool(
-            shapes,
-            num_blocks=num_blocks,
-            block_size=cache.block_size,
-            dtype=loaded.dtype,
-            device=loaded.device,
-        )
-        self.backend: AttentionBackend = SdpaAttention() if backend is None else backend
-        self.graphs: ForwardGraphs | None = None
-        self.vocab_size = loaded.vocab_size
-        self.num_blocks = self.pool.num_blocks
         self.block_size = cache.block_size
-        self.max_model_len = min(loaded.max_model_len, (self.num_blocks - FIRST_BLOCK) * self.block_size)
-        if self.max_model_len < loaded.max_model_len:
-            logger.warning(
-                "the KV cache holds %d tokens: sequences are limited to that instead of the model's %d",
-                self.max_model_len,
-                loaded.max_model_len,
-            )
+        self.backend: AttentionBackend = SdpaAttention() if backend is None else backend
         # Any: transformers' forward is typed too narrowly for keywords that travel to the attention.
         self._model: Any = loaded.model
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+        demand = PoolDemand(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            reserved_bytes=reserved_bytes,
+        )
+        self.pool = make_pool(loaded, cache, demand, self._forward_on)
+        self.graphs: ForwardGraphs | None = None
+        self.vocab_size = loaded.vocab_size
+        self.num_blocks = self.pool.num_blocks
+        self.max_model_len = min(loaded.max_model_len, (self.num_blocks - FIRST_BLOCK) * self.block_size)
+        if self.max_model_len < loaded.max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens: sequences are limited to that instead of the model's %d "
+                "(cache.memory_bytes or cache.memory_fraction make it larger)",
+                self.max_model_len,
+                loaded.max_model_len,
+            )
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Run one flat batch; see `model.batch.Runner.forward`."""
@@ -151,13 +148,21 @@ class ModelRunner:
             metadata=build_metadata(slices, block_size=self.block_size, device=device),
         )
 
-    def forward_eager(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Run the model's own forward; return logits [L, vocab] in the model's dtype."""
+    @torch.inference_mode()
+    def _forward_on(self, slices: Sequence[SequenceSlice], pool: KvPool) -> torch.Tensor:
+        """Run eagerly on a pool that is not ours."""
+        return self.forward_eager(self.pack(slices), pool)
+
+    def forward_eager(self, inputs: ForwardInputs, pool: KvPool | None = None) -> torch.Tensor:
+        """Run the model's own forward, on our pool unless another is given.
+
+        Returns logits [L, vocab] in the model's dtype.
+        """
         metadata = inputs.metadata
         paged = PagedBatch(
             backend=self.backend,
             layers=self.loaded.layers,
-            caches=self.pool,
+            caches=self.pool if pool is None else pool,
             metadata=metadata,
             plan=self.backend.begin(metadata),
         )

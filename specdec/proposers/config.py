@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, Dtype
 
+_CACHE_BYTES = 256 << 20
 Method = Literal["none", "ngram", "draft_model"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
@@ -53,8 +54,15 @@ class SpeculativeConfig(StrictConfig):
     """CPU threads of the draft model's process; None: all cores of the process."""
     compile: CompileConfig = CompileConfig()
     """Compilation of the draft model's forward."""
-    cache: CacheConfig = CacheConfig(memory_bytes=256 << 20)
-    """The draft model's own KV cache."""
+    cache: CacheConfig = CacheConfig(memory_bytes=_CACHE_BYTES)
+    """The draft model's own KV cache; 256 MiB unless a size is given."""
+
+    @field_validator("cache", mode="after")
+    @classmethod
+    def _size_cache(cls, cache: CacheConfig) -> CacheConfig:
+        if cache.is_sized:
+            return cache
+        return cache.model_copy(update={"memory_bytes": _CACHE_BYTES})
 
     @model_validator(mode="before")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from specdec.model.config import ModelConfig
-from specdec.model.graphs import CompiledForward
+from specdec.model.graphs import CompiledForward, packed_weight_bytes
 from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
 from specdec.model.parallel.group import RankGroup
 from specdec.model.runner import ModelRunner
@@ -62,7 +62,12 @@ def make_draft_model_proposer(
     loaded: LoadedModel, config: SpeculativeConfig, target: TargetFacts
 ) -> DraftModelProposer:
     """Return the proposer over a draft model that is loaded already."""
-    runner = ModelRunner(loaded, config.cache, max_num_seqs=target.max_num_seqs)
+    runner = ModelRunner(
+        loaded,
+        config.cache,
+        max_num_seqs=target.max_num_seqs,
+        reserved_bytes=packed_weight_bytes(loaded, config.compile),
+    )
     compiled = runner.graphs = CompiledForward(runner, config.compile)
     sampler = Sampler(config.compile.cache_dir)
     sampler.warm_up()

@@ -77,7 +77,8 @@ def _check_length(request: Request, limits: AdmissionLimits) -> None:
         reason = f"the model's context is {limits.max_model_len} tokens and at least one is generated"
     else:
         reason = (
-            f"the KV cache holds {limits.pool_tokens} tokens (see cache.num_blocks and cache.memory_bytes)"
+            f"the KV cache holds {limits.pool_tokens} tokens (cache.memory_bytes or cache.memory_fraction "
+            "make it larger)"
         )
     raise InputError(f"the prompt has {length} tokens, at most {room} fit: {reason}", param="prompt")
 

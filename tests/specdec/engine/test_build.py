@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specdec.core.errors import CheckpointError
+from specdec.core.errors import CheckpointError, ResourceError
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.build import controller_for
+from specdec.engine.build import controller_for, draft_bytes
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.model.config import CompileConfig
@@ -64,6 +64,38 @@ def test_text_is_the_same_once_everything_is_compiled(folder: Path) -> None:
         assert not any(work.pending() for work in engine.idle_work)
         after = engine.generate(["hello, world", "the"], params)
     assert [result.token_ids for result in after] == [result.token_ids for result in before]
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error(folder: Path) -> None:
+    """63 usable blocks of 4 tokens: what the model could do is cut to that, but not what somebody wants."""
+    with Engine(config(folder, method="none")) as engine:
+        assert engine.max_sequence_len == 252
+    data = config(folder, method="none").model_dump()
+    data["target"]["max_model_len"] = 252
+    Engine(EngineConfig.model_validate(data)).close()
+    data["target"]["max_model_len"] = 253
+    with pytest.raises(ResourceError, match=r"max_model_len = 253, but the KV cache holds 252 tokens"):
+        Engine(EngineConfig.model_validate(data))
+
+
+def test_without_a_size_the_cache_is_what_all_requests_need(folder: Path) -> None:
+    data = config(folder, method="none").model_dump()
+    data["cache"] = {"block_size": 4}
+    with Engine(EngineConfig.model_validate(data)) as engine:
+        assert engine.description.num_blocks == 1 + 4 * 256 // 4
+
+
+def test_memory_of_a_draft_model_in_this_process_is_reckoned_with(folder: Path) -> None:
+    weights = (folder / "model.safetensors").stat().st_size
+    sized = {"method": "draft_model", "model": str(folder), "cache": {"memory_bytes": 1 << 20}}
+    compiled = SpeculativeConfig.model_validate(sized)
+    assert draft_bytes(compiled) == 2 * weights + (1 << 20)
+    eager = SpeculativeConfig.model_validate(sized | {"compile": {"mode": "off"}})
+    assert draft_bytes(eager) == weights + (1 << 20)
+    for method in ("none", "ngram"):
+        assert draft_bytes(SpeculativeConfig.model_validate({"method": method})) == 0
+    unsized = SpeculativeConfig.model_validate(sized | {"cache": {"block_size": 8}})
+    assert unsized.cache.memory_bytes == SpeculativeConfig().cache.memory_bytes == 256 << 20
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:

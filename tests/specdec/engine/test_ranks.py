@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.core.errors import TransportError
+from specdec.core.errors import ResourceError, TransportError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import build_target_part, build_tokenizer
 from specdec.engine.config import EngineConfig
@@ -25,6 +25,7 @@ from specdec.engine.rank_follower import follow
 from specdec.engine.rank_launch import rank_devices
 from specdec.engine.rank_leader import LeadingTarget
 from specdec.kv.config import CacheConfig
+from specdec.model import pool_sizing
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import load_model
@@ -206,6 +207,30 @@ def test_cached_prefixes_are_those_of_all_ranks(
     waves, num_hits = pool.run(serve_twice, config_of(folder_of("llama"), size), PLAIN)[0]
     assert waves[0] == waves[1]
     assert num_hits > 0
+
+
+def blocks_of_rank(group: RankGroup, config: EngineConfig, available: list[int | None]) -> int | str:
+    """Size a pool where every rank's machine has something else left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_sizing, "available_bytes", lambda: available[group.rank])
+        loaded = load_model(config.target, None, group)
+        try:
+            return ModelRunner(loaded, CacheConfig(block_size=4), max_num_seqs=4096).num_blocks
+        except ResourceError as error:
+            return str(error)
+
+
+def test_ranks_measure_together_and_agree(rank_pool: Pools, folder_of: Callable[[str], Path]) -> None:
+    config = config_of(folder_of("llama"), 2)
+    pool = rank_pool(2)
+    for available in ([600 << 20, 400 << 20], [None, 400 << 20], [1 << 50, 400 << 20]):
+        first, second = pool.run(blocks_of_rank, config, available)
+        assert isinstance(first, int)
+        assert first == second
+        assert first < (200 << 20) // (3 * 2 * 8 * 4 * 4)
+    first, second = pool.run(blocks_of_rank, config, [1 << 10, 400 << 20])
+    assert "not one request fits" in first
+    assert "not one request fits" in second
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "olmo2"])

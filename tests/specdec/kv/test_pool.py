@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specdec.core.errors import ResourceError
+from specdec.kv.budget import MemoryBudget
 from specdec.kv.config import CacheConfig
 from specdec.kv.pool import KvPool, KvShape, bytes_per_block, plan_num_blocks
 
@@ -25,9 +26,25 @@ def test_layout_and_size() -> None:
     assert bytes_per_block(SHAPES, 4, torch.bfloat16) == 2 * (2 * 8 + 16) * 4 * 2
 
 
-def test_num_blocks_wins_over_memory() -> None:
-    config = CacheConfig(num_blocks=7, memory_bytes=1 << 16)
-    assert plan_num_blocks(config, SHAPES, torch.float32, max_tokens=10**9) == 7
+def test_a_number_of_blocks_is_taken_as_it_is() -> None:
+    assert plan_num_blocks(CacheConfig(num_blocks=7), SHAPES, torch.float32, max_tokens=10) == 7
+
+
+def test_two_sizes_are_one_too_many() -> None:
+    with pytest.raises(ValueError, match="give one of num_blocks and memory_bytes, not both"):
+        CacheConfig(num_blocks=7, memory_bytes=1 << 16)
+    with pytest.raises(ValueError, match="give one of memory_bytes and memory_fraction, not both"):
+        CacheConfig(memory_bytes=1 << 16, memory_fraction=0.5)
+
+
+def test_what_was_measured_decides_where_nothing_is_said() -> None:
+    config = CacheConfig(block_size=4)
+    block = bytes_per_block(SHAPES, 4, torch.float32)
+    budget = MemoryBudget(num_bytes=10 * block + 1, origin="measured")
+    assert plan_num_blocks(config, SHAPES, torch.float32, max_tokens=10**9, measured=budget) == 10
+    none = MemoryBudget(num_bytes=block, origin="0.5 of nothing")
+    with pytest.raises(ResourceError, match=r"not one request fits.*0\.5 of nothing"):
+        plan_num_blocks(config, SHAPES, torch.float32, max_tokens=10**9, measured=none)
 
 
 def test_memory_decides_how_many_blocks() -> None:
@@ -43,7 +60,9 @@ def test_no_more_blocks_than_all_sequences_can_fill_and_the_scratch_block() -> N
 
 def test_memory_for_no_usable_block_is_refused() -> None:
     shapes = [KvShape(num_kv_heads=64, head_dim=256)]
-    with pytest.raises(ResourceError, match=r"cache.memory_bytes = 65536 holds 0 blocks of \d+ bytes"):
+    with pytest.raises(
+        ResourceError, match=r"65536 bytes \(cache.memory_bytes\), which hold 0 blocks of \d+"
+    ):
         plan_num_blocks(CacheConfig(memory_bytes=1 << 16), shapes, torch.float32, max_tokens=100)
 
 
