@@ -10,6 +10,7 @@ import socket
 import time
 
 import httpx
+from ray import serve
 
 from benchmarks.compile_states import wait_compiled
 from cluster.application import resolve
@@ -60,8 +61,9 @@ class ClusterPath:
         return service
 
     def close(self) -> None:
-        """End the application."""
+        """End the application, and Serve, whose proxy keeps its port."""
         self._deployment.stop()
+        serve.shutdown()
 
 
 def _free_port() -> int:
