@@ -31,6 +31,7 @@ TESTED_MODEL_TYPES = frozenset(
         "cohere2",
         "falcon",
         "gemma2",
+        "gemma3",
         "gemma3_text",
         "gpt2",
         "gpt_neox",
