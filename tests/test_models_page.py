@@ -31,7 +31,7 @@ class Row(NamedTuple):
 def rows() -> dict[str, Row]:
     found: dict[str, Row] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if not re.match(r"\| [^|]+ \| `", line):
+        if not re.match(r"\| [^|]+ \| `[a-z0-9_]+` \| (fp32|eager)", line):
             continue
         family, model_type, compiled, ranks, _, architectures = line.strip("|").split("|")
         names = tuple(re.findall(r"`(\w+)`", architectures))

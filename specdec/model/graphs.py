@@ -57,7 +57,7 @@ def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
     """Return about how much memory a compiled forward's packed weights are going to take."""
     if config.mode == "off" or loaded.device.type != "cpu":
         return 0
-    matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() == 2)
+    matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() >= 2)
     return min(config.max_frozen_bytes, matrices)
 
 
