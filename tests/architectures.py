@@ -99,8 +99,74 @@ def _cohere2() -> PretrainedConfig:
     return transformers.Cohere2Config(**{**_COMMON, "tie_word_embeddings": True}, sliding_window=12)
 
 
+def _gemma3() -> PretrainedConfig:
+    return transformers.Gemma3TextConfig(
+        **{**_COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        head_dim=16,
+        sliding_window=12,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=16,
+    )
+
+
+def _gemma3_with_images() -> PretrainedConfig:
+    """Served for text alone."""
+    text = {**_gemma3().to_dict(), "vocab_size": VOCAB_SIZE}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        image_token_index=125,
+        boi_token_index=126,
+        eoi_token_index=127,
+        mm_tokens_per_image=4,
+        eos_token_id=EOS_TOKEN_ID,
+    )
+
+
+def _starcoder2() -> PretrainedConfig:
+    return transformers.Starcoder2Config(**_COMMON, sliding_window=12, use_sliding_window=True)
+
+
 def _phi3() -> PretrainedConfig:
     return transformers.Phi3Config(**_COMMON)
+
+
+ORIGINAL_POSITIONS = 32
+"""Length at which the models below take other rotary frequencies."""
+
+
+def _phi3_longrope() -> PretrainedConfig:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 4.0, 6.0],
+    }
+    return transformers.Phi3Config(
+        **_COMMON, original_max_position_embeddings=ORIGINAL_POSITIONS, rope_parameters=rope
+    )
+
+
+def _llama_dynamic_ntk() -> PretrainedConfig:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    return transformers.LlamaConfig(
+        **{**_COMMON, "max_position_embeddings": ORIGINAL_POSITIONS}, rope_parameters=rope
+    )
+
+
+def _mixtral() -> PretrainedConfig:
+    return transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2)
+
+
+def _qwen2_moe() -> PretrainedConfig:
+    return transformers.Qwen2MoeConfig(
+        **_COMMON,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+    )
 
 
 def _qwen3_moe() -> PretrainedConfig:
@@ -146,7 +212,14 @@ ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": _gemma2,
     "granite": _granite,
     "cohere2": _cohere2,
+    "gemma3": _gemma3,
+    "gemma3_with_images": _gemma3_with_images,
     "phi3": _phi3,
+    "phi3_longrope": _phi3_longrope,
+    "llama_dynamic_ntk": _llama_dynamic_ntk,
+    "starcoder2": _starcoder2,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "falcon": _falcon,
     "falcon_multi_query": _falcon_multi_query,

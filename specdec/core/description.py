@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.core.kv_variants import KvVariants
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetDescription:
@@ -21,3 +23,5 @@ class TargetDescription:
     block_size: int
     rule: str = "sample_and_match"
     """Name of the verification rule (`specdec.verification`)."""
+    kv_variants: KvVariants | None = None
+    """Set when K/V depend on the length of a sequence."""

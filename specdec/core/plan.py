@@ -38,6 +38,8 @@ class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     """Tokens committed so far; only where `params` make the choice depend on them."""
+    kv_variant: int = 0
+    """Which K/V it has (`core.kv_variants`)."""
 
 
 class TargetWork(msgspec.Struct, frozen=True, array_like=True):

@@ -193,6 +193,7 @@ class Engine:
             table=self._roster.new_table(),
             text=TextStream(request, self._parts.tokenizer, self._stream_limits),
             arrival_s=self._clock.now_s(),
+            kv_variants=self._parts.target.description.kv_variants,
         )
         self._metrics.prompt_tokens += live.num_prompt_tokens
         if live.finish is not None:  # a replay whose delivered tokens were all there is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.core.kv_variants import KvVariants
 from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
 from specdec.core.plan import AdmittedSequence
 from specdec.core.request import Request
@@ -22,12 +23,14 @@ class LiveRequest:
     """
 
     __slots__ = (
+        "_kv_variants",
         "_logprobs",
         "_num_reported",
         "_text",
         "_unreported_text",
         "finish",
         "is_known_to_target",
+        "kv_variant",
         "num_given_up",
         "request",
         "request_id",
@@ -47,15 +50,22 @@ class LiveRequest:
         table: BlockTable,
         text: TextStream,
         arrival_s: float,
+        kv_variants: KvVariants | None = None,
     ) -> None:
-        """Take a request in. Tokens delivered by an earlier epoch are read, not reported again."""
+        """Take a request in. Tokens delivered by an earlier epoch are read, not reported again.
+
+        `kv_variants` are those of `TargetDescription`.
+        """
         self.request = request
         self.request_id = request.request_id
         self.service_key = service_key
         self.requested_draft_tokens = request.num_draft_tokens
         self.table = table
-        self.trail = PrefixTrail(request.cache_salt)
         self.sequence = TokenSequence(request)
+        self._kv_variants = kv_variants
+        self.kv_variant = self._present_variant()
+        """Which K/V it has in the target's cache, as long as it has any."""
+        self.trail = PrefixTrail(request.cache_salt, self.kv_variant)
         self.stats = RequestStats(arrival_s=arrival_s)
         self.finish: Finish | None = None
         self.is_known_to_target = False
@@ -119,7 +129,16 @@ class LiveRequest:
     @property
     def max_draft_tokens(self) -> int:
         """Draft tokens of use: a round adds one token beside the accepted ones."""
-        return max(0, self._text.max_generated - self.sequence.num_generated - 1)
+        limit = max(0, self._text.max_generated - self.sequence.num_generated - 1)
+        if self._kv_variants is not None:
+            left = self._kv_variants.num_tokens_left(self.committed_len)
+            return limit if left is None else min(limit, left)
+        return limit
+
+    @property
+    def has_outgrown_cache(self) -> bool:
+        """Whether its K/V in the target's cache are of no use for a sequence of its length."""
+        return self._kv_variants is not None and self._present_variant() != self.kv_variant
 
     @property
     def awaits_drafts(self) -> bool:
@@ -135,6 +154,7 @@ class LiveRequest:
             params=params,
             num_prompt_tokens=self.num_prompt_tokens,
             token_ids=tuple(self.token_ids) if params.shapes_logits else (),
+            kv_variant=self.kv_variant,
         )
 
     def commit(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, now_s: float) -> int:
@@ -161,9 +181,15 @@ class LiveRequest:
         """Give all blocks back; what is not found in the prefix cache later is computed again."""
         self.num_given_up = self.sequence.num_computed
         self.table.release()
-        self.trail.reset()
+        self.kv_variant = self._present_variant()
+        self.trail.reset(self.kv_variant)
         self.sequence.evict()
         self.stats.num_preemptions += 1
+
+    def _present_variant(self) -> int:
+        if self._kv_variants is None:
+            return 0
+        return self._kv_variants.of(num_prompt_tokens=self.num_prompt_tokens, num_tokens=self.committed_len)
 
     def end(self, finish: Finish, now_s: float) -> RequestOutput:
         """End the stream from outside (abort, error) and return its last output."""

@@ -18,7 +18,7 @@ from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.engine.judge import Judge
-from specdec.model.batch import NO_TOKEN, Generated, SequenceSlice
+from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
 from specdec.model.runner import ModelRunner
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
 from specdec.sampling.shaping import LogitShaper, shaper_for
@@ -35,6 +35,7 @@ class _SequenceState:
     """Committed tokens and behind them the last draft, where there is a shaper."""
     needs_logits: bool
     """Whether something is done with its logits beside the token function."""
+    shift: PositionShift | None
     block_table: array[int] = field(default_factory=lambda: array("i"))
 
 
@@ -93,6 +94,7 @@ class LocalTarget:
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             rule=rule.capabilities.name,
+            kv_variants=None if loaded.rotary is None else loaded.rotary.variants,
         )
 
     @property
@@ -132,11 +134,13 @@ class LocalTarget:
             eos_token_ids=self._description.eos_token_ids,
             num_prompt_tokens=admitted.num_prompt_tokens,
         )
+        rotary = self._runner.loaded.rotary
         self._sequences[admitted.request_id] = _SequenceState(
             sampling=SequenceSampling(params, admitted.seed),
             shaper=shaper,
             token_ids=list(admitted.token_ids),
             needs_logits=shaper is not None or params.logprobs is not None,
+            shift=None if rotary is None else rotary.shift(admitted.kv_variant, admitted.num_prompt_tokens),
         )
 
     def _run(self, step: TargetStep) -> TargetResult:
@@ -196,7 +200,8 @@ class LocalTarget:
 
     def _slice(self, work: TargetWork) -> SequenceSlice:
         """Apply the work's block table update and describe its rows."""
-        table = self._sequences[work.request_id].block_table
+        state = self._sequences[work.request_id]
+        table, shift = state.block_table, state.shift
         assert work.table_start <= len(table), "a block table update leaves a gap"
         table[work.table_start :] = array("i", work.block_ids)
         return SequenceSlice(
@@ -205,6 +210,7 @@ class LocalTarget:
             block_table=table,
             num_logit_rows=work.num_sampled_rows,
             parents=None if work.parents is None else _row_parents(work),
+            shift=None if shift is None or work.start >= shift.end else shift,
         )
 
     def _sample(self, works: Sequence[TargetWork], logits: torch.Tensor) -> tuple[WorkResult, ...]:

@@ -78,10 +78,7 @@ class Roster:
     def apply(self, plan: RoundPlan, now_s: float) -> Applied:
         """Preempt, admit and hand out blocks as planned."""
         for request_id in plan.preempted:
-            live = self.running.pop(request_id)
-            live.preempt()
-            self._forget(live)
-            self.waiting.push(live)
+            self.send_back(request_id)
         # Every cached block that the plan counts on is held before any other block is handed out.
         admitted = [self._admit(request_id, plan.num_cached) for request_id in plan.admitted]
         applied = self._count_admissions(admitted)
@@ -142,6 +139,13 @@ class Roster:
         count = self._allocator.reference_count
         num_shared = sum(count(block) > 1 for block in live.table.block_ids)
         return max(0, live.num_computed - num_shared * self.block_size)
+
+    def send_back(self, request_id: RequestId) -> None:
+        """Let a running request wait again, without its blocks."""
+        live = self.running.pop(request_id)
+        live.preempt()
+        self._forget(live)
+        self.waiting.push(live)
 
     def remove(self, request_id: RequestId) -> LiveRequest | None:
         """Take a request out and free its blocks; None when it is not here."""

@@ -228,6 +228,8 @@ class RoundLoop:
                 output = live.take_output(now_s)
                 if output.finish_reason is not None:
                     self._retire(live, output)
+                elif live.has_outgrown_cache:
+                    self._roster.send_back(live.request_id)
                 else:
                     live.table.trim(live.committed_len)
                 outputs.append(output)

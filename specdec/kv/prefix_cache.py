@@ -1,9 +1,9 @@
 """K/V of a prefix, found again: who asks for the same tokens pays for them once.
 
 Full blocks are named by a chain of SHA-256 digests: the name of block i is the digest of the name of block
-i - 1 and the tokens of block i, and the chain begins with the request's salt. So equal names mean equal
-tokens from position 0 on (two prefixes of one name would be a collision of SHA-256), and requests with
-different salts never share anything.
+i - 1 and the tokens of block i, and the chain begins with the request's salt (and, where equal tokens can
+have other K/V, with their variant). So equal names mean equal tokens from position 0 on (two prefixes of one
+name would be a collision of SHA-256), and requests with different salts never share anything.
 
 Only verified tokens reach a name: whoever offers blocks says how many tokens are committed and computed.
 """
@@ -25,11 +25,12 @@ class PrefixTrail:
     Tokens are named once: a sequence may grow behind them, but not change.
     """
 
-    __slots__ = ("_keys", "_salt", "is_closed", "num_offered")
+    __slots__ = ("_keys", "_salt", "_variant", "is_closed", "num_offered")
 
-    def __init__(self, salt: str | None = None) -> None:
-        """Sequences find each other's blocks only if they have the same `salt`."""
+    def __init__(self, salt: str | None = None, variant: int = 0) -> None:
+        """Sequences find each other's blocks only if they have the same `salt` and variant of K/V."""
         self._salt = b"" if salt is None else hashlib.sha256(salt.encode()).digest()
+        self._variant = variant
         self._keys: list[BlockKey] = []
         self.num_offered = 0
         """Leading blocks of its table that the cache has been offered, or has lent."""
@@ -41,12 +42,19 @@ class PrefixTrail:
         keys = self._keys
         for start in range(len(keys) * block_size, num_tokens - block_size + 1, block_size):
             block = array("q", token_ids[start : start + block_size]).tobytes()
-            parent = keys[-1] if keys else self._salt
+            parent = keys[-1] if keys else self._root
             keys.append(BlockKey(hashlib.sha256(parent + block).digest()))
         return keys
 
-    def reset(self) -> None:
-        """Its table is empty again."""
+    @property
+    def _root(self) -> bytes:
+        return self._salt + self._variant.to_bytes(8, "little") if self._variant else self._salt
+
+    def reset(self, variant: int = 0) -> None:
+        """Its table is empty again; what comes into it are K/V of this variant."""
+        if variant != self._variant:
+            self._variant = variant
+            self._keys.clear()
         self.num_offered = 0
         self.is_closed = False
 

@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     import torch
 
 
+class PositionShift(NamedTuple):
+    """Added to the position ids that a model is given for a sequence (see `model.rotary`)."""
+
+    offset: int
+    end: int
+    """Positions from here on are given as they are."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSlice:
     """Consecutive tokens of one sequence to run through the model.
@@ -27,6 +35,8 @@ class SequenceSlice:
     parents: Sequence[int] | None = None
     """Tree: parent row (index into token_ids, -1: the cached prefix) of each token; None: a chain.
     Position ids follow depth."""
+    shift: PositionShift | None = None
+    """For models whose rotary embedding depends on the length of the sequence."""
 
 
 class NativeChooser(NamedTuple):

@@ -25,10 +25,11 @@ from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.config import CompileConfig
+from specdec.model.experts import recorded_experts
 from specdec.model.fusion import fuse
 from specdec.model.loader import LoadedModel
-from specdec.model.lowering import LinearLayer, lower
-from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library
+from specdec.model.lowering import lower
+from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library, weights_of
 from specdec.model.position_tables import position_tables
 from specdec.model.recording import CannotLower, record, single_threaded
 from specdec.model.runner import ForwardInputs, ModelRunner
@@ -56,7 +57,7 @@ def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
     """Return about how much memory a compiled forward's packed weights are going to take."""
     if config.mode == "off" or loaded.device.type != "cpu":
         return 0
-    matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() == 2)
+    matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() >= 2)
     return min(config.max_frozen_bytes, matrices)
 
 
@@ -122,8 +123,9 @@ class CompiledForward:
         self._stage = _FIRST_STAGE
         self._num_done = 0
         # Every matrix of a model is, nearly always, a weight to be packed; known exactly after lowering.
-        self._num_weights = sum(parameter.dim() == 2 for parameter in runner.loaded.model.parameters())
+        self._num_weights = sum(parameter.dim() >= 2 for parameter in runner.loaded.model.parameters())
         self._weights: PackedWeights | None = None
+        self._num_position_ids = 0
         self._pieces = self._compile()
         wanted = config.mode == "auto" and runner.loaded.device.type == "cpu"
         self._state: WorkState = "pending" if wanted else "off"
@@ -181,12 +183,19 @@ class CompiledForward:
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
         """Return fp32 logits [L, vocab], valid until the next call; None when nothing is compiled.
 
+        Also None for position ids that have no table (prompts beyond the original length, dynamic NTK).
+
         Raises:
             IndexError: a token id is not in the vocabulary.
         """
         if self._forward is None or self._caches is None:
             return None
-        return self._forward.run(inputs.input_ids, inputs.logit_rows, inputs.metadata, self._caches)
+        shifted = inputs.shifted_positions
+        if shifted is not None and int(shifted.max()) >= self._num_position_ids:
+            return None
+        return self._forward.run(
+            inputs.input_ids, inputs.logit_rows, inputs.metadata, self._caches, inputs.position_ids
+        )
 
     def try_generate(
         self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
@@ -199,6 +208,8 @@ class CompiledForward:
         if self._forward is None or self._caches is None:
             return None
         if any(piece.parents is not None for piece in slices):
+            return None
+        if any(piece.shift is not None and piece.shift.offset >= self._num_position_ids for piece in slices):
             return None
         return self._forward.generate(slices, num_more, chooser, self._caches)
 
@@ -218,7 +229,8 @@ class CompiledForward:
             raise CannotLower(f"the C++ attention does not run {runner.loaded.dtype} with these heads")
         yield "recording the forward"
         started_s = time.perf_counter()
-        recordings = record(runner.call_model)
+        with recorded_experts(runner.loaded.model):
+            recordings = record(runner.call_model)
         yield "tracing what depends on what"
         trace = Trace(*recordings)
         yield "lowering operations"
@@ -231,12 +243,14 @@ class CompiledForward:
         used = {ref.value for operation in operations for ref in operation.inputs}
         yield "tabulating positions"
         of_positions = [value for value in used if value.kind == "position"]
-        tables = position_tables(trace, of_positions, runner.max_model_len)
+        rule = runner.loaded.rotary
+        self._num_position_ids = runner.max_model_len if rule is None else rule.num_position_ids
+        tables = position_tables(trace, of_positions, self._num_position_ids)
         self._weights = weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
-        linear_layers = [operation for operation in operations if isinstance(operation, LinearLayer)]
-        self._num_weights = len(linear_layers)
-        for layer in linear_layers:
-            weights.pack(layer.weight)
+        matrices = [weight for operation in operations for weight in weights_of(operation)]
+        self._num_weights = len(matrices)
+        for matrix in matrices:
+            weights.pack(matrix)
             yield "packing weights"
         forward = NativeForward(
             libraries.forward, steps, buffers, tables, logits=lowered.logits, weights=weights, layers=layers
@@ -283,7 +297,7 @@ class CompiledForward:
                 metadata=metadata,
                 plan=runner.backend.begin(metadata),
             )
-            logits = forward.run(inputs.input_ids, inputs.logit_rows, metadata, caches)
+            logits = forward.run(inputs.input_ids, inputs.logit_rows, metadata, caches, inputs.position_ids)
             with torch.inference_mode(), single_threaded():
                 expected = runner.call_model(
                     inputs.input_ids, metadata.positions[None], inputs.logit_rows, paged

@@ -7,6 +7,7 @@ that does something unforeseen is refused instead of served wrong.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,20 +24,28 @@ from specdec.attention.sdpa import SdpaAttention
 from specdec.core.errors import CheckpointError
 from specdec.kv.pool import KvPool, KvShape
 
+logger = logging.getLogger(__name__)
+
 TESTED_MODEL_TYPES = frozenset(
     {
         "cohere2",
         "falcon",
         "gemma2",
+        "gemma3",
+        "gemma3_text",
         "gpt2",
         "gpt_neox",
         "granite",
         "llama",
         "mistral",
+        "mixtral",
         "olmo2",
         "phi3",
         "qwen2",
+        "qwen2_moe",
         "qwen3",
+        "qwen3_moe",
+        "starcoder2",
     }
 )
 """Compared in every test run, so not again at every start."""
@@ -89,6 +98,22 @@ def inspect_forward(model: PreTrainedModel, path: Path) -> ForwardFacts:
             f"over a paged cache its logits differ from its own attention's by {error:.2g} of their spread",
         )
     return facts
+
+
+def inspect_on_paper(model: PreTrainedModel, path: Path) -> None:
+    """Look at what the attention layers of a model on the meta device ask for: no weights are needed.
+
+    What cannot run without numbers (a choice of experts, say) is looked at once the weights are there.
+
+    Raises:
+        CheckpointError: its layers ask for attention that is not supported.
+    """
+    try:
+        _probe(model)
+    except UnsupportedAttention as failure:
+        raise _refusal(model, path, str(failure)) from failure
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as failure:
+        logger.debug("%s: the forward cannot run on paper: %s", path, failure)
 
 
 def _refusal(model: PreTrainedModel, path: Path, reason: str) -> CheckpointError:

@@ -29,13 +29,14 @@ from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapt
 from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, outline_of, revision_of
 from specdec.model.config import ModelConfig
-from specdec.model.inspection import inspect_forward
+from specdec.model.inspection import inspect_forward, inspect_on_paper
 from specdec.model.parallel.cuts import VocabShard
 from specdec.model.parallel.group import RankGroup, same_fate
 from specdec.model.parallel.loading import read_part
 from specdec.model.parallel.plan import UnsupportedParallelism
 from specdec.model.parallel.surgery import check_parallel
-from specdec.model.support import unsupported_reason
+from specdec.model.rotary import RotaryRule, install, longest_sequence, rule_of
+from specdec.model.support import kind_of, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class LoadedModel:
     """The ranks that hold the model together; None: it is here in full."""
     vocab: VocabShard | None = None
     """With `ranks`: the token ids whose logits this rank computes."""
+    rotary: RotaryRule | None = None
+    """How its rotary embedding depends on the length of a sequence; None: it does not."""
 
 
 def load_model(
@@ -107,6 +110,12 @@ def load_model(
         revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
         model, vocab = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, ranks)
         torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
+        rotary = rule_of(hf_config, max_model_len)
+        if rotary is not None and not install(model, rotary):
+            raise CheckpointError(
+                f"{checkpoint.path}: model type {hf_config.model_type} cannot be served: its rotary "
+                f"embedding of type {rotary.kind} is not transformers' usual one"
+            )
         eos_token_ids = _eos_token_ids(checkpoint, hf_config)
     if ranks is not None:
         revision = _same_revision(checkpoint, revision, ranks)
@@ -126,6 +135,7 @@ def load_model(
         layers=layers,
         ranks=ranks,
         vocab=vocab,
+        rotary=rotary,
     )
 
 
@@ -179,7 +189,9 @@ def _refuse_unsupported(
     if has_own_code:
         return  # its class is only known once loaded; the attention probe has the last word
     if type(hf_config) not in _AUTO_MODEL._model_mapping:
-        raise CheckpointError(f"{checkpoint.path}: {hf_config.model_type} is not a causal language model")
+        raise CheckpointError(
+            f"{checkpoint.path}: {hf_config.model_type} is {kind_of(hf_config)}, not a causal language model"
+        )
     reason = unsupported_reason(hf_config, _model_class(hf_config))
     if reason is not None:
         raise CheckpointError(
@@ -194,7 +206,7 @@ def _model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def _resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> int:
-    limit: int | None = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    limit = longest_sequence(hf_config)
     if limit is None and config.max_model_len is None:
         raise ConfigError(f"{config.model} states no max_position_embeddings: set max_model_len")
     if limit is not None and limit < _SHORTEST_CONTEXT:
@@ -260,7 +272,7 @@ def _read_weights(
         progress("weights", 0, checkpoint.weight_bytes)
     options: dict[str, Any] = {
         "dtype": dtype,
-        "attn_implementation": "eager" if hf_config.model_type in ADAPTED_MODEL_TYPES else ATTENTION_NAME,
+        "attn_implementation": _attention_of(hf_config),
         # Reported, not tolerated: the error of transformers names no tensor.
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
@@ -288,20 +300,29 @@ def _read_weights(
     return model, vocab
 
 
+def _attention_of(hf_config: PretrainedConfig) -> str:
+    """Name of the attention that a model is made with; those that need an adapter get ours later."""
+    return "eager" if hf_config.model_type in ADAPTED_MODEL_TYPES else ATTENTION_NAME
+
+
 def _check_model_on_paper(
     checkpoint: Checkpoint, hf_config: PretrainedConfig, num_ranks: int, *, trust_remote_code: bool
 ) -> None:
     """Refuse what can be told of the model before its weights are read.
 
-    A model that cannot be cut over `num_ranks`; and a config.json that describes a much larger model than the
-    weights are.
+    Attention that is not supported; a model that cannot be cut over `num_ranks`; and a config.json that
+    describes a much larger model than the weights are.
 
     Missing tensors are found later one by one, but transformers first makes them up: with a config.json that
     has lost its sizes and so describes a model of billions of parameters, that takes minutes or all memory.
     """
     with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"):
         with torch.device("meta"):
-            model = _AUTO_MODEL.from_config(hf_config, trust_remote_code=trust_remote_code)
+            model = _AUTO_MODEL.from_config(
+                hf_config,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=_attention_of(hf_config),
+            )
         num_needed = sum(parameter.numel() for parameter in model.parameters())
         num_stored = sum(
             math.prod(entry["shape"])
@@ -309,6 +330,8 @@ def _check_model_on_paper(
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
         )
+    if hf_config.model_type not in ADAPTED_MODEL_TYPES:
+        inspect_on_paper(model, checkpoint.path)
     # Tensors that are stored once and used twice at most double what is needed.
     if num_needed > 2 * num_stored:
         raise CheckpointError(

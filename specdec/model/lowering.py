@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from specdec.model.recording import ATTEND, CannotLower
+from specdec.model.recording import ATTEND, EXPERTS, CannotLower
 from specdec.model.trace import BatchSize, Domain, Node, Ref, Trace, Value, tensors_in
 
 FLOATS = (torch.float32, torch.bfloat16)
+_NUMBERS = (*FLOATS, torch.int64)
+"""What a value of an operation may be; int64 only as places of largest elements."""
 
 # The numbers are those of `dh::Op`.
 _UNARY = {
@@ -33,6 +35,7 @@ _BINARY = {"add": 1, "sub": 2, "mul": 3, "div": 4}
 _POWERS = {2: 6, 3: 7, 0.5: 8, -0.5: 9, -1: 10}
 COPY, NEG, ADD, MUL, SQUARE, RSQRT = 0, 5, 1, 3, 6, 9
 _GELU, _GELU_TANH, _CLAMP = 16, 17, 18
+_ACTIVATIONS = {"silu": 14, "gelu": _GELU, "gelu_pytorch_tanh": _GELU_TANH, "relu": 15}
 _CASTS = frozenset({"_to_copy", "to", "type_as"})
 
 Index = Literal["tokens", "logit_rows"]
@@ -57,7 +60,22 @@ class Elementwise(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean(Operation):
-    """Mean over the innermost dimension."""
+    """Mean over the innermost dimension, or its sum when `is_sum`."""
+
+    is_sum: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmax(Operation):
+    """Softmax over the innermost dimension; sums in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest(Operation):
+    """The largest elements of the innermost dimension, falling, the first of equal ones first.
+
+    Their values, or (int64) their places.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +105,31 @@ class LinearLayer(Operation):
 
     weight: torch.Tensor
     """[columns, inner]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsUp(Operation):
+    """inputs: x [T, hidden], experts of each row [T, K] (int64); out [T, K, inner].
+
+    activation(gate x) * up x of every expert chosen.
+    """
+
+    gate: torch.Tensor
+    """[experts, inner, hidden]"""
+    up: torch.Tensor
+    """[experts, inner, hidden]"""
+    activation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsDown(Operation):
+    """inputs: h [T, K, inner], experts of each row [T, K], their weights [T, K]; out [T, hidden].
+
+    The weighted sum over a row's experts, by ascending number, in fp32.
+    """
+
+    weight: torch.Tensor
+    """[experts, hidden, inner]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +177,9 @@ class _Lowering:
         return Lowered(self._operations, logits)
 
     def _node(self, node: Node) -> None:
-        if node.name == ATTEND:
-            self._attention(node)
+        own = {ATTEND: self._attention, EXPERTS: self._experts}.get(node.name)
+        if own is not None:
+            own(node)
             return
         _, name, overload = node.name.split(".")
         handler: Callable[[Node], None] | None = getattr(self, f"_lower_{name}", None)
@@ -152,6 +196,15 @@ class _Lowering:
 
     def _copy(self, node: Node) -> None:
         self._elementwise(COPY, self._own(node.outputs[0]), self._trace.ref(node.args[0]))
+
+    def _lower_reshape(self, node: Node) -> None:
+        """A copy that merges dimensions which are not next to each other: written as the source is shaped."""
+        source, output = node.args[0], node.outputs[0]
+        if not output.is_contiguous():
+            raise CannotLower(f"{node.name} that is not row-major")
+        self._elementwise(COPY, self._trace.ref(output.view(source.shape)), self._trace.ref(source))
+
+    _lower_flatten = _lower_reshape
 
     def _unary(self, node: Node, op: int) -> None:
         self._elementwise(op, self._own(node.outputs[0]), self._trace.ref(node.args[0]))
@@ -190,12 +243,38 @@ class _Lowering:
         )
 
     def _lower_mean(self, node: Node) -> None:
+        self._reduction(node, is_sum=False)
+
+    def _lower_sum(self, node: Node) -> None:
+        self._reduction(node, is_sum=True)
+
+    def _reduction(self, node: Node, *, is_sum: bool) -> None:
         source = self._trace.ref(node.args[0])
-        axes = [axis % len(source.dims) for axis in node.args[1]]
+        axes = [axis % len(source.dims) for axis in _argument(node, 1, "dim") or ()]
         keeps = bool(_argument(node, 2, "keepdim"))
         if axes != [len(source.dims) - 1] or not keeps or source.row_axis == axes[0]:
-            raise CannotLower("a mean over anything but the last dimension")
-        self._emit(Mean(out=self._own(node.outputs[0]), inputs=(source,)))
+            raise CannotLower(f"a {'sum' if is_sum else 'mean'} over anything but the last dimension")
+        self._emit(Mean(out=self._own(node.outputs[0]), inputs=(source,), is_sum=is_sum))
+
+    def _lower_softmax(self, node: Node) -> None:
+        source = self._over_last(node.args[0], node.args[1], "a softmax")
+        self._emit(Softmax(out=self._own(node.outputs[0]), inputs=(source,)))
+
+    def _lower_topk(self, node: Node) -> None:
+        axis, largest = _argument(node, 2, "dim"), _argument(node, 3, "largest")
+        source = self._over_last(node.args[0], -1 if axis is None else axis, "a top-k")
+        if largest is False:
+            raise CannotLower("a top-k of the smallest")
+        for output in node.outputs:
+            out = self._trace.ref(output)
+            self._emit(Largest(out=out, inputs=(source,)))
+
+    def _over_last(self, tensor: torch.Tensor, axis: int, what: str) -> Ref:
+        """`tensor` in one piece, when `axis` is its last and holds no rows."""
+        source = self._contiguous(tensor)
+        if axis % len(source.dims) != len(source.dims) - 1 or source.row_axis == len(source.dims) - 1:
+            raise CannotLower(f"{what} over anything but the last dimension")
+        return source
 
     def _lower_layer_norm(self, node: Node) -> None:
         epsilon = _argument(node, 4, "eps")
@@ -308,6 +387,30 @@ class _Lowering:
             inputs.append(trace.ref(bias.contiguous()))
         self._emit(LinearLayer(out=self._own(node.outputs[0]), inputs=tuple(inputs), weight=weight))
 
+    def _experts(self, node: Node) -> None:
+        gate_up, down, activation, x, index, weights = node.args
+        inner = down.shape[2]
+        if gate_up.shape[1] != 2 * inner or any(w.dtype is not x.dtype for w in (gate_up, down)):
+            raise CannotLower("experts of an unknown form")
+        if any(size * x.element_size() % 4 for size in (inner, x.shape[1])):
+            raise CannotLower("bf16 experts with an odd number of inputs")
+        chosen = self._trace.ref(index)
+        num_rows, num_chosen = index.shape
+        hidden = self._trace.ref(x)
+        middle = torch.empty(num_rows, num_chosen * inner, dtype=x.dtype)
+        out = self._fresh(middle, hidden, x.dtype)
+        self._emit(
+            ExpertsUp(
+                out=out,
+                inputs=(self._contiguous(x), chosen),
+                gate=gate_up[:, :inner],
+                up=gate_up[:, inner:],
+                activation=_ACTIVATIONS[activation],
+            )
+        )
+        inputs = (out, chosen, self._contiguous(weights))
+        self._emit(ExpertsDown(out=self._own(node.outputs[0]), inputs=inputs, weight=down))
+
     def _attention(self, node: Node) -> None:
         layer_idx, *tensors = node.args
         refs = tuple(self._heads(tensor) for tensor in tensors)
@@ -360,7 +463,8 @@ class _Lowering:
         return self._elementwise(COPY, self._fresh(tensor, ref, ref.dtype), ref)
 
     def _emit(self, operation: Operation) -> None:
-        if any(ref.dtype not in FLOATS for ref in operation.inputs):
+        allowed = _NUMBERS if isinstance(operation, ExpertsUp | ExpertsDown) else FLOATS
+        if any(ref.dtype not in allowed for ref in operation.inputs):
             raise CannotLower(f"arithmetic on {operation.inputs[0].dtype}")
         self._operations.append(operation)
 

@@ -6,6 +6,7 @@ The structs mirror `csrc/forward.cpp`.
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,16 @@ from specdec.model.batch import NO_TOKEN, Generated, NativeChooser, SequenceSlic
 from specdec.model.lowering import (
     Attention,
     Elementwise,
+    ExpertsDown,
+    ExpertsUp,
     Gather,
+    Largest,
     LinearLayer,
     Mean,
     Norm,
     Operation,
     Rotary,
+    Softmax,
     domain_of,
 )
 from specdec.model.recording import CannotLower
@@ -39,9 +44,10 @@ from specdec.model.trace import Ref, Value
 SOURCE = Path(__file__).parent / "csrc" / "forward.cpp"
 
 _ELEMENTWISE, _MEAN, _NORM, _ROTARY, _GATHER, _LINEAR, _WRITE_KV, _ATTENTION = range(8)
+_SOFTMAX, _LARGEST, _EXPERTS_UP, _EXPERTS_DOWN = range(8, 12)
 _CUTS = {"rows": 0, "columns": 1, "own": 2}
 _INDICES = {"tokens": 0, "logit_rows": 2}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2}
 _NO_BUFFER = -1
 _MAX_DIMS = 3
 _PANEL_COLUMNS = 32
@@ -92,12 +98,16 @@ class _Instruction(ctypes.Structure):
         ("num_columns", ctypes.c_int32),
         ("layer", ctypes.c_int32),
         ("plan", ctypes.c_int32),
+        ("second_weight", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("expert_stride", ctypes.c_int64),
     ]
 
 
 class _Inputs(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("token_ids", ctypes.c_void_p),
+        ("position_ids", ctypes.c_void_p),
         ("logit_rows", ctypes.c_void_p),
         ("num_logit_rows", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
@@ -142,7 +152,9 @@ class PackedWeights:
         return len(self._left_out)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the panels of `weight` [columns, inner]; None when there is no memory for them.
+        """Return the panels of `weight` [..., columns, inner]; None when there is no memory for them.
+
+        The panels of several matrices lie one after the other.
 
         A weight that is not packed is read as it is, which gives the same results and costs time where
         weights are in the cache or rows are many.
@@ -153,26 +165,28 @@ class PackedWeights:
         key = (weight.data_ptr(), weight.shape, weight.stride())
         if key in self._packed:
             return self._packed[key][1]
-        columns, inner = weight.shape
-        size = -(-columns // _PANEL_COLUMNS) * _PANEL_COLUMNS * inner * weight.element_size()
+        *stack, columns, inner = weight.shape
+        each = panel_bytes(weight)
+        size = each * math.prod(stack)
         if self.num_bytes + size > self._max_bytes:
-            if weight.stride(1) != 1:
+            if weight.stride(-1) != 1:
                 raise CannotLower(f"its packed weights take more than max_frozen_bytes = {self._max_bytes}")
             self._left_out.add(key)
             return None
         panels = self._allocate(size)
-        dense = weight.contiguous()
         entry_point = (
             self._library.drafthouse_pack_f32
             if weight.dtype is torch.float32
             else self._library.drafthouse_pack_bf16
         )
-        entry_point(
-            ctypes.c_void_p(dense.data_ptr()),
-            ctypes.c_int64(columns),
-            ctypes.c_int64(inner),
-            ctypes.c_void_p(panels.data_ptr()),
-        )
+        for index, matrix in enumerate(weight.reshape(-1, columns, inner) if stack else [weight]):
+            dense = matrix.contiguous()
+            entry_point(
+                ctypes.c_void_p(dense.data_ptr()),
+                ctypes.c_int64(columns),
+                ctypes.c_int64(inner),
+                ctypes.c_void_p(panels.data_ptr() + index * each),
+            )
         self._packed[key] = (weight, panels)
         self.num_bytes += size
         return panels
@@ -183,6 +197,22 @@ class PackedWeights:
             self._arena = huge_zeros([max(num_bytes, _ARENA_BYTES)], torch.uint8)
         panels, self._arena = self._arena[:num_bytes], self._arena[-(-num_bytes // 64) * 64 :]
         return panels
+
+
+def panel_bytes(weight: torch.Tensor) -> int:
+    """Return the size of the panels of one matrix of `weight` [..., columns, inner]."""
+    *_, columns, inner = weight.shape
+    return int(-(-columns // _PANEL_COLUMNS) * _PANEL_COLUMNS * inner * weight.element_size())
+
+
+def weights_of(operation: Operation) -> tuple[torch.Tensor, ...]:
+    """Return the weights of an operation that are packed."""
+    match operation:
+        case LinearLayer(weight=weight) | ExpertsDown(weight=weight):
+            return (weight,)
+        case ExpertsUp(gate=gate, up=up):
+            return (gate, up)
+    return ()
 
 
 def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
@@ -282,6 +312,7 @@ class NativeForward:
         logit_rows: torch.Tensor,
         metadata: AttentionMetadata,
         caches: ctypes.Array[NativeLayer],
+        position_ids: torch.Tensor,
     ) -> torch.Tensor:
         """Run one batch, write its K/V; return fp32 logits [L, vocab], valid until the next run.
 
@@ -290,6 +321,7 @@ class NativeForward:
             logit_rows: int64 [L].
             metadata: the batch, T rows.
             caches: what `bind_caches` returned.
+            position_ids: int64 [T], rows of the tables over positions.
 
         Raises:
             IndexError: a token id or a logit row is out of range.
@@ -297,7 +329,10 @@ class NativeForward:
         num_logit_rows = logit_rows.shape[0]
         self._reserve("rows", metadata.num_rows)
         self._reserve("logit_rows", num_logit_rows)
-        inputs = _Inputs(input_ids.data_ptr(), logit_rows.data_ptr(), num_logit_rows, torch.get_num_threads())
+        inputs = _Inputs(
+            *(input_ids.data_ptr(), position_ids.data_ptr(), logit_rows.data_ptr()),
+            *(num_logit_rows, torch.get_num_threads()),
+        )
         step = native_step(metadata)
         if self._run(self._program, ctypes.byref(step), caches, ctypes.byref(inputs)):
             raise IndexError("a token id or a logit row is out of range")
@@ -327,9 +362,8 @@ class NativeForward:
             assert piece.start + num_rows + more <= len(table) * block_size, "the block table ends too early"
             assert piece.num_logit_rows <= num_rows
             tables.append(table)
-            described.extend(
-                (table.buffer_info()[0], piece.start, num_rows, piece.num_logit_rows, more)
-            )  # `dh::Slice`
+            described.extend((table.buffer_info()[0], piece.start, num_rows, piece.num_logit_rows, more))
+            described.extend(piece.shift or (0, 0))  # together, `dh::Slice`
             num_logit_rows += piece.num_logit_rows
             num_tokens += piece.num_logit_rows + more
         self._reserve("rows", len(token_ids))
@@ -385,6 +419,10 @@ class NativeForward:
             Rotary: self._rotary,
             Gather: self._gather,
             LinearLayer: self._linear,
+            Softmax: self._softmax,
+            Largest: self._largest,
+            ExpertsUp: self._experts_up,
+            ExpertsDown: self._experts_down,
         }
         encode[type(operation)](instruction, operation)
         return [instruction]
@@ -398,6 +436,19 @@ class NativeForward:
     def _mean(self, instruction: _Instruction, operation: Mean) -> None:
         instruction.kind = _MEAN
         (source,) = operation.inputs
+        instruction.scalar = 1.0 if operation.is_sum else float(source.dims[-1][0])
+        self._operands(instruction, (operation.out, source), sizes=source.dims, keep_last=True)
+
+    def _softmax(self, instruction: _Instruction, operation: Softmax) -> None:
+        instruction.kind = _SOFTMAX
+        self._operands(instruction, (operation.out, *operation.inputs), keep_last=True)
+
+    def _largest(self, instruction: _Instruction, operation: Largest) -> None:
+        instruction.kind = _LARGEST
+        (source,) = operation.inputs
+        if math.prod(size for size, _ in source.dims[:-1]) != 1:
+            raise CannotLower("a top-k of several dimensions")
+        instruction.num_columns = operation.out.dims[-1][0]
         self._operands(instruction, (operation.out, source), sizes=source.dims, keep_last=True)
 
     def _norm(self, instruction: _Instruction, operation: Norm) -> None:
@@ -446,6 +497,36 @@ class NativeForward:
         instruction.a = self._operand(x, (0, 0, 1))
         if bias:
             instruction.b = self._operand(bias[0], (0, 0, 1))
+
+    def _experts_up(self, instruction: _Instruction, operation: ExpertsUp) -> None:
+        instruction.kind = _EXPERTS_UP
+        instruction.op = operation.activation
+        instruction.weight, instruction.second_weight = self._experts(
+            instruction, operation, operation.gate, operation.up
+        )
+
+    def _experts_down(self, instruction: _Instruction, operation: ExpertsDown) -> None:
+        instruction.kind = _EXPERTS_DOWN
+        (instruction.weight,) = self._experts(instruction, operation, operation.weight)
+
+    def _experts(
+        self, instruction: _Instruction, operation: Operation, *weights: torch.Tensor
+    ) -> Sequence[int]:
+        """Encode operands and shape; return the buffers of weights [experts, columns, inner] of one shape."""
+        for name, ref in zip(("out", "a", "b", "c"), (operation.out, *operation.inputs), strict=False):
+            setattr(instruction, name, self._operand(ref, (0, 0, 1)))
+        num_experts, columns, inner = weights[0].shape
+        instruction.num_experts, instruction.num_columns = num_experts, columns
+        instruction.num_units = inner * weights[0].element_size() // 4
+        instruction.num_indices = operation.inputs[1].value.row_size
+        instruction.weight_stride = weights[0].stride(1)
+        panels = [one for one in map(self._weights.pack, weights) if one is not None]
+        if len(panels) == len(weights):
+            instruction.is_packed = True
+            instruction.expert_stride = panel_bytes(weights[0])
+            return [self._fixed_buffer(one) for one in panels]
+        instruction.expert_stride = weights[0].stride(0) * weights[0].element_size()
+        return [self._fixed_buffer(one) for one in weights]
 
     def _attention(self, instruction: _Instruction, operation: Attention) -> Sequence[_Instruction]:
         """Writing K/V, which can go on without waiting, and attending, once everybody has written."""

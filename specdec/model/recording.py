@@ -2,12 +2,14 @@
 
 The model runs eagerly, twice, on a few rows each, with another number of rows and of logit rows the second
 time. Operations are seen as PyTorch dispatches them, before they are split into smaller ones (inference
-mode). What differs between the two recordings is what depends on the number of rows; where they differ in
-anything but sizes, the forward depends on its data and is not something that can be lowered.
+mode); one that changes a fresh tensor in place is noted as one that makes a new tensor. What differs between
+the two recordings is what depends on the number of rows; where they differ in anything but sizes, the
+forward depends on its data and is not something that can be lowered.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ATTEND = "attend"
 """Stands in the place of an operation where the model calls its attention."""
+EXPERTS = "experts"
+"""Stands where the model hands rows to the experts that its router chose; see `experts`."""
 
 NUM_ROWS = (3, 5)
 NUM_LOGIT_ROWS = (2, 4)
@@ -33,7 +37,7 @@ class Call:
     """One recorded operation."""
 
     name: str
-    """`aten.mul.Tensor`, or `ATTEND`."""
+    """`aten.mul.Tensor`, or a name of ours (`ATTEND`, ...)."""
     function: Callable[..., Any] | None
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -64,10 +68,19 @@ class RecordingAttention:
         """See `PagedBatch.attend`."""
         with self._recorder.paused():
             output = torch.ones(query.shape, dtype=query.dtype)
-        self._recorder.calls.append(
-            Call(ATTEND, None, (layer_idx, query, key, value), {}, (output,), mutates=False)
-        )
-        return output
+        return self._recorder.note(ATTEND, (layer_idx, query, key, value), output)
+
+
+class _Active(threading.local):
+    recorder: Recorder | None = None
+
+
+_active = _Active()
+
+
+def active_recorder() -> Recorder | None:
+    """Return what records this thread's forward now: parts of a model that have a native form tell it."""
+    return _active.recorder
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,10 +90,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self._paused = False
+        self._fresh: set[int] = set()
+        # What stands for the memory that was changed in place, by its address.
+        self._renewed: dict[int, torch.Tensor] = {}
 
     def paused(self) -> _Pause:
         """While entered, nothing is noted."""
         return _Pause(self)
+
+    def note(self, name: str, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        """Note an operation of ours that gives `output`, a fresh tensor; return it."""
+        self._add(name, None, self.current(args), {}, output, mutates=False)
+        return output
 
     def __torch_dispatch__(
         self,
@@ -91,12 +112,78 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and note it."""
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        out_of_place = self._out_of_place(func, args) if func._schema.is_mutable else None
+        if out_of_place is not None:
+            return self._renew(out_of_place, args, kwargs)
+        noted_args, noted_kwargs = self.current((args, kwargs))
         result = func(*args, **kwargs)
-        if not self._paused:
-            outputs = result if isinstance(result, tuple | list) else (result,)
-            tensors = tuple(output for output in outputs if isinstance(output, torch.Tensor))
-            self.calls.append(Call(str(func), func, args, kwargs, tensors, func._schema.is_mutable))
+        mutates = func._schema.is_mutable
+        self._add(str(func), func, noted_args, noted_kwargs, self.current(result), mutates=mutates)
         return result
+
+    def _add(
+        self,
+        name: str,
+        function: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        *,
+        mutates: bool,
+    ) -> None:
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        tensors = tuple(output for output in outputs if isinstance(output, torch.Tensor))
+        self._fresh.update(map(_address, tensors))
+        self.calls.append(Call(name, function, args, kwargs, tensors, mutates))
+
+    def _out_of_place(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The operation that gives what the in-place `func` leaves in its first argument.
+
+        None where there is none, or where that argument is not the whole of something computed here.
+        """
+        name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+        if not name.endswith("_") or not hasattr(torch.ops.aten, name[:-1]):
+            return None
+        changed = args[0]
+        is_whole = changed.is_contiguous() and changed.untyped_storage().nbytes() == changed.nbytes
+        if not is_whole or _address(changed) not in self._fresh:
+            return None
+        return getattr(getattr(torch.ops.aten, name[:-1]), overload, None)
+
+    def _renew(self, out_of_place: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Note the new tensor, which from now on stands for the memory that is changed."""
+        changed: torch.Tensor = args[0]
+        noted_args, noted_kwargs = self.current((args, kwargs))
+        with self.paused():
+            new = out_of_place(*args, **kwargs).to(changed.dtype).contiguous()
+            changed.copy_(new)
+        self._add(str(out_of_place), out_of_place, noted_args, noted_kwargs, new, mutates=False)
+        self._renewed[_address(changed)] = new
+        return changed
+
+    def current(self, structure: Any) -> Any:
+        """Return `structure` with what stands for memory that was changed in place."""
+        if not self._renewed:
+            return structure
+        if isinstance(structure, torch.Tensor):
+            new = self._renewed.get(_address(structure))
+            if new is None or structure is new:
+                return structure
+            if new.shape == structure.shape and new.stride() == structure.stride():
+                return new
+            with self.paused():
+                return new.as_strided(structure.shape, structure.stride(), structure.storage_offset())
+        if isinstance(structure, list | tuple):
+            return type(structure)(self.current(item) for item in structure)
+        if isinstance(structure, dict):
+            return {key: self.current(value) for key, value in structure.items()}
+        return structure
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Pause:
@@ -150,7 +237,10 @@ def _record_once(call_model: ModelCall, num_rows: int, num_logit_rows: int) -> R
     input_ids = torch.arange(num_rows)[None]
     positions = torch.arange(num_rows)[None]
     logit_rows = torch.arange(num_logit_rows)
-    recorder = Recorder()
-    with recorder:
-        logits = call_model(input_ids, positions, logit_rows, RecordingAttention(recorder))
-    return Recording(tuple(recorder.calls), input_ids, positions, logit_rows, logits)
+    recorder = _active.recorder = Recorder()
+    try:
+        with recorder:
+            logits = call_model(input_ids, positions, logit_rows, RecordingAttention(recorder))
+    finally:
+        _active.recorder = None
+    return Recording(tuple(recorder.calls), input_ids, positions, logit_rows, recorder.current(logits))

@@ -33,6 +33,13 @@ class ForwardInputs:
     logit_rows: torch.Tensor
     """int64 [L]: rows that yield logits, ascending."""
     metadata: AttentionMetadata
+    shifted_positions: torch.Tensor | None = None
+    """int64 [T]: position ids that the model is given, where they are not `metadata.positions`."""
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [T]: what the model is given."""
+        return self.metadata.positions if self.shifted_positions is None else self.shifted_positions
 
 
 class ForwardGraphs(Protocol):
@@ -142,10 +149,13 @@ class ModelRunner:
         if device.type != "cpu":
             input_ids = input_ids.to(device, non_blocking=True)
             logit_rows = logit_rows.to(device, non_blocking=True)
+        metadata = build_metadata(slices, block_size=self.block_size, device=device)
+        is_shifted = any(piece.shift is not None for piece in slices)
         return ForwardInputs(
             input_ids=input_ids,
             logit_rows=logit_rows,
-            metadata=build_metadata(slices, block_size=self.block_size, device=device),
+            metadata=metadata,
+            shifted_positions=_shifted(metadata.positions, slices) if is_shifted else None,
         )
 
     @torch.inference_mode()
@@ -166,7 +176,7 @@ class ModelRunner:
             metadata=metadata,
             plan=self.backend.begin(metadata),
         )
-        return self.call_model(inputs.input_ids, metadata.positions[None], inputs.logit_rows, paged)
+        return self.call_model(inputs.input_ids, inputs.position_ids[None], inputs.logit_rows, paged)
 
     def call_model(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, paged: Any
@@ -189,6 +199,18 @@ class ModelRunner:
         output = self._model(input_ids=input_ids, position_ids=positions, use_cache=False, paged=paged)
         every_row: torch.Tensor = output.logits[0]
         return every_row[logit_rows]
+
+
+def _shifted(positions_T: torch.Tensor, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    """Return the position ids that the model is given."""
+    offsets: list[int] = []
+    ends: list[int] = []
+    for piece in slices:
+        offset, end = piece.shift or (0, 0)
+        offsets += [offset] * len(piece.token_ids)
+        ends += [end] * len(piece.token_ids)
+    offsets_T, ends_T = torch.tensor([offsets, ends], device=positions_T.device)
+    return positions_T + torch.where(positions_T < ends_T, offsets_T, 0)
 
 
 def _logit_rows(slices: Sequence[SequenceSlice]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

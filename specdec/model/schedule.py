@@ -1,10 +1,10 @@
 """Decides in which order a team of threads runs operations, who does what, and where all must wait.
 
 An operation is shared out by rows (each thread some rows), by columns (each thread some columns of all
-rows: linear layers, and arithmetic that directly follows them), or by its own plan (attention). A thread
-may go on to the next operation without waiting as long as it reads only what it wrote itself since
-everybody last waited, or what was written before that. The order keeps dependencies and puts off waiting
-as long as something can be done without.
+rows: linear layers, experts, and arithmetic that directly follows linear layers), or by its own plan
+(attention). A thread may go on to the next operation without waiting as long as it reads only what it wrote
+itself since everybody last waited, or what was written before that. The order keeps dependencies and puts
+off waiting as long as something can be done without.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specdec.model.lowering import Attention, Elementwise, LinearLayer, Operation, domain_of
+from specdec.model.lowering import (
+    Attention,
+    Elementwise,
+    ExpertsDown,
+    ExpertsUp,
+    LinearLayer,
+    Operation,
+    domain_of,
+)
 from specdec.model.trace import Ref, Value
 
 Share = Literal["rows", "columns", "own"]
@@ -88,7 +96,7 @@ class _Scheduler:
     def _share(self, operation: Operation) -> Share | None:
         """How the operation can be shared out without waiting first; None: not at all."""
         written = [self._unsynced[ref.value] for ref in operation.inputs if ref.value in self._unsynced]
-        if isinstance(operation, LinearLayer):
+        if isinstance(operation, LinearLayer | ExpertsUp | ExpertsDown):
             return None if written else "columns"
         if isinstance(operation, Attention):
             # The team waits between writing keys and values, by rows, and reading queries.
@@ -109,7 +117,9 @@ class _Scheduler:
     def _note(self, operation: Operation, share: Share) -> None:
         if share == "own":
             self._unsynced.clear()  # the team has waited inside
-        num_columns = operation.out.value.row_size if share == "columns" else 0
+        # Columns of experts are those of each expert: nothing else is cut like them.
+        is_cut_alike = share == "columns" and not isinstance(operation, ExpertsUp)
+        num_columns = operation.out.value.row_size if is_cut_alike else 0
         self._unsynced[operation.out.value] = _Part(share, num_columns)
 
 

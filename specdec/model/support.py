@@ -7,18 +7,12 @@ window) attention, and whose other computations depend on a token and its positi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapter_reason
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-_LENGTH_DEPENDENT_ROPE = {
-    "dynamic": "its frequencies depend on the longest position in the forward",
-    "longrope": "its frequencies depend on the longest position in the forward",
-}
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _REFUSED_MODEL_TYPES = {
     "gpt_oss": "its attention has sinks, which are not supported yet",
 }
@@ -35,6 +29,15 @@ def unsupported_reason(config: PretrainedConfig, model_class: type[PreTrainedMod
         _rope_reason(text_config),
     )
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def kind_of(config: PretrainedConfig) -> str:
+    """Return what a model is for which transformers has no causal language model, for people."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder model"
+    if any(getattr(config, f"{kind}_config", None) is not None for kind in ("vision", "audio", "image")):
+        return "a multimodal model"
+    return "another kind of model"
 
 
 def _kind_reason(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
@@ -65,17 +68,17 @@ def _layer_reason(config: PretrainedConfig) -> str | None:
 
 
 def _rope_reason(config: PretrainedConfig) -> str | None:
-    for parameters in _rope_parameter_sets(config):
-        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        if rope_type in _LENGTH_DEPENDENT_ROPE:
-            return f"its rotary embedding is of type {rope_type}: {_LENGTH_DEPENDENT_ROPE[rope_type]}"
-    return None
-
-
-def _rope_parameter_sets(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """The rope parameters, one set per layer type where a model has several."""
+    """One rotary embedding for all layers may depend on the length of the sequence (`model.rotary`)."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, dict):
-        return
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    yield from nested or [parameters]
+        return None
+    for layer_type, nested in parameters.items():
+        if not isinstance(nested, dict):
+            continue
+        rope_type = nested.get("rope_type", nested.get("type", "default"))
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            return (
+                f"the rotary embedding of its {layer_type} layers is of type {rope_type}: frequencies that "
+                "depend on the length are supported where all layers share them"
+            )
+    return None

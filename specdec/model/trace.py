@@ -10,7 +10,7 @@ A value belongs to one of four kinds:
 
 A row value has a memory of its own, row-major over its row dimension whatever the recorded layout was.
 Views of it, and copies that only change the layout, are `Ref`s: affine in the row and in the other
-dimensions.
+dimensions. A copy that is not affine is a value of its own.
 """
 
 from __future__ import annotations
@@ -215,9 +215,10 @@ class Trace:
         if domain is not None and kind == "constant":
             kind = "unknown"
         if kind in ("row", "position") and name in _LAYOUT_COPIES and len(inputs) == 1:
-            source = next(iter(tensors_in(args)))
-            self._register(output, inputs[0], self._places(source).reshape(tuple(output.shape)))
-            return None
+            places = self._places(next(iter(tensors_in(args)))).reshape(tuple(output.shape))
+            if _is_affine(places):
+                self._register(output, inputs[0], places)
+                return None
         value = Value(kind, domain, tuple(output.shape), row_axis, output.dtype, output)
         if kind == "unknown":
             value.origin = next((source.origin for source in inputs if source.origin), name)
@@ -283,6 +284,14 @@ def _row_axis(first: torch.Tensor, second: torch.Tensor) -> tuple[Domain | None,
     axis = different[0]
     domain = _DOMAINS.get((first.shape[axis], second.shape[axis]))
     return (domain, axis) if domain is not None else (None, None)
+
+
+def _is_affine(places: NDArray[np.int64]) -> bool:
+    try:
+        _affine(places)
+    except CannotLower:
+        return False
+    return True
 
 
 def _affine(places: NDArray[np.int64]) -> tuple[int, list[int]]:

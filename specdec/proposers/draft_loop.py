@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from specdec.core.distributions import TokenDistribution
 from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import SamplingParams
-from specdec.model.batch import NO_TOKEN, GeneratingRunner, Runner, SequenceSlice
+from specdec.model.batch import NO_TOKEN, GeneratingRunner, PositionShift, Runner, SequenceSlice
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import TokenChooser
 from specdec.sampling.shaping import LogitShaper
@@ -35,6 +35,8 @@ class ChainStart(NamedTuple):
     seed: int
     shaper: LogitShaper | None = None
     """What the request does to logits; it has been told of all committed tokens."""
+    shift: PositionShift | None = None
+    """As in `SequenceSlice`."""
 
     @property
     def end(self) -> int:
@@ -48,6 +50,7 @@ class ChainStart(NamedTuple):
             start=self.start,
             block_table=self.block_table,
             num_logit_rows=int(self.budget > 0),
+            shift=None if self.shift is None or self.start >= self.shift.end else self.shift,
         )
 
 
@@ -101,6 +104,7 @@ class StepwiseDraftLoop:
                     start=starts[number].end + len(chains[number]) - 1,
                     block_table=starts[number].block_table,
                     num_logit_rows=1,
+                    shift=starts[number].shift,
                 )
                 for number in active
             ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.idle_work import IdleWork
@@ -22,7 +22,7 @@ from specdec.core.sequence import SequenceView
 from specdec.kv.block_allocator import BlockAllocator
 from specdec.kv.block_table import BlockTable
 from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
-from specdec.model.batch import Runner
+from specdec.model.batch import PositionShift, Runner
 from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, StepwiseDraftLoop
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
@@ -30,17 +30,32 @@ from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.sampler import TokenChooser
 from specdec.sampling.shaping import LogitShaper, shaper_for
 
+if TYPE_CHECKING:
+    from specdec.model.rotary import RotaryRule
+
 
 class _DraftSequence:
     """What the draft model has read of one sequence."""
 
-    __slots__ = ("drafted", "is_foreign", "num_read", "seen", "shaper", "table", "trail")
+    __slots__ = (
+        "drafted",
+        "is_foreign",
+        "kv_variant",
+        "num_read",
+        "seen",
+        "shaper",
+        "shift",
+        "table",
+        "trail",
+    )
 
     def __init__(self, table: BlockTable, salt: str | None) -> None:
         self.table = table
         self.shaper: LogitShaper | None = None
         self.trail = PrefixTrail(salt)
         """Names of the blocks of the prefix `seen`."""
+        self.kv_variant = 0
+        self.shift: PositionShift | None = None
         self.seen = SeenPrefix()
         self.is_foreign = False
         """Whether that prefix holds a token that the draft model does not have."""
@@ -54,7 +69,7 @@ class _DraftSequence:
         if not self.seen.continues_in(sequence):
             self.forget()
             self.seen = SeenPrefix()
-            self.trail = PrefixTrail(sequence.cache_salt)
+            self.trail = PrefixTrail(sequence.cache_salt, self.kv_variant)
             self.is_foreign = False
             self.shaper = None
         committed = sequence.token_ids[self.seen.length :]
@@ -72,7 +87,7 @@ class _DraftSequence:
     def forget(self) -> None:
         """Give all blocks back. They are never written again: others may have them by now."""
         self.table.release()
-        self.trail.reset()
+        self.trail.reset(self.kv_variant)
         self.num_read = 0
         self.drafted = ()
 
@@ -112,6 +127,7 @@ class DraftModelProposer:
         fused_loop: FusedDraftLoop | None = None,
         idle_work: Sequence[IdleWork] = (),
         prefix_caching: bool = True,
+        rotary: RotaryRule | None = None,
     ) -> None:
         """Draft with `runner`, whose KV pool is this proposer's alone.
 
@@ -127,7 +143,9 @@ class DraftModelProposer:
             fused_loop: asked first to draft, with the same runner, sampler, vocabulary and noise stream.
             idle_work: what makes the runner faster (see `HasIdleWork`).
             prefix_caching: keep what was read of sequences, for others that begin with the same tokens.
+            rotary: how the draft model's rotary embedding depends on the length of a sequence.
         """
+        self._rotary = rotary
         self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
         self._fused_loop = fused_loop
@@ -214,6 +232,8 @@ class DraftModelProposer:
             )
         self._states.move_to_end(sequence.request_id)
         state.follow(sequence, self._runner.vocab_size)
+        if self._rotary is not None:
+            self._rotate(state, sequence, self._rotary)
         if state.is_foreign:
             state.forget()
             return None
@@ -240,6 +260,15 @@ class DraftModelProposer:
             num_read = min(state.num_read, sequence.committed_len - 1)
             self._cache.offer(state.trail, state.table, sequence.token_ids, num_read)
 
+    def _rotate(self, state: _DraftSequence, sequence: SequenceView, rotary: RotaryRule) -> None:
+        """Read everything again when the sequence has got a length with other K/V."""
+        num_prompt_tokens = sequence.num_prompt_tokens
+        variant = rotary.variants.of(num_prompt_tokens=num_prompt_tokens, num_tokens=sequence.committed_len)
+        if variant != state.kv_variant:
+            state.kv_variant = variant
+            state.shift = rotary.shift(variant, num_prompt_tokens)
+            state.forget()
+
     def _make_room(self, num_blocks: int, in_use: set[RequestId]) -> bool:
         """Free that many blocks, at the cost of sequences that were not asked for the longest time."""
         while self._allocator.num_free < num_blocks:
@@ -265,6 +294,7 @@ class DraftModelProposer:
                 params=params,
                 seed=seed,
                 shaper=self._shaper(drafting) if completes and params.shapes_logits else None,
+                shift=drafting.state.shift,
             )
             for drafting, num_tokens, completes in chunks
             for params, seed in (self._sampling.of(drafting.view),)

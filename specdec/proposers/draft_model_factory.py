@@ -55,6 +55,7 @@ def load_draft_model(
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=draft_sampling(config),
+        rotary=loaded.rotary,
     )
 
 
@@ -82,6 +83,7 @@ def make_draft_model_proposer(
         sampling=sampling,
         fused_loop=NativeDraftLoop(runner, sampler, target.vocab_size, sampling.noise_stream),
         idle_work=(compiled,),
+        rotary=loaded.rotary,
     )
 
 

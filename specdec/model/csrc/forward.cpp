@@ -6,6 +6,7 @@
 #include <chrono>
 #include <vector>
 
+#include "experts.h"
 #include "layout.h"
 #include "linear.h"
 #include "paged_attention.h"
@@ -20,7 +21,20 @@ using dh::Operand;
 using dh::Share;
 using Clock = std::chrono::steady_clock;
 
-enum class Kind : int32_t { kElementwise = 0, kMean, kNorm, kRotary, kGather, kLinear, kWriteKv, kAttention };
+enum class Kind : int32_t {
+  kElementwise = 0,
+  kMean,
+  kNorm,
+  kRotary,
+  kGather,
+  kLinear,
+  kWriteKv,
+  kAttention,
+  kSoftmax,
+  kLargest,
+  kExpertsUp,
+  kExpertsDown,
+};
 
 // How an instruction is cut into shares.
 enum class Cut : int32_t {
@@ -29,7 +43,7 @@ enum class Cut : int32_t {
   kPlanned,       // attention: by its own plan
 };
 
-enum class Index : int32_t { kTokens = 0, kPositions, kLogitRows };
+enum class Index : int32_t { kTokens = 0, kLogitRows = 2 };
 
 struct Instruction {
   Kind kind;
@@ -50,10 +64,14 @@ struct Instruction {
   int32_t num_columns;
   int32_t layer;        // attention
   int32_t plan;         // attention: layers with equal heads and window share a plan
+  int32_t second_weight;  // experts, up: beside the gate's
+  int32_t num_experts;
+  int64_t expert_stride;  // bytes between the weights (or panels) of one expert and the next
 };
 
 struct Inputs {
   const int64_t* token_ids;
+  const int64_t* position_ids;  // rows of tables over positions
   const int64_t* logit_rows;
   int32_t num_logit_rows;
   int32_t num_threads;
@@ -155,7 +173,7 @@ class Program : public dh::Phased {
   // Address of the operand's row, null when it is absent.
   char* at(const Operand& operand, int64_t row) const {
     if (operand.buffer < 0) return nullptr;
-    if (operand.by_position) row = step_.positions[row];
+    if (operand.by_position) row = inputs_.position_ids[row];
     return buffers_[operand.buffer] +
            (operand.offset + row * operand.row_stride) * dh::size_of(operand.dtype);
   }
@@ -179,15 +197,17 @@ class Program : public dh::Phased {
         dh::norm_row(in.norm, in.extent, in.out, in.a, in.b, in.c, pointers, at(in.c, row));
       else if (in.kind == Kind::kRotary)
         dh::rotary_row(in.extent, in.out, in.a, in.b, in.c, pointers, at(in.c, row));
+      else if (in.kind == Kind::kSoftmax)
+        dh::softmax_row(in.extent, in.out, in.a, pointers);
+      else if (in.kind == Kind::kLargest)
+        dh::largest_row(in.extent.n[2], in.num_columns, in.out, in.a, pointers);
       else
-        dh::mean_row(in.extent, in.out, in.a, pointers);
+        dh::mean_row(in.extent, in.out, in.a, pointers, in.scalar);
     }
   }
 
   void gather(const Instruction& in, int64_t row) {
-    const int64_t* ids = in.index == Index::kTokens      ? inputs_.token_ids
-                         : in.index == Index::kPositions ? step_.positions
-                                                         : inputs_.logit_rows;
+    const int64_t* ids = in.index == Index::kTokens ? inputs_.token_ids : inputs_.logit_rows;
     const int64_t limit = in.index == Index::kLogitRows ? step_.num_rows : in.num_indices;
     int64_t id = ids[row];
     if (id < 0 || id >= limit) {
@@ -199,15 +219,15 @@ class Program : public dh::Phased {
   }
 
   void columns(const Share& share, const Instruction& in) {
-    const int num_columns = in.kind == Kind::kLinear ? in.num_columns : in.extent.n[2];
+    const int num_columns = in.kind == Kind::kElementwise ? in.extent.n[2] : in.num_columns;
     const int64_t num_rows = in.logit_rows ? inputs_.num_logit_rows : step_.num_rows;
     int64_t first, last;
     share.of(dh::num_panels(num_columns), &first, &last);
-    if (in.kind == Kind::kLinear) {
+    if (in.kind != Kind::kElementwise) {
       if (in.a.dtype == Dtype::kFloat)
-        linear<float>(in, num_rows, int(first), int(last));
+        products<float>(in, num_rows, int(first), int(last));
       else
-        linear<bf16>(in, num_rows, int(first), int(last));
+        products<bf16>(in, num_rows, int(first), int(last));
       return;
     }
     const int begin = int(first) * dh::kPanelColumns, end = std::min(num_columns, int(last) * dh::kPanelColumns);
@@ -215,6 +235,22 @@ class Program : public dh::Phased {
       const dh::RowPointers pointers = {at(in.out, row), at(in.a, row), at(in.b, row)};
       dh::elementwise_row(in.op, in.extent, in.out, in.a, in.b, pointers, in.scalar, in.scalar2, begin, end);
     }
+  }
+
+  template <typename T>
+  void products(const Instruction& in, int64_t num_rows, int first, int last) {
+    if (in.kind == Kind::kLinear) return linear<T>(in, num_rows, first, last);
+    const dh::ExpertCall call = {in.op, in.num_experts, in.num_indices, in.expert_stride, in.is_packed != 0,
+                                 in.weight_stride, in.num_units, in.num_columns, num_rows,
+                                 reinterpret_cast<const int64_t*>(at(in.b, 0)), in.b.row_stride};
+    const T* x = reinterpret_cast<const T*>(at(in.a, 0));
+    T* y = reinterpret_cast<T*>(at(in.out, 0));
+    if (in.kind == Kind::kExpertsUp)
+      dh::experts_up<T>(call, buffers_[in.weight], buffers_[in.second_weight], x, in.a.row_stride, y,
+                        in.out.row_stride, first, last);
+    else
+      dh::experts_down<T>(call, buffers_[in.weight], x, in.a.row_stride, {at(in.c, 0), in.c.dtype, in.c.row_stride}, y,
+                          in.out.row_stride, first, last);
   }
 
   template <typename T>
@@ -301,7 +337,10 @@ class Generation {
     const Choice choice = {&chooser, sequence_of_row_.data(), position_of_row_.data(), chosen_.data()};
     const Clock::time_point started = Clock::now();
     const int failed =
-        program_.run(step, layers_, {token_ids, logit_rows.data(), int32_t(logit_rows.size()), num_threads}, &choice);
+        program_.run(step, layers_,
+                     {token_ids, layout_.position_ids().data(), logit_rows.data(), int32_t(logit_rows.size()),
+                      num_threads},
+                     &choice);
     forward_s_ += seconds(program_.had_logits() - started);
     choose_s_ += seconds(Clock::now() - program_.had_logits());
     return failed;
@@ -320,7 +359,8 @@ class Generation {
       next_ids_.push_back(target[-1]);
       sequences_[kept] = sequences_[s];
       targets_[kept] = target;
-      slices_[kept++] = {slice.block_table, slice.start + slice.num_rows, 1, 1, slice.num_more - 1};
+      slices_[kept++] = {slice.block_table, slice.start + slice.num_rows, 1, 1, slice.num_more - 1, slice.shift,
+                          slice.shift_end};
     }
     slices_.resize(kept);
   }

@@ -10,9 +10,9 @@
 
 namespace dh {
 
-enum class Dtype : int32_t { kFloat = 0, kBfloat16 = 1 };
+enum class Dtype : int32_t { kFloat = 0, kBfloat16, kInt64 };
 
-inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : dtype == Dtype::kBfloat16 ? 2 : 8; }
 
 // A tensor [rows, dims...]: strides in elements.
 struct Operand {
@@ -170,8 +170,8 @@ inline void elementwise_row(Op op, const Extent& extent, const Operand& out, con
   }
 }
 
-// Mean over the innermost dimension.
-inline void mean_row(const Extent& extent, const Operand& out, const Operand& a, RowPointers row) {
+// Sum over the innermost dimension, divided by `divisor`.
+inline void mean_row(const Extent& extent, const Operand& out, const Operand& a, RowPointers row, float divisor) {
   const int64_t out_size = size_of(out.dtype), a_size = size_of(a.dtype);
   for (int i = 0; i < extent.n[0]; ++i) {
     for (int j = 0; j < extent.n[1]; ++j) {
@@ -183,8 +183,61 @@ inline void mean_row(const Extent& extent, const Operand& out, const Operand& a,
       float total = reduce_add(sum);
       for (; k < extent.n[2]; ++k) total += load_lanes(at + k * a.stride[2] * a_size, a.dtype, 0, 1)[0];
       char* out_at = row.out + (i * out.stride[0] + j * out.stride[1]) * out_size;
-      store_lanes(out_at, out.dtype, 1, splat(total / extent.n[2]), 1);
+      store_lanes(out_at, out.dtype, 1, splat(total / divisor), 1);
     }
+  }
+}
+
+// Softmax over the innermost dimension, which is contiguous in `a` and `out`.
+inline void softmax_row(const Extent& extent, const Operand& out, const Operand& a, RowPointers row) {
+  const int64_t out_size = size_of(out.dtype), a_size = size_of(a.dtype);
+  const int n = extent.n[2];
+  const auto lanes = [&](int k) { return n - k < kLanes ? n - k : kLanes; };
+  for (int i = 0; i < extent.n[0]; ++i) {
+    for (int j = 0; j < extent.n[1]; ++j) {
+      const char* at = row.a + (i * a.stride[0] + j * a.stride[1]) * a_size;
+      char* out_at = row.out + (i * out.stride[0] + j * out.stride[1]) * out_size;
+      float largest = load_lanes(at, a.dtype, 0, 1)[0];
+      for (int k = 0; k < n; ++k) {
+        const float value = load_lanes(at + k * a_size, a.dtype, 0, 1)[0];
+        largest = value > largest || value != value ? value : largest;
+      }
+      float total = 0.0f;
+      for (int k = 0; k < n; k += kLanes) {
+        const f32x16 e = exp16(load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - largest);
+        for (int lane = 0; lane < lanes(k); ++lane) total += e[lane];
+      }
+      for (int k = 0; k < n; k += kLanes) {
+        const f32x16 e = exp16(load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - largest);
+        store_lanes(out_at + k * out_size, out.dtype, 1, e / total, lanes(k));
+      }
+    }
+  }
+}
+
+// The `count` largest of a row of one dimension, falling, the first of equal ones first: their places when the
+// result is of integers, else their values. A NaN is larger than everything.
+inline void largest_row(int n, int count, const Operand& out, const Operand& a, RowPointers row) {
+  const auto value = [&](int k) { return load_lanes(row.a + k * size_of(a.dtype), a.dtype, 0, 1)[0]; };
+  const auto before = [](float x, int i, float y, int j) {
+    if (x != x || y != y) return x != x && (y == y || i < j);
+    return x > y || (x == y && i < j);
+  };
+  float last = 0.0f;
+  int last_at = -1;
+  for (int c = 0; c < count; ++c) {
+    int best = -1;
+    float best_value = 0.0f;
+    for (int k = 0; k < n; ++k) {
+      const float here = value(k);
+      if (last_at >= 0 && !before(last, last_at, here, k)) continue;
+      if (best < 0 || before(here, k, best_value, best)) best = k, best_value = here;
+    }
+    last = best_value, last_at = best;
+    if (out.dtype == Dtype::kInt64)
+      store_as(row.out + c * 8, int64_t(best));
+    else
+      store_lanes(row.out + c * size_of(out.dtype), out.dtype, 1, splat(best_value), 1);
   }
 }
 

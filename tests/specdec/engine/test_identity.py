@@ -20,6 +20,7 @@ import torch
 
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
+from specdec.engine.live_request import LiveRequest
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.offline import choice_requests
 from specdec.engine.tokenizer import HuggingFaceTokenizer
@@ -37,7 +38,14 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.shaping import LogitShaper
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
-from tests.architectures import CORE_ARCHITECTURES, VOCAB_SIZE, make_tokenizer, save_model
+from tests.architectures import (
+    ARCHITECTURES,
+    CORE_ARCHITECTURES,
+    ORIGINAL_POSITIONS,
+    VOCAB_SIZE,
+    make_tokenizer,
+    save_model,
+)
 from tests.specdec.engine.toy_engines import tokens_of
 
 NUM_TOKENS = 20
@@ -68,6 +76,10 @@ class Models:
             self._references[key] = save_model(folder, architecture, seed)
             self._loaded[key] = load_model(ModelConfig(model=str(folder), dtype="float32"))
         return self._loaded[key]
+
+    def reference(self, architecture: str) -> Any:
+        self.load(architecture)
+        return self._references[architecture, 0]
 
     def greedy(self, architecture: str, prompt: tuple[int, ...]) -> list[int]:
         key = (architecture, prompt)
@@ -132,6 +144,7 @@ class Setting:
             max_read_tokens=max(self.chunk, 8),
             eos_token_ids=loaded.eos_token_ids,
             fused_loop=NativeDraftLoop(runner, sampler, VOCAB_SIZE) if self.compiled else None,
+            rotary=loaded.rotary,
         )
 
     def runner(self, loaded: LoadedModel, num_blocks: int) -> ModelRunner:
@@ -196,8 +209,67 @@ def test_greedy_equals_transformers(models: Models, architecture: str, setting: 
         assert metrics.num_accepted_tokens > 0.9 * metrics.num_draft_tokens > 0
 
 
+def largest_logprob_error(models: Models, setting: Setting) -> float:
+    """How far log-probabilities of a stream that outgrows the original rotary length are from a forward's."""
+    prompt = ragged_prompts(3)[2]
+    assert len(prompt) < ORIGINAL_POSITIONS < len(prompt) + NUM_TOKENS
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True)
+    (request,) = choice_requests(prompt, params, "growing")
+    tokens, found = list(prompt), []
+    with setting.engine(models, "phi3_longrope") as engine:
+        engine.add_request(request)
+        while engine.has_work:
+            for output in engine.step():
+                tokens += output.token_ids
+                found += [one.logprob for one in output.logprobs or ()]
+        engine.check_integrity()
+    error = 0.0
+    for index, logprob in enumerate(found):
+        end = len(prompt) + index
+        with torch.inference_mode():
+            logits = models.reference("phi3_longrope")(torch.tensor([tokens[:end]])).logits[0, -1]
+        error = max(error, abs(float(logits.log_softmax(-1)[tokens[end]]) - logprob))
+    return error
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("none", batch=1),
+        Setting("same model", num_draft_tokens=5, batch=1, chunk=9),
+        Setting("ngram", num_draft_tokens=8, batch=1, compiled=True),
+    ],
+    ids=str,
+)
+def test_a_sequence_that_outgrows_its_rotary_table_is_computed_anew(models: Models, setting: Setting) -> None:
+    assert largest_logprob_error(models, setting) < 1e-4
+
+
+def test_control_going_on_with_the_old_cache_shows(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LiveRequest, "has_outgrown_cache", False)
+    assert largest_logprob_error(models, Setting("none", batch=1)) > 1e-3
+
+
+OTHER_ARCHITECTURES = tuple(name for name in ARCHITECTURES if name not in CORE_ARCHITECTURES)
+EVERYTHING_AT_ONCE = [
+    Setting("ngram", num_draft_tokens=3, batch=8, chunk=9, num_blocks=18),
+    Setting("same model", num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, compiled=True),
+]
+"""Prompts in chunks, longer than the sliding window (12), and preemption."""
+
+
+@pytest.mark.parametrize("setting", EVERYTHING_AT_ONCE, ids=str)
+@pytest.mark.parametrize("architecture", OTHER_ARCHITECTURES)
+def test_greedy_equals_transformers_for_every_architecture(
+    models: Models, architecture: str, setting: Setting
+) -> None:
+    metrics = check_greedy(models, architecture, setting).metrics()
+    assert metrics.num_preemptions > 0
+    assert metrics.num_accepted_tokens > 0
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", CORE_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
 @pytest.mark.parametrize("batch", [1, 8, 32])

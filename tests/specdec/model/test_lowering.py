@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from specdec.attention.base import LayerAttention
 from specdec.attention.cpu import CpuPagedAttention
@@ -16,11 +18,24 @@ from specdec.attention.metadata import build_metadata
 from specdec.attention.native import NativeUnavailable, resolve_cache_dir
 from specdec.kv.pool import KvPool
 from specdec.model.batch import SequenceSlice
+from specdec.model.experts import recorded_experts
 from specdec.model.fusion import fuse
-from specdec.model.lowering import Elementwise, LinearLayer, Mean, Norm, Operation, Rotary, lower
+from specdec.model.lowering import (
+    Elementwise,
+    ExpertsDown,
+    ExpertsUp,
+    Largest,
+    LinearLayer,
+    Mean,
+    Norm,
+    Operation,
+    Rotary,
+    Softmax,
+    lower,
+)
 from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library
 from specdec.model.position_tables import position_tables
-from specdec.model.recording import CannotLower, record
+from specdec.model.recording import CannotLower, Recording, record
 from specdec.model.schedule import Step, place, schedule
 from specdec.model.trace import Trace
 
@@ -75,14 +90,20 @@ class Native:
         caches = self.forward.bind_caches(
             KvPool([], num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
         )
-        return self.forward.run(input_ids, logit_rows, metadata, caches)
+        return self.forward.run(input_ids, logit_rows, metadata, caches, metadata.positions)
 
     def count(self, kind: type[Operation]) -> int:
         return sum(isinstance(step.operation, kind) for step in self.steps)
 
 
-def lowered(model: Model, *, fused: bool = True) -> Native:
-    trace = Trace(*record(model))
+def lowered(
+    model: Model,
+    *,
+    fused: bool = True,
+    max_bytes: int = 1 << 30,
+    recordings: tuple[Recording, Recording] | None = None,
+) -> Native:
+    trace = Trace(*(recordings or record(model)))
     result = lower(trace)
     results = [result.logits.value]
     operations = fuse(result.operations, results) if fused else result.operations
@@ -97,7 +118,7 @@ def lowered(model: Model, *, fused: bool = True) -> Native:
         place(steps, results),
         tables,
         logits=result.logits,
-        weights=PackedWeights(library, 1 << 30),
+        weights=PackedWeights(library, max_bytes),
         layers=layers,
     )
     return Native(forward, steps)
@@ -113,6 +134,11 @@ def check(
     """Compare native and eager results on batches smaller and larger than those recorded."""
     model = make_model(body, dtype)
     native = lowered(model, fused=fused)
+    compare(model, native, tolerance)
+    return native
+
+
+def compare(model: Model, native: Native, tolerance: float) -> None:
     for count, start in ((1, 0), (2, 5), (7, 3), (33, 7)):
         input_ids = torch.randint(0, VOCAB, (1, count))
         rows = torch.tensor([0, count - 1])
@@ -121,7 +147,6 @@ def check(
         logits = native(input_ids, start, rows)
         scale = float(expected.abs().nan_to_num().max())
         torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * scale, equal_nan=True)
-    return native
 
 
 ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -270,6 +295,116 @@ def test_layer_and_rms_norm_of_pytorch() -> None:
     check(lambda x, _: F.rms_norm(x, (WIDTH,)))
 
 
+def test_softmax_largest_and_sum() -> None:
+    def body(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        shares = F.softmax(x * 3, dim=-1, dtype=torch.float32)
+        largest, _ = shares.topk(5, dim=-1)
+        largest /= largest.sum(dim=-1, keepdim=True)
+        return torch.cat([shares, largest, largest[..., :1] * x.float()], dim=-1)
+
+    native = check(body)
+    assert (native.count(Softmax), native.count(Largest)) == (1, 2)
+    check(body, torch.bfloat16, tolerance=4e-3)
+
+
+def test_of_equal_elements_the_first_is_the_largest() -> None:
+    """Which of two equal experts is chosen decides what a row gets."""
+    mixture = Mixture(torch.float32, 6, 2, "silu")
+    mixture.router[3] = mixture.router[1] = mixture.router[4] = 0.0
+    mixture.router[[0, 2, 5]] = -1.0
+
+    def body(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return mixture(x.square().sqrt())
+
+    with recorded_experts(mixture):
+        recordings = record(make_model(body))
+    native = lowered(make_model(body), recordings=recordings)
+    input_ids = torch.arange(1, 8)[None]
+    logits = native(input_ids, 0, torch.arange(7)).clone()
+    rows = F.embedding(input_ids, recordings[0].calls[0].args[0]).abs()[0]
+    shares = F.softmax(F.linear(rows, mixture.router), dim=-1)
+    first_two = torch.tensor([[1, 3]] * 7)
+    expected = mixture.experts(rows, first_two, shares.gather(1, first_two))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_what_is_changed_in_place_is_a_new_value() -> None:
+    def body(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        total = x * 2
+        half = total[..., :24]
+        total += x
+        total.mul_(0.5)
+        return torch.cat([half, total[..., 24:]], dim=-1) + total
+
+    check(body)
+
+
+def test_copies_that_merge_distant_dimensions() -> None:
+    def body(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        groups = x.view(1, x.shape[1], 2, 4, 6)
+        queries = groups[:, :, :, :-2].flatten(2, 3).transpose(1, 2)  # [1, 4, T, 6]
+        keys = groups[:, :, :, -2].reshape(1, x.shape[1], -1)
+        return torch.cat([queries.transpose(1, 2).reshape(1, x.shape[1], -1) * 2, keys], dim=-1)
+
+    check(body)
+
+
+class Mixture(torch.nn.Module):
+    """A router and transformers' experts."""
+
+    def __init__(self, dtype: torch.dtype, num_experts: int, num_chosen: int, activation: str) -> None:
+        super().__init__()
+        config = transformers.Qwen3MoeConfig(
+            hidden_size=WIDTH,
+            moe_intermediate_size=40,
+            num_experts=num_experts,
+            num_experts_per_tok=num_chosen,
+            hidden_act=activation,
+        )
+        self.experts = Qwen3MoeExperts(config)
+        self.router = torch.nn.Parameter(torch.randn(num_experts, WIDTH))
+        for weight in (self.experts.gate_up_proj, self.experts.down_proj):
+            torch.nn.init.normal_(weight, std=0.2)
+        self.num_chosen = num_chosen
+        self.to(dtype).requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, WIDTH)
+        shares = F.softmax(F.linear(rows, self.router), dim=-1, dtype=torch.float32)
+        weights, chosen = shares.topk(self.num_chosen, dim=-1)
+        return self.experts(rows, chosen, weights).view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "activation"),
+    [(4, 2, "silu"), (7, 1, "gelu"), (16, 5, "gelu_pytorch_tanh")],
+)
+@pytest.mark.parametrize("max_bytes", [1 << 30, 20_000], ids=["packed", "in place"])
+def test_experts(
+    dtype: torch.dtype, num_experts: int, num_chosen: int, activation: str, max_bytes: int
+) -> None:
+    mixture = Mixture(dtype, num_experts, num_chosen, activation)
+    with recorded_experts(mixture):
+        recordings = record(make_model(lambda x, _: mixture(x), dtype))
+    model = Model(lambda x, _: mixture(x), recordings[0].calls[0].args[0])
+    native = lowered(model, max_bytes=max_bytes, recordings=recordings)
+    assert native.count(ExpertsUp) == native.count(ExpertsDown) == 1
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    compare(model, native, tolerance)
+
+
+def test_experts_of_another_kind_are_refused() -> None:
+    mixture = Mixture(torch.float32, 4, 2, "tanh")
+    with recorded_experts(mixture), pytest.raises(CannotLower, match="activation Tanh"):
+        record(make_model(lambda x, _: mixture(x)))
+    mixture = Mixture(torch.float32, 4, 2, "silu")
+    mixture.experts.has_bias = True
+    with recorded_experts(mixture), pytest.raises(CannotLower, match="Qwen3MoeExperts"):
+        record(make_model(lambda x, _: mixture(x)))
+
+
+PARAMETER = torch.ones(WIDTH)
 REFUSED: dict[str, tuple[Body, str]] = {
     "sort": (lambda x, _: x.sort(-1).values, "sort"),
     "softmax over the batch": (lambda x, _: x.softmax(1), "softmax"),
@@ -277,7 +412,10 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "reversed rows": (lambda x, _: x.flip(1), "flip"),
     "two activations": (lambda x, _: x @ x[0, :1].T, "depends on the batch|rows|matrix product|matmul"),
     "number of rows": (lambda x, _: x / x.shape[1], "number that depends on the batch"),
-    "in place": (lambda x, _: x.add_(1.0), "in place"),
+    "in place in a part": (lambda x, _: x[..., :4].add_(1.0), "in place"),
+    "in place in a parameter": (lambda x, _: PARAMETER.add_(1.0) + x, "in place"),
+    "smallest": (lambda x, _: x.topk(3, largest=False).values, "smallest"),
+    "largest of heads": (lambda x, _: x.view(1, -1, 4, 12).topk(3).values, "several dimensions"),
     "arange": (
         lambda x, _: x + torch.arange(x.shape[1])[None, :, None],
         r"arange\.default does not give one row",

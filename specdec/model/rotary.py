@@ -1,0 +1,141 @@
+"""Rotary tables that depend on the length of a sequence: each sequence gets its own.
+
+Two kinds of rotary embedding look at the longest position in a forward, which in a flat batch would let one
+request change another. Here the frequencies of a row follow from the sequence that it belongs to:
+
+    longrope (Ding et al., 2024)   one set of frequencies for sequences of up to the original length, another
+                                   for longer ones. A sequence that grows out of the original length is
+                                   computed anew (as transformers does it for Phi-3), so that its K/V are
+                                   those of a sequence of its length, whichever part of it was the prompt.
+    dynamic NTK                    the base grows with the length. Rows of a prompt have the frequencies of
+                                   its whole length, generated ones those of the length that they complete,
+                                   which is what transformers computes with a cache.
+
+What frequencies a row has travels in its position id: id variant * stride + position is for a sequence
+whose K/V are of that variant (`core.kv_variants`). So they are tables over position ids like all others, also
+compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specdec.core.kv_variants import KvVariants
+from specdec.model.batch import PositionShift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryRule:
+    """How the rotary embedding of a model depends on the length of a sequence."""
+
+    kind: Literal["longrope", "dynamic"]
+    variants: KvVariants
+    stride: int
+    """More than any position: ids below it are positions of sequences of the ordinary variant."""
+
+    @property
+    def num_position_ids(self) -> int:
+        """Ids for which there are tables."""
+        has_others = self.kind == "longrope" and self.variants.original_len < self.stride
+        return 2 * self.stride if has_others else self.stride
+
+    def shift(self, variant: int, num_prompt_tokens: int) -> PositionShift | None:
+        """Return what is added to the position ids of a sequence whose K/V are of this variant."""
+        if variant == 0:
+            return None
+        end = num_prompt_tokens if self.variants.by_prompt else sys.maxsize
+        return PositionShift(self.stride * variant, end)
+
+
+def rule_of(config: PretrainedConfig, max_model_len: int) -> RotaryRule | None:
+    """Return the rule of a model whose rotary embedding depends on the length; None for all others."""
+    text_config: Any = config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type")
+    if kind == "longrope":
+        original_len = int(parameters["original_max_position_embeddings"])
+    elif kind == "dynamic":
+        original_len = int(text_config.max_position_embeddings)
+    else:
+        return None
+    variants = KvVariants(original_len=original_len, by_prompt=kind == "dynamic")
+    return RotaryRule(kind=kind, variants=variants, stride=max_model_len)
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Return the number of positions that a configuration is made for, None when it does not say."""
+    text_config: Any = config.get_text_config()
+    limit: int | None = getattr(text_config, "max_position_embeddings", None)
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    if limit is not None and parameters.get("rope_type") == "dynamic":
+        return int(limit * float(parameters["factor"]))
+    return limit
+
+
+def install(model: PreTrainedModel, rule: RotaryRule) -> bool:
+    """Let a loaded model's rotary embedding follow `rule`; return whether it has one that can."""
+    found = False
+    for module in model.modules():
+        anything: Any = module
+        if getattr(anything, "rope_type", None) == rule.kind and hasattr(anything, "inv_freq"):
+            rows = _LongRows(anything, rule) if rule.kind == "longrope" else _DynamicRows(anything, rule)
+            anything.forward = _forward(anything, rows, rule.stride)
+            found = True
+    return found
+
+
+class _LongRows:
+    def __init__(self, module: Any, rule: RotaryRule) -> None:
+        self._short_D = module.original_inv_freq.float()
+        self._long_D, _ = ROPE_INIT_FUNCTIONS["longrope"](
+            module.config, self._short_D.device, seq_len=rule.variants.original_len + 1
+        )
+
+    def __call__(self, positions: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
+        return torch.where(sets[..., None] > 0, self._long_D, self._short_D)
+
+
+class _DynamicRows:
+    """base * (factor * length / original - (factor - 1)) ^ (d / (d - 2)), for each row's length."""
+
+    def __init__(self, module: Any, rule: RotaryRule) -> None:
+        parameters = module.config.rope_parameters
+        self._base = float(parameters["rope_theta"])
+        self._factor = float(parameters["factor"])
+        self._original_len = rule.variants.original_len
+        num_dims = 2 * module.inv_freq.numel()
+        self._power = num_dims / (num_dims - 2)
+        device = module.inv_freq.device
+        self._exponents_D = torch.arange(0, num_dims, 2, device=device).float() / num_dims
+
+    def __call__(self, positions: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
+        lengths = torch.where(sets > 0, sets, positions + 1).clamp(min=self._original_len)
+        growth = self._factor * lengths / self._original_len - (self._factor - 1)
+        bases = self._base * growth**self._power
+        frequencies: torch.Tensor = 1.0 / bases[..., None] ** self._exponents_D
+        return frequencies
+
+
+def _forward(module: Any, frequencies: _LongRows | _DynamicRows, stride: int) -> Any:
+    """As transformers' own rotary embeddings, with the frequencies of each row.
+
+    x: any tensor of the model's dtype; position_ids [1, T]. Returns cos and sin, [1, T, head size].
+    """
+
+    @torch.no_grad()
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sets = torch.div(position_ids, stride, rounding_mode="floor")
+        positions = position_ids - sets * stride
+        angles = positions[..., None].float() * frequencies(positions, sets)
+        angles = torch.cat((angles, angles), dim=-1)
+        cosines = angles.cos() * module.attention_scaling
+        sines = angles.sin() * module.attention_scaling
+        return cosines.to(x.dtype), sines.to(x.dtype)
+
+    return forward
