@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import CapacityError, InputError
@@ -62,6 +60,7 @@ class StreamEngine(Protocol):
 class _Stream:
     request: Request
     ingress: PeerId
+    arrived_s: float
     generated: list[int]
     is_admitted: bool = False
     num_crashes: int = 0
@@ -70,8 +69,10 @@ class _Stream:
     def epoch(self) -> Epoch:
         return self.request.epoch
 
-    def to_replay(self) -> Request:
-        return msgspec.structs.replace(self.request, delivered_token_ids=tuple(self.generated))
+    def rest(self, now_s: float) -> Request:
+        return self.request.continued(
+            delivered_token_ids=tuple(self.generated), elapsed_s=now_s - self.arrived_s
+        )
 
 
 class RequestDesk:
@@ -248,7 +249,9 @@ class RequestDesk:
         elif self._is_draining:
             self._refuse(sender, request, "draining", "this coordinator is shutting down")
         else:
-            self._streams[request.request_id] = _Stream(request, sender, list(request.delivered_token_ids))
+            self._streams[request.request_id] = _Stream(
+                request, sender, self._clock.now_s(), list(request.delivered_token_ids)
+            )
             self._submitted.append((request.request_id, request.epoch))
             self._ordered.notify_all()
 
@@ -309,7 +312,7 @@ class RequestDesk:
             stream = self._streams.get(self._replays[0])
             if stream is not None and stream.is_admitted:
                 try:
-                    engine.add_request(stream.to_replay())
+                    engine.add_request(stream.rest(self._clock.now_s()))
                 except CapacityError:
                     return False
                 except InputError as error:
@@ -322,7 +325,7 @@ class RequestDesk:
     def _admit(self, engine: StreamEngine, stream: _Stream) -> None:
         request = stream.request
         try:
-            engine.add_request(stream.to_replay())
+            engine.add_request(stream.rest(self._clock.now_s()))
         except CapacityError as error:
             self._refuse(stream.ingress, request, "capacity", str(error), retry_after_s=error.retry_after_s)
             self._remove(stream)

@@ -64,6 +64,7 @@ class _Stream:
     sink: Sink
     epoch: Epoch
     delivered: list[int]
+    opened_s: float
     coordinator: PeerId | None = None
     model_revision: str | None = None
     was_admitted: bool = False
@@ -135,7 +136,7 @@ class StreamBook:
         """
         if request.request_id in self._streams:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
-        stream = _Stream(request, sink, request.epoch, list(request.delivered_token_ids))
+        stream = _Stream(request, sink, request.epoch, list(request.delivered_token_ids), self._clock.now_s())
         chosen = self._choose(stream)
         if chosen is None:
             raise self._not_ready()
@@ -341,9 +342,10 @@ class StreamBook:
         stream.coordinator = coordinator.member.peer_id
         stream.model_revision = coordinator.member.model_revision
         stream.submitted_before = self._next_nonce
-        request = msgspec.structs.replace(
-            stream.request, epoch=stream.epoch, delivered_token_ids=tuple(stream.delivered)
+        rest = stream.request.continued(
+            delivered_token_ids=tuple(stream.delivered), elapsed_s=self._clock.now_s() - stream.opened_s
         )
+        request = msgspec.structs.replace(rest, epoch=stream.epoch)
         self._send(coordinator.member.peer_id, SubmitRequest(request))
 
     def _finish(self, stream: _Stream, output: RequestOutput) -> None:

@@ -20,7 +20,9 @@ from deploy.openai.middleware import ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
 from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
+    TIMEOUT_HEADER,
     PreparedRequest,
+    limited,
     model_not_found,
     parse_body,
     prepare_chat,
@@ -136,9 +138,9 @@ class _Door:
         receive = http.receive
         if not self._settings.share_prefixes_between_keys:
             prepared = salted(prepared, getattr(http.state, "api_key_digest", None))
-        outputs = ChoiceOutputs(
-            self._service, prepared.requests, self.metrics, timeout_s=self._settings.request_timeout_s
-        )
+        longest_s = self._settings.request_timeout_s
+        prepared = limited(prepared, http.headers.get(TIMEOUT_HEADER), longest_s)
+        outputs = ChoiceOutputs(self._service, prepared.requests, self.metrics, timeout_s=prepared.timeout_s)
         try:
             if prepared.body.stream:
                 events = EventStream(prepared, outputs, self._tokenizer).events()

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from specdec.core.errors import CapacityError, InputError, NotReadyError, RequestFailed, TransportError
-from specdec.engine.service import SHUTTING_DOWN
+from specdec.engine.service import SHUTTING_DOWN, TIMED_OUT
 
 NOT_READY_RETRY_AFTER_S = 2.0
 """What a client is told to wait for while the model loads or its workers are replaced."""
@@ -80,6 +80,11 @@ def not_ready() -> ApiError:
     )
 
 
+def request_timeout(message: str) -> ApiError:
+    """The request was not complete in the time that the client, or the server, gave it."""
+    return ApiError(504, message, type="server_error", code=TIMED_OUT)
+
+
 def internal_error() -> ApiError:
     """Something broke that the client can do nothing about."""
     return ApiError(
@@ -128,6 +133,8 @@ def _request_failed(error: RequestFailed) -> ApiError:
             code=SHUTTING_DOWN,
             headers=_retry_after(NOT_READY_RETRY_AFTER_S),
         )
+    if error.code == TIMED_OUT:
+        return request_timeout(str(error))
     if error.code in _ASKED_FOR_TOO_MUCH:
         return ApiError(400, str(error), code=error.code)
     return ApiError(500, str(error), type="server_error", code=error.code)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
-from deploy.openai.errors import ApiError
+from deploy.openai.errors import request_timeout
 from deploy.openai.metrics import ChoiceTimer, DoorMetrics
 from specdec.core.errors import RequestFailed
 from specdec.core.outputs import RequestOutput
@@ -87,12 +87,7 @@ class ChoiceOutputs:
             async with asyncio.timeout_at(self._deadline_s):
                 return await self._queue.get()
         except TimeoutError:
-            raise ApiError(
-                504,
-                f"The request took longer than {self._timeout_s:g} s.",
-                type="server_error",
-                code="request_timeout",
-            ) from None
+            raise request_timeout(f"The request took longer than {self._timeout_s:g} s.") from None
 
     async def _pump(self, index: int, request: Request) -> None:
         """Move one choice's outputs to the queue; abort the choice if that ends early."""

@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import MAX_LOGPROBS, LogprobsMode
+from specdec.scheduling.admission import MAX_PRIORITY
 
 _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -38,7 +39,6 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
@@ -196,6 +196,10 @@ class GenerationBody(_Body):
     """Add `token_ids` to every choice, and `prompt_token_ids` to complete responses."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     """Only requests of one salt find each other's prompts in the prefix cache."""
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Smaller is served first, and may take the place of larger ones that run."""
+    timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Longest time (seconds) for the whole request, queueing included; then it ends with 504."""
     metadata: dict[str, str] = Field(default_factory=dict)
     """`class` labels the request in the metrics, when the server's configuration lists it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import uuid
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from specdec.verification.registry import capabilities_of
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
+TIMEOUT_HEADER = "X-Request-Timeout"
+"""Longest time for a request in seconds, as `timeout_s` in its body."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
@@ -41,6 +45,8 @@ class PreparedRequest:
     lossy: Lossy
     body: CompletionBody | ChatBody
     requests: tuple[Request, ...]
+    timeout_s: float | None = None
+    """Longest time for all of it, from now on; None: no limit."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -116,6 +122,40 @@ def salted(prepared: PreparedRequest, api_key_digest: bytes | None) -> PreparedR
             for request in prepared.requests
         ),
     )
+
+
+def limited(prepared: PreparedRequest, header: str | None, longest_s: float | None) -> PreparedRequest:
+    """Give it as much time as its body, the header `X-Request-Timeout` (seconds) and the server all allow.
+
+    Raises:
+        InputError: the header is no positive number.
+    """
+    limits = (prepared.body.timeout_s, _seconds(header), longest_s)
+    timeout_s = min((limit for limit in limits if limit is not None), default=None)
+    if timeout_s is None:
+        return prepared
+    return dataclasses.replace(
+        prepared,
+        timeout_s=timeout_s,
+        requests=tuple(
+            msgspec.structs.replace(request, timeout_s=timeout_s) for request in prepared.requests
+        ),
+    )
+
+
+def _seconds(header: str | None) -> float | None:
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InputError(
+            f"{TIMEOUT_HEADER} must be a positive number of seconds, got {header[:80]!r}",
+            param=TIMEOUT_HEADER,
+        )
+    return seconds
 
 
 def _check_model(body: GenerationBody, description: TargetDescription, settings: DoorSettings) -> None:
@@ -215,6 +255,7 @@ def _requests(
                     epoch=Epoch(0),
                     num_draft_tokens=body.speculation.num_speculative_tokens if body.speculation else None,
                     cache_salt=body.cache_salt,
+                    priority=body.priority,
                 )
             )
     return tuple(requests)

@@ -24,8 +24,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     delivered_token_ids: tuple[int, ...] = ()
     """Generated tokens that the client already has; they count towards usage and max_tokens."""
     priority: int = 0
-    """Smaller is served first; equal priorities are served in order of arrival."""
+    """Smaller is served first, and takes the place of larger; equals are served in order of arrival."""
     num_draft_tokens: int | None = None
     """Per-request override of k; 0 switches speculation off for this request; None: the server decides."""
     cache_salt: str | None = None
     """Only requests of one salt share cached K/V; None is a salt of its own."""
+    timeout_s: float | None = None
+    """Seconds from its arrival at an engine after which it ends, complete or not; None: no limit."""
+
+    def continued(self, *, delivered_token_ids: tuple[int, ...], elapsed_s: float) -> Request:
+        """Return what is left of it after some time, to be submitted again, be it elsewhere."""
+        timeout_s = None if self.timeout_s is None else max(0.0, self.timeout_s - elapsed_s)
+        return msgspec.structs.replace(self, delivered_token_ids=delivered_token_ids, timeout_s=timeout_s)

@@ -16,11 +16,13 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import EngineParts, build_parts
 from specdec.engine.config import EngineConfig
+from specdec.engine.deadlines import Deadlines
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import EngineMetrics
 from specdec.engine.offline import GenerationResult, Prompt, generate
 from specdec.engine.roster import Roster
 from specdec.engine.round import RoundLoop
+from specdec.engine.service import TIMED_OUT
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish, StreamLimits, TextStream
 from specdec.engine.tokenizer import Tokenizer
@@ -112,6 +114,7 @@ class Engine:
             metrics=self._metrics,
             clock=clock,
         )
+        self._deadlines = Deadlines()
         self._ended: list[RequestOutput] = []
         self._num_arrived = 0
         self._lost: TransportError | None = None
@@ -200,6 +203,8 @@ class Engine:
             self._count_finish(live.take_output(self._clock.now_s()))
         else:
             self._roster.waiting.push(live)
+            if request.timeout_s is not None:
+                self._deadlines.add(live.stats.arrival_s + request.timeout_s, live)
 
     def abort(self, request_id: RequestId, epoch: Epoch | None = None) -> None:
         """End a request early: its blocks are free at once, its last output comes with the next step.
@@ -214,8 +219,11 @@ class Engine:
         """Run one round and return what is new, at most one output per request and epoch.
 
         When the target is lost, every live request ends with error_code "target_lost"; by its delivered
-        tokens each can go on in another engine.
+        tokens each can go on in another engine. A request whose time is up ends with "request_timeout" before
+        the round, whether it waits or runs.
         """
+        if self._deadlines:
+            self._end_overdue()
         if len(self._roster) > 0:
             try:
                 outputs = self._rounds.run()
@@ -282,6 +290,11 @@ class Engine:
             self._parts.proposer.release((request_id,))
             self._count_finish(live.end(finish, self._clock.now_s()))
 
+    def _end_overdue(self) -> None:
+        for live in self._deadlines.take_due(self._clock.now_s()):
+            self._metrics.num_timeouts += 1
+            self._end(live.request_id, _overdue(live))
+
     def _count_finish(self, output: RequestOutput) -> None:
         assert output.finish_reason is not None
         self._metrics.finished[output.finish_reason] += 1
@@ -305,3 +318,13 @@ class Engine:
         interval_s = (now_s - self._last_finish_s) / num_finished
         self._last_finish_s = now_s
         self._seconds_per_request += _RECENT * (interval_s - self._seconds_per_request)
+
+
+def _overdue(live: LiveRequest) -> Finish:
+    if live.stats.first_token_s is not None:
+        where = f"{live.sequence.num_generated} tokens had been generated"
+    elif live.stats.first_scheduled_s is not None:
+        where = "its prompt was being read"
+    else:
+        where = "it waited in the queue"
+    return Finish(reason="error", error=f"the request's time was up: {where}", error_code=TIMED_OUT)

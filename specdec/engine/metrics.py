@@ -31,6 +31,8 @@ class EngineMetrics:
     num_missing_proposals: int = 0
     """Draft budgets that no proposal came for."""
     num_preemptions: int = 0
+    num_timeouts: int = 0
+    """Requests that ended because their time was up."""
     prompt_tokens: int = 0
     """Prompt tokens of requests that were taken in."""
     generation_tokens: int = 0
@@ -84,6 +86,7 @@ class EngineMetrics:
             "spec_decode_num_missing_proposals": self.num_missing_proposals,
             "spec_decode_num_lossy_tokens": self.num_lossy_tokens,
             "num_preemptions": self.num_preemptions,
+            "request_timeouts": self.num_timeouts,
             "num_recomputed_tokens": self.num_recomputed_tokens,
             "prefix_cache_queries": self.prefix_cache_queries,
             "prefix_cache_hits": self.prefix_cache_hits,

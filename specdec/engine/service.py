@@ -14,6 +14,9 @@ SHUTTING_DOWN = "shutting_down"
 """Error code of a stream's last output when the service ends before the stream does. Nothing was wrong with
 the request: it may be sent again."""
 
+TIMED_OUT = "request_timeout"
+"""Error code of a request that was not complete in the time that it was given."""
+
 
 class GenerationService(Protocol):
     """Turns requests into streams of outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from specdec.core.request import Request
 
 MAX_DRAFT_TOKENS = 64
 """Most draft tokens that one request may ask for (as `speculative_config.num_speculative_tokens`)."""
+MAX_PRIORITY = 1000
+"""Largest distance of a request's priority from 0."""
 _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 
@@ -54,12 +57,24 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
     if not 0 <= request.seed < 1 << 64:
         raise InputError(f"seed must be an unsigned 64-bit number, got {request.seed}", param="seed")
     _check_length(request, limits)
+    _check_order(request)
     requested = request.num_draft_tokens
     if requested is not None and not 0 <= requested <= MAX_DRAFT_TOKENS:
         raise InputError(
             f"num_draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, got {requested}",
             param="num_draft_tokens",
         )
+
+
+def _check_order(request: Request) -> None:
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InputError(
+            f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {request.priority}",
+            param="priority",
+        )
+    timeout_s = request.timeout_s
+    if timeout_s is not None and not 0 <= timeout_s < math.inf:
+        raise InputError(f"timeout_s must be a number of seconds, got {timeout_s}", param="timeout_s")
 
 
 def _require_integers(values: Iterable[object], param: str) -> None:

@@ -12,14 +12,18 @@ Order of service is by priority, then arrival. In one round
    admitted. A request whose next block is just being computed by one before it waits until it can be
    found, and lets others pass: of many requests with one long beginning, one computes it.
 
-So a stream of short requests cannot keep a long prompt out: it is passed by nobody while it waits, and
-preempted for nobody behind it while it runs.
+A waiting request of a more urgent priority than some that run does not wait for their end: it is admitted
+right after 1, and those less urgent give up their places and blocks, as many as it takes, and only if that
+makes room. Prompts are then read in order of service, whether they were running or have just been admitted.
+
+So a stream of short requests cannot keep a long prompt out: it is passed by nobody of its priority while it
+waits, and preempted for nobody behind it while it runs.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain
 
 from specdec.core.ids import RequestId
 from specdec.kv.block_table import num_blocks_for
@@ -67,6 +71,12 @@ class _Planner:
         self._num_free_blocks = limits.num_free_blocks
         self._num_freed_blocks = 0
         self._num_free_rows = limits.max_num_batched_tokens
+        self._growth: dict[RequestId, int] = {}
+        """Blocks that decoding requests get for their next row."""
+        self._reading: deque[Schedulable] = deque()
+        """Prompts being read, in order, whose blocks are not among those below yet."""
+        self._coming: set[Hashable] = set()
+        """Names of blocks that are about to be computed."""
         self._admitted: list[RequestId] = []
         self._num_cached: dict[RequestId, int] = {}
 
@@ -76,15 +86,17 @@ class _Planner:
         for request in self._running:
             is_decoding = request.num_computed == request.committed_len - 1
             (decoding if is_decoding else prefilling).append(request)
+        self._reading.extend(prefilling)
         decoding = self._give_rows(decoding)
-        queue = iter(waiting)
-        first_waiting = next(queue, None)
-        self._give_draft_rows(decoding, bounded_choice(controller, decoding), [*prefilling, first_waiting])
-        for request in prefilling:
-            if request.request_id not in self._preempted:
-                self._give_chunk(request, request.num_computed)
-        if first_waiting is not None and not self._preempted:
-            self._admit_from(chain((first_waiting,), queue), prefilling)
+        queue = _Queue(waiting)
+        unread = self._admit_urgent(queue)
+        unread += [request for request in prefilling if request.request_id not in self._preempted]
+        decoding = [request for request in decoding if request.request_id not in self._preempted]
+        self._give_draft_rows(decoding, bounded_choice(controller, decoding), [*unread, queue.head])
+        for request in sorted(unread, key=lambda one: one.service_key):
+            self._give_chunk(request, self._num_cached.get(request.request_id, request.num_computed))
+        if not self._preempted:
+            self._admit_from(queue)
         return RoundPlan(
             num_tokens=self._num_tokens,
             num_draft_tokens=self._num_draft_tokens,
@@ -99,8 +111,8 @@ class _Planner:
         for request in decoding:
             if request.request_id not in self._preempted and self._has_block(request):
                 self._num_tokens[request.request_id] = 1
+                self._num_free_rows -= 1
                 kept.append(request)
-        self._num_free_rows -= len(kept)
         return kept
 
     def _has_block(self, request: Schedulable) -> bool:
@@ -115,20 +127,76 @@ class _Planner:
             self._preempt(victim)
             if victim is request:
                 return False
+        self._growth[request.request_id] = max(missing, 0)
         self._num_free_blocks -= max(missing, 0)
         return True
+
+    def _admit_urgent(self, queue: _Queue) -> list[Schedulable]:
+        """Admit those who are more urgent than somebody who runs, if need be in their place."""
+        admitted: list[Schedulable] = []
+        least_urgent = self._running[-1].service_key.priority if self._running else None
+        while (
+            least_urgent is not None
+            and (request := queue.head) is not None
+            and request.service_key.priority < least_urgent
+        ):
+            cached = self._cached_prefix(request)
+            if cached is not None:
+                if not self._make_way(request):
+                    break
+                # Blocks that it shares are counted in full: who holds them may yet have to give them up.
+                self._admit(request, cached, self._num_blocks_for(request.committed_len))
+                admitted.append(request)
+            queue.advance()
+        return admitted
+
+    def _make_way(self, request: Schedulable) -> bool:
+        """Preempt who is less urgent until there is room; nobody, and False, when that does not suffice."""
+        priority = request.service_key.priority
+        if any(one.service_key.priority <= priority for one in self._preempted.values()):
+            return False
+        if self._has_room(request, ()):
+            return True
+        behind = [
+            one
+            for one in self._running
+            if one.service_key.priority > priority and one.request_id not in self._preempted
+        ]
+        if not self._has_room(request, behind):
+            return False
+        while not self._has_room(request, ()):
+            victim = choose_victim(request, behind, self._num_lost)
+            behind.remove(victim)
+            self._preempt(victim)
+        return True
+
+    def _has_room(self, request: Schedulable, without: Sequence[Schedulable]) -> bool:
+        """Whether a request fits when these running ones have gone."""
+        num_running = len(self._running) - len(self._preempted) - len(without) + len(self._admitted)
+        if num_running >= self._limits.max_num_seqs:
+            return False
+        num_blocks = self._num_blocks_for(request.committed_len) + self._num_spare_blocks(num_running)
+        return num_blocks <= self._num_free_blocks + self._num_given_back(without)
 
     def _num_lost(self, request: Schedulable) -> int:
         return request.num_computed if self._sharing is None else self._sharing.num_lost(request.request_id)
 
     def _preempt(self, victim: Schedulable) -> None:
+        num_given_back = self._num_given_back((victim,))
         self._preempted[victim.request_id] = victim
+        self._num_free_blocks += num_given_back
+        self._num_freed_blocks += num_given_back - self._growth.pop(victim.request_id, 0)
+        self._num_free_rows += self._num_tokens.pop(victim.request_id, 0)
+
+    def _num_given_back(self, victims: Sequence[Schedulable]) -> int:
+        """Blocks that become free when these are preempted too."""
+        if not victims:
+            return 0
+        num_planned = sum(self._growth.get(one.request_id, 0) for one in victims)
         if self._sharing is None:
-            self._num_free_blocks += victim.num_blocks
-            return
-        num_freed = self._sharing.num_freed(self._preempted.keys())
-        self._num_free_blocks += num_freed - self._num_freed_blocks
-        self._num_freed_blocks = num_freed
+            return num_planned + sum(one.num_blocks for one in victims)
+        all_victims = [*self._preempted, *(one.request_id for one in victims)]
+        return num_planned + self._sharing.num_freed(all_victims) - self._num_freed_blocks
 
     def _give_draft_rows(
         self, decoding: list[Schedulable], wanted: list[int], unread: list[Schedulable | None]
@@ -158,48 +226,68 @@ class _Planner:
             self._num_tokens[request.request_id] = num_rows
             self._num_free_rows -= num_rows
 
-    def _admit_from(self, waiting: Iterable[Schedulable], prefilling: Iterable[Schedulable]) -> None:
+    def _admit_from(self, queue: _Queue) -> None:
         """Admit in order, up to the first request that there is no room for."""
-        coming: set[Hashable] | None = None
         num_passed = 0
-        for request in waiting:
-            if not self._has_place() or num_passed > self._limits.max_num_seqs:
+        while (request := queue.head) is not None and self._has_place():
+            cached = self._cached_prefix(request)
+            if cached is not None:
+                if not self._try_admit(request, cached):
+                    return
+                self._give_chunk(request, cached.num_tokens)
+            elif (num_passed := num_passed + 1) > self._limits.max_num_seqs:
                 return
-            cached = CachedPrefix()
-            if self._sharing is not None:
-                cached = self._sharing.cached_prefix(request.request_id)
-                if coming is None:
-                    coming = self._unread(one for one in prefilling if one.service_key < request.service_key)
-                if cached.next_block in coming:
-                    num_passed += 1
-                    continue
-            if not self._try_admit(request, cached):
-                return
-            if self._sharing is not None and coming is not None:
-                coming.update(self._sharing.unread_blocks(request.request_id))
+            queue.advance()
 
     def _try_admit(self, request: Schedulable, cached: CachedPrefix) -> bool:
         num_blocks = self._num_blocks_for(request.committed_len) - cached.num_held_blocks
         num_running = len(self._running) + len(self._admitted)
-        spare = max(1, self._limits.num_usable_blocks // _SPARE_SHARE) if num_running else 0
-        if num_blocks + spare > self._num_free_blocks:
+        if num_blocks + self._num_spare_blocks(num_running) > self._num_free_blocks:
             return False
+        self._admit(request, cached, num_blocks)
+        return True
+
+    def _admit(self, request: Schedulable, cached: CachedPrefix, num_blocks: int) -> None:
         self._num_free_blocks -= num_blocks
         self._admitted.append(request.request_id)
         if cached.num_tokens:
             self._num_cached[request.request_id] = cached.num_tokens
-        self._give_chunk(request, cached.num_tokens)
-        return True
+        if self._sharing is not None:
+            self._coming.update(self._sharing.unread_blocks(request.request_id))
+
+    def _cached_prefix(self, request: Schedulable) -> CachedPrefix | None:
+        """Return what the cache has of a waiting request; None: it gets more if it waits for those before.
+
+        Asked for in order of service.
+        """
+        if self._sharing is None:
+            return CachedPrefix()
+        while self._reading and self._reading[0].service_key < request.service_key:
+            before = self._reading.popleft()
+            if before.request_id not in self._preempted:
+                self._coming.update(self._sharing.unread_blocks(before.request_id))
+        cached = self._sharing.cached_prefix(request.request_id)
+        return None if cached.next_block in self._coming else cached
+
+    def _num_spare_blocks(self, num_running: int) -> int:
+        """Blocks that admission leaves free beside so many running requests."""
+        return max(1, self._limits.num_usable_blocks // _SPARE_SHARE) if num_running else 0
 
     def _has_place(self) -> bool:
         num_running = len(self._running) + len(self._admitted)
         return self._num_free_rows > 0 and num_running < self._limits.max_num_seqs
 
-    def _unread(self, requests: Iterable[Schedulable]) -> set[Hashable]:
-        """Names of the blocks that these requests are about to compute."""
-        if self._sharing is None:
-            return set()
-        return {name for one in requests for name in self._sharing.unread_blocks(one.request_id)}
-
     def _num_blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self._limits.block_size)
+
+
+class _Queue:
+    """The waiting requests, looked at one by one."""
+
+    def __init__(self, waiting: Iterable[Schedulable]) -> None:
+        self._rest = iter(waiting)
+        self.head = next(self._rest, None)
+
+    def advance(self) -> None:
+        """Go on to the next."""
+        self.head = next(self._rest, None)

@@ -319,6 +319,29 @@ def test_a_stream_moves_to_another_coordinator_with_what_was_delivered() -> None
     )
 
 
+@pytest.mark.parametrize("loss", ["coordinator", "target"])
+def test_time_goes_on_across_losses(loss: str) -> None:
+    """What a request is given is given once, not anew by everyone who takes it over."""
+    sim, ingress = simple(2)
+    request = msgspec.structs.replace(
+        a_request("r", random.Random(1), max_tokens=150), timeout_s=4.0, num_draft_tokens=0
+    )
+    opened_s = sim.clock.now_s()
+    ingress.open(request)
+    sim.network.run_for(2.0)
+    (serving,) = [coordinator for coordinator in sim.coordinators if coordinator.desk.num_streams]
+    if loss == "target":
+        serving.lose_target()
+    else:
+        sim.crash(serving, told_after_s=0.0)
+    while ingress.book.num_streams:
+        sim.network.run_for(0.1)
+    last = ingress.last[request.request_id]
+    assert isinstance(last, RequestOutput)
+    assert last.error_code == "request_timeout"
+    assert sim.clock.now_s() - opened_s < 5.5
+
+
 def test_a_lost_target_is_replayed_by_its_coordinator_without_the_ingress_noticing() -> None:
     sim, ingress = simple()
     requests = [a_request(f"r{index}", random.Random(index)) for index in range(6)]

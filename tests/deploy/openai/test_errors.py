@@ -297,6 +297,7 @@ def test_api_keys_keep_cached_prompts_apart(shares: bool, num_salts: int) -> Non
         (ChannelClosed("10.0.0.7:999 is gone"), 503, "unavailable"),
         (NotReadyError("the server is shutting down"), 503, "not_ready"),
         (RequestFailed("the end", code=SHUTTING_DOWN), 503, "shutting_down"),
+        (RequestFailed("its time was up", code="request_timeout"), 504, "request_timeout"),
         (ZeroDivisionError("secret"), 500, "internal_error"),
     ],
 )
@@ -338,6 +339,60 @@ def test_request_timeout(stream: bool) -> None:
     assert response.status_code == 504
     assert error_of(response)["code"] == "request_timeout"
     assert door.service.aborted == [door.service.requests[0].request_id]
+
+
+@pytest.mark.parametrize(
+    ("body_s", "header_s", "server_s", "expected_s"),
+    [
+        (None, None, None, None),
+        (2.5, None, None, 2.5),
+        (None, "7", None, 7.0),
+        (None, None, 9.0, 9.0),
+        (3, "2", 9.0, 2.0),
+        (3.0, "20", 1.0, 1.0),
+    ],
+)
+def test_the_shortest_time_counts(
+    body_s: float | None, header_s: str | None, server_s: float | None, expected_s: float | None
+) -> None:
+    door = Door(settings=DoorSettings(request_timeout_s=server_s))
+    body = {"prompt": "abc", "n": 2, "timeout_s": body_s}
+    headers = {} if header_s is None else {"X-Request-Timeout": header_s}
+    assert door.post("/v1/completions", body, headers=headers).status_code == 200
+    assert [request.timeout_s for request in door.service.requests] == [expected_s] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_sets_its_own_time(stream: bool) -> None:
+    door = Door(ScriptedService(hold_at=0))
+    response = door.complete(stream=stream, timeout_s=0.05)
+    assert response.status_code == 504
+    assert "longer than 0.05 s" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", ""])
+def test_times_in_the_header_are_checked(door: Door, value: str) -> None:
+    response = door.post("/v1/completions", {"prompt": "abc"}, headers={"X-Request-Timeout": value})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "X-Request-Timeout"
+    assert door.service.requests == []
+
+
+@pytest.mark.parametrize("field", ["timeout_s", "priority"])
+@pytest.mark.parametrize("value", ["soon", 0, -0.5, NAN, True, 10**9, []])
+def test_times_and_priorities_in_the_body_are_checked(door: Door, field: str, value: object) -> None:
+    if (field, value) in (("timeout_s", 10**9), ("priority", 0)):
+        return  # a long time, and the default
+    response = door.post("/v1/completions", content=json.dumps({"prompt": "abc", field: value}).encode())
+    assert response.status_code == 400
+    assert error_of(response)["param"] == field
+    assert door.service.requests == []
+
+
+@pytest.mark.parametrize("priority", [-1000, 0, 3, 1000, None])
+def test_priority_reaches_the_engine(door: Door, priority: int | None) -> None:
+    assert door.chat(priority=priority, n=2).status_code == 200
+    assert [request.priority for request in door.service.requests] == [priority or 0] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -223,7 +223,7 @@ class Workload:
                 temperature=generator.choice([0.0, 1.0]), max_tokens=generator.randint(1, min(room, 24))
             )
             arrival = generator.randint(0, 30)
-            one = request(f"r{number}", prompt, params, seed=number, priority=generator.choice([0, 0, 1]))
+            one = request(f"r{number}", prompt, params, seed=number, priority=generator.choice([-1, 0, 0, 1]))
             self.requests.append((arrival, one))
 
     def engine(self, *, prefix_caching: bool = True) -> Engine:

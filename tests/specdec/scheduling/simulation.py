@@ -122,7 +122,12 @@ def check_plan(plan: RoundPlan, simulation: Simulation) -> None:
     assert sum(plan.num_tokens.values()) <= limits.max_num_batched_tokens
     assert all(num_tokens > 0 for num_tokens in plan.num_tokens.values())
     assert not set(plan.preempted) & set(plan.num_tokens)
-    assert not (plan.preempted and plan.admitted)
+    waiting = {request.request_id: request for request in simulation.waiting}
+    for given_up in plan.preempted:
+        for request_id in plan.admitted:
+            urgency = simulation.running[given_up].service_key.priority
+            assert waiting[request_id].service_key.priority < urgency, "no place is taken from equals"
+    assert len(simulation.running) - len(plan.preempted) + len(plan.admitted) <= limits.max_num_seqs
     needed = 0
     for request_id, request in simulation.running.items():
         if request_id in plan.preempted:
@@ -133,7 +138,6 @@ def check_plan(plan: RoundPlan, simulation: Simulation) -> None:
         assert drafted <= request.max_draft_tokens
         if drafted:
             assert request.num_computed == request.committed_len - 1
-    waiting = {request.request_id: request for request in simulation.waiting}
     for request_id in plan.admitted:
         needed += num_blocks_for(waiting[request_id].committed_len, limits.block_size)
     assert needed <= limits.num_usable_blocks, "the plan needs more blocks than there are"

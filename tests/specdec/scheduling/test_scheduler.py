@@ -114,6 +114,119 @@ def test_more_urgent_requests_are_served_first() -> None:
     assert simulation.plan().admitted == ("urgent",)
 
 
+class TestUrgentRequests:
+    """A waiting request takes the place of those whose priority is less urgent, and of nobody else."""
+
+    @staticmethod
+    def full(**options: object) -> Simulation:
+        """Four places, all taken; blocks are there."""
+        return simulation_of(
+            decoding("equal", 8, arrival=0, blocks=2),
+            decoding("batch", 12, arrival=1, blocks=3, priority=1),
+            decoding("small", 7, arrival=2, blocks=2, priority=1),
+            decoding("bulk", 20, arrival=3, blocks=5, priority=2),
+            **{"num_blocks": 64, **options},
+        )
+
+    def test_one_takes_the_place_of_the_least_urgent(self) -> None:
+        simulation = self.full()
+        simulation.waiting.push(fake_request("urgent", 4, arrival=9))
+        plan = simulation.run_round()
+        assert (plan.preempted, plan.admitted) == (("bulk",), ("urgent",))
+        assert plan.num_tokens == {"equal": 1, "batch": 1, "small": 1, "urgent": 4}
+
+    def test_then_of_the_one_that_loses_least(self) -> None:
+        simulation = self.full()
+        for number in range(2):
+            simulation.waiting.push(fake_request(f"urgent{number}", 4, arrival=9 + number))
+        assert simulation.run_round().preempted == ("bulk", "small")
+
+    def test_nobody_takes_the_place_of_an_equal(self) -> None:
+        simulation = self.full()
+        for number in range(5):
+            simulation.waiting.push(fake_request(f"urgent{number}", 1, arrival=9 + number))
+        plan = simulation.run_round()
+        assert set(plan.preempted) == {"bulk", "small", "batch"}
+        assert plan.admitted == ("urgent0", "urgent1", "urgent2")
+        simulation = self.full()
+        simulation.waiting.push(fake_request("late bulk", 1, arrival=9, priority=2))
+        assert simulation.run_round().preempted == ()
+
+    def test_as_many_blocks_are_freed_as_it_takes(self) -> None:
+        """12 of 13 blocks are held, and one is needed by `equal` in this very round; one is spared."""
+        simulation = self.full(num_blocks=13, max_num_seqs=5)
+        simulation.running[RequestId("equal")].committed_len = 9
+        simulation.running[RequestId("equal")].num_computed = 8
+        simulation.waiting.push(fake_request("urgent", 16, arrival=9))
+        plan = simulation.run_round()
+        assert (plan.preempted, plan.admitted) == (("bulk",), ("urgent",))
+        simulation = self.full(num_blocks=13, max_num_seqs=5)
+        simulation.waiting.push(fake_request("urgent", 25, arrival=9))
+        plan = simulation.run_round()
+        assert (plan.preempted, plan.admitted) == (("bulk", "small"), ("urgent",))
+
+    def test_nobody_goes_if_that_makes_no_room(self) -> None:
+        simulation = self.full(num_blocks=13)
+        simulation.waiting.push(fake_request("urgent", 44, arrival=9))  # 11 blocks and a spare one; 2 stay
+        plan = simulation.run_round()
+        assert (plan.preempted, plan.admitted) == ((), ())
+
+    def test_nobody_goes_where_there_is_room(self) -> None:
+        simulation = self.full(max_num_seqs=5)
+        simulation.waiting.push(fake_request("urgent", 4, arrival=9))
+        plan = simulation.run_round()
+        assert (plan.preempted, plan.admitted) == ((), ("urgent",))
+
+    def test_its_prompt_is_read_first(self) -> None:
+        simulation = Simulation(num_blocks=64, max_num_batched_tokens=8)
+        simulation.waiting.push(fake_request("bulk", 100, arrival=1, priority=1))
+        simulation.run_round()
+        simulation.waiting.push(fake_request("urgent", 12, arrival=2))
+        assert simulation.run_round().num_tokens == {"urgent": 8}
+        assert simulation.run_round().num_tokens == {"urgent": 4, "bulk": 4}
+
+    def test_it_does_not_pass_an_equal_that_was_preempted(self) -> None:
+        """What is free now is for whoever gave it up, when that one is no less urgent."""
+        simulation = simulation_of(
+            decoding("a", 5, arrival=0, blocks=1),
+            decoding("b", 12, arrival=1, blocks=3),
+            decoding("bulk", 4, arrival=2, blocks=1, priority=1),
+            num_blocks=5,
+        )
+        simulation.running[RequestId("bulk")].num_blocks = 0  # gives nothing back: b must go too
+        simulation.running[RequestId("b")].num_blocks = 4
+        simulation.waiting.push(fake_request("urgent", 2, arrival=9))
+        plan = simulation.plan()
+        assert set(plan.preempted) == {"bulk", "b"}
+        assert plan.admitted == ()
+
+    def test_rows_and_blocks_of_the_preempted_are_used_by_others(self) -> None:
+        """`bulk` had been given a row and a block in this round already."""
+        simulation = simulation_of(
+            decoding("a", 4, arrival=0, blocks=1),
+            decoding("bulk", 5, arrival=1, blocks=1, priority=1),
+            num_blocks=5,
+            max_num_seqs=2,
+            max_num_batched_tokens=2,
+        )
+        simulation.waiting.push(fake_request("urgent", 12, arrival=9))
+        plan = simulation.run_round()
+        assert (plan.preempted, plan.admitted) == (("bulk",), ("urgent",))
+        assert plan.num_tokens == {"a": 1, "urgent": 1}
+
+    def test_a_stream_of_urgent_ones_ends_and_the_others_finish(self) -> None:
+        simulation = self.full(num_blocks=16)
+        for number in range(30):
+            simulation.waiting.push(
+                fake_request(f"u{number}", 9, arrival=9 + number, priority=-1, generate=5)
+            )
+        for request in simulation.running.values():
+            request.num_to_generate = 8
+        simulation.run_until_finished(max_rounds=400)
+        finished = [request.service_key.priority for request in simulation.finished]
+        assert finished == sorted(finished)
+
+
 def test_nobody_passes_the_head_of_the_queue() -> None:
     simulation = simulation_of(decoding("running", 28, blocks=7), num_blocks=16, max_num_batched_tokens=64)
     simulation.waiting.push(fake_request("long", 40, arrival=1))
@@ -184,7 +297,7 @@ def test_random_loads_finish(seed: int) -> None:
                     f"r{arrival}",
                     length,
                     arrival=arrival,
-                    priority=generator.choice([0, 0, 1]),
+                    priority=generator.choice([-1, 0, 0, 1]),
                     generate=generator.randint(1, capacity - length),
                 )
             )
