@@ -23,6 +23,7 @@ class ToyRunner:
         self, model: ToyModel, *, num_blocks: int = 256, block_size: int = 4, max_model_len: int = 256
     ) -> None:
         self.model = model
+        self.kv_generation = 0
         self.vocab_size = model.vocab_size
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks

@@ -101,7 +101,8 @@ class SpeculativeConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_draft_top_k(self) -> Self:
-        if "draft_top_k" not in self.model_fields_set or self.draft_top_k is None:
+        # Not by whether it was given: a configuration that has been dumped and read again gives everything.
+        if self.draft_top_k in (None, type(self).model_fields["draft_top_k"].default):
             return self
         if self.method != "draft_model":
             raise ValueError(f"method {self.method} samples nothing: leave out draft_top_k")

@@ -73,7 +73,7 @@ def params_of(kind: str) -> SamplingParams:
 def runner_of(model: ToyModel) -> Any:
     runner = ToyRunner(model)
     runner.loaded = SimpleNamespace(  # type: ignore[attr-defined]
-        path=Path("toy"), revision="toy", dtype=torch.float32, eos_token_ids=(EOS,)
+        path=Path("toy"), revision="toy", dtype=torch.float32, eos_token_ids=(EOS,), rotary=None
     )
     return runner
 
