@@ -139,7 +139,7 @@ class StaticBatch:
         self._arrays.wait()
         for name, tensor in (
             ("input_ids", inputs.input_ids[0]),
-            ("positions", metadata.positions),
+            ("positions", inputs.position_ids),  # the attention of chains does not look at them
             ("slots", metadata.slot_mapping),
             ("logit_rows", inputs.logit_rows),
             ("context_lens", metadata.context_lens),

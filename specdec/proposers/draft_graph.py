@@ -80,7 +80,9 @@ class GraphedDraftLoop(GraphRecording):
         """See `FusedDraftLoop`; None until a graph that holds the batch is recorded."""
         drafting = [start for start in starts if start.budget > 0]
         most = max((start.budget for start in drafting), default=0)
-        if not 0 < most <= self._num_draft_tokens or any(start.shaper is not None for start in starts):
+        if not 0 < most <= self._num_draft_tokens:
+            return None
+        if any(start.shaper is not None or start.shift is not None for start in starts):
             return None
         rows = SamplingRows.build([RowSpec(start.params, start.seed, start.end, 1) for start in drafting])
         if rows.largest_top_k > _MAX_TOP_K:

@@ -15,6 +15,7 @@ from specdec.attention.sdpa import SdpaAttention
 from specdec.attention.triton import TritonPagedAttention
 from specdec.core.sampling_params import SamplingParams
 from specdec.kv.config import CacheConfig
+from specdec.model.batch import PositionShift
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
@@ -133,6 +134,7 @@ def test_what_it_leaves_to_the_stepwise_loop(loaded: LoadedModel, monkeypatch: p
         [start([5], 0, 1, 1, GREEDY), start([5], 0, 11, 1, GREEDY)],
         [start([5], 0, 1, 1, SamplingParams(temperature=1.0, top_k=1000))],
         [start([5], 0, 1, 1, params, shaper=shaper)],
+        [start([5], 0, 1, 1, GREEDY, shift=PositionShift(100, 50))],
     ):
         assert loop.try_draft(refused) is None
 
