@@ -25,7 +25,9 @@ from specdec.attention.base import LayerAttention
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.triton_work import (
     MAX_SPLIT_ROWS,
-    max_units,
+    SplitRound,
+    num_partials,
+    partial_places,
     split_keys_for,
     split_rounds,
     work_units,
@@ -77,12 +79,14 @@ class _Work:
     count: torch.Tensor
     """int32 [1]: how many of them are to be done."""
     num_programs: int
+    places: torch.Tensor
+    """int32 [S, 2]: see `triton_work.partial_places`."""
+    is_split: bool
+    """Whether keys are cut into splits."""
     first_row: int
     num_rows: int
     num_partials: int
-    """Splits per row in the memory of partial results; 0: the launch has no splits."""
-    combines: bool
-    """Whether some sequence may have several splits."""
+    """Partial results in memory per head; 0 where no sequence has several splits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,48 +168,51 @@ class TritonPagedAttention:
             num_programs=min(
                 static.units.shape[0] * kind.num_kv_heads, self._num_processors * _PROGRAMS_PER_PROCESSOR
             ),
+            places=static.places,
+            is_split=True,
             first_row=0,
             num_rows=static.row_sequences.shape[0],
-            num_partials=self.max_splits,
-            combines=self.max_splits > 1,
+            num_partials=static.num_partials if self.max_splits > 1 else 0,
         )
         return _Plan(metadata=static.metadata, row_sequences=static.row_sequences, works={kind: (work,)})
 
-    def splits(self, query_len: int) -> bool:
-        """Whether sequences of so many rows are cut into splits, as a static plan cuts all of them."""
-        return query_len <= MAX_SPLIT_ROWS
-
-    def max_static_rows(self, layers: Sequence[LayerAttention]) -> int:
-        """Return how many rows a static plan may have within the memory for partial results."""
-        return min(_max_partials(layer.num_heads, layer.head_dim) // self.max_splits for layer in layers)
-
-    def num_static_units(self, layers: Sequence[LayerAttention], dtype: torch.dtype, num_rows: int) -> int:
-        """Return the most units of work that a step of `num_rows` rows can be.
+    def static_size(self, layers: Sequence[LayerAttention], dtype: torch.dtype, num_rows: int) -> StaticSize:
+        """Return how much work of `num_rows` rows is made room for: all there can be, within limits.
 
         Raises:
             TritonUnavailable: layers differ in their heads.
         """
         kind = self._only_kind(layers, dtype)
         tile = self._tile(kind, is_split=True)
-        return max_units(num_rows, ratio=_ratio(kind), tile_rows=tile.rows, max_splits=self.max_splits)
+        partials = min(num_rows * self.max_splits, _max_partials(kind.num_heads, kind.head_dim))
+        return StaticSize(num_units=partials * -(-_ratio(kind) // tile.rows), num_partials=partials)
 
-    def static_units(
+    def holds(self, size: StaticSize, query_lens: Sequence[int], context_lens: Sequence[int]) -> bool:
+        """Whether there is room for the work of a step, all of it split."""
+        return (
+            max(query_lens) <= MAX_SPLIT_ROWS
+            and num_partials(query_lens, context_lens, self.split_keys) <= size.num_partials
+        )
+
+    def static_work(
         self,
         layers: Sequence[LayerAttention],
         dtype: torch.dtype,
         query_lens: Sequence[int],
         context_lens: Sequence[int],
-    ) -> NDArray[np.int32]:
-        """Return the units of work of a step, all of it split, as int32 [W, 3] for `StaticWork.units`."""
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the units and the places, for `StaticWork`, of a step that it holds."""
         kind = self._only_kind(layers, dtype)
-        return work_units(
+        everyone = range(len(query_lens))
+        units = work_units(
             query_lens,
             context_lens,
-            range(len(query_lens)),
+            everyone,
             ratio=_ratio(kind),
             tile_rows=self._tile(kind, is_split=True).rows,
             split_keys=self.split_keys,
         )
+        return units, partial_places(query_lens, context_lens, everyone, self.split_keys)
 
     def _only_kind(self, layers: Sequence[LayerAttention], dtype: torch.dtype) -> _Kind:
         kinds = {_kind(layer, dtype) for layer in layers}
@@ -258,8 +265,7 @@ class TritonPagedAttention:
     ) -> None:
         metadata = plan.metadata
         kind = _kind(layer, query.dtype)
-        is_split = work.num_partials > 0
-        tile = self._tile(kind, is_split=is_split)
+        tile = self._tile(kind, is_split=work.is_split)
         mask = metadata.ancestor_mask
         partials = _Partials.allocate(work, layer, query.device)
         launch(
@@ -270,6 +276,7 @@ class TritonPagedAttention:
             value_cache,
             out,
             *partials,
+            work.places,
             work.units,
             work.count,
             metadata.query_start,
@@ -281,8 +288,6 @@ class TritonPagedAttention:
             query.stride(1),
             metadata.block_tables.shape[1],
             0 if mask is None else mask.shape[1],
-            work.first_row,
-            work.num_partials,
             layer.scaling if layer.softcap is not None else layer.scaling * _LOG2_E,
             layer.softcap or 0.0,
             NUM_KV_HEADS=kind.num_kv_heads,
@@ -292,7 +297,7 @@ class TritonPagedAttention:
             WINDOW=layer.sliding_window or 0,
             HAS_SOFTCAP=layer.softcap is not None,
             HAS_MASK=mask is not None,
-            SPLIT_KEYS=self.split_keys if is_split else 0,
+            SPLIT_KEYS=self.split_keys if work.is_split else 0,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,
             BLOCK_D=tile.lanes,
@@ -300,24 +305,25 @@ class TritonPagedAttention:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-        if not work.combines:
+        if not work.num_partials:
             return
         launch(
             self._kernels.combine_kernel,
             (work.num_rows, kind.num_heads),
             out,
             *partials,
+            work.places,
             _row_sequences(plan),
             metadata.context_lens,
             metadata.query_start,
             work.first_row,
-            work.num_partials,
             NUM_HEADS=kind.num_heads,
             HEAD_DIM=kind.head_dim,
             WINDOW=layer.sliding_window or 0,
             HAS_MASK=mask is not None,
             SPLIT_KEYS=self.split_keys,
             MAX_SPLITS=_power_of_two(self.max_splits),
+            SPLITS_AT_ONCE=min(16, _power_of_two(self.max_splits)),
             BLOCK_D=tile.lanes,
             num_warps=4,
         )
@@ -332,12 +338,12 @@ class TritonPagedAttention:
     def _lay_out(self, metadata: AttentionMetadata, kind: _Kind) -> list[_Work]:
         """Cut a step into work: rounds of split sequences, then the long chunks in one launch."""
         query_lens, context_lens = metadata.query_lens_host, metadata.context_lens_host
+        assert max(context_lens) <= self.split_keys * self.max_splits, "longer than the backend was made for"
         works = []
         max_partials = _max_partials(kind.num_heads, kind.head_dim)
         for part in split_rounds(
             query_lens, context_lens, split_keys=self.split_keys, max_partials=max_partials
         ):
-            assert part.num_splits <= self.max_splits, "a context is longer than the backend was made for"
             units = work_units(
                 query_lens,
                 context_lens,
@@ -346,15 +352,8 @@ class TritonPagedAttention:
                 tile_rows=self._tile(kind, is_split=True).rows,
                 split_keys=self.split_keys,
             )
-            works.append(
-                _work(
-                    units,
-                    kind,
-                    self._device,
-                    rows=(part.first_row, part.num_rows),
-                    num_partials=part.num_splits,
-                )
-            )
+            places = partial_places(query_lens, context_lens, part.sequences, self.split_keys)
+            works.append(_work(units, places, kind, self._device, part))
         long = [number for number, query_len in enumerate(query_lens) if query_len > MAX_SPLIT_ROWS]
         if long:
             units = work_units(
@@ -365,7 +364,7 @@ class TritonPagedAttention:
                 tile_rows=self._tile(kind, is_split=False).rows,
                 split_keys=None,
             )
-            works.append(_work(units, kind, self._device, rows=(0, 0), num_partials=0))
+            works.append(_work(units, np.zeros((0, 2), dtype=np.int32), kind, self._device, None))
         return works
 
     def _tile(self, kind: _Kind, *, is_split: bool) -> _Tile:
@@ -385,6 +384,13 @@ class TritonPagedAttention:
         )
 
 
+class StaticSize(NamedTuple):
+    """How much work a `StaticWork` has room for."""
+
+    num_units: int
+    num_partials: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticWork:
     """Memory of constant size that holds the work of changing steps of at most T rows, none of them a tree.
@@ -394,9 +400,12 @@ class StaticWork:
 
     metadata: AttentionMetadata
     units: torch.Tensor
-    """int32 [W, 3] with W = `TritonPagedAttention.num_static_units`"""
+    """int32 [W, 3] with W = `StaticSize.num_units`"""
     count: torch.Tensor
-    """int32 [1]"""
+    """int32 [1]: how many of them there are."""
+    places: torch.Tensor
+    """int32 [S, 2]"""
+    num_partials: int
     row_sequences: torch.Tensor
     """int32 [T], negative for padding."""
 
@@ -408,10 +417,7 @@ class _Partials(NamedTuple):
 
     @classmethod
     def allocate(cls, work: _Work, layer: LayerAttention, device: torch.device) -> _Partials:
-        if not work.combines:
-            nothing = torch.empty(1, device=device)
-            return cls(nothing, nothing, nothing)
-        shape = (work.num_rows, layer.num_heads, work.num_partials)
+        shape = (max(1, work.num_partials), layer.num_heads)
         return cls(
             torch.empty((*shape, layer.head_dim), device=device),
             torch.empty(shape, device=device),
@@ -451,23 +457,25 @@ def _device_limits(device: torch.device) -> tuple[int, int]:
 
 def _work(
     units: NDArray[np.int32],
+    places: NDArray[np.int32],
     kind: _Kind,
     device: torch.device,
-    *,
-    rows: tuple[int, int],
-    num_partials: int,
+    part: SplitRound | None,
 ) -> _Work:
-    # The count comes first, so that both travel in one copy.
-    packed = torch.from_numpy(np.concatenate([np.array([len(units)], dtype=np.int32), units.reshape(-1)]))
-    packed = packed.to(device)
+    """Send a launch's work to the device; `part` is what is split, None where nothing is."""
+    count = np.array([len(units)], dtype=np.int32)
+    # All in one copy.
+    packed = torch.from_numpy(np.concatenate([count, units.reshape(-1), places.reshape(-1)])).to(device)
+    end = 1 + units.size
     return _Work(
-        units=packed[1:].view(-1, 3),
+        units=packed[1:end].view(-1, 3),
         count=packed[:1],
         num_programs=len(units) * kind.num_kv_heads,
-        first_row=rows[0],
-        num_rows=rows[1],
-        num_partials=num_partials,
-        combines=num_partials > 1,
+        places=packed[end:].view(-1, 2),
+        is_split=part is not None,
+        first_row=0 if part is None else part.first_row,
+        num_rows=0 if part is None else part.num_rows,
+        num_partials=part.num_partials if part is not None and part.is_split else 0,
     )
 
 

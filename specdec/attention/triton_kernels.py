@@ -95,7 +95,7 @@ def _visible(
     return visible
 
 
-@triton.jit(do_not_specialize=["table_width", "mask_width", "first_partial_row", "num_partials"])
+@triton.jit(do_not_specialize=["table_width", "mask_width"])
 def attend_kernel(
     query,
     key_cache,
@@ -104,6 +104,7 @@ def attend_kernel(
     partial_out,
     partial_max,
     partial_sum,
+    partial_places,
     work,
     num_work,
     query_start,
@@ -115,8 +116,6 @@ def attend_kernel(
     query_head_stride,
     table_width,
     mask_width,
-    first_partial_row,
-    num_partials,
     scale,
     softcap,
     NUM_KV_HEADS: tl.constexpr,
@@ -136,8 +135,8 @@ def attend_kernel(
 
     `work` is int32 [num_work, 3]: sequence, tile, split. With SPLIT_KEYS = 0 there are no splits; otherwise a
     sequence of one split writes its output, and one of several leaves partial results, fp32: `partial_out`
-    [rows, H, num_partials, D], not divided by their sum, `partial_max` and `partial_sum` [rows, H,
-    num_partials].
+    [places, H, D], not divided by their sum, `partial_max` and `partial_sum` [places, H]. `partial_places`,
+    int32 [S, 2], says at which place those of a sequence begin and how many each of its rows has.
     `scale` is in base 2 unless there is a softcap. WIDEN computes products of low-precision numbers in fp32,
     for the interpreter, which has no bfloat16.
     """
@@ -241,36 +240,39 @@ def attend_kernel(
                     mask=kept_MD,
                 )
             else:
-                partial_row_M = (first_row - first_partial_row + row_M).to(tl.int64) * (NUM_KV_HEADS * RATIO)
-                place_M = (partial_row_M + head_M) * num_partials + split
+                first_place = tl.load(partial_places + 2 * sequence)
+                places_per_row = tl.load(partial_places + 2 * sequence + 1)
+                place_M = (first_place + row_M * places_per_row + split).to(tl.int64)
+                place_M = place_M * (NUM_KV_HEADS * RATIO) + head_M
                 tl.store(partial_out + place_M[:, None] * HEAD_DIM + lane_D[None, :], acc_MD, mask=kept_MD)
                 tl.store(partial_max + place_M, max_M, mask=in_tile_M)
                 tl.store(partial_sum + place_M, sum_M, mask=in_tile_M)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_partials"])
+@triton.jit(do_not_specialize=["first_row"])
 def combine_kernel(
     out,
     partial_out,
     partial_max,
     partial_sum,
+    partial_places,
     row_sequences,
     context_lens,
     query_start,
     first_row,
-    num_partials,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One program per row (from `first_row` on) and head: the output from partial results of all splits.
 
-    Rows whose `row_sequences` is negative, and those of sequences of one split, are left alone. The sum is
-    over MAX_SPLITS places whatever the context, so its order never changes.
+    Rows whose `row_sequences` is negative, and those of sequences of one split, are left alone. Sums are over
+    places that do not depend on the context, of which those without a split add exact zeros.
     """
     row = first_row + tl.program_id(0)
     head = tl.program_id(1)
@@ -278,27 +280,39 @@ def combine_kernel(
     if sequence >= 0:
         context_len = tl.load(context_lens + sequence)
         if context_len > SPLIT_KEYS:
-            split_s = tl.arange(0, MAX_SPLITS)
-            written_s = split_s * SPLIT_KEYS < context_len
+            begin = tl.load(query_start + sequence)
+            lowest_split = 0
             if WINDOW > 0:
                 # What lies before every key that the row sees was neither computed nor written.
-                begin = tl.load(query_start + sequence)
                 position = context_len - (tl.load(query_start + sequence + 1) - begin)
                 if not HAS_MASK:
                     position += row - begin
-                written_s = written_s & (split_s >= tl.maximum(position - (WINDOW - 1), 0) // SPLIT_KEYS)
-            place = ((row - first_row).to(tl.int64) * NUM_HEADS + head) * num_partials
-            max_s = tl.load(partial_max + place + split_s, mask=written_s, other=float("-inf"))
-            sum_s = tl.load(partial_sum + place + split_s, mask=written_s, other=0.0)
+                lowest_split = tl.maximum(position - (WINDOW - 1), 0) // SPLIT_KEYS
+            first_place = tl.load(partial_places + 2 * sequence)
+            places_per_row = tl.load(partial_places + 2 * sequence + 1)
+            place = (first_place + (row - begin) * places_per_row).to(tl.int64)
+            all_s = tl.arange(0, MAX_SPLITS)
+            written_s = (all_s * SPLIT_KEYS < context_len) & (all_s >= lowest_split)
+            index_s = (place + all_s) * NUM_HEADS + head
+            max_s = tl.load(partial_max + index_s, mask=written_s, other=float("-inf"))
+            sum_s = tl.load(partial_sum + index_s, mask=written_s, other=0.0)
             highest = tl.max(max_s, 0)
-            weight_s = tl.exp2(max_s - tl.where(highest == float("-inf"), 0.0, highest))
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            total = tl.sum(sum_s * tl.exp2(max_s - base), 0)
             lane_D = tl.arange(0, BLOCK_D)
             in_head_D = lane_D < HEAD_DIM
-            parts_sD = tl.load(
-                partial_out + (place + split_s)[:, None] * HEAD_DIM + lane_D[None, :],
-                mask=written_s[:, None] & in_head_D[None, :],
-                other=0.0,
-            )
-            total = tl.sum(sum_s * weight_s, 0)
-            out_D = tl.sum(parts_sD * weight_s[:, None], 0) / total
-            tl.store(out + (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + lane_D, out_D, mask=in_head_D)
+            acc_D = tl.zeros([BLOCK_D], tl.float32)
+            num_splits = (context_len + SPLIT_KEYS - 1) // SPLIT_KEYS
+            for first in range(0, num_splits, SPLITS_AT_ONCE):
+                some_s = first + tl.arange(0, SPLITS_AT_ONCE)
+                wanted_s = (some_s < num_splits) & (some_s >= lowest_split)
+                some_index_s = (place + some_s) * NUM_HEADS + head
+                some_max_s = tl.load(partial_max + some_index_s, mask=wanted_s, other=float("-inf"))
+                parts_sD = tl.load(
+                    partial_out + some_index_s[:, None] * HEAD_DIM + lane_D[None, :],
+                    mask=wanted_s[:, None] & in_head_D[None, :],
+                    other=0.0,
+                )
+                acc_D += tl.sum(parts_sD * tl.exp2(some_max_s - base)[:, None], 0)
+            place_D = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + lane_D
+            tl.store(out + place_D, acc_D / total, mask=in_head_D)

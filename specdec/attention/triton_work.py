@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 MAX_SPLIT_ROWS = 128
 """Sequences with more rows in a step than that (chunks of a prompt) have work enough without splits."""
 MIN_SPLIT_KEYS = 512
-MAX_SPLITS = 32
+MAX_SPLITS = 256
 """Splits of the longest context: a split is as long as that takes, in a power of two."""
 
 
@@ -65,6 +65,30 @@ def work_units(
     )
 
 
+def num_partials(query_lens: Sequence[int], context_lens: Sequence[int], split_keys: int) -> int:
+    """Return how many partial results (per head) these sequences have in all: rows times splits."""
+    return sum(
+        query_len * -(-context_len // split_keys)
+        for query_len, context_len in zip(query_lens, context_lens, strict=True)
+    )
+
+
+def partial_places(
+    query_lens: Sequence[int], context_lens: Sequence[int], sequences: Sequence[int], split_keys: int
+) -> NDArray[np.int32]:
+    """Return where the partial results of each sequence are, int32 [S, 2]: the first place, places per row.
+
+    Those of `sequences` lie one behind the other; the others have none.
+    """
+    places_S2 = np.zeros((len(query_lens), 2), dtype=np.int32)
+    index = np.array(sequences, dtype=np.int32)
+    splits = -(-np.array(context_lens, dtype=np.int32)[index] // split_keys)
+    counts = np.array(query_lens, dtype=np.int32)[index] * splits
+    places_S2[index, 0] = counts.cumsum() - counts
+    places_S2[index, 1] = splits
+    return places_S2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRound:
     """Consecutive sequences whose partial results are in memory together."""
@@ -72,41 +96,41 @@ class SplitRound:
     sequences: tuple[int, ...]
     first_row: int
     num_rows: int
-    num_splits: int
-    """Most splits of any of them."""
+    num_partials: int
+    is_split: bool
+    """Whether any of them has several splits."""
 
 
 def split_rounds(
     query_lens: Sequence[int], context_lens: Sequence[int], *, split_keys: int, max_partials: int
 ) -> Iterator[SplitRound]:
-    """Group sequences of at most MAX_SPLIT_ROWS rows so that rows times splits stay within `max_partials`.
+    """Group sequences of at most MAX_SPLIT_ROWS rows, with at most `max_partials` partial results together.
 
     A sequence that exceeds it alone is a round of its own.
     """
     members: list[int] = []
-    first_row = end_row = num_splits = row = 0
+    first_row = end_row = partials = row = 0
+
+    def finished() -> SplitRound:
+        return SplitRound(
+            sequences=tuple(members),
+            first_row=first_row,
+            num_rows=end_row - first_row,
+            num_partials=partials,
+            is_split=any(context_lens[member] > split_keys for member in members),
+        )
+
     for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         row += query_len
         if query_len > MAX_SPLIT_ROWS:
             continue
-        splits = -(-context_len // split_keys)
-        if members and (row - first_row) * max(num_splits, splits) > max_partials:
-            yield _round(members, first_row, end_row, num_splits)
-            members, num_splits = [], 0
+        own = query_len * -(-context_len // split_keys)
+        if members and partials + own > max_partials:
+            yield finished()
+            members, partials = [], 0
         if not members:
             first_row = row - query_len
         members.append(sequence)
-        end_row, num_splits = row, max(num_splits, splits)
+        end_row, partials = row, partials + own
     if members:
-        yield _round(members, first_row, end_row, num_splits)
-
-
-def _round(members: list[int], first_row: int, end_row: int, num_splits: int) -> SplitRound:
-    return SplitRound(
-        sequences=tuple(members), first_row=first_row, num_rows=end_row - first_row, num_splits=num_splits
-    )
-
-
-def max_units(num_rows: int, *, ratio: int, tile_rows: int, max_splits: int) -> int:
-    """Return the most units that `num_rows` rows can be, however they are shared out over sequences."""
-    return num_rows * -(-ratio // tile_rows) * max_splits
+        yield finished()

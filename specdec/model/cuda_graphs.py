@@ -146,9 +146,12 @@ class _Recorded:
         self._logits = logits
         self._replay = replay
 
-    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+    def prepare(self, inputs: ForwardInputs) -> Callable[[], None]:
         self.batch.fill(inputs)
-        self._replay()
+        return self._replay
+
+    def run(self, inputs: ForwardInputs) -> torch.Tensor:
+        self.prepare(inputs)()
         return self._logits[: inputs.logit_rows.shape[0]]
 
 
@@ -173,8 +176,7 @@ class CudaForward(GraphRecording):
         self._buckets = RowBuckets(())
         if (backend := recordable(runner, config)) is not None:
             self._backend = backend
-            max_rows = min(config.cuda_graph_max_rows, backend.max_static_rows(runner.loaded.layers))
-            self._buckets = RowBuckets.up_to(max_rows)
+            self._buckets = RowBuckets.up_to(config.cuda_graph_max_rows)
         super().__init__(runner, len(self._buckets.sizes))
 
     @property
@@ -185,11 +187,22 @@ class CudaForward(GraphRecording):
     @torch.inference_mode()
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
         """Return fp32 logits [L, vocab], valid until the next call; None when no graph holds the batch."""
+        recorded = self._holding(inputs)
+        return None if recorded is None else recorded.run(inputs)
+
+    @torch.inference_mode()
+    def prepare(self, inputs: ForwardInputs) -> Callable[[], None] | None:
+        """Return what runs this batch on the device, as often as it is called, until another batch is run.
+
+        For measurements: `try_run` does both. None when no graph holds the batch.
+        """
+        recorded = self._holding(inputs)
+        return None if recorded is None else recorded.prepare(inputs)
+
+    def _holding(self, inputs: ForwardInputs) -> _Recorded | None:
         size = smallest_holding(self._sizes, inputs.metadata.num_rows)
-        if size is None:
-            return None
-        recorded = self._recorded[size]
-        return recorded.run(inputs) if recorded.batch.holds(inputs) else None
+        recorded = None if size is None else self._recorded[size]
+        return recorded if recorded is not None and recorded.batch.holds(inputs) else None
 
     def try_generate(
         self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser

@@ -84,7 +84,7 @@ class StaticBatch:
         self._runner = runner
         self._backend = backend
         self.num_rows = num_rows
-        num_units = backend.num_static_units(loaded.layers, loaded.dtype, num_rows)
+        self._size = size = backend.static_size(loaded.layers, loaded.dtype, num_rows)
         table_width = -(-runner.max_model_len // runner.block_size)
         self._arrays = arrays = PackedArrays(
             {
@@ -96,7 +96,8 @@ class StaticBatch:
                 "context_lens": (np.int32, (num_rows,)),
                 "row_sequences": (np.int32, (num_rows,)),
                 "count": (np.int32, (1,)),
-                "units": (np.int32, (num_units, 3)),
+                "units": (np.int32, (size.num_units, 3)),
+                "places": (np.int32, (num_rows, 2)),
                 "block_tables": (np.int32, (num_rows, table_width)),
             },
             loaded.device,
@@ -115,25 +116,27 @@ class StaticBatch:
             metadata=metadata,
             units=device["units"],
             count=device["count"],
+            places=device["places"],
+            num_partials=size.num_partials,
             row_sequences=device["row_sequences"],
         )
         self._paged = paged_batch(runner, backend, work)
 
     def holds(self, inputs: ForwardInputs) -> bool:
-        """Whether the batch fits: rows and logits, chains only, none longer than what is cut into splits."""
+        """Whether the batch fits: rows, logits, work of the attention; and whether it is chains only."""
         metadata = inputs.metadata
         return (
             metadata.ancestor_mask is None
             and metadata.num_rows <= self.num_rows
             and inputs.logit_rows.shape[0] <= self._arrays.host["logit_rows"].shape[0]
-            and self._backend.splits(metadata.max_query_len)
+            and self._backend.holds(self._size, metadata.query_lens_host, metadata.context_lens_host)
         )
 
     def fill(self, inputs: ForwardInputs) -> None:
         """Put a batch that it holds, in host memory and without padding, where the forward reads it."""
         metadata, host, loaded = inputs.metadata, self._arrays.host, self._runner.loaded
         rows, sequences = metadata.num_rows, metadata.num_sequences
-        units = self._backend.static_units(
+        units, places = self._backend.static_work(
             loaded.layers, loaded.dtype, metadata.query_lens_host, metadata.context_lens_host
         )
         self._arrays.wait()
@@ -154,6 +157,7 @@ class StaticBatch:
         host["row_sequences"][rows:] = -1
         host["count"][0] = len(units)
         host["units"][: len(units)] = units
+        host["places"][:sequences] = places
         width = metadata.block_tables.shape[1]
         host["block_tables"][:sequences, :width] = metadata.block_tables.numpy()
         self._arrays.send(sequences)

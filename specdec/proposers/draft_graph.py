@@ -70,8 +70,7 @@ class GraphedDraftLoop(GraphRecording):
         self._planned: list[_Size] = []
         if (backend := recordable(runner, config)) is not None and config.cuda_graph_max_rows:
             self._backend = backend
-            max_rows = min(config.cuda_graph_max_rows, backend.max_static_rows(runner.loaded.layers))
-            most = min(max_num_seqs, max_rows // _MAX_CATCH_UP)
+            most = min(max_num_seqs, config.cuda_graph_max_rows // _MAX_CATCH_UP)
             sizes = sequence_buckets(most) if most else ()
             self._planned = [_Size(size, cuts) for size in reversed(sizes) for cuts in (False, True)]
         super().__init__(runner, len(self._planned))
@@ -94,7 +93,7 @@ class GraphedDraftLoop(GraphRecording):
         if chain is None:
             return None
         inputs = self._runner.pack([start.first_slice() for start in starts])
-        if not chain.first.holds(inputs):
+        if not (chain.first.holds(inputs) and chain.holds(drafting)):
             return None
         drafted = iter(chain.draft(inputs, drafting, rows))
         return [_cut(next(drafted), start.budget) if start.budget > 0 else [] for start in starts]
@@ -121,6 +120,11 @@ def _cut(token_ids: list[int], budget: int) -> list[int]:
     return chain[: chain.index(NO_TOKEN)] if NO_TOKEN in chain else chain
 
 
+def _contexts(starts: Sequence[ChainStart]) -> list[int]:
+    """Return the cached tokens of each sequence when its last draft token is chosen."""
+    return [start.end + start.budget - 1 for start in starts]
+
+
 class _ChainGraph:
     """The loop for at most so many sequences."""
 
@@ -138,7 +142,7 @@ class _ChainGraph:
         self._stream: NoiseStream = stream
         num_seqs = self._num_seqs = size.num_seqs
         self.first = StaticBatch(runner, backend, _MAX_CATCH_UP * num_seqs, num_seqs)
-        num_units = backend.num_static_units(loaded.layers, loaded.dtype, num_seqs)
+        self._size = backend.static_size(loaded.layers, loaded.dtype, num_seqs)
         table_width = -(-runner.max_model_len // runner.block_size)
         self._arrays = PackedArrays(
             {
@@ -147,7 +151,8 @@ class _ChainGraph:
                 "integers": (np.int64, (3, num_seqs)),
                 "reals": (np.float64, (3, num_seqs)),
                 "count": (np.int32, (1,)),
-                "units": (np.int32, (num_units, 3)),
+                "units": (np.int32, (self._size.num_units, 3)),
+                "places": (np.int32, (num_seqs, 2)),
                 "block_tables": (np.int32, (num_seqs, table_width)),
             },
             loaded.device,
@@ -155,6 +160,10 @@ class _ChainGraph:
         self._tokens = torch.zeros((num_seqs, num_tokens), dtype=torch.int64, device=loaded.device)
         self._rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=loaded.device)
         self._replay: Callable[[], None] | None = None
+
+    def holds(self, starts: Sequence[ChainStart]) -> bool:
+        """Whether there is room for the attention of these chains."""
+        return self._backend.holds(self._size, [1] * len(starts), _contexts(starts))
 
     def record(self, vocab_size: int, recorder: Recorder) -> None:
         """Record the loop while nobody drafts: all that it writes goes to the scratch block."""
@@ -176,8 +185,8 @@ class _ChainGraph:
 
     def _fill(self, starts: Sequence[ChainStart], rows: SamplingRows) -> None:
         loaded, host, count = self._runner.loaded, self._arrays.host, len(starts)
-        contexts = [start.end + start.budget - 1 for start in starts]
-        units = self._backend.static_units(loaded.layers, loaded.dtype, [1] * count, contexts)
+        contexts = _contexts(starts)
+        units, places = self._backend.static_work(loaded.layers, loaded.dtype, [1] * count, contexts)
         self._arrays.wait()
         host["ends"][:count] = [start.end for start in starts]
         host["limits"][:count] = contexts
@@ -186,6 +195,7 @@ class _ChainGraph:
         self._leave_to_nobody(count)
         host["count"][0] = len(units)
         host["units"][: len(units)] = units
+        host["places"][:count] = places
         for table, start, context in zip(host["block_tables"], starts, contexts, strict=False):
             num_blocks = -(-context // self._runner.block_size)
             table[:num_blocks] = start.block_table[:num_blocks]
@@ -241,6 +251,8 @@ class _ChainGraph:
             metadata=metadata,
             units=device["units"],
             count=device["count"],
+            places=device["places"],
+            num_partials=self._size.num_partials,
             row_sequences=self._rows[:-1],
         )
         # Where there was no token, any will do: the chain has ended.

@@ -21,7 +21,8 @@ from specdec.attention.base import AttentionBackend
 from specdec.attention.triton import TritonPagedAttention, TritonUnavailable
 from specdec.attention.triton_work import (
     MAX_SPLIT_ROWS,
-    max_units,
+    num_partials,
+    partial_places,
     split_keys_for,
     split_rounds,
     work_units,
@@ -108,10 +109,8 @@ def test_work_covers_every_row_and_key_once(
         assert tiles == set(range(-(-rows * ratio // tile_rows)))
         expected = 1 if split_keys is None else -(-(rows + start) // split_keys)
         assert splits == set(range(expected))
-    if split_keys is not None:
-        most = max(-(-context // split_keys) for context in context_lens)
-        limit = max_units(sum(query_lens), ratio=ratio, tile_rows=tile_rows, max_splits=most)
-        assert len(units) <= limit
+    if split_keys is not None:  # what static memory is sized by
+        assert len(units) <= num_partials(query_lens, context_lens, split_keys) * -(-ratio // tile_rows)
 
 
 @hypothesis.given(
@@ -128,12 +127,21 @@ def test_rounds_hold_every_split_sequence_once(lens: list[tuple[int, int]], max_
         first = sum(query_lens[: part.sequences[0]])
         end = sum(query_lens[: part.sequences[-1] + 1])
         assert (part.first_row, part.num_rows) == (first, end - first)
-        assert part.num_splits == max(-(-context_lens[sequence] // 512) for sequence in part.sequences)
-        assert len(part.sequences) == 1 or part.num_rows * part.num_splits <= max_partials
+        assert part.is_split == any(context_lens[sequence] > 512 for sequence in part.sequences)
+        assert len(part.sequences) == 1 or part.num_partials <= max_partials
+        places = partial_places(query_lens, context_lens, part.sequences, 512)
+        taken = [
+            first + row * per_row + split
+            for sequence in part.sequences
+            for first, per_row in (places[sequence].tolist(),)
+            for row in range(query_lens[sequence])
+            for split in range(-(-context_lens[sequence] // 512))
+        ]
+        assert sorted(taken) == list(range(part.num_partials))
 
 
 @pytest.mark.parametrize(
-    ("max_context", "split_keys"), [(2, 512), (16384, 512), (16385, 1024), (131072, 4096)]
+    ("max_context", "split_keys"), [(2, 512), (131072, 512), (131073, 1024), (1 << 20, 4096)]
 )
 def test_splits_are_a_constant_of_the_model(max_context: int, split_keys: int) -> None:
     assert split_keys_for(max_context) == split_keys

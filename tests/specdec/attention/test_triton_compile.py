@@ -58,9 +58,11 @@ print(json.dumps({
 
 ATTEND = {
     **dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32"),
-    **dict.fromkeys(("work", "num_work", "query_start", "context_lens", "block_tables"), "*i32"),
+    **dict.fromkeys(
+        ("work", "num_work", "query_start", "context_lens", "block_tables", "partial_places"), "*i32"
+    ),
     **dict.fromkeys(("query_row_stride", "query_head_stride"), "i32"),
-    **dict.fromkeys(("table_width", "mask_width", "first_partial_row", "num_partials"), "i32"),
+    **dict.fromkeys(("table_width", "mask_width"), "i32"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
     "positions": "*i64",
     "ancestor_mask": "*u8",
@@ -139,11 +141,18 @@ def test_the_other_kernels_compile(tmp_path: Path) -> None:
     assert compile_kernel(tmp_path, "store_kernel", 90, store, sizes, {"num_warps": 4})["cubin_bytes"]
     combine = {
         **dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32"),
-        **dict.fromkeys(("row_sequences", "context_lens", "query_start"), "*i32"),
-        **dict.fromkeys(("first_row", "num_partials"), "i32"),
+        **dict.fromkeys(("row_sequences", "context_lens", "query_start", "partial_places"), "*i32"),
+        "first_row": "i32",
         "out": "*bf16",
     }
-    sizes = {"NUM_HEADS": 32, "HEAD_DIM": 128, "SPLIT_KEYS": 512, "MAX_SPLITS": 32, "BLOCK_D": 128}
+    sizes = {
+        "NUM_HEADS": 32,
+        "HEAD_DIM": 128,
+        "SPLIT_KEYS": 512,
+        "MAX_SPLITS": 256,
+        "SPLITS_AT_ONCE": 16,
+        "BLOCK_D": 128,
+    }
     flags = {"WINDOW": 0, "HAS_MASK": False}
     made = compile_kernel(tmp_path, "combine_kernel", 90, combine, sizes | flags, {"num_warps": 4})
     assert made["cubin_bytes"]
