@@ -5,6 +5,7 @@ Markers and the rule that warnings are errors are in pyproject.toml.
 
 from __future__ import annotations
 
+import glob
 import os
 import random
 import sys
@@ -27,6 +28,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, str(_num_threads()))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Triton reads it when it is imported, which torch and transformers may do: its kernels then run on the CPU.
+if not glob.glob("/dev/nvidia*"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 # `HYPOTHESIS_PROFILE=explore` looks for new examples; the others repeat theirs, so that a failure stays.
@@ -57,7 +61,7 @@ def _seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    needing_gpu = [item for item in items if "gpu" in item.keywords]
+    needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needing_gpu:
         return
     import torch

@@ -23,7 +23,7 @@ block and their output means nothing) and sequences without rows (context 0).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -75,6 +75,19 @@ class AttentionMetadata:
         """S, padding included."""
         return self.context_lens.shape[0]
 
+    def to(self, device: torch.device) -> AttentionMetadata:
+        """Return a copy with its tensors on `device`."""
+        mask = self.ancestor_mask
+        return replace(
+            self,
+            query_start=self.query_start.to(device),
+            context_lens=self.context_lens.to(device),
+            block_tables=self.block_tables.to(device),
+            slot_mapping=self.slot_mapping.to(device),
+            positions=self.positions.to(device),
+            ancestor_mask=None if mask is None else mask.to(device),
+        )
+
     def padded(
         self, *, num_rows: int, num_sequences: int, num_blocks: int, max_query_len: int | None = None
     ) -> AttentionMetadata:
@@ -124,27 +137,20 @@ def build_metadata(
     positions, mask = cache_index, None
     if any(s.parents is not None for s in slices):
         positions, mask = _tree_rows(slices, query_start, cache_index, max_query_len)
-    tensors = [
-        torch.from_numpy(array)
-        for array in (query_start, np.array(context_lens, dtype=np.int32), tables, slots, positions)
-    ]
-    mask_tensor = None if mask is None else torch.from_numpy(mask)
-    if device is not None and device.type != "cpu":
-        tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
-        mask_tensor = None if mask_tensor is None else mask_tensor.to(device, non_blocking=True)
-    return AttentionMetadata(
-        query_start=tensors[0],
-        context_lens=tensors[1],
-        block_tables=tensors[2],
-        slot_mapping=tensors[3],
-        positions=tensors[4],
-        ancestor_mask=mask_tensor,
+    on_host = AttentionMetadata(
+        query_start=torch.from_numpy(query_start),
+        context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)),
+        block_tables=torch.from_numpy(tables),
+        slot_mapping=torch.from_numpy(slots),
+        positions=torch.from_numpy(positions),
+        ancestor_mask=None if mask is None else torch.from_numpy(mask),
         query_lens_host=tuple(query_lens),
         context_lens_host=tuple(context_lens),
         block_size=block_size,
         max_query_len=max_query_len,
         max_context_len=max_context_len,
     )
+    return on_host if device is None or device.type == "cpu" else on_host.to(device)
 
 
 def _stack_tables(

@@ -121,7 +121,7 @@ def _build_whole_target(
     config: EngineConfig, progress: LoadProgress | None, reserved_bytes: int
 ) -> LocalTarget:
     from specdec.engine.local_target import LocalTarget
-    from specdec.model.graphs import CompiledForward, packed_weight_bytes
+    from specdec.model.acceleration import accelerate, attention_of, later_bytes
     from specdec.model.loader import load_model
     from specdec.model.runner import ModelRunner
     from specdec.sampling.sampler import Sampler
@@ -132,13 +132,14 @@ def _build_whole_target(
         config.cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes + packed_weight_bytes(loaded, config.target.compile),
+        reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
+        backend=attention_of(loaded, config.target.attention_backend),
     )
     _require_length(config, runner)
-    compiled = runner.graphs = CompiledForward(runner, config.target.compile)
+    graphs = accelerate(runner, config.target.compile)
     sampler = Sampler(config.target.compile.cache_dir)
     sampler.warm_up()
-    return LocalTarget(runner, sampler, rule=_rule_of(config), idle_work=(compiled,))
+    return LocalTarget(runner, sampler, rule=_rule_of(config), idle_work=(graphs,))
 
 
 def build_target_part(
@@ -151,6 +152,7 @@ def build_target_part(
         TransportError: another rank died.
     """
     from specdec.engine.local_target import LocalTarget
+    from specdec.model.acceleration import attention_of
     from specdec.model.loader import load_model
     from specdec.model.runner import ModelRunner
     from specdec.sampling.parallel import ParallelSampler
@@ -162,6 +164,7 @@ def build_target_part(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         reserved_bytes=reserved_bytes,
+        backend=attention_of(loaded, config.target.attention_backend),
     )
     _require_length(config, runner)
     assert loaded.vocab is not None
@@ -203,7 +206,7 @@ def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -
     from specdec.engine.rank_leader import LeadingProposer
 
     size = speculative.draft_tensor_parallel_size
-    with leading("draft", config, size, "auto", ranks) as (group, followers):
+    with leading("draft", config, size, speculative.device, ranks) as (group, followers):
         return LeadingProposer(build_draft_part(config, group), group, followers)
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -15,14 +16,17 @@ class CompileConfig(StrictConfig):
     """How the forward is compiled."""
 
     mode: Literal["auto", "off"] = "auto"
-    """auto: compile the forward at start and while idle where a C++ compiler exists, run eagerly until it is
-    ready (and wherever none exists or the model cannot be compiled, with one log line); off: always eager."""
+    """auto: compile the forward (on a GPU: record CUDA graphs) at start and while idle where a C++ compiler
+    exists, run eagerly until it is ready (and wherever none exists or the model cannot be compiled, with one
+    log line); off: always eager."""
     startup_seconds: float = Field(default=20.0, ge=0, allow_inf_nan=False)
     """Longest time (seconds) that a worker compiles before it reports ready; what is left is done while it is
     idle. Building the C++ kernels, once per machine, takes about ten seconds, the rest a second or so. 0: a
     worker is ready at once and runs eagerly until it has been idle for long enough."""
     cache_dir: str | None = None
     """Folder of compiled kernels, reused by later starts; None: `~/.cache/drafthouse/compile`."""
+    cuda_graph_max_rows: int = Field(default=512, ge=0, le=4096)
+    """On a GPU: steps of up to so many rows (tokens) run as recorded CUDA graphs; 0: none do."""
     max_frozen_bytes: int = Field(default=4 << 30, ge=0)
     """Most bytes that the packed copy of the weights, which the compiled forward reads, may take beside the
     model itself; what does not fit is read in place, which is slower."""
@@ -45,5 +49,9 @@ class ModelConfig(StrictConfig):
     """CPU threads of this model's process; None: all cores of the process."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes (GPUs) that hold the model together, each a part of it."""
+    attention_backend: AttentionName = "auto"
+    """auto: our Triton kernels on a GPU (plain tensor operations, and a warning, where the package triton is
+    missing), C++ on a CPU; triton: an error at start where they cannot be used; sdpa: plain tensor
+    operations."""
     compile: CompileConfig = CompileConfig()
     """Compilation of this model's forward."""

@@ -41,6 +41,18 @@ class ForwardInputs:
         """int64 [T]: what the model is given."""
         return self.metadata.positions if self.shifted_positions is None else self.shifted_positions
 
+    def to(self, device: torch.device) -> ForwardInputs:
+        """Return them with their tensors on `device`; themselves when they are there."""
+        if self.input_ids.device.type == device.type:
+            return self
+        shifted = self.shifted_positions
+        return ForwardInputs(
+            input_ids=self.input_ids.to(device),
+            logit_rows=self.logit_rows.to(device),
+            metadata=self.metadata.to(device),
+            shifted_positions=None if shifted is None else shifted.to(device),
+        )
+
 
 class ForwardGraphs(Protocol):
     """A compiled form of the model's forward."""
@@ -142,18 +154,12 @@ class ModelRunner:
         return int(self.graphs is not None and self.graphs.is_ready)
 
     def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
-        """Lay `slices` out as one flat batch on the model's device."""
-        device = self.loaded.device
-        input_ids = torch.tensor([list(chain.from_iterable(piece.token_ids for piece in slices))])
-        logit_rows = torch.from_numpy(_logit_rows(slices))
-        if device.type != "cpu":
-            input_ids = input_ids.to(device, non_blocking=True)
-            logit_rows = logit_rows.to(device, non_blocking=True)
-        metadata = build_metadata(slices, block_size=self.block_size, device=device)
+        """Lay `slices` out as one flat batch, in host memory: who runs it knows best how to send it on."""
+        metadata = build_metadata(slices, block_size=self.block_size)
         is_shifted = any(piece.shift is not None for piece in slices)
         return ForwardInputs(
-            input_ids=input_ids,
-            logit_rows=logit_rows,
+            input_ids=torch.tensor([list(chain.from_iterable(piece.token_ids for piece in slices))]),
+            logit_rows=torch.from_numpy(_logit_rows(slices)),
             metadata=metadata,
             shifted_positions=_shifted(metadata.positions, slices) if is_shifted else None,
         )
@@ -168,6 +174,7 @@ class ModelRunner:
 
         Returns logits [L, vocab] in the model's dtype.
         """
+        inputs = inputs.to(self.loaded.device)
         metadata = inputs.metadata
         paged = PagedBatch(
             backend=self.backend,

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, Dtype
@@ -50,6 +51,10 @@ class SpeculativeConfig(StrictConfig):
     """rejection, block, multi_round: the draft model samples from its so many most likely tokens at most.
     This bounds what goes over the network (8 bytes for each, per draft token); None: from all. Lossless
     either way."""
+    device: str = "auto"
+    """Where the draft model runs; auto: cuda when a GPU is visible, else cpu."""
+    attention_backend: AttentionName = "auto"
+    """Attention of the draft model, as in `target.attention_backend`."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the draft model's process; None: all cores of the process."""
     compile: CompileConfig = CompileConfig()

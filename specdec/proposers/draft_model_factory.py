@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 
+from specdec.core.idle_work import IdleWork
+from specdec.model.acceleration import accelerate, attention_of, later_bytes
 from specdec.model.config import ModelConfig
-from specdec.model.graphs import CompiledForward, packed_weight_bytes
 from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
 from specdec.model.parallel.group import RankGroup
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.draft_loop import NativeDraftLoop
+from specdec.proposers.draft_graph import GraphedDraftLoop
+from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.target_facts import TargetFacts
@@ -38,6 +40,7 @@ def load_draft_model(
         {
             "model": config.model,
             "dtype": target.dtype if config.dtype == "auto" else config.dtype,
+            "device": config.device,
             "num_threads": config.num_threads,
             "tensor_parallel_size": config.draft_tensor_parallel_size,
             "compile": config.compile,
@@ -48,7 +51,12 @@ def load_draft_model(
         return make_draft_model_proposer(loaded, config, target)
     assert loaded.vocab is not None
     return DraftModelProposer(
-        ModelRunner(loaded, config.cache, max_num_seqs=target.max_num_seqs),
+        ModelRunner(
+            loaded,
+            config.cache,
+            max_num_seqs=target.max_num_seqs,
+            backend=attention_of(loaded, config.attention_backend),
+        ),
         ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
         vocab_size=target.vocab_size,
         max_context=config.max_model_len,
@@ -67,12 +75,28 @@ def make_draft_model_proposer(
         loaded,
         config.cache,
         max_num_seqs=target.max_num_seqs,
-        reserved_bytes=packed_weight_bytes(loaded, config.compile),
+        reserved_bytes=later_bytes(loaded, config.compile),
+        backend=attention_of(loaded, config.attention_backend),
     )
-    compiled = runner.graphs = CompiledForward(runner, config.compile)
+    graphs = accelerate(runner, config.compile)
     sampler = Sampler(config.compile.cache_dir)
     sampler.warm_up()
     sampling = draft_sampling(config)
+    fused_loop: FusedDraftLoop
+    idle_work: tuple[IdleWork, ...]
+    if loaded.device.type == "cuda":
+        fused_loop = graphed_loop = GraphedDraftLoop(
+            runner,
+            config.compile,
+            vocab_size=target.vocab_size,
+            num_draft_tokens=config.num_speculative_tokens,
+            max_num_seqs=target.max_num_seqs,
+            stream=sampling.noise_stream,
+        )
+        idle_work = (graphed_loop, graphs)
+    else:
+        fused_loop = NativeDraftLoop(runner, sampler, target.vocab_size, sampling.noise_stream)
+        idle_work = (graphs,)
     return DraftModelProposer(
         runner,
         sampler,
@@ -81,8 +105,8 @@ def make_draft_model_proposer(
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=sampling,
-        fused_loop=NativeDraftLoop(runner, sampler, target.vocab_size, sampling.noise_stream),
-        idle_work=(compiled,),
+        fused_loop=fused_loop,
+        idle_work=idle_work,
         rotary=loaded.rotary,
     )
 

@@ -1,0 +1,318 @@
+"""The Triton kernels of `attention.triton`. Importing this needs the `triton` package.
+
+Shape letters as in `attention.base`; M rows of a tile (query rows times the query heads of one key/value
+head), n keys of a tile. R = H / G. Scores are kept in base 2 (times log2 e), so that `exp2` is the only
+exponential.
+
+A unit of work is one sequence, one tile of its query rows, one split of its keys and one key/value head. All
+tile boundaries lie at fixed positions of the sequence, never at places that depend on its company, and what a
+row does not see adds exact zeros: a row's result is the same in whatever batch, tile or number of programs.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh(x):
+    # The libdevice one is not known to Triton's interpreter. Off by at most one rounding of 1.
+    return 1.0 - 2.0 / (tl.exp2(2.885390081777927 * x) + 1.0)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def store_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    out,
+    slots,
+    query_start,
+    key_row_stride,
+    key_head_stride,
+    value_row_stride,
+    value_head_stride,
+    num_sequences,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: its K and V into the pool; zeros as the output of a row of no sequence."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    for first in tl.static_range(0, NUM_KV_HEADS * HEAD_DIM, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        inside = index < NUM_KV_HEADS * HEAD_DIM
+        head, lane = index // HEAD_DIM, index % HEAD_DIM
+        place = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset) * HEAD_DIM + lane
+        key_values = tl.load(key + row * key_row_stride + head * key_head_stride + lane, mask=inside)
+        tl.store(key_cache + place, key_values, mask=inside)
+        values = tl.load(value + row * value_row_stride + head * value_head_stride + lane, mask=inside)
+        tl.store(value_cache + place, values, mask=inside)
+    if row >= tl.load(query_start + num_sequences):
+        for first in tl.static_range(0, OUT_WIDTH, BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            tl.store(out + row * OUT_WIDTH + index, tl.zeros([BLOCK], tl.float32), mask=index < OUT_WIDTH)
+
+
+@triton.jit
+def _visible(
+    own_n,
+    row_M,
+    first_row,
+    query_len,
+    context_len,
+    positions,
+    ancestor_mask,
+    mask_width,
+    in_tile_M,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
+    """Which of the keys `own_n` (their row of this step, negative: older) the rows see, bool [M, n]."""
+    if HAS_MASK:
+        is_own_n = (own_n >= 0) & (own_n < query_len)
+        both = in_tile_M[:, None] & is_own_n[None, :]
+        related = tl.load(
+            ancestor_mask + (first_row + row_M)[:, None] * mask_width + own_n[None, :], mask=both, other=0
+        )
+        visible = (own_n < 0)[None, :] | (both & (related != 0))
+    else:
+        visible = own_n[None, :] <= row_M[:, None]
+    if WINDOW > 0:
+        start = context_len - query_len
+        if HAS_MASK:
+            row_position_M = tl.load(positions + first_row + row_M, mask=in_tile_M, other=0).to(tl.int32)
+            own_position_n = tl.load(positions + first_row + own_n, mask=is_own_n, other=0).to(tl.int32)
+            key_position_n = tl.where(is_own_n, own_position_n, start + own_n)
+        else:
+            row_position_M = start + row_M
+            key_position_n = start + own_n
+        visible = visible & (row_position_M[:, None] - key_position_n[None, :] < WINDOW)
+    return visible
+
+
+@triton.jit(do_not_specialize=["table_width", "mask_width"])
+def attend_kernel(
+    query,
+    key_cache,
+    value_cache,
+    out,
+    partial_out,
+    partial_max,
+    partial_sum,
+    partial_places,
+    work,
+    num_work,
+    query_start,
+    context_lens,
+    block_tables,
+    positions,
+    ancestor_mask,
+    query_row_stride,
+    query_head_stride,
+    table_width,
+    mask_width,
+    scale,
+    softcap,
+    NUM_KV_HEADS: tl.constexpr,
+    RATIO: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Attention of units of work, which the programs take in turns.
+
+    `work` is int32 [num_work, 3]: sequence, tile, split. With SPLIT_KEYS = 0 there are no splits; otherwise a
+    sequence of one split writes its output, and one of several leaves partial results, fp32: `partial_out`
+    [places, H, D], not divided by their sum, `partial_max` and `partial_sum` [places, H]. `partial_places`,
+    int32 [S, 2], says at which place those of a sequence begin and how many each of its rows has.
+    `scale` is in base 2 unless there is a softcap. WIDEN computes products of low-precision numbers in fp32,
+    for the interpreter, which has no bfloat16.
+    """
+    num_items = tl.load(num_work) * NUM_KV_HEADS
+    index_M = tl.arange(0, BLOCK_M)
+    index_n = tl.arange(0, BLOCK_N)
+    lane_D = tl.arange(0, BLOCK_D)
+    in_head_D = lane_D < HEAD_DIM
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = item % NUM_KV_HEADS
+        entry = work + (item // NUM_KV_HEADS) * 3
+        sequence = tl.load(entry)
+        tile = tl.load(entry + 1)
+        split = tl.load(entry + 2)
+        first_row = tl.load(query_start + sequence)
+        query_len = tl.load(query_start + sequence + 1) - first_row
+        context_len = tl.load(context_lens + sequence)
+        start = context_len - query_len
+        lowest_row = (tile * BLOCK_M) // RATIO
+        lowest_key = 0
+        if WINDOW > 0:
+            lowest_position = start  # positions of tree rows are at least that
+            if not HAS_MASK:
+                lowest_position = start + lowest_row
+            lowest_key = tl.maximum(lowest_position - (WINDOW - 1), 0)
+        first = 0
+        end = context_len
+        if SPLIT_KEYS > 0:
+            first = split * SPLIT_KEYS
+            end = tl.minimum(context_len, first + SPLIT_KEYS)
+        if (first < context_len) & (lowest_key < end):
+            flat_M = tile * BLOCK_M + index_M
+            row_M = flat_M // RATIO
+            head_M = kv_head * RATIO + flat_M % RATIO
+            in_tile_M = row_M < query_len
+            if not HAS_MASK:
+                highest_row = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // RATIO, query_len - 1)
+                end = tl.minimum(end, start + highest_row + 1)
+            if WINDOW > 0:
+                first = tl.maximum(first, lowest_key // BLOCK_N * BLOCK_N)
+            query_offset_M = (first_row + row_M).to(tl.int64) * query_row_stride + head_M * query_head_stride
+            query_MD = tl.load(
+                query + query_offset_M[:, None] + lane_D[None, :],
+                mask=in_tile_M[:, None] & in_head_D[None, :],
+                other=0.0,
+            )
+            if WIDEN:
+                query_MD = query_MD.to(tl.float32)
+            max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            sum_M = tl.zeros([BLOCK_M], tl.float32)
+            acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            table = block_tables + sequence.to(tl.int64) * table_width
+            for low in range(first, end, BLOCK_N):
+                cached_n = low + index_n
+                exists_n = cached_n < context_len
+                block_n = tl.load(table + cached_n // BLOCK_SIZE, mask=exists_n, other=0).to(tl.int64)
+                place_n = ((block_n * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + cached_n % BLOCK_SIZE) * HEAD_DIM
+                loaded = exists_n[:, None] & in_head_D[None, :]
+                # Keys and values past the context may be anything, NaN included: they are never read.
+                key_nD = tl.load(key_cache + place_n[:, None] + lane_D[None, :], mask=loaded, other=0.0)
+                if WIDEN:
+                    key_nD = key_nD.to(tl.float32)
+                score_Mn = tl.dot(query_MD, tl.trans(key_nD), input_precision="ieee") * scale
+                if HAS_SOFTCAP:
+                    score_Mn = softcap * 1.4426950408889634 * _tanh(score_Mn / softcap)
+                visible_Mn = _visible(
+                    cached_n - start,
+                    row_M,
+                    first_row,
+                    query_len,
+                    context_len,
+                    positions,
+                    ancestor_mask,
+                    mask_width,
+                    in_tile_M,
+                    WINDOW,
+                    HAS_MASK,
+                )
+                score_Mn = tl.where(visible_Mn & exists_n[None, :], score_Mn, float("-inf"))
+                new_max_M = tl.maximum(max_M, tl.max(score_Mn, 1))
+                # Rows that have seen no key yet: -inf minus -inf would be NaN.
+                base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+                weight_Mn = tl.exp2(score_Mn - base_M[:, None])
+                shrink_M = tl.exp2(max_M - base_M)
+                sum_M = sum_M * shrink_M + tl.sum(weight_Mn, 1)
+                value_nD = tl.load(value_cache + place_n[:, None] + lane_D[None, :], mask=loaded, other=0.0)
+                rounded_Mn = weight_Mn.to(value_cache.dtype.element_ty)
+                if WIDEN:
+                    rounded_Mn = rounded_Mn.to(tl.float32)
+                    value_nD = value_nD.to(tl.float32)
+                acc_MD = acc_MD * shrink_M[:, None]
+                acc_MD = tl.dot(rounded_Mn, value_nD, acc_MD, input_precision="ieee")
+                max_M = new_max_M
+            divisor_M = tl.where(sum_M == 0.0, 1.0, sum_M)  # rows beyond the tile have seen nothing
+            kept_MD = in_tile_M[:, None] & in_head_D[None, :]
+            out_row_M = (first_row + row_M).to(tl.int64) * (NUM_KV_HEADS * RATIO) + head_M
+            if SPLIT_KEYS == 0 or context_len <= SPLIT_KEYS:
+                tl.store(
+                    out + out_row_M[:, None] * HEAD_DIM + lane_D[None, :],
+                    acc_MD / divisor_M[:, None],
+                    mask=kept_MD,
+                )
+            else:
+                first_place = tl.load(partial_places + 2 * sequence)
+                places_per_row = tl.load(partial_places + 2 * sequence + 1)
+                place_M = (first_place + row_M * places_per_row + split).to(tl.int64)
+                place_M = place_M * (NUM_KV_HEADS * RATIO) + head_M
+                tl.store(partial_out + place_M[:, None] * HEAD_DIM + lane_D[None, :], acc_MD, mask=kept_MD)
+                tl.store(partial_max + place_M, max_M, mask=in_tile_M)
+                tl.store(partial_sum + place_M, sum_M, mask=in_tile_M)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def combine_kernel(
+    out,
+    partial_out,
+    partial_max,
+    partial_sum,
+    partial_places,
+    row_sequences,
+    context_lens,
+    query_start,
+    first_row,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per row (from `first_row` on) and head: the output from partial results of all splits.
+
+    Rows whose `row_sequences` is negative, and those of sequences of one split, are left alone. Sums are over
+    places that do not depend on the context, of which those without a split add exact zeros.
+    """
+    row = first_row + tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.load(row_sequences + row)
+    if sequence >= 0:
+        context_len = tl.load(context_lens + sequence)
+        if context_len > SPLIT_KEYS:
+            begin = tl.load(query_start + sequence)
+            lowest_split = 0
+            if WINDOW > 0:
+                # What lies before every key that the row sees was neither computed nor written.
+                position = context_len - (tl.load(query_start + sequence + 1) - begin)
+                if not HAS_MASK:
+                    position += row - begin
+                lowest_split = tl.maximum(position - (WINDOW - 1), 0) // SPLIT_KEYS
+            first_place = tl.load(partial_places + 2 * sequence)
+            places_per_row = tl.load(partial_places + 2 * sequence + 1)
+            place = (first_place + (row - begin) * places_per_row).to(tl.int64)
+            all_s = tl.arange(0, MAX_SPLITS)
+            written_s = (all_s * SPLIT_KEYS < context_len) & (all_s >= lowest_split)
+            index_s = (place + all_s) * NUM_HEADS + head
+            max_s = tl.load(partial_max + index_s, mask=written_s, other=float("-inf"))
+            sum_s = tl.load(partial_sum + index_s, mask=written_s, other=0.0)
+            highest = tl.max(max_s, 0)
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            total = tl.sum(sum_s * tl.exp2(max_s - base), 0)
+            lane_D = tl.arange(0, BLOCK_D)
+            in_head_D = lane_D < HEAD_DIM
+            acc_D = tl.zeros([BLOCK_D], tl.float32)
+            num_splits = (context_len + SPLIT_KEYS - 1) // SPLIT_KEYS
+            for first in range(0, num_splits, SPLITS_AT_ONCE):
+                some_s = first + tl.arange(0, SPLITS_AT_ONCE)
+                wanted_s = (some_s < num_splits) & (some_s >= lowest_split)
+                some_index_s = (place + some_s) * NUM_HEADS + head
+                some_max_s = tl.load(partial_max + some_index_s, mask=wanted_s, other=float("-inf"))
+                parts_sD = tl.load(
+                    partial_out + some_index_s[:, None] * HEAD_DIM + lane_D[None, :],
+                    mask=wanted_s[:, None] & in_head_D[None, :],
+                    other=0.0,
+                )
+                acc_D += tl.sum(parts_sD * tl.exp2(some_max_s - base)[:, None], 0)
+            place_D = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + lane_D
+            tl.store(out + place_D, acc_D / total, mask=in_head_D)

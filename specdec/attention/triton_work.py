@@ -1,0 +1,136 @@
+"""What the Triton kernels are given to do: sequences cut into tiles of rows and splits of keys.
+
+Every cut is a function of one sequence and of constants of the model, never of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_SPLIT_ROWS = 128
+"""Sequences with more rows in a step than that (chunks of a prompt) have work enough without splits."""
+MIN_SPLIT_KEYS = 512
+MAX_SPLITS = 256
+"""Splits of the longest context: a split is as long as that takes, in a power of two."""
+
+
+class WorkUnit(NamedTuple):
+    """A row of the kernels' work list."""
+
+    sequence: int
+    tile: int
+    split: int
+
+
+def split_keys_for(max_context: int) -> int:
+    """Return the length of a split (keys), a power of two, for a model of this longest context."""
+    wanted = max(MIN_SPLIT_KEYS, -(-max_context // MAX_SPLITS))
+    return 1 << (wanted - 1).bit_length()
+
+
+def work_units(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    sequences: Sequence[int],
+    *,
+    ratio: int,
+    tile_rows: int,
+    split_keys: int | None,
+) -> NDArray[np.int32]:
+    """Return the work of these `sequences` (indices into the lists) as int32 [W, 3], `WorkUnit`s.
+
+    Args:
+        query_lens: rows of each sequence in this step.
+        context_lens: cached keys of each sequence, this step's included.
+        sequences: which to do.
+        ratio: query heads per key/value head; a tile holds `tile_rows` (row, head) pairs.
+        tile_rows: see `ratio`.
+        split_keys: keys per split; None: all keys at once.
+    """
+    index_S = np.array(sequences, dtype=np.int32)
+    tiles_S = -(-np.array(query_lens, dtype=np.int32)[index_S] * ratio // tile_rows)
+    splits_S = np.ones_like(tiles_S)
+    if split_keys is not None:
+        splits_S = -(-np.array(context_lens, dtype=np.int32)[index_S] // split_keys)
+    counts_S = tiles_S * splits_S
+    number_W = np.arange(counts_S.sum(), dtype=np.int32) - np.repeat(counts_S.cumsum() - counts_S, counts_S)
+    splits_W = np.repeat(splits_S, counts_S)
+    return np.stack([np.repeat(index_S, counts_S), number_W // splits_W, number_W % splits_W], axis=1).astype(
+        np.int32
+    )
+
+
+def num_partials(query_lens: Sequence[int], context_lens: Sequence[int], split_keys: int) -> int:
+    """Return how many partial results (per head) these sequences have in all: rows times splits."""
+    return sum(
+        query_len * -(-context_len // split_keys)
+        for query_len, context_len in zip(query_lens, context_lens, strict=True)
+    )
+
+
+def partial_places(
+    query_lens: Sequence[int], context_lens: Sequence[int], sequences: Sequence[int], split_keys: int
+) -> NDArray[np.int32]:
+    """Return where the partial results of each sequence are, int32 [S, 2]: the first place, places per row.
+
+    Those of `sequences` lie one behind the other; the others have none.
+    """
+    places_S2 = np.zeros((len(query_lens), 2), dtype=np.int32)
+    index = np.array(sequences, dtype=np.int32)
+    splits = -(-np.array(context_lens, dtype=np.int32)[index] // split_keys)
+    counts = np.array(query_lens, dtype=np.int32)[index] * splits
+    places_S2[index, 0] = counts.cumsum() - counts
+    places_S2[index, 1] = splits
+    return places_S2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRound:
+    """Consecutive sequences whose partial results are in memory together."""
+
+    sequences: tuple[int, ...]
+    first_row: int
+    num_rows: int
+    num_partials: int
+    is_split: bool
+    """Whether any of them has several splits."""
+
+
+def split_rounds(
+    query_lens: Sequence[int], context_lens: Sequence[int], *, split_keys: int, max_partials: int
+) -> Iterator[SplitRound]:
+    """Group sequences of at most MAX_SPLIT_ROWS rows, with at most `max_partials` partial results together.
+
+    A sequence that exceeds it alone is a round of its own.
+    """
+    members: list[int] = []
+    first_row = end_row = partials = row = 0
+
+    def finished() -> SplitRound:
+        return SplitRound(
+            sequences=tuple(members),
+            first_row=first_row,
+            num_rows=end_row - first_row,
+            num_partials=partials,
+            is_split=any(context_lens[member] > split_keys for member in members),
+        )
+
+    for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+        row += query_len
+        if query_len > MAX_SPLIT_ROWS:
+            continue
+        own = query_len * -(-context_len // split_keys)
+        if members and partials + own > max_partials:
+            yield finished()
+            members, partials = [], 0
+        if not members:
+            first_row = row - query_len
+        members.append(sequence)
+        end_row, partials = row, partials + own
+    if members:
+        yield finished()

@@ -1,0 +1,52 @@
+"""What makes a model fast on its device: its attention, and another form of its forward."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from specdec.attention.base import AttentionBackend
+from specdec.attention.config import AttentionName
+from specdec.attention.registry import choose_backend
+from specdec.core.idle_work import IdleWork
+from specdec.model.config import CompileConfig
+from specdec.model.cuda_graphs import CudaForward, recording_bytes
+from specdec.model.graphs import CompiledForward, packed_weight_bytes
+from specdec.model.loader import LoadedModel
+from specdec.model.runner import ForwardGraphs, ModelRunner
+
+
+def attention_of(loaded: LoadedModel, name: AttentionName) -> AttentionBackend:
+    """Return the attention that a configuration names, for a loaded model.
+
+    Raises:
+        ResourceError: it was asked for by name and cannot be used here.
+    """
+    return choose_backend(
+        name,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        layers=loaded.layers,
+        max_context=loaded.max_model_len,
+    )
+
+
+def later_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
+    """Return about how much memory `accelerate` is going to take beside the model and its cache."""
+    if loaded.device.type == "cuda":
+        return recording_bytes(loaded, config)
+    return packed_weight_bytes(loaded, config)
+
+
+class Acceleration(ForwardGraphs, IdleWork, Protocol):
+    """What makes a runner faster once its work is done."""
+
+
+def accelerate(runner: ModelRunner, config: CompileConfig) -> Acceleration:
+    """Give the runner the form of its forward that suits its device; it is made while idle."""
+    made: Acceleration
+    if runner.loaded.device.type == "cuda":
+        made = CudaForward(runner, config)
+    else:
+        made = CompiledForward(runner, config)
+    runner.graphs = made
+    return made

@@ -1,0 +1,207 @@
+"""A flat batch in memory of constant place and size: a forward recorded on it runs on changing batches.
+
+T rows, S = T sequences at most, B blocks of the longest sequence, W units of attention work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specdec.attention.base import PagedBatch
+from specdec.attention.metadata import AttentionMetadata
+from specdec.attention.triton import StaticWork, TritonPagedAttention
+from specdec.model.runner import ForwardInputs, ModelRunner
+
+_ALIGNMENT = 256
+"""Bytes; kernels are compiled for aligned addresses."""
+
+Field = tuple[type[np.generic], tuple[int, ...]]
+
+
+class PackedArrays:
+    """Arrays one behind the other in host memory, and their twins on a device, filled by a single copy."""
+
+    def __init__(self, fields: Mapping[str, Field], device: torch.device) -> None:
+        """Lay out zeros. The last field may be sent in part."""
+        offsets: dict[str, int] = {}
+        size = 0
+        for name, (dtype, shape) in fields.items():
+            offsets[name] = size
+            size += -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._sent = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._last = list(fields)[-1]
+        self._last_offset = offsets[self._last]
+        self.host: dict[str, NDArray[np.generic]] = {}
+        self.device: dict[str, torch.Tensor] = {}
+        for name, (dtype, shape) in fields.items():
+            num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+            part = slice(offsets[name], offsets[name] + num_bytes)
+            self.host[name] = self._host[part].numpy().view(dtype).reshape(shape)
+            torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+            self.device[name] = self._device[part].view(torch_dtype).view(shape)
+
+    def wait(self) -> None:
+        """Return once the host arrays may be written again."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self, num_last: int | None = None) -> None:
+        """Copy all arrays to the device; of the last one only the first `num_last` rows, where given."""
+        end = self._host.shape[0]
+        if num_last is not None:
+            end = self._last_offset + num_last * self.host[self._last][0].nbytes
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
+class StaticBatch:
+    """At most `num_rows` rows of chains, and what the model's forward needs to run on them."""
+
+    def __init__(
+        self, runner: ModelRunner, backend: TritonPagedAttention, num_rows: int, num_logits: int
+    ) -> None:
+        """Take the memory.
+
+        Args:
+            runner: whose model and cache it is.
+            backend: the attention of that runner.
+            num_rows: T; rows and sequences.
+            num_logits: rows of logits.
+
+        Raises:
+            TritonUnavailable: the model's layers differ in their heads.
+        """
+        loaded = runner.loaded
+        self._runner = runner
+        self._backend = backend
+        self.num_rows = num_rows
+        self._size = size = backend.static_size(loaded.layers, loaded.dtype, num_rows)
+        table_width = -(-runner.max_model_len // runner.block_size)
+        self._arrays = arrays = PackedArrays(
+            {
+                "input_ids": (np.int64, (num_rows,)),
+                "positions": (np.int64, (num_rows,)),
+                "slots": (np.int64, (num_rows,)),
+                "logit_rows": (np.int64, (num_logits,)),
+                "query_start": (np.int32, (num_rows + 1,)),
+                "context_lens": (np.int32, (num_rows,)),
+                "row_sequences": (np.int32, (num_rows,)),
+                "count": (np.int32, (1,)),
+                "units": (np.int32, (size.num_units, 3)),
+                "places": (np.int32, (num_rows, 2)),
+                "block_tables": (np.int32, (num_rows, table_width)),
+            },
+            loaded.device,
+        )
+        device = arrays.device
+        self.block_tables = device["block_tables"]
+        metadata = static_metadata(
+            runner,
+            query_start=device["query_start"],
+            context_lens=device["context_lens"],
+            block_tables=self.block_tables,
+            slot_mapping=device["slots"],
+            positions=device["positions"],
+        )
+        work = StaticWork(
+            metadata=metadata,
+            units=device["units"],
+            count=device["count"],
+            places=device["places"],
+            num_partials=size.num_partials,
+            row_sequences=device["row_sequences"],
+        )
+        self._paged = paged_batch(runner, backend, work)
+
+    def holds(self, inputs: ForwardInputs) -> bool:
+        """Whether the batch fits: rows, logits, work of the attention; and whether it is chains only."""
+        metadata = inputs.metadata
+        return (
+            metadata.ancestor_mask is None
+            and metadata.num_rows <= self.num_rows
+            and inputs.logit_rows.shape[0] <= self._arrays.host["logit_rows"].shape[0]
+            and self._backend.holds(self._size, metadata.query_lens_host, metadata.context_lens_host)
+        )
+
+    def fill(self, inputs: ForwardInputs) -> None:
+        """Put a batch that it holds, in host memory and without padding, where the forward reads it."""
+        metadata, host, loaded = inputs.metadata, self._arrays.host, self._runner.loaded
+        rows, sequences = metadata.num_rows, metadata.num_sequences
+        units, places = self._backend.static_work(
+            loaded.layers, loaded.dtype, metadata.query_lens_host, metadata.context_lens_host
+        )
+        self._arrays.wait()
+        for name, tensor in (
+            ("input_ids", inputs.input_ids[0]),
+            ("positions", inputs.position_ids),  # the attention of chains does not look at them
+            ("slots", metadata.slot_mapping),
+            ("logit_rows", inputs.logit_rows),
+            ("context_lens", metadata.context_lens),
+        ):
+            host[name][: len(tensor)] = tensor.numpy()
+            host[name][len(tensor) :] = 0
+        host["query_start"][: sequences + 1] = metadata.query_start.numpy()
+        host["query_start"][sequences + 1 :] = rows
+        host["row_sequences"][:rows] = np.repeat(
+            np.arange(sequences, dtype=np.int32), metadata.query_lens_host
+        )
+        host["row_sequences"][rows:] = -1
+        host["count"][0] = len(units)
+        host["units"][: len(units)] = units
+        host["places"][:sequences] = places
+        width = metadata.block_tables.shape[1]
+        host["block_tables"][:sequences, :width] = metadata.block_tables.numpy()
+        self._arrays.send(sequences)
+
+    def forward(self) -> torch.Tensor:
+        """Run the model; logits [num_logits, vocab], of which those of the filled rows mean something."""
+        device = self._arrays.device
+        return self._runner.call_model(
+            device["input_ids"][None], device["positions"][None], device["logit_rows"], self._paged
+        )
+
+
+def static_metadata(
+    runner: ModelRunner,
+    *,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+) -> AttentionMetadata:
+    """Return metadata of which nothing is known on the host."""
+    return AttentionMetadata(
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        slot_mapping=slot_mapping,
+        positions=positions,
+        ancestor_mask=None,
+        query_lens_host=(),
+        context_lens_host=(),
+        block_size=runner.block_size,
+        max_query_len=slot_mapping.shape[0],
+        max_context_len=runner.max_model_len,
+    )
+
+
+def paged_batch(runner: ModelRunner, backend: TritonPagedAttention, work: StaticWork) -> PagedBatch:
+    """Return what the runner's attention layers are handed for a batch whose work is in `work`."""
+    loaded = runner.loaded
+    return PagedBatch(
+        backend=backend,
+        layers=loaded.layers,
+        caches=runner.pool,
+        metadata=work.metadata,
+        plan=backend.static_plan(loaded.layers, loaded.dtype, work),
+    )

@@ -1,0 +1,261 @@
+"""The whole draft loop as CUDA graphs: k forwards and k choices in one launch, without the host between them.
+
+S sequences that draft, k draft tokens each, B blocks of the longest sequence, W units of attention work, V
+token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.attention.triton import StaticWork, TritonPagedAttention
+from specdec.core.proposal import NoiseStream
+from specdec.model.batch import NO_TOKEN
+from specdec.model.config import CompileConfig
+from specdec.model.cuda_graphs import CudaRecorder, GraphRecording, Recorder, recordable
+from specdec.model.row_buckets import sequence_buckets, smallest_holding
+from specdec.model.runner import ForwardInputs, ModelRunner
+from specdec.model.static_batch import PackedArrays, StaticBatch, paged_batch, static_metadata
+from specdec.proposers.draft_loop import ChainStart
+from specdec.sampling.rows import KEEP_ALL_TOP_K, RowSpec, SamplingRows
+from specdec.sampling.sampler import sample_eager
+
+_MAX_TOP_K = 128
+"""Larger ones are drafted step by step."""
+_MAX_CATCH_UP = 2
+"""Rows per sequence in the first forward: what a fully accepted draft leaves to be read."""
+
+
+class _Size(NamedTuple):
+    num_seqs: int
+    cuts: bool
+    """With top-k, top-p and min-p, which sort the vocabulary."""
+
+
+class GraphedDraftLoop(GraphRecording):
+    """Implements `FusedDraftLoop` on a GPU; prompts and shaped logits are left to the other one."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: CompileConfig,
+        *,
+        vocab_size: int,
+        num_draft_tokens: int,
+        max_num_seqs: int,
+        stream: NoiseStream = "target",
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Prepare; nothing is recorded yet.
+
+        Args:
+            runner: one on a CUDA device with the Triton attention; with any other every answer is None.
+            config: whether to record.
+            vocab_size: tokens from here on are never chosen.
+            num_draft_tokens: k.
+            max_num_seqs: most sequences that draft at once.
+            stream: noise that the tokens are chosen with.
+            recorder: None takes CUDA's own.
+        """
+        self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._num_draft_tokens = num_draft_tokens
+        self._stream: NoiseStream = stream
+        self._recorder = recorder
+        self._chains: dict[_Size, _ChainGraph] = {}
+        self._ready_sizes: tuple[int, ...] = ()
+        self._planned: list[_Size] = []
+        if (backend := recordable(runner, config)) is not None and config.cuda_graph_max_rows:
+            self._backend = backend
+            most = min(max_num_seqs, config.cuda_graph_max_rows // _MAX_CATCH_UP)
+            sizes = sequence_buckets(most) if most else ()
+            self._planned = [_Size(size, cuts) for size in reversed(sizes) for cuts in (False, True)]
+        super().__init__(runner, len(self._planned))
+
+    def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
+        """See `FusedDraftLoop`; None until a graph that holds the batch is recorded."""
+        drafting = [start for start in starts if start.budget > 0]
+        most = max((start.budget for start in drafting), default=0)
+        if not 0 < most <= self._num_draft_tokens:
+            return None
+        if any(start.shaper is not None or start.shift is not None for start in starts):
+            return None
+        rows = SamplingRows.build([RowSpec(start.params, start.seed, start.end, 1) for start in drafting])
+        if rows.largest_top_k > _MAX_TOP_K:
+            return None
+        cuts = bool(rows.largest_top_k or rows.has_top_p or rows.has_min_p)
+        # Sequences that only read take room as well, though no token is drafted for them.
+        num_seqs = smallest_holding(self._ready_sizes, len(starts))
+        chain = None if num_seqs is None else self._chains.get(_Size(num_seqs, cuts))
+        if chain is None:
+            return None
+        inputs = self._runner.pack([start.first_slice() for start in starts])
+        if not (chain.first.holds(inputs) and chain.holds(drafting)):
+            return None
+        drafted = iter(chain.draft(inputs, drafting, rows))
+        return [_cut(next(drafted), start.budget) if start.budget > 0 else [] for start in starts]
+
+    def _record_all(self) -> Iterator[None]:
+        device = self._runner.loaded.device
+        recorder = CudaRecorder(device) if self._recorder is None else self._recorder
+        for size in self._planned:
+            with torch.inference_mode():
+                chain = _ChainGraph(self._runner, self._backend, size, self._num_draft_tokens, self._stream)
+                chain.record(self._vocab_size, recorder)
+            self._chains[size] = chain
+            self._ready_sizes = tuple(sorted({one.num_seqs for one in self._chains}))
+            yield
+
+    def _forget(self) -> None:
+        self._chains.clear()
+        self._ready_sizes = ()
+
+
+def _cut(token_ids: list[int], budget: int) -> list[int]:
+    """Return a chain up to its budget or to logits that were not finite."""
+    chain = token_ids[:budget]
+    return chain[: chain.index(NO_TOKEN)] if NO_TOKEN in chain else chain
+
+
+def _contexts(starts: Sequence[ChainStart]) -> list[int]:
+    """Return the cached tokens of each sequence when its last draft token is chosen."""
+    return [start.end + start.budget - 1 for start in starts]
+
+
+class _ChainGraph:
+    """The loop for at most so many sequences."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        backend: TritonPagedAttention,
+        size: _Size,
+        num_tokens: int,
+        stream: NoiseStream,
+    ) -> None:
+        loaded = runner.loaded
+        self._runner, self._backend = runner, backend
+        self._cuts, self._num_tokens = size.cuts, num_tokens
+        self._stream: NoiseStream = stream
+        num_seqs = self._num_seqs = size.num_seqs
+        self.first = StaticBatch(runner, backend, _MAX_CATCH_UP * num_seqs, num_seqs)
+        self._size = backend.static_size(loaded.layers, loaded.dtype, num_seqs)
+        table_width = -(-runner.max_model_len // runner.block_size)
+        self._arrays = PackedArrays(
+            {
+                "ends": (np.int64, (num_seqs,)),
+                "limits": (np.int64, (num_seqs,)),
+                "integers": (np.int64, (3, num_seqs)),
+                "reals": (np.float64, (3, num_seqs)),
+                "count": (np.int32, (1,)),
+                "units": (np.int32, (self._size.num_units, 3)),
+                "places": (np.int32, (num_seqs, 2)),
+                "block_tables": (np.int32, (num_seqs, table_width)),
+            },
+            loaded.device,
+        )
+        self._tokens = torch.zeros((num_seqs, num_tokens), dtype=torch.int64, device=loaded.device)
+        self._rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=loaded.device)
+        self._replay: Callable[[], None] | None = None
+
+    def holds(self, starts: Sequence[ChainStart]) -> bool:
+        """Whether there is room for the attention of these chains."""
+        return self._backend.holds(self._size, [1] * len(starts), _contexts(starts))
+
+    def record(self, vocab_size: int, recorder: Recorder) -> None:
+        """Record the loop while nobody drafts: all that it writes goes to the scratch block."""
+        self._leave_to_nobody(0)
+        self._arrays.send()
+        self._replay = recorder.record(lambda: self._run(vocab_size))
+
+    @torch.inference_mode()
+    def draft(
+        self, inputs: ForwardInputs, starts: Sequence[ChainStart], rows: SamplingRows
+    ) -> list[list[int]]:
+        """Return k tokens per start, of which those beyond its budget mean nothing."""
+        assert self._replay is not None
+        self._fill(starts, rows)
+        self.first.fill(inputs)
+        self._replay()
+        token_ids: list[list[int]] = self._tokens[: len(starts)].tolist()
+        return token_ids
+
+    def _fill(self, starts: Sequence[ChainStart], rows: SamplingRows) -> None:
+        loaded, host, count = self._runner.loaded, self._arrays.host, len(starts)
+        contexts = _contexts(starts)
+        units, places = self._backend.static_work(loaded.layers, loaded.dtype, [1] * count, contexts)
+        self._arrays.wait()
+        host["ends"][:count] = [start.end for start in starts]
+        host["limits"][:count] = contexts
+        host["integers"][:, :count] = rows.integers.numpy()
+        host["reals"][:, :count] = rows.reals.numpy()
+        self._leave_to_nobody(count)
+        host["count"][0] = len(units)
+        host["units"][: len(units)] = units
+        host["places"][:count] = places
+        for table, start, context in zip(host["block_tables"], starts, contexts, strict=False):
+            num_blocks = -(-context // self._runner.block_size)
+            table[:num_blocks] = start.block_table[:num_blocks]
+        self._arrays.send(count)
+
+    def _leave_to_nobody(self, first: int) -> None:
+        """Let the sequences from `first` on draft nothing, greedily."""
+        host = self._arrays.host
+        for name in ("ends", "limits"):
+            host[name][first:] = 0
+        host["integers"][:, first:] = np.array([[0], [0], [KEEP_ALL_TOP_K]])
+        host["reals"][:, first:] = np.array([[0.0], [1.0], [-np.inf]])
+
+    def _run(self, vocab_size: int) -> None:
+        logits_SV = self.first.forward()
+        for step in range(self._num_tokens):
+            if step > 0:
+                logits_SV = self._forward(step)
+            self._choose(logits_SV[:, :vocab_size].float(), step)
+
+    def _choose(self, logits_SV: torch.Tensor, step: int) -> None:
+        device = self._arrays.device
+        seeds, positions, top_k = device["integers"]
+        rows = SamplingRows(
+            integers=torch.stack((seeds, positions + step, top_k)),
+            reals=device["reals"],
+            has_greedy=True,
+            has_sampled=True,
+            largest_top_k=_MAX_TOP_K if self._cuts else 0,
+            has_top_p=self._cuts,
+            has_min_p=self._cuts,
+        )
+        sampled = sample_eager(logits_SV, rows, self._stream)
+        self._tokens[:, step] = torch.where(sampled.finite, sampled.token_ids, NO_TOKEN)
+
+    def _forward(self, step: int) -> torch.Tensor:
+        """Read the tokens of the step before; those that are over budget go to the scratch block, unseen."""
+        device, runner = self._arrays.device, self._runner
+        tables, block_size = device["block_tables"], runner.block_size
+        positions = device["ends"] + (step - 1)
+        lives = positions < device["limits"]
+        positions = torch.where(lives, positions, 0)
+        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+        metadata = static_metadata(
+            runner,
+            query_start=self._rows,
+            context_lens=torch.where(lives, positions + 1, 0).int(),
+            block_tables=tables,
+            slot_mapping=torch.where(lives, blocks * block_size + positions % block_size, 0),
+            positions=positions,
+        )
+        work = StaticWork(
+            metadata=metadata,
+            units=device["units"],
+            count=device["count"],
+            places=device["places"],
+            num_partials=self._size.num_partials,
+            row_sequences=self._rows[:-1],
+        )
+        # Where there was no token, any will do: the chain has ended.
+        input_ids = self._tokens[:, step - 1].clamp(min=0)
+        paged = paged_batch(runner, self._backend, work)
+        return runner.call_model(input_ids[None], positions[None], self._rows[:-1].long(), paged)

@@ -1,0 +1,131 @@
+"""CUDA graphs against the eager forward, of a tiny model on a real device."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.attention.triton import TritonPagedAttention
+from specdec.core.sampling_params import SamplingParams
+from specdec.kv.config import CacheConfig
+from specdec.model.acceleration import attention_of
+from specdec.model.batch import SequenceSlice
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.cuda_graphs import CudaForward
+from specdec.model.loader import LoadedModel, load_model
+from specdec.model.runner import ModelRunner
+from specdec.proposers.draft_graph import GraphedDraftLoop
+from specdec.proposers.draft_loop import ChainStart, StepwiseDraftLoop
+from specdec.sampling.sampler import Sampler
+from tests.architectures import VOCAB_SIZE, save_model
+
+pytestmark = pytest.mark.gpu
+
+NUM_BLOCKS = 200
+ARCHITECTURES = ("llama", "gemma2", "mistral", "qwen3", "gpt2", "gpt_neox", "phi3", "falcon", "olmo2")
+
+
+def load(folder: Path, architecture: str) -> LoadedModel:
+    save_model(folder, architecture)
+    return load_model(ModelConfig(model=str(folder), device="cuda", dtype="float32"))
+
+
+def make_runner(loaded: LoadedModel) -> ModelRunner:
+    cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=4)
+    runner = ModelRunner(loaded, cache, max_num_seqs=8, backend=attention_of(loaded, "triton"))
+    assert isinstance(runner.backend, TritonPagedAttention)
+    return runner
+
+
+def random_batch(rng: random.Random, max_rows: int) -> list[SequenceSlice]:
+    free = list(range(1, NUM_BLOCKS))
+    rng.shuffle(free)
+    slices: list[SequenceSlice] = []
+    while max_rows > 0 and len(slices) < 6:
+        rows, start = rng.randint(1, min(max_rows, 9)), rng.randint(0, 90)
+        max_rows -= rows
+        table = [free.pop() for _ in range(-(-(start + rows) // 4))]
+        token_ids = rng.choices(range(VOCAB_SIZE), k=rows)
+        slices.append(
+            SequenceSlice(
+                token_ids=token_ids, start=start, block_table=table, num_logit_rows=rng.randint(0, rows)
+            )
+        )
+    return slices
+
+
+def fill(runner: ModelRunner, seed: int) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    for pool in (*runner.pool.keys, *runner.pool.values):
+        pool[1:] = torch.randn(pool[1:].shape, generator=generator, device="cuda")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_replays_are_the_eager_forward(tmp_path: Path, architecture: str) -> None:
+    loaded = load(tmp_path, architecture)
+    eager, graphed = make_runner(loaded), make_runner(loaded)
+    graphed.graphs = forward = CudaForward(graphed, CompileConfig(cuda_graph_max_rows=24))
+    assert forward.warm_up() == "ready"
+    rng = random.Random(5)
+    for number in range(40):
+        slices = random_batch(rng, rng.choice((1, 2, 5, 12, 24)))
+        fill(eager, number)
+        fill(graphed, number)
+        expected = eager.forward(slices)
+        assert forward.try_run(graphed.pack(slices)) is not None
+        torch.testing.assert_close(graphed.forward(slices), expected, rtol=0, atol=1e-4)
+        for ours, theirs in zip(graphed.pool.keys, eager.pool.keys, strict=True):
+            torch.testing.assert_close(ours[1:], theirs[1:], rtol=0, atol=1e-4)
+
+
+def test_what_waits_for_the_device_stays_eager_and_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = make_runner(load(tmp_path, "llama"))
+    piece = SequenceSlice(token_ids=[3, 4, 5], start=0, block_table=[7], num_logit_rows=3)
+    expected = runner.forward([piece]).clone()
+    own = runner.call_model
+
+    def waits(*args: torch.Tensor) -> torch.Tensor:
+        logits = own(*args)
+        assert logits.sum().item() != 0
+        return logits
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(runner, "call_model", waits)
+        forward = runner.graphs = CudaForward(runner, CompileConfig(cuda_graph_max_rows=4))
+        assert forward.warm_up() == "failed"
+    assert "runs eagerly, which is slower" in caplog.text
+    assert torch.equal(runner.forward([piece]), expected)
+
+
+def test_draft_loops_draft_what_steps_draft(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "llama")
+    stepwise_runner, runner = make_runner(loaded), make_runner(loaded)
+    stepwise = StepwiseDraftLoop(stepwise_runner, Sampler(), VOCAB_SIZE)
+    loop = GraphedDraftLoop(
+        runner, CompileConfig(), vocab_size=VOCAB_SIZE, num_draft_tokens=5, max_num_seqs=6
+    )
+    assert loop.warm_up() == "ready"
+    rng = random.Random(9)
+    cuts = SamplingParams(temperature=1.1, top_k=20, top_p=0.9, min_p=0.01)
+    for number in range(30):
+        fill(stepwise_runner, number)
+        fill(runner, number)
+        params = rng.choice((SamplingParams(temperature=0.0), SamplingParams(temperature=0.9), cuts))
+        starts = [
+            ChainStart(
+                token_ids=rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 2)),
+                start=rng.randint(1, 80),
+                block_table=list(range(1 + 30 * sequence, 31 + 30 * sequence)),
+                budget=rng.randint(1, 5),
+                params=params,
+                seed=rng.getrandbits(64),
+            )
+            for sequence in range(rng.randint(1, 6))
+        ]
+        assert loop.try_draft(starts) == stepwise.draft(starts)
