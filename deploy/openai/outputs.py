@@ -17,6 +17,9 @@ from specdec.engine.service import GenerationService
 _BUFFERED_OUTPUTS = 64
 """Outputs that may wait for a slow client before its choices wait for it."""
 
+_GRACE_S = 0.5
+"""The engine ends a request whose time is up and says how far it came; this long the door waits for that."""
+
 
 class ChoiceOutputs:
     """Iterates over (choice index, output) of all choices, in order of arrival.
@@ -44,7 +47,7 @@ class ChoiceOutputs:
 
     async def __aenter__(self) -> Self:
         if self._timeout_s is not None:
-            self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+            self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s + _GRACE_S
         self._tasks = [
             asyncio.create_task(self._pump(index, request)) for index, request in enumerate(self._requests)
         ]

@@ -134,3 +134,17 @@ def test_the_victim_is_the_least_urgent_and_there_the_one_that_loses_least() -> 
     lost["even"] = 2
     assert choose_victim(needy, running, lambda one: lost[one.request_id]).request_id == "even"
     assert choose_victim(needy, [needy], lambda one: 0) is needy
+
+
+def test_blocks_shared_with_someone_who_may_have_to_go_are_not_counted_twice() -> None:
+    """Of eight blocks `r` holds five, four of which hold the beginning of `a` too; `b` begins otherwise.
+
+    If `a` counted on those four as held, and `b` then on all five as given up, nine would be handed out.
+    """
+    running = [decoding("r", 18, blocks=5, priority=1)]
+    sharing = FakeSharing(cached={"a": CachedPrefix(16, 4, None)}, freed={frozenset("r"): 5}, lost={"r": 1})
+    waiting = [fake_request("a", 20, arrival=1), fake_request("b", 16, arrival=2)]
+    decided = plan(sharing, running, waiting, num_free_blocks=3)
+    assert (decided.preempted, decided.admitted) == (("r",), ("a",))
+    assert decided.num_cached == {"a": 16}
+    assert decided.num_tokens == {"a": 4}
