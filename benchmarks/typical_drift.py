@@ -9,7 +9,7 @@ temperature. Per rule and temperature:
 
     loss              mean of -log p(token), nats
     loss_drift        that of the rule less that of `sample_and_match`, prompt by prompt
-    loss_excess       mean of -log p(token) - H(p), H the entropy of p: 0 in the mean for what is sampled from p
+    loss_excess       mean of -log p(token) - H(p), H its entropy: 0 in the mean if drawn from p
     tokens_per_round  1 + accepted / drafts
     distinct_4_grams  different ones over all, per stream
     looping           share of streams that end in a loop
@@ -226,7 +226,7 @@ class Bench:
                     found = list(self._measured(engine, rule, temperature, prompts))
                     cells.append({"rule": rule, "temperature": temperature, "per_prompt": found})
                     self._progress.advance(task)
-        _add_summaries(cells)
+        summarise(cells)
         return {"plan": plan, "cells": cells}
 
     def _config(self, rule: str) -> EngineConfig:
@@ -295,7 +295,7 @@ class Bench:
         ]
 
 
-def _add_summaries(cells: list[dict[str, Any]]) -> None:
+def summarise(cells: list[dict[str, Any]]) -> None:
     """Add estimates to every cell, and its drift from the exact rule at the same temperature."""
     exact = {cell["temperature"]: cell["per_prompt"] for cell in cells if cell["rule"] == EXACT}
     for cell in cells:
