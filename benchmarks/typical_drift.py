@@ -66,6 +66,8 @@ RULES: dict[str, dict[str, Any]] = {
     },
 }
 Kind = Literal["sampled", "drafted", "bonus"]
+_DIGITS = 6
+"""Of the raw numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ class Plan:
 
 
 FULL = Plan(
-    rules=tuple(RULES), temperatures=(0.5, 0.7, 1.0), num_prompts=96, seeds_per_prompt=1, num_tokens=96
+    rules=tuple(RULES), temperatures=(0.5, 0.7, 1.0), num_prompts=96, seeds_per_prompt=2, num_tokens=96
 )
 QUICK = Plan(
     rules=(EXACT, "block", TYPICAL), temperatures=(1.0,), num_prompts=16, seeds_per_prompt=1, num_tokens=64
@@ -269,7 +271,10 @@ class Bench:
                     p_RV, q_RV = self._reader.rows(stream, temperature)
                     measured.append(measure(stream, p_RV, q_RV, typical))
             names = dict.fromkeys(name for one in measured for name in one)
-            yield {name: statistics.fmean(one[name] for one in measured if name in one) for name in names}
+            yield {
+                name: round(statistics.fmean(one[name] for one in measured if name in one), _DIGITS)
+                for name in names
+            }
 
     def _generate(self, engine: Engine, temperature: float, prompts: list[tuple[int, ...]]) -> list[Stream]:
         """Return the streams of all prompts, those of one prompt side by side; seeds never change."""
