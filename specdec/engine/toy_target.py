@@ -181,8 +181,10 @@ class ToyTarget:
         sampling = SequenceSampling(sequence.params, sequence.seed)
         if self._judge is None or not self._judge.concerns(work, sampling):
             return ()
-        rows = torch.from_numpy(np.stack(logits)) / sequence.params.temperature
-        return self._judge.decide(work, sampling, rows.softmax(-1))
+        scores = np.stack(logits) / sequence.params.temperature
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        p_rows = torch.from_numpy(weights / weights.sum(-1, keepdims=True))
+        return self._judge.decide(work, sampling, p_rows)
 
 
 def _logprobs(logits: NDArray[np.float64], chosen: int, num_top: int) -> TokenLogprobs:
