@@ -7,7 +7,7 @@ The model is the demo target made as costly as 26 million parameters (`benchmark
 that its draft is accepted as often as it really is. Decoding: 64-token prompts, 128 new tokens, greedy, all
 systems in turn in one process (ABBA), another batch of prompts in every round. The floor is the time in which
 a reduction of PyTorch reads what a step must read: weights once, and every sequence's cached K/V. Prefill:
-long prompts, one new token. Ready: `drafthouse serve` until `/health` says 200.
+long prompts, one new token. Ready: `drafthouse serve` until `/health` says 200. Growth: `benchmarks.soak`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks import soak
 from benchmarks.floor import bytes_per_step, fastest_read, in_turn
 from benchmarks.huggingface import HuggingFaceGenerator
 from benchmarks.in_process import InProcess, RunRecord, engine_config, merge
@@ -52,12 +53,15 @@ class Plan:
     """Batch size and prompt length in tokens."""
     prefill_rounds: int
     warm_starts: int
+    soak: soak.Plan
     num_parameters: float = 26e6
     num_threads: int = 2
 
 
-FULL = Plan(rounds=7, prefill_shapes=((1, 512), (8, 512), (1, 2048)), prefill_rounds=7, warm_starts=3)
-QUICK = Plan(rounds=3, prefill_shapes=((8, 512),), prefill_rounds=3, warm_starts=1)
+FULL = Plan(
+    rounds=7, prefill_shapes=((1, 512), (8, 512), (1, 2048)), prefill_rounds=7, warm_starts=3, soak=soak.FULL
+)
+QUICK = Plan(rounds=3, prefill_shapes=((8, 512),), prefill_rounds=3, warm_starts=1, soak=soak.QUICK)
 
 
 class Bench:
@@ -188,6 +192,7 @@ def headlines(results: dict[str, Any]) -> dict[str, float]:
         "floor_share_b1": decode[1]["floor_share"],
         "prefill_vs_hf": statistics.median(cell["prefill_vs_hf"].median for cell in prefill),
         "ready_seconds_warm": statistics.median(results["ready_seconds"]["warm"]),
+        "soak_growth_mb": soak.growth_mb(results["soak"]["readings"]),
     }
 
 
@@ -198,7 +203,7 @@ def main(
         "models/demo"
     ),
 ) -> None:
-    """Measure decoding, prefill and start-up of the engine beside transformers.
+    """Measure decoding, prefill, start-up and growth of the engine beside transformers.
 
     Example: python -m benchmarks.engine --quick --json runs/engine.json
     """
@@ -216,6 +221,7 @@ def main(
             results["decode"] = [bench.decode(batch) for batch in plan.batches]
             results["prefill"] = [bench.prefill(*shape) for shape in plan.prefill_shapes]
         results["ready_seconds"] = start_times(plan.warm_starts, folder, progress)
+        results["soak"] = soak.run_soak(plan.soak, models, progress)
     numbers = headlines(results)
     write_results(json_file, {**results, "headlines": numbers})
     report_headlines(numbers)

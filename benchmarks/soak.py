@@ -203,8 +203,14 @@ def engine_config(plan: Plan, family: Path) -> EngineConfig:
     )
 
 
-async def measure(plan: Plan, family: Path, engine: Engine, progress: Progress) -> dict[str, Any]:
-    """Serve all requests; return readings and what happened."""
+def run_soak(plan: Plan, family: Path, progress: Progress) -> dict[str, Any]:
+    """Serve all requests with an engine of their own; return readings and what happened."""
+    engine = Engine(engine_config(plan, family))
+    engine.warm_up()
+    return asyncio.run(_measure(plan, family, engine, progress))
+
+
+async def _measure(plan: Plan, family: Path, engine: Engine, progress: Progress) -> dict[str, Any]:
     service = AsyncEngine(engine)
     tokenizer = DoorTokenizer(load_tokenizer(str(family / "target"), trust_remote_code=False))
     app = create_app(service, DoorSettings(), tokenizer)
@@ -277,10 +283,8 @@ def main(
         plan = Plan(num_requests=num_requests, num_warm_up=num_requests // 5, num_readings=plan.num_readings)
     torch.set_num_threads(plan.num_threads)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    engine = Engine(engine_config(plan, models))
-    engine.warm_up()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        results = asyncio.run(measure(plan, models, engine, progress))
+        results = run_soak(plan, models, progress)
     numbers = headlines(results)
     write_results(json_file, {"plan": plan, **results, "headlines": numbers})
     report_headlines(numbers)
