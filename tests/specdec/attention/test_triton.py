@@ -5,8 +5,6 @@ On a machine with a GPU the same suite runs compiled, in tests/gpu.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from typing import ClassVar
 
@@ -28,17 +26,9 @@ from specdec.attention.triton_work import (
     work_units,
 )
 from tests.specdec.attention.contract import CPU, AttentionContract, Shapes, attend, make_case
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as tests/conftest.py sets it without a GPU
-
-needs_triton = pytest.mark.skipif(
-    not HAS_TRITON, reason="the package triton is not installed (pip install 'drafthouse[cuda]')"
-)
-needs_interpreter = pytest.mark.skipif(not IS_INTERPRETED, reason="compiled kernels are tested in tests/gpu")
+from tests.triton_interpreter import needs_interpreter
 
 
-@needs_triton
 @needs_interpreter
 # The interpreter's maximum passes over NaN, as that of a GPU does, and numpy says so.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
