@@ -145,7 +145,7 @@ def _build_whole_target(
 def build_target_part(
     config: EngineConfig, ranks: RankGroup, progress: LoadProgress | None = None, *, reserved_bytes: int = 0
 ) -> LocalTarget:
-    """Load this rank's part of the target; all ranks do at the same time. It runs eagerly.
+    """Load this rank's part of the target; all ranks do at the same time.
 
     Raises:
         UserError: as `build_parts`; in all ranks.
@@ -154,6 +154,7 @@ def build_target_part(
     from specdec.engine.local_target import LocalTarget
     from specdec.model.acceleration import attention_of
     from specdec.model.loader import load_model
+    from specdec.model.rank_graphs import compile_over_ranks
     from specdec.model.runner import ModelRunner
     from specdec.sampling.parallel import ParallelSampler
 
@@ -167,6 +168,7 @@ def build_target_part(
         backend=attention_of(loaded, config.target.attention_backend),
     )
     _require_length(config, runner)
+    compile_over_ranks(runner, ranks, config.target.compile)
     assert loaded.vocab is not None
     return LocalTarget(runner, ParallelSampler(ranks, loaded.vocab), rule=_rule_of(config))
 
