@@ -384,6 +384,11 @@ class _Lowering:
             raise CannotLower("addmm with factors")
         self._linear(node, node.args[1], node.args[2].t(), node.args[0])
 
+    def _lower_matmul(self, node: Node) -> None:
+        if node.args[1].dim() != 2:
+            raise CannotLower("a matrix product of two activations")
+        self._lower_mm(node)
+
     def _lower_mm(self, node: Node) -> None:
         self._linear(node, node.args[0], node.args[1].t(), None)
 

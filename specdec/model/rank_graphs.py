@@ -17,8 +17,8 @@ def compile_over_ranks(runner: ModelRunner, ranks: RankGroup, config: CompileCon
     """Let `runner`, which has this rank's part of a model, run compiled where that is possible.
 
     All ranks call it at the same time, before they run anything; what one of them cannot compile all run
-    eagerly, and a log line of each says why. It takes what the C++ build takes (once per machine) and a second
-    or two.
+    eagerly, and a log line of each says why. It takes what the C++ build takes (once per machine) and a
+    second or two.
 
     Raises:
         TransportError: a rank is gone.

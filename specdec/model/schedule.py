@@ -92,11 +92,10 @@ class _Scheduler:
             assert share is not None
             steps.append(Step(operation, share, sync))
             self._note(operation, share)
-            following = self._next_collective.get(index)
-            for reader in (
-                *self._readers.get(operation.out.value, ()),
-                *(() if following is None else (following,)),
-            ):
+            readers = list(self._readers.get(operation.out.value, ()))
+            if index in self._next_collective:
+                readers.append(self._next_collective[index])
+            for reader in readers:
                 self._missing[reader] -= 1
                 if self._missing[reader] == 0:
                     ready.append(reader)
@@ -110,7 +109,7 @@ class _Scheduler:
         if isinstance(operation, LinearLayer | ExpertsUp | ExpertsDown):
             return None if written else "columns"
         if isinstance(operation, Collective):
-            # The team waits between handing on its rows, as they were written, and taking everyone's, by rows.
+            # The team waits between handing its rows on, as they were written, and taking everyone's.
             columns = _whole_row(operation.inputs[0])
             if all(part.share == "rows" for part in written):
                 return "rows"

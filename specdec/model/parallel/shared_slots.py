@@ -1,9 +1,9 @@
 """Memory in which the ranks of one machine hand each other rows, and what stands for it between machines.
 
-The compiled forward writes and reads the slots (`model/csrc/ranks.h`); here they are made. Rank 0 makes a file
-in shared memory, the others open it by the name that rank 0 tells them, and nobody can any more once all have:
-its pages go with the last process. Each rank holds the lock of one byte of the file, which the kernel takes
-from it when it ends, however it ends: so who waits for a rank finds out that there is none.
+The compiled forward writes and reads the slots (`model/csrc/ranks.h`); here they are made. Rank 0 makes a
+file in shared memory, the others open it by the name that rank 0 tells them, and nobody can any more once
+all have: its pages go with the last process. Each rank holds the lock of one byte of the file, which the
+kernel takes from it when it ends, however it ends: so who waits for a rank finds out that there is none.
 
 Where not all ranks can open the file (they are on several machines, or in containers), the slots are each
 rank's own, and the forward calls back to have the others' rows gathered over the group.
@@ -90,8 +90,8 @@ class RankSlots:
             self._keep_own(num_bytes)
         elif not self._share(num_bytes):
             raise ResourceError(
-                f"{_FOLDER} has no room for the {self._num_bytes(num_bytes)} bytes in which {self.group.size} "
-                "ranks hand each other rows: make it larger, or set compile.mode = off"
+                f"{_FOLDER} has no room for the {self._num_bytes(num_bytes)} bytes in which ranks hand each "
+                "other rows: make it larger, or set compile.mode = off"
             )
 
     def raise_lost(self) -> None:
