@@ -1,9 +1,9 @@
 """Memory in which the ranks of one machine hand each other rows, and what stands for it between machines.
 
 The compiled forward writes and reads the slots (`model/csrc/ranks.h`); here they are made. Rank 0 makes a
-file in shared memory, the others open it by the name that rank 0 tells them, and nobody can any more once
-all have: its pages go with the last process. Each rank holds the lock of one byte of the file, which the
-kernel takes from it when it ends, however it ends: so who waits for a rank finds out that there is none.
+file without a name in memory, and the others open it through rank 0's entry in /proc: only processes of the
+same user can, and its pages go with the last process. Each rank holds the lock of one byte of the file, which
+the kernel takes from it when it ends, however it ends: so who waits for a rank finds out that there is none.
 
 Where not all ranks can open the file (they are on several machines, or in containers), the slots are each
 rank's own, and the forward calls back to have the others' rows gathered over the group.
@@ -17,7 +17,6 @@ import mmap
 import os
 import secrets
 import struct
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,8 +25,10 @@ import torch
 from specdec.core.errors import ResourceError, TransportError
 from specdec.model.parallel.group import RankGroup
 
-_FOLDER = Path("/dev/shm")
+_PROCESSES = Path("/proc")
 _CELL_BYTES = 64
+_TOKEN_BYTES = 16
+"""Random, at the end of the file: the same path on another machine leads to something else."""
 _NUM_SETS = 2
 _OK, _FAILED = b"1", b"0"
 _EXCHANGE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.c_int64)
@@ -90,8 +91,8 @@ class RankSlots:
             self._keep_own(num_bytes)
         elif not self._share(num_bytes):
             raise ResourceError(
-                f"{_FOLDER} has no room for the {self._num_bytes(num_bytes)} bytes in which ranks hand each "
-                "other rows: make it larger, or set compile.mode = off"
+                f"there is no memory for the {self._num_bytes(num_bytes)} bytes in which ranks hand each "
+                "other rows"
             )
 
     def raise_lost(self) -> None:
@@ -128,30 +129,52 @@ class RankSlots:
     def _share(self, slot_bytes: int) -> bool:
         """Map memory that all ranks see; False, in all of them, when that cannot be."""
         group = self.group
-        size = self._num_bytes(slot_bytes)
-        name = ""
+        size = self._num_bytes(slot_bytes) + _TOKEN_BYTES
+        invitation = b""
         if group.rank == 0:
-            name = f"drafthouse-{os.getpid()}-{secrets.token_hex(16)}"
-            name = name if self._map(name, size, os.O_CREAT | os.O_EXCL) else ""
-        name = group.exchange(name.encode())[0].decode()
-        is_mapped = name != "" and (group.rank == 0 or self._map(name, size, 0))
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            file = self._make(size, token)
+            invitation = b"" if file is None else f"{os.getpid()} {file} ".encode() + token
+        invitation = group.exchange(invitation)[0]
+        is_mapped = invitation != b"" and (group.rank == 0 or self._open(invitation, size))
         answers = group.exchange(_OK if is_mapped else _FAILED)
-        if group.rank == 0 and name:
-            with suppress(OSError):
-                (_FOLDER / name).unlink()
         if _FAILED in answers:
             self.close()
         return _FAILED not in answers
 
-    def _map(self, name: str, size: int, flags: int) -> bool:
-        """Open (with `flags`, make) the file of that name, map it, and hold this rank's lock on it."""
+    def _make(self, size: int, token: bytes) -> int | None:
+        """Map a new file of `size` bytes, `token` at its end; return its number, None when that cannot be."""
         try:
-            file = os.open(_FOLDER / name, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+            file = os.memfd_create("drafthouse-ranks", os.MFD_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            os.posix_fallocate(file, 0, size)  # want of memory shows now and not as a bus error
+            os.pwrite(file, token, size - _TOKEN_BYTES)
+        except OSError:
+            os.close(file)
+            return None
+        return file if self._map(file, size) else None
+
+    def _open(self, invitation: bytes, size: int) -> bool:
+        """Map rank 0's file, if it can be opened here and is the one that it has made."""
+        process, number, token = invitation.split(b" ", 2)
+        try:
+            path = _PROCESSES / process.decode() / "fd" / number.decode()
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return False
+        if os.fstat(file).st_size != size or os.pread(file, _TOKEN_BYTES, size - _TOKEN_BYTES) != token:
+            os.close(file)
+            return False
+        return self._map(file, size)
+
+    def _map(self, file: int, size: int) -> bool:
+        """Map an open file and hold this rank's lock on it; the file is closed when that cannot be."""
+        if not _hold(file, self.group.rank):
+            os.close(file)
+            return False
         try:
-            if flags:
-                os.posix_fallocate(file, 0, size)  # a full file system shows now and not as a bus error
             memory = mmap.mmap(file, size)
         except OSError:
             os.close(file)
@@ -160,7 +183,7 @@ class RankSlots:
         self._memory = memory
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.native.cells, self.native.slots = address, address + _CELL_BYTES * self.group.size
-        return _hold(file, self.group.rank)
+        return True
 
     def _fetch(self, which: int, num_bytes: int) -> int:
         """Fill all slots of a set from this rank's; called from within a forward, without shared memory."""
