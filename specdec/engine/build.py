@@ -152,7 +152,7 @@ def build_target_part(
         TransportError: another rank died.
     """
     from specdec.engine.local_target import LocalTarget
-    from specdec.model.acceleration import attention_of
+    from specdec.model.acceleration import attention_of, later_bytes
     from specdec.model.loader import load_model
     from specdec.model.rank_graphs import compile_over_ranks
     from specdec.model.runner import ModelRunner
@@ -164,7 +164,7 @@ def build_target_part(
         config.cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
         backend=attention_of(loaded, config.target.attention_backend),
     )
     _require_length(config, runner)

@@ -51,19 +51,15 @@ def load_draft_model(
     if ranks is None:
         return make_draft_model_proposer(loaded, config, target)
     assert loaded.vocab is not None
-    runner = ModelRunner(loaded, config.cache, max_num_seqs=target.max_num_seqs)
+    runner = ModelRunner(
+        loaded,
+        config.cache,
+        max_num_seqs=target.max_num_seqs,
+        backend=attention_of(loaded, config.attention_backend),
+    )
     compile_over_ranks(runner, ranks, config.compile)
     return DraftModelProposer(
-<<<<<<< HEAD
-        ModelRunner(
-            loaded,
-            config.cache,
-            max_num_seqs=target.max_num_seqs,
-            backend=attention_of(loaded, config.attention_backend),
-        ),
-=======
         runner,
->>>>>>> 68cf5a5 (WIP: ranks compiled)
         ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
         vocab_size=target.vocab_size,
         max_context=config.max_model_len,
