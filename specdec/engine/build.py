@@ -145,15 +145,16 @@ def _build_whole_target(
 def build_target_part(
     config: EngineConfig, ranks: RankGroup, progress: LoadProgress | None = None, *, reserved_bytes: int = 0
 ) -> LocalTarget:
-    """Load this rank's part of the target; all ranks do at the same time. It runs eagerly.
+    """Load this rank's part of the target; all ranks do at the same time.
 
     Raises:
         UserError: as `build_parts`; in all ranks.
         TransportError: another rank died.
     """
     from specdec.engine.local_target import LocalTarget
-    from specdec.model.acceleration import attention_of
+    from specdec.model.acceleration import attention_of, later_bytes
     from specdec.model.loader import load_model
+    from specdec.model.rank_graphs import compile_over_ranks
     from specdec.model.runner import ModelRunner
     from specdec.sampling.parallel import ParallelSampler
 
@@ -163,10 +164,11 @@ def build_target_part(
         config.cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
         backend=attention_of(loaded, config.target.attention_backend),
     )
     _require_length(config, runner)
+    compile_over_ranks(runner, ranks, config.target.compile)
     assert loaded.vocab is not None
     return LocalTarget(runner, ParallelSampler(ranks, loaded.vocab), rule=_rule_of(config))
 
