@@ -15,8 +15,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from deploy.openai.body_part import BodyPart
+from deploy.openai.grammars import GrammarFields
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import MAX_LOGPROBS, LogprobsMode
 from specdec.scheduling.admission import MAX_PRIORITY
@@ -31,20 +33,14 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "moderation": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -57,6 +53,7 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
 
 _HARMLESS = frozenset(
     {
+        "guided_decoding_backend",
         "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
@@ -69,20 +66,6 @@ _HARMLESS = frozenset(
     }
 )
 """Known fields that cannot change the output: accounting and hints."""
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        """A field that is null has its default."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
 
 
 def _one_or_many(value: object) -> object:
@@ -121,7 +104,7 @@ def _is_token_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
 
-class StreamOptions(_Body):
+class StreamOptions(BodyPart):
     """How a stream is to be delivered."""
 
     include_usage: bool = False
@@ -130,7 +113,7 @@ class StreamOptions(_Body):
     """Accepted and ignored: nothing is padded."""
 
 
-class SpeculationOptions(_Body):
+class SpeculationOptions(BodyPart):
     """Per-request override of how much is drafted.
 
     It changes the speed; under sample_and_match never the output, under another lossless rule never its
@@ -141,7 +124,7 @@ class SpeculationOptions(_Body):
     """Draft tokens per round; 0 switches speculation off."""
 
 
-class GenerationBody(_Body):
+class GenerationBody(GrammarFields):
     """Fields that completions and chat completions share."""
 
     model: str | None = None
@@ -272,7 +255,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class TextPart(_Body):
+class TextPart(BodyPart):
     """One part of a message's content. Only text is supported."""
 
     type: Literal["text"]
@@ -293,7 +276,7 @@ _Text = Annotated[str, Tag("<text>")]
 _Parts = Annotated[list[TextPart], Tag("<parts>")]
 
 
-class ChatMessage(_Body):
+class ChatMessage(BodyPart):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]

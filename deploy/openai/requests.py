@@ -290,6 +290,7 @@ def _sampling_params(
         logit_bias=body.logit_bias,
         bad_words=bad_words,
         allowed_token_ids=body.allowed_token_ids,
+        grammar=body.grammar,
         seed=body.seed,
         n=body.n,
         max_tokens=max_tokens,

@@ -60,6 +60,8 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     """Stream that the draft was sampled with, for rules that decide at the target; None: deterministic."""
     q_rows: tuple[TokenDistribution, ...] | None = None
     """What each draft token was sampled from, for rules that need it."""
+    masks: tuple[bytes, ...] | None = None
+    """What a grammar allows at each sampled row: bit t (byte t // 8, from the low end) for token t."""
 
 
 class TargetStep(msgspec.Struct, frozen=True, array_like=True):

@@ -23,12 +23,26 @@ MAX_BAD_WORD_TOKENS = 64
 _SEED_LIMIT = 1 << 64
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the whole output must look like."""
+
+    kind: GrammarKind
+    text: str = ""
+    """json_schema: the schema; regex: matches all of the output; choice: a JSON list of strings; grammar: in
+    Lark's notation or GBNF."""
+    param: str = "grammar"
+    """Name of the field that the client gave it in."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling and stopping parameters of one request; validated by `checked()`.
 
     Logits are changed in this order, in fp32: repetition_penalty, frequency_penalty, presence_penalty,
-    logit_bias, and then what forbids tokens (bad_words, min_tokens, allowed_token_ids). The distribution is
-    cut after that: temperature, top_k, top_p, min_p.
+    logit_bias, and then what forbids tokens (bad_words, min_tokens, allowed_token_ids, grammar). The
+    distribution is cut after that: temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
@@ -54,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ends in the others."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be chosen; None: all."""
+    grammar: Grammar | None = None
+    """What the output must look like; None: anything."""
     seed: int | None = None
     """64-bit seed of the request's noise; None lets the door mint one."""
     n: int = 1
@@ -163,6 +179,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
             for token_id in word:
                 _require_int("bad_words", token_id, 0, None)
+        if self.grammar is not None and self.ignore_eos:
+            raise InputError(
+                f"ignore_eos cannot be combined with {self.grammar.param}, which says where the text ends",
+                param="ignore_eos",
+            )
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise InputError("allowed_token_ids must not be empty", param="allowed_token_ids")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from specdec.core.kv_variants import KvVariants
 from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
 from specdec.core.plan import AdmittedSequence
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import Sequence as TokenSequence
+from specdec.core.sequence import TokenConstraint
 from specdec.engine.text_stream import Finish, TextStream
 from specdec.kv.block_table import BlockTable
 from specdec.kv.prefix_cache import PrefixTrail
+from specdec.sampling.grammar import GrammarState
 from specdec.scheduling.state import ServiceKey
 
 
@@ -29,9 +33,11 @@ class LiveRequest:
         "_text",
         "_unreported_text",
         "finish",
+        "grammar",
         "is_known_to_target",
         "kv_variant",
         "num_given_up",
+        "params",
         "request",
         "request_id",
         "requested_draft_tokens",
@@ -68,6 +74,10 @@ class LiveRequest:
         self.trail = PrefixTrail(request.cache_salt, self.kv_variant)
         self.stats = RequestStats(arrival_s=arrival_s)
         self.finish: Finish | None = None
+        self.grammar: GrammarState | None = None
+        """Set before the request runs, where it has one."""
+        self.params = _without_text(request.params)
+        """Sampling parameters as whoever samples needs them: that there is a grammar, not its text."""
         self.is_known_to_target = False
         """Whether the target keeps state of this request, which it has to be told to forget."""
         self.num_given_up = 0
@@ -107,9 +117,9 @@ class LiveRequest:
         return self.sequence.prefix_hash
 
     @property
-    def params(self) -> SamplingParams:
-        """Sampling parameters."""
-        return self.request.params
+    def constraint(self) -> TokenConstraint | None:
+        """What the grammar allows."""
+        return self.grammar
 
     @property
     def seed(self) -> int:
@@ -171,6 +181,8 @@ class LiveRequest:
                 self.finish = self._text.finish
                 break
         self.sequence.commit(token_ids[:num_kept])
+        if self.grammar is not None and self.finish is None:
+            self.grammar.commit(token_ids[:num_kept])
         if self.stats.first_token_s is None:
             self.stats.first_token_s = now_s
         if logprobs is not None:
@@ -226,3 +238,9 @@ class LiveRequest:
             num_generated_tokens=sequence.num_generated,
             stats=self.stats if finish else None,
         )
+
+
+def _without_text(params: SamplingParams) -> SamplingParams:
+    if params.grammar is None:
+        return params
+    return msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, text=""))

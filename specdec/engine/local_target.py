@@ -21,7 +21,7 @@ from specdec.engine.judge import Judge
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
 from specdec.model.runner import ModelRunner
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
-from specdec.sampling.shaping import LogitShaper, shaper_for
+from specdec.sampling.shaping import LogitShaper, apply_masks, shaper_for
 from specdec.tree.topology import Topology
 from specdec.verification.base import VerificationRule
 from specdec.verification.sample_and_match import SampleAndMatch
@@ -139,8 +139,8 @@ class LocalTarget:
             sampling=SequenceSampling(params, admitted.seed),
             shaper=shaper,
             token_ids=list(admitted.token_ids),
-            needs_logits=shaper is not None or params.logprobs is not None,
             shift=None if rotary is None else rotary.shift(admitted.kv_variant, admitted.num_prompt_tokens),
+            needs_logits=shaper is not None or params.grammar is not None or params.logprobs is not None,
         )
 
     def _run(self, step: TargetStep) -> TargetResult:
@@ -224,8 +224,9 @@ class LocalTarget:
 
     def _shape(self, works: Sequence[TargetWork], logits: torch.Tensor) -> torch.Tensor:
         """Return the logits as their requests want them changed: a copy, or themselves when none wants."""
-        if all(self._sequences[work.request_id].shaper is None for work in works):
+        if all(self._sequences[work.request_id].shaper is None and work.masks is None for work in works):
             return logits
+        first_token_id = self._sampler.first_token_id
         shaped = logits.clone()
         first = 0
         for work in works:
@@ -235,7 +236,10 @@ class LocalTarget:
                 num_committed = work.start + len(work.token_ids) - _num_drafted(work)
                 state.shaper.commit(state.token_ids[state.shaper.num_committed : num_committed])
                 rows = shaped[first : first + work.num_sampled_rows]
-                state.shaper.shape(rows, _paths(work), first_token_id=self._sampler.first_token_id)
+                state.shaper.shape(rows, _paths(work), first_token_id=first_token_id)
+            if work.masks is not None:
+                rows = shaped[first : first + work.num_sampled_rows]
+                apply_masks(rows, work.masks, first_token_id=first_token_id)
             first += work.num_sampled_rows
         return shaped
 
@@ -307,7 +311,11 @@ def _num_drafted(work: TargetWork) -> int:
 def _without_draft(work: TargetWork) -> TargetWork:
     num_kept = len(work.token_ids) - _num_drafted(work)
     return msgspec.structs.replace(
-        work, token_ids=work.token_ids[:num_kept], num_sampled_rows=1, parents=None
+        work,
+        token_ids=work.token_ids[:num_kept],
+        num_sampled_rows=1,
+        parents=None,
+        masks=None if work.masks is None else work.masks[:1],
     )
 
 

@@ -209,6 +209,10 @@ class ToyTokenizer:
         """One letter per token, from 'a' upward."""
         return cls([chr(ord("a") + index) for index in range(vocab_size)])
 
+    def to_json(self) -> str | None:
+        """Return None: no grammars over toy tokens."""
+        return None
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.
 

@@ -129,7 +129,32 @@ def test_bad_completion_field(door: Door, fields: dict[str, Any], param: str, st
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"guided_choice": ["yes", 5]}, "guided_choice"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_grammar": []}, "guided_grammar"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
     ],
 )
 def test_bad_chat_field(door: Door, fields: dict[str, Any], param: str) -> None:
@@ -155,7 +180,6 @@ def test_image_parts_are_refused_by_name(door: Door) -> None:
         ("best_of", 2),
         ("echo", True),
         ("suffix", "x"),
-        ("guided_json", {}),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(door: Door, name: str, value: object) -> None:
