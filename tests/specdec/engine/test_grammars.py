@@ -176,9 +176,9 @@ def test_control_masks_that_ignore_the_draft_are_noticed(
         expected = streams(engine.generate(PROMPTS, params))
     constrain = GrammarState.constrain
 
-    def forgetful(self: GrammarState, drafted: Any, room: int) -> Any:
-        kept, masks = constrain(self, drafted, room)
-        return type(constrain(self, (), 0))(kept, (masks[0],) * len(masks))
+    def forgetful(self: GrammarState, drafted: Any, room: int, **how: bool) -> Any:
+        kept = constrain(self, drafted, room, **how)
+        return kept._replace(masks=kept.masks[:1] * len(kept.masks))
 
     monkeypatch.setattr(GrammarState, "constrain", forgetful)
     with models.engine("same model", 4) as engine:

@@ -28,6 +28,7 @@ from specdec.engine.local_target import LocalTarget
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel, ToyTokenizer
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.sampling.grammar import GrammarState
@@ -36,6 +37,7 @@ from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, target_dist
 from specdec.sampling.shaping import LogitShaper, shaper_for
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
+from specdec.verification.registry import capabilities_of, rule_named
 
 VOCAB = 5
 EOS = 4
@@ -98,22 +100,29 @@ class LetterTokenizer(ToyTokenizer):
 
 def runner_of(model: ToyModel) -> Any:
     runner = ToyRunner(model)
+    runner.kv_generation = 0  # type: ignore[attr-defined]
     runner.loaded = SimpleNamespace(  # type: ignore[attr-defined]
         path=Path("toy"), revision="toy", dtype=torch.float32, eos_token_ids=(EOS,), rotary=None
     )
     return runner
 
 
-def engine_with(drafter: str, num_draft_tokens: int) -> Engine:
+def engine_with(drafter: str, num_draft_tokens: int, rule: str = "sample_and_match") -> Engine:
+    """`drafter`: "remote" is a draft model that sees no grammar."""
     proposer: Any = NoProposer()
     if drafter == "ngram":
         proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2)
-    elif drafter == "draft_model":
+    elif drafter in ("draft_model", "remote"):
         proposer = DraftModelProposer(
-            cast(Any, ToyRunner(DRAFT)), Sampler(), vocab_size=VOCAB, eos_token_ids=(EOS,)
+            cast(Any, ToyRunner(DRAFT)),
+            Sampler(),
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            sampling=DraftSampling.under(capabilities_of(rule)),
+            keeps_to_grammars=drafter != "remote",
         )
     return Engine.from_parts(
-        target=LocalTarget(runner_of(TARGET), Sampler()),
+        target=LocalTarget(runner_of(TARGET), Sampler(), rule=rule_named(rule)),
         proposer=proposer,
         tokenizer=LetterTokenizer.of_letters(VOCAB),
         scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
@@ -121,11 +130,13 @@ def engine_with(drafter: str, num_draft_tokens: int) -> Engine:
     )
 
 
-def delivered(drafter: str, num_draft_tokens: int, params: SamplingParams) -> Counter[tuple[int, ...]]:
+def delivered(
+    drafter: str, num_draft_tokens: int, params: SamplingParams, rule: str = "sample_and_match"
+) -> Counter[tuple[int, ...]]:
     """How often each output came."""
     streams: dict[str, list[int]] = {}
     to_add = iter(range(NUM_STREAMS))
-    with engine_with(drafter, num_draft_tokens) as engine:
+    with engine_with(drafter, num_draft_tokens, rule) as engine:
         while len(streams) < NUM_STREAMS or engine.has_work:
             for number in itertools.islice(to_add, 64 if not engine.has_work else 0):
                 streams[f"s{number}"] = []
@@ -206,6 +217,32 @@ def test_delivered_under_speculation_as_p_says(kind: str, drafter: str, num_draf
     assert p_value(delivered(drafter, num_draft_tokens, params), enumerated(params)) > 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [("rejection", "remote"), ("block", "remote"), ("rejection", "draft_model"), ("block", "ngram")],
+)
+def test_grammars_under_other_rules(rule: str, drafter: str) -> None:
+    """A drafter that sees no grammar drafts what is forbidden: the rule has to see that, and reject it."""
+    params = params_of("grammar")
+    assert p_value(delivered(drafter, 2, params, rule), enumerated(params)) > 1e-4
+
+
+@pytest.mark.slow
+def test_control_a_sampled_draft_that_is_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    constrain = GrammarState.constrain
+
+    def cutting(self: GrammarState, drafted: Sequence[int], room: int, **how: bool) -> Any:
+        kept = constrain(self, drafted, room, **how)
+        if kept.masks[-1].strip(b"\xff"):
+            return kept
+        return kept._replace(token_ids=kept.token_ids[:-1], masks=kept.masks[:-1])
+
+    monkeypatch.setattr(GrammarState, "constrain", cutting)
+    params = params_of("grammar")
+    assert p_value(delivered("remote", 2, params, "rejection"), enumerated(params)) < 1e-6
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
@@ -234,8 +271,8 @@ def test_control_penalties_without_the_draft_are_noticed(kind: str, monkeypatch:
 def test_control_masks_without_the_draft_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     constrain = GrammarState.constrain
 
-    def forgetful(self: GrammarState, drafted: Sequence[int], room: int) -> Any:
-        kept = constrain(self, drafted, room)
+    def forgetful(self: GrammarState, drafted: Sequence[int], room: int, **how: bool) -> Any:
+        kept = constrain(self, drafted, room, **how)
         return kept._replace(masks=kept.masks[:1] * len(kept.masks))
 
     monkeypatch.setattr(GrammarState, "constrain", forgetful)
