@@ -55,6 +55,8 @@ class _Failure(NamedTuple):
     code: ErrorCode | None
 
 
+_PromptScores = dict[int, tuple[TokenLogprobs, ...]]
+"""By index of the work, log-probabilities of its scored tokens."""
 _NO_FAILURE = _Failure(None, None)
 
 
@@ -154,7 +156,12 @@ class LocalTarget:
             logits = self._runner.forward(slices)
             _synchronize(logits)
             forward_s = time.perf_counter() - started_s
+            scores: _PromptScores = {}
+            if any(work.scored_token_ids for work in step.works):
+                logits, scores = self._score(step.works, logits)
             results = self._sample(step.works, logits)
+            if scores:
+                results = _with_scores(results, scores)
             sample_s = time.perf_counter() - started_s - forward_s
         return TargetResult(
             step_id=step.step_id,
@@ -167,7 +174,7 @@ class LocalTarget:
     def _try_generate(self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice]) -> Generated | None:
         """Forward and choice in one call, where both are compiled and nobody wants to see the logits."""
         states = [self._sequences[work.request_id] for work in works]
-        if any(state.needs_logits for state in states):
+        if any(state.needs_logits for state in states) or any(work.scored_token_ids for work in works):
             return None
         sequences = [state.sampling for state in states]
         if self._judge is not None and any(map(self._judge.concerns, works, sequences)):
@@ -208,10 +215,29 @@ class LocalTarget:
             token_ids=work.token_ids,
             start=work.start,
             block_table=table,
-            num_logit_rows=work.num_sampled_rows,
+            num_logit_rows=_num_logit_rows(work),
             parents=None if work.parents is None else _row_parents(work),
             shift=None if shift is None or work.start >= shift.end else shift,
         )
+
+    def _score(self, works: Sequence[TargetWork], logits: torch.Tensor) -> tuple[torch.Tensor, _PromptScores]:
+        """Return the sampled rows alone, and by work what its other rows say of the prompt."""
+        scores: _PromptScores = {}
+        sampled: list[torch.Tensor] = []
+        first = 0
+        for index, work in enumerate(works):
+            end = first + _num_logit_rows(work)
+            num_scored = len(work.scored_token_ids)
+            if num_scored:
+                params, seed = self._sequences[work.request_id].sampling
+                rows = SamplingRows.build([RowSpec(params, seed, work.start + 1, num_scored)], logits.device)
+                seen, num_top = logits[first : first + num_scored], params.prompt_logprobs or 0
+                scores[index] = tuple(
+                    self._sampler.logprobs(seen, work.scored_token_ids, num_top, "raw", rows)
+                )
+            sampled.append(logits[end - work.num_sampled_rows : end])
+            first = end
+        return torch.cat(sampled), scores
 
     def _sample(self, works: Sequence[TargetWork], logits: torch.Tensor) -> tuple[WorkResult, ...]:
         if logits.shape[0] == 0:
@@ -302,6 +328,17 @@ class LocalTarget:
         seen = (logits.raw if mode == "raw" else logits.shaped)[where]
         rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(token_ids))], seen.device)
         return tuple(self._sampler.logprobs(seen, token_ids, params.logprobs, mode, rows))
+
+
+def _with_scores(results: Sequence[WorkResult], scores: _PromptScores) -> tuple[WorkResult, ...]:
+    return tuple(
+        msgspec.structs.replace(result, prompt_logprobs=scores.get(index))
+        for index, result in enumerate(results)
+    )
+
+
+def _num_logit_rows(work: TargetWork) -> int:
+    return len(work.token_ids) if work.scored_token_ids else work.num_sampled_rows
 
 
 def _num_drafted(work: TargetWork) -> int:

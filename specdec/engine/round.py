@@ -154,7 +154,7 @@ class RoundLoop:
             room = plan.num_draft_tokens.get(request_id, 0)
             end = live.num_computed + num_tokens - room
             proposal, masks = proposals.get(request_id), None
-            if live.grammar is not None and end == live.committed_len:
+            if live.grammar is not None and end == live.committed_len and live.generates:
                 proposal, masks = self._constrain(live, live.grammar, proposal, room)
                 proposals[request_id] = proposal
             works.append(self._work(live, end, proposal, masks))
@@ -180,12 +180,13 @@ class RoundLoop:
             request_id=live.request_id,
             token_ids=(*live.token_ids[live.num_computed : end], *drafted),
             start=live.num_computed,
-            num_sampled_rows=1 + len(drafted) if end == live.committed_len else 0,
+            num_sampled_rows=1 + len(drafted) if end == live.committed_len and live.generates else 0,
             table_start=update.start,
             block_ids=update.block_ids,
             noise_stream=noise_stream,
             q_rows=q_rows,
             masks=masks,
+            scored_token_ids=live.scored_token_ids(end) if live.scores_prompt else (),
         )
 
     def _constrain(
@@ -231,12 +232,16 @@ class RoundLoop:
         outcomes: list[DraftOutcome] = []
         for work, answer in zip(step.works, result.results, strict=True):
             live = self._roster.running[work.request_id]
+            if answer.prompt_logprobs is not None:
+                live.note_prompt_logprobs(work.start, answer.prompt_logprobs)
             if answer.error is not None and not answer.token_ids:
                 self._roster.withdraw(live)
                 outputs.append(self._retire(live, live.end(_failure(live, answer), now_s)))
             elif work.num_sampled_rows == 0:
                 live.sequence.advance_computed(len(work.token_ids))
                 self._roster.note_computed(live)
+                if not live.generates and live.num_computed == live.committed_len:
+                    outputs.append(self._retire(live, live.end(Finish(reason="length"), now_s)))
             else:
                 proposal = proposals.get(work.request_id)
                 drafted = proposal.token_ids if proposal is not None else ()

@@ -73,6 +73,14 @@ def door() -> Door:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 200}, "best_of"),
+        ({"best_of": 10_000}, "best_of"),
+        ({"echo": "yes"}, "echo"),
         ({"logprobs": True}, "logprobs"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -165,6 +173,21 @@ def test_bad_chat_field(door: Door, fields: dict[str, Any], param: str) -> None:
     assert door.service.requests == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_streams_do_not_have(door: Door, fields: dict[str, Any], param: str) -> None:
+    response = door.complete(stream=True, **fields)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+    assert door.service.requests == []
+
+
 def test_image_parts_are_refused_by_name(door: Door) -> None:
     text, image = {"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "x"}}
     response = door.chat(messages=[{"role": "user", "content": [text, image]}])
@@ -177,9 +200,8 @@ def test_image_parts_are_refused_by_name(door: Door) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("best_of", 2),
-        ("echo", True),
         ("suffix", "x"),
+        ("use_beam_search", True),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(door: Door, name: str, value: object) -> None:

@@ -100,7 +100,6 @@ class LetterTokenizer(ToyTokenizer):
 
 def runner_of(model: ToyModel) -> Any:
     runner = ToyRunner(model)
-    runner.kv_generation = 0  # type: ignore[attr-defined]
     runner.loaded = SimpleNamespace(  # type: ignore[attr-defined]
         path=Path("toy"), revision="toy", dtype=torch.float32, eos_token_ids=(EOS,), rotary=None
     )
