@@ -14,6 +14,7 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts
+from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.verification.base import VerificationRule
@@ -41,6 +42,7 @@ class EngineParts:
     controller: SpeculationController
     prefix_caching: bool
     """Whether K/V of common prefixes are shared and kept."""
+    grammar: GrammarConfig
 
 
 def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
@@ -63,6 +65,7 @@ def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> E
         scheduler=config.scheduler,
         controller=controller_for(speculative),
         prefix_caching=config.cache.enable_prefix_caching,
+        grammar=config.grammar,
     )
 
 

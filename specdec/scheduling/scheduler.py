@@ -225,6 +225,8 @@ class _Planner:
 
     def _give_chunk(self, request: Schedulable, num_computed: int) -> None:
         num_rows = min(request.committed_len - num_computed, self._num_free_rows)
+        if request.max_chunk_tokens is not None:
+            num_rows = min(num_rows, request.max_chunk_tokens)
         if num_rows > 0:
             self._num_tokens[request.request_id] = num_rows
             self._num_free_rows -= num_rows
