@@ -145,7 +145,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"guided_grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000))},
         "guided_grammar",
     ),
-    ({"guided_json": {"type": "strin"}}, "guided_json"),
+    ({"guided_json": {"type": "texts"}}, "guided_json"),
     ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 2}}, "guided_json"),
     ({"structured_outputs": {"json": {"$ref": "#/nothing"}}}, "structured_outputs.json"),
     (

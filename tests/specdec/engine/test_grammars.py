@@ -202,7 +202,7 @@ def test_without_a_grammar_the_text_is_another(models: GrammarModels) -> None:
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        (Grammar("json_schema", '{"type": "strin"}', "response_format"), "Invalid type"),
+        (Grammar("json_schema", '{"type": "texts"}', "response_format"), "Invalid type"),
         (Grammar("json_schema", '{"not": {"type": "string"}}', "response_format"), "not"),
         (Grammar("json_schema", '{"$ref": "#/nowhere"}', "response_format"), "does not exist"),
         (
