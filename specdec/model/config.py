@@ -20,9 +20,10 @@ class CompileConfig(StrictConfig):
     exists, run eagerly until it is ready (and wherever none exists or the model cannot be compiled, with one
     log line); off: always eager."""
     startup_seconds: float = Field(default=20.0, ge=0, allow_inf_nan=False)
-    """Longest time (seconds) that a worker compiles before it reports ready; what is left is done while it is
-    idle. Building the C++ kernels, once per machine, takes about ten seconds, the rest a second or so. 0: a
-    worker is ready at once and runs eagerly until it has been idle for long enough."""
+    """Longest time (seconds) that a worker compiles before it reports ready; what is left is done while it
+    is idle. Building the C++ kernels, once per machine, takes about ten seconds, the rest a second or so. 0:
+    a worker is ready at once and runs eagerly until it has been idle for long enough. Ranks of one model
+    compile together before they are ready, however long it takes."""
     cache_dir: str | None = None
     """Folder of compiled kernels, reused by later starts; None: `~/.cache/drafthouse/compile`."""
     cuda_graph_max_rows: int = Field(default=512, ge=0, le=4096)
