@@ -42,6 +42,7 @@ from specdec.model.acceleration import attention_of
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig
 from specdec.model.cuda_graphs import CudaForward
+from specdec.model.fused_norms import fuse_norms
 from specdec.model.loader import LoadedModel
 from specdec.model.runner import ModelRunner
 from specdec.proposers.draft_graph import GraphedDraftLoop
@@ -92,6 +93,7 @@ class Subject:
         )
         for pool in (*self.runner.pool.keys, *self.runner.pool.values):
             pool.normal_()
+        fuse_norms(self.loaded.model)
         self.config = CompileConfig(cuda_graph_max_rows=max_rows)
         self.graphs = CudaForward(self.runner, self.config)
         self.num_weight_bytes = sum(

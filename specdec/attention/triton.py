@@ -149,10 +149,9 @@ class TritonPagedAttention:
         assert key_cache.is_contiguous()
         assert value_cache.is_contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        with nullcontext() if query.device.type == "cpu" else torch.cuda.device(query.device):
-            self._store(key, value, out, key_cache, value_cache, metadata)
-            for work in self._works(plan, layer, query.dtype):
-                self._run(work, query, out, key_cache, value_cache, plan, layer)
+        self._store(key, value, out, key_cache, value_cache, metadata)
+        for work in self._works(plan, layer, query.dtype):
+            self._run(work, query, out, key_cache, value_cache, plan, layer)
         return out
 
     def static_plan(self, layers: Sequence[LayerAttention], dtype: torch.dtype, static: StaticWork) -> _Plan:
@@ -428,8 +427,10 @@ class _Partials(NamedTuple):
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a Triton kernel; every launch of this package comes through here."""
-    kernel[grid](*args, **constants)
+    """Run a Triton kernel on the device of its first argument; every launch comes through here."""
+    device = args[0].device
+    with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+        kernel[grid](*args, **constants)
 
 
 def _import_kernels() -> Any:

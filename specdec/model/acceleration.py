@@ -9,7 +9,8 @@ from specdec.attention.config import AttentionName
 from specdec.attention.registry import choose_backend
 from specdec.core.idle_work import IdleWork
 from specdec.model.config import CompileConfig
-from specdec.model.cuda_graphs import CudaForward, recording_bytes
+from specdec.model.cuda_graphs import CudaForward, recordable, recording_bytes
+from specdec.model.fused_norms import fuse_norms
 from specdec.model.graphs import CompiledForward, packed_weight_bytes
 from specdec.model.loader import LoadedModel
 from specdec.model.runner import ForwardGraphs, ModelRunner
@@ -45,6 +46,8 @@ def accelerate(runner: ModelRunner, config: CompileConfig) -> Acceleration:
     """Give the runner the form of its forward that suits its device; it is made while idle."""
     made: Acceleration
     if runner.loaded.device.type == "cuda":
+        if recordable(runner, config) is not None:
+            fuse_norms(runner.loaded.model)
         made = CudaForward(runner, config)
     else:
         made = CompiledForward(runner, config)

@@ -81,7 +81,7 @@ class GraphedDraftLoop(GraphRecording):
         most = max((start.budget for start in drafting), default=0)
         if not 0 < most <= self._num_draft_tokens:
             return None
-        if any(start.shaper is not None or start.shift is not None for start in starts):
+        if any(start.changes_logits or start.shift is not None for start in starts):
             return None
         rows = SamplingRows.build([RowSpec(start.params, start.seed, start.end, 1) for start in drafting])
         if rows.largest_top_k > _MAX_TOP_K:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from specdec.model.acceleration import attention_of
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.cuda_graphs import CudaForward
+from specdec.model.fused_norms import fuse_norms
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import ChainStart, StepwiseDraftLoop
 from specdec.sampling.sampler import Sampler
-from tests.architectures import VOCAB_SIZE, save_model
+from tests.architectures import VOCAB_SIZE, make_model, save_model
 
 pytestmark = pytest.mark.gpu
 
@@ -129,3 +131,21 @@ def test_draft_loops_draft_what_steps_draft(tmp_path: Path) -> None:
             for sequence in range(rng.randint(1, 6))
         ]
         assert loop.try_draft(starts) == stepwise.draft(starts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3", "olmo2"])
+def test_fused_norms_are_the_models_own(architecture: str, dtype: torch.dtype) -> None:
+    model = make_model(architecture).to("cuda", dtype).eval()
+    norms: list[Any] = [one for one in model.modules() if type(one).__name__.endswith("RMSNorm")]
+    with torch.inference_mode():
+        inputs = [torch.randn((33, norm.weight.shape[0]), device="cuda").to(dtype) for norm in norms]
+        for norm in norms:
+            norm.weight.normal_(mean=0.5)
+        expected = [norm(x) for norm, x in zip(norms, inputs, strict=True)]
+        assert fuse_norms(model) == len(norms)
+        for norm, x, wanted in zip(norms, inputs, expected, strict=True):
+            got = norm(x)
+            torch.testing.assert_close(got, wanted, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
+            if dtype is torch.bfloat16:
+                assert (got != wanted).float().mean() < 0.02

@@ -30,9 +30,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from specdec.attention import triton_kernels
+from specdec.model import norm_kernels
 
 name, capability, types, constants, options = json.loads(sys.argv[1])
-kernel = getattr(triton_kernels, name)
+kernel = getattr(triton_kernels, name, None) or getattr(norm_kernels, name)
 names = kernel.arg_names
 signature = {one: types.get(one, "constexpr") for one in names}
 aligned = {
@@ -156,3 +157,6 @@ def test_the_other_kernels_compile(tmp_path: Path) -> None:
     flags = {"WINDOW": 0, "HAS_MASK": False}
     made = compile_kernel(tmp_path, "combine_kernel", 90, combine, sizes | flags, {"num_warps": 4})
     assert made["cubin_bytes"]
+    norm = {**dict.fromkeys(("x", "weight", "out"), "*bf16"), "epsilon": "fp32", "row_stride": "i32"}
+    sizes = {"SIZE": 4096, "BLOCK": 4096, "ROUNDS_BEFORE": True, "PLUS_ONE": False}
+    assert compile_kernel(tmp_path, "rms_norm_kernel", 90, norm, sizes, {"num_warps": 8})["cubin_bytes"]

@@ -130,6 +130,7 @@ def test_what_it_leaves_to_the_stepwise_loop(loaded: LoadedModel, monkeypatch: p
         [start([5], 0, 1, 1, SamplingParams(temperature=1.0, top_k=1000))],
         [start([5], 0, 1, 1, params, shaper=shaper)],
         [start([5], 0, 1, 1, GREEDY, shift=PositionShift(100, 50))],
+        [start([5], 0, 1, 1, GREEDY, constraint=object())],
     ):
         assert loop.try_draft(refused) is None
 
