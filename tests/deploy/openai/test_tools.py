@@ -52,7 +52,7 @@ REPLIES = [
     ('<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
     ('<tool_call>{"name": "now", "parameters": {"a": 1}}</tool_call>', "", [("now", {"a": 1})]),
     ("<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
-    ('<tool_call>{"nam": "x"}</tool_call> y', '<tool_call>{"nam": "x"}</tool_call> y', []),
+    ('<tool_call>{"title": "x"}</tool_call> y', '<tool_call>{"title": "x"}</tool_call> y', []),
     ('<tool_call>{"name": "now"}', '<tool_call>{"name": "now"}', []),
     ("a < b <tool", "a < b <tool", []),
 ]
@@ -271,7 +271,7 @@ def test_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI) -> None
         client.chat.completions.create(
             model="bytes",
             messages=[{"role": "user", "content": "x"}],
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}],
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "words"}}}],
             tool_choice="required",
         )
     assert caught.value.param == "tools"
