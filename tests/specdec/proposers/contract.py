@@ -13,6 +13,7 @@ from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import TokenConstraint
 from specdec.proposers.base import Proposer
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -29,6 +30,7 @@ class FrozenView:
     seed: int = 7
     num_prompt_tokens: int = 1
     cache_salt: str | None = None
+    constraint: TokenConstraint | None = None
 
     @property
     def committed_len(self) -> int:
