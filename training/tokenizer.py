@@ -22,13 +22,32 @@ SPECIAL_TOKENS = (SEPARATOR, PAD, SYSTEM, USER, ASSISTANT, END)
 SEPARATOR_ID, PAD_ID, _, USER_ID, ASSISTANT_ID, END_ID = range(len(SPECIAL_TOKENS))
 
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|system|>Functions that you may call, as JSON:\\n' }}"
+    "{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
+    "{{ 'To call one, write\\n<tool_call>\\n"
+    '{"name": its name, "arguments": its arguments}'
+    "\\n</tool_call><|end|>' }}"
+    "{% endif %}"
     "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>\\n' + message['content'] + '\\n</tool_response><|end|>' }}"
+    "{% else %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' ~ message['role']) }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\\n' + {'name': call['function']['name'], 'arguments': call['function']['arguments']}"
+    " | tojson + '\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+"""Tools are described, called and answered as the Hermes family does it. The demo models have not seen any in
+training: their calls are of use only where a grammar keeps them to it."""
 
 # Words (with one space or the underscores before them), digits, punctuation runs, newlines, indentation.
 # Newlines and indentation stay apart, and punctuation apart from words: a prompt may end after any of them.

@@ -126,12 +126,40 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called, with which arguments (JSON)."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the model has made."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in a stream; it comes in one piece."""
+
+    index: int
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The reply."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +168,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: StopReason = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -166,6 +194,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +203,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
 

@@ -2,7 +2,7 @@
 
 Three kinds of fields that we do not act on are told apart:
 - harmless ones (`user`, `store`, `service_tier`, ...) are accepted and ignored;
-- ones that would change the output and are not built (`tools`, `logit_bias`, ...) are accepted only at
+- ones that would change the output and are not built (`suffix`, `use_beam_search`, ...) are accepted only at
   their neutral value and otherwise refused by name;
 - everything else is unknown, and refused with the nearest known name.
 
@@ -19,8 +19,9 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, mode
 
 from deploy.openai.body_part import BodyPart
 from deploy.openai.grammars import GrammarFields
+from deploy.openai.tools import MAX_TOOLS, EarlierCall, NamedChoice, Tool, ToolChoice, forced_calls
 from specdec.core.errors import InputError
-from specdec.core.sampling_params import MAX_LOGPROBS, LogprobsMode
+from specdec.core.sampling_params import MAX_LOGPROBS, Grammar, LogprobsMode
 from specdec.scheduling.admission import MAX_PRIORITY
 
 _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
@@ -39,8 +40,6 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -51,7 +50,6 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
 _HARMLESS = frozenset(
     {
         "guided_decoding_backend",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -312,9 +310,7 @@ def _content_kind(value: object) -> str:
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
-_EMPTY_REPLY_FIELDS = frozenset(
-    {"annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls"}
-)
+_EMPTY_REPLY_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal"})
 
 
 _Text = Annotated[str, Tag("<text>")]
@@ -324,12 +320,16 @@ _Parts = Annotated[list[TextPart], Tag("<parts>")]
 class ChatMessage(BodyPart):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    """`developer` is treated as `system`."""
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`developer` is treated as `system`; `tool` gives the result of a call."""
     content: Annotated[_Text | _Parts, Discriminator(_content_kind)]
-    """The text, or parts whose texts are joined by newlines."""
+    """The text, or parts whose texts are joined by newlines. Only a message with calls may do without."""
     name: str | None = None
     """Passed to the chat template, which may ignore it."""
+    tool_calls: list[EarlierCall] = Field(default_factory=list)
+    """Calls that the assistant made."""
+    tool_call_id: str | None = None
+    """The call whose result this is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -340,7 +340,30 @@ class ChatMessage(BodyPart):
         for name in _EMPTY_REPLY_FIELDS:
             if data.get(name) not in (None, []):
                 raise ValueError(f"{name} is not supported yet")
-        return {name: value for name, value in data.items() if name not in _EMPTY_REPLY_FIELDS}
+        kept = {name: value for name, value in data.items() if name not in _EMPTY_REPLY_FIELDS}
+        if kept.get("tool_calls") and kept.get("content") is None:
+            kept["content"] = ""
+        return kept
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are for messages of the assistant")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it as chat templates expect it."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.name:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
     @property
     def text(self) -> str:
@@ -363,6 +386,12 @@ class ChatBody(GenerationBody):
     """Report also so many most likely tokens per position; needs `logprobs: true`."""
     add_generation_prompt: bool = True
     """Whether the chat template opens the assistant's turn."""
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    """Functions that the model may call."""
+    tool_choice: ToolChoice = "auto"
+    """none: no calls; auto: as the model likes; required: calls and nothing else; or the function to call."""
+    parallel_tool_calls: bool = True
+    """Whether a required reply may hold several calls."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -376,6 +405,53 @@ class ChatBody(GenerationBody):
                 param="max_completion_tokens",
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise InputError("tools names a function twice", param="tools")
+        if not self.is_call_forced:
+            return self
+        if not self.tools:
+            raise InputError("tool_choice needs tools", param="tool_choice")
+        if self.called_name is not None and self.called_name not in names:
+            raise InputError(f"tool_choice: {self.called_name!r} is not one of tools", param="tool_choice")
+        if super().grammar is not None:
+            raise InputError(
+                "a tool_choice that forces a call cannot be combined with another grammar",
+                param="tool_choice",
+            )
+        return self
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """What the chat template is told of the tools; None: nothing."""
+        if not self.reads_calls:
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are looked for in what the model writes."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def is_call_forced(self) -> bool:
+        """Whether the reply has to be calls and nothing else."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def called_name(self) -> str | None:
+        """The function that has to be called; None: whichever."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the output must look like; None: anything."""
+        if not self.is_call_forced:
+            return super().grammar
+        return forced_calls(self.tools, name=self.called_name, is_parallel=self.parallel_tool_calls)
 
     @property
     def num_logprobs(self) -> int | None:

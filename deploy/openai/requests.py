@@ -114,12 +114,11 @@ async def prepare_chat(
         ApiError, InputError: the request cannot be served; nothing has been started.
     """
     _check_model(body, description, settings)
-    messages = [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-        | ({"name": message.name} if message.name else {})
-        for message in body.messages
-    ]
-    prompt = await tokenizer.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+    prompt = await tokenizer.encode_chat(
+        [message.for_template() for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        tools=body.template_tools,
+    )
     params = _sampling_params(body, description, await _bad_words(body, tokenizer))
     return _prepared("chatcmpl", body, [prompt], params, description, settings)
 

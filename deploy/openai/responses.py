@@ -13,16 +13,20 @@ from deploy.openai.bodies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
+    ChatFinishReason,
     ChatResponse,
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
     Delta,
+    FunctionCall,
     PromptLogprobs,
     PromptTokensDetails,
     ResponseMetrics,
     SpeculativeDecodingMetrics,
     StopReason,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from deploy.openai.logprobs import (
@@ -35,6 +39,7 @@ from deploy.openai.logprobs import (
 from deploy.openai.protocol import ChatBody
 from deploy.openai.requests import PreparedRequest
 from deploy.openai.tokenization import DoorTokenizer
+from deploy.openai.tools import CallReader, read_reply
 from specdec.core.outputs import FinishReason, RequestOutput, SpeculationStats, TokenLogprobs
 from specdec.engine.best_of import best_choices
 
@@ -209,17 +214,40 @@ def _chat_choice(
     prepared: PreparedRequest, index: int, result: ChoiceResult, tokenizer: DoorTokenizer
 ) -> ChatChoice:
     wants_ids = prepared.body.return_token_ids
+    message, has_calls = _message(prepared, result)
     return ChatChoice(
         index=index,
-        message=AssistantMessage(content=result.text),
+        message=message,
         logprobs=chat_logprobs(result.logprobs, tokenizer)
         if prepared.body.num_logprobs is not None
         else None,
-        finish_reason=result.finish_reason,
+        finish_reason=_finish_reason(result.finish_reason, has_calls),
         stop_reason=result.stop_reason,
         token_ids=tuple(result.token_ids) if wants_ids else UNSET,
         prompt_token_ids=prepared.requests[index].prompt_token_ids if wants_ids else UNSET,
     )
+
+
+def _message(prepared: PreparedRequest, result: ChoiceResult) -> tuple[AssistantMessage, bool]:
+    """Return the reply, and whether there are calls in it."""
+    if not _reads_calls(prepared):
+        return AssistantMessage(content=result.text), False
+    content, calls = read_reply(result.text)
+    if not calls:
+        return AssistantMessage(content=content), False
+    made = [
+        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        for call in calls
+    ]
+    return AssistantMessage(content=content or None, tool_calls=made), True
+
+
+def _reads_calls(prepared: PreparedRequest) -> bool:
+    return isinstance(prepared.body, ChatBody) and prepared.body.reads_calls
+
+
+def _finish_reason(reason: FinishReason | None, has_calls: bool) -> ChatFinishReason | None:
+    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 class CompletionChunks:
@@ -295,6 +323,7 @@ class ChatChunks:
         self._tokenizer = tokenizer
         self._wants_ids = prepared.body.return_token_ids
         self._usage: UnsetType | None = None if prepared.body.include_usage else UNSET
+        self._readers = [CallReader() for _ in prepared.requests] if _reads_calls(prepared) else None
 
     def opening(self, index: int) -> bytes | None:
         """Return the chunk that says who speaks."""
@@ -304,11 +333,12 @@ class ChatChunks:
     def pieces(self, index: int, output: RequestOutput) -> list[bytes]:
         """Return the chunks that deliver one output: content, finish, both or neither."""
         chunks = []
-        if output.text or output.logprobs or (self._wants_ids and output.token_ids):
+        delta, has_calls = self._delta(index, output)
+        if delta is not None or output.logprobs or (self._wants_ids and output.token_ids):
             chunks.append(
                 ChatChunkChoice(
                     index=index,
-                    delta=Delta(content=output.text),
+                    delta=delta or Delta(content=""),
                     logprobs=chat_logprobs(output.logprobs, self._tokenizer) if output.logprobs else None,
                     token_ids=output.token_ids if self._wants_ids else UNSET,
                 )
@@ -318,11 +348,31 @@ class ChatChunks:
                 ChatChunkChoice(
                     index=index,
                     delta=Delta(),
-                    finish_reason=output.finish_reason,
+                    finish_reason=_finish_reason(output.finish_reason, has_calls),
                     stop_reason=output.stop_reason,
                 )
             )
         return [self._encode([chunk], self._usage) for chunk in chunks]
+
+    def _delta(self, index: int, output: RequestOutput) -> tuple[Delta | None, bool]:
+        """Return what an output adds to the message, if anything, and whether it has calls by now."""
+        if self._readers is None:
+            return (Delta(content=output.text) if output.text else None), False
+        reader = self._readers[index]
+        first = reader.num_calls
+        content, calls = reader.feed(output.text)
+        if output.finish_reason is not None:
+            content += reader.end()
+        made = [
+            ToolCallDelta(
+                index=first + number,
+                id=call.id,
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for number, call in enumerate(calls)
+        ]
+        delta = Delta(content=content or UNSET, tool_calls=made or UNSET) if content or made else None
+        return delta, reader.num_calls > 0
 
     def closing(self, usage: Usage | UnsetType, metrics: ResponseMetrics | UnsetType) -> bytes:
         """Return the last chunk, which has no choices."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.core.errors import CheckpointError, InputError
 
@@ -40,12 +40,16 @@ class DoorTokenizer(Protocol):
         ...
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation, by the model's chat template.
 
         Raises:
-            InputError: the template refuses the messages, or the model has none.
+            InputError: the template refuses the messages or knows nothing of tools, or the model has none.
         """
         ...
 
@@ -98,20 +102,26 @@ class HuggingFaceTokenizer:
         return await loop.run_in_executor(self._executor, self._encode, text, add_special_tokens)
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation, by the model's chat template.
 
         Raises:
-            InputError: the template refuses the messages, or the model has none.
+            InputError: the template refuses the messages or knows nothing of tools, or the model has none.
         """
         if not self._tokenizer.chat_template:
             raise InputError("this model has no chat template; use /v1/completions", param="messages")
         size = sum(len(message["content"]) for message in messages)
-        if size <= INLINE_CHARACTERS:
-            return self._encode_chat(messages, add_generation_prompt)
+        if size <= INLINE_CHARACTERS and tools is None:
+            return self._encode_chat(messages, add_generation_prompt, None)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._encode_chat, messages, add_generation_prompt)
+        return await loop.run_in_executor(
+            self._executor, self._encode_chat, messages, add_generation_prompt, tools
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
@@ -134,20 +144,37 @@ class HuggingFaceTokenizer:
         return tuple(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def _encode_chat(
-        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] | None,
     ) -> tuple[int, ...]:
+        text = self._render(messages, add_generation_prompt, tools)
+        if tools is not None and text == self._render(messages, add_generation_prompt, None):
+            raise InputError("this model's chat template knows nothing of tools", param="tools")
+        return self._encode(text, False)
+
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=None if tools is None else list(tools),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
-        except (TemplateError, ValueError) as error:
+        except (TemplateError, ValueError, TypeError) as error:
             raise InputError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         assert isinstance(text, str)
-        return self._encode(text, False)
+        return text
 
 
 class _Speller(Protocol):

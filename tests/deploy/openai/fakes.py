@@ -138,9 +138,9 @@ class Door:
     settings: DoorSettings = field(default_factory=DoorSettings)
 
     def __post_init__(self) -> None:
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = CHAT_TEMPLATE
-        self.app: FastAPI = create_app(self.service, self.settings, HuggingFaceTokenizer(tokenizer))
+        self.tokenizer = make_tokenizer()
+        self.tokenizer.chat_template = CHAT_TEMPLATE
+        self.app: FastAPI = create_app(self.service, self.settings, HuggingFaceTokenizer(self.tokenizer))
 
     async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app)

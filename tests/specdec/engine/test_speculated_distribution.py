@@ -63,7 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.25},
     "grammar": {"grammar": Grammar("regex", PATTERN)},
-    "grammar and penalty": {"grammar": Grammar("regex", PATTERN), "frequency_penalty": 1.0, "top_p": 0.8},
+    "grammar and penalty": {"grammar": Grammar("regex", PATTERN), "frequency_penalty": -0.8},
     "all": {
         "temperature": 1.3,
         "top_p": 0.9,
