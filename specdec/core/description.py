@@ -13,6 +13,7 @@ class TargetDescription:
     revision: str
     """Hash over config and weights: replay is only allowed onto the same one."""
     dtype: str
+    """In which it computes."""
     vocab_size: int
     max_model_len: int
     """Longest sequence, prompt and output together, in tokens."""
@@ -21,3 +22,5 @@ class TargetDescription:
     block_size: int
     rule: str = "sample_and_match"
     """Name of the verification rule (`specdec.verification`)."""
+    quantization: str | None = None
+    """How its weights are quantized; None: they are not."""

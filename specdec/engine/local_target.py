@@ -93,6 +93,7 @@ class LocalTarget:
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             rule=rule.capabilities.name,
+            quantization=loaded.quantization,
         )
 
     @property

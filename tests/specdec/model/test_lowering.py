@@ -18,8 +18,14 @@ from specdec.kv.pool import KvPool
 from specdec.model.batch import SequenceSlice
 from specdec.model.fusion import fuse
 from specdec.model.lowering import Elementwise, LinearLayer, Mean, Norm, Operation, Rotary, lower
-from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library
+from specdec.model.native_forward import (
+    NativeForward,
+    PackedWeights,
+    load_forward_library,
+    load_quantized_kernel,
+)
 from specdec.model.position_tables import position_tables
+from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower, record
 from specdec.model.schedule import Step, place, schedule
 from specdec.model.trace import Trace
@@ -91,6 +97,10 @@ def lowered(model: Model, *, fused: bool = True) -> Native:
     tables = position_tables(trace, [v for v in values if v.kind == "position"], NUM_POSITIONS)
     library = load_forward_library(resolve_cache_dir(None))
     layers: list[LayerAttention] = []
+    is_quantized = any(
+        isinstance(operation, LinearLayer) and isinstance(operation.weight, QuantizedWeight)
+        for operation in operations
+    )
     forward = NativeForward(
         library,
         steps,
@@ -99,6 +109,7 @@ def lowered(model: Model, *, fused: bool = True) -> Native:
         logits=result.logits,
         weights=PackedWeights(library, 1 << 30),
         layers=layers,
+        quantized_kernel=load_quantized_kernel(resolve_cache_dir(None)) if is_quantized else None,
     )
     return Native(forward, steps)
 
