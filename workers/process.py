@@ -39,6 +39,8 @@ def prepare_logging(name: str) -> None:
     )
     for noisy in ("httpx", "transformers", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # transformers imports it where it is installed, and it reports kernels for GPUs that it cannot load.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
 
 
 def settle_memory() -> None:

@@ -29,7 +29,13 @@ from specdec.model.experts import recorded_experts
 from specdec.model.fusion import fuse
 from specdec.model.loader import LoadedModel
 from specdec.model.lowering import lower
-from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library, weights_of
+from specdec.model.native_forward import (
+    NativeForward,
+    PackedWeights,
+    load_forward_library,
+    load_quantized_kernel,
+    weights_of,
+)
 from specdec.model.position_tables import position_tables
 from specdec.model.recording import CannotLower, record, single_threaded
 from specdec.model.runner import ForwardInputs, ModelRunner
@@ -57,6 +63,8 @@ def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
     """Return about how much memory a compiled forward's packed weights are going to take."""
     if config.mode == "off" or loaded.device.type != "cpu":
         return 0
+    if loaded.quantization is not None:  # they are packed already
+        return 0
     matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() >= 2)
     return min(config.max_frozen_bytes, matrices)
 
@@ -73,6 +81,7 @@ class WarmUpProgress(Protocol):
 class _Libraries:
     forward: ctypes.CDLL
     attention: CpuPagedAttention
+    quantized_kernel: ctypes.c_void_p | None
 
 
 class _InThread(Generic[_Made]):
@@ -253,7 +262,14 @@ class CompiledForward:
             weights.pack(matrix)
             yield "packing weights"
         forward = NativeForward(
-            libraries.forward, steps, buffers, tables, logits=lowered.logits, weights=weights, layers=layers
+            libraries.forward,
+            steps,
+            buffers,
+            tables,
+            logits=lowered.logits,
+            weights=weights,
+            layers=layers,
+            quantized_kernel=libraries.quantized_kernel,
         )
         yield "checking against the eager forward"
         self._check(forward)
@@ -268,12 +284,17 @@ class CompiledForward:
         )
 
     def _build(self) -> Generator[str, None, _Libraries]:
-        """Build or load the C++ libraries, both at once, beside whatever else this thread does."""
+        """Build or load the C++ libraries, all at once, beside whatever else this thread does."""
         forward = _InThread(lambda: load_forward_library(self._cache_dir))
         attention = _InThread(lambda: CpuPagedAttention(self._cache_dir))
-        while not (forward.wait(_POLL_S) and attention.wait(_POLL_S)):
+        quantized = _InThread(self._load_quantized_kernel)
+        while not all(library.wait(_POLL_S) for library in (forward, attention, quantized)):
             yield _FIRST_STAGE
-        return _Libraries(forward.result(), attention.result())
+        return _Libraries(forward.result(), attention.result(), quantized.result())
+
+    def _load_quantized_kernel(self) -> ctypes.c_void_p | None:
+        is_needed = self._runner.loaded.quantization is not None
+        return load_quantized_kernel(self._cache_dir) if is_needed else None
 
     def _check(self, forward: NativeForward) -> None:
         """Run a few small batches both ways, on pools of their own.
