@@ -12,7 +12,7 @@ STAMP := .venv/.drafthouse-installed
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 
-.PHONY: help install serve test test-all check lint types imports format hooks bench-quick pin clean distclean
+.PHONY: help install serve test test-all gpu check lint types imports format hooks bench-quick pin clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## *\(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || \
@@ -32,6 +32,9 @@ test: install  ## unit tests and pairwise matrices (ARGS="-k name" passes option
 
 test-all: install  ## everything, the long matrices too; GPU tests run where there is a GPU
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+gpu: install  ## tests and quick benchmarks on a GPU, under ten minutes (ARGS="folder" for raw results)
+	@exec scripts/gpu $(ARGS)
 
 check: lint types imports  ## all that reads the code without running it
 

@@ -7,7 +7,7 @@ A round may bring several tokens of one stream and one of another, so three thin
     slow streams     the slowest tenth by that: with speculation, those whose drafts are not accepted, and who
                      pay for the rows that the others' drafts take
 
-Fairness is Jain's index of the streams' speeds: 1 when all are equally fast, 1/n when one has everything.
+Fairness is Jain's index of the streams' times per token: 1 when all are equal, 1/n when one alone waits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def cadence_of(timelines: Sequence[Timeline]) -> Cadence:
         tpot_ms=_percentiles_ms(per_token),
         slow_tenth_tpot_ms=1e3 * sum(slow) / len(slow),
         tokens_per_event=num_tokens / sum(len(one.events) for one in timelines),
-        fairness=jain([1.0 / seconds for seconds in per_token if seconds > 0]),
+        fairness=jain(per_token),
     )
 
 
@@ -96,10 +96,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
-def jain(speeds: Sequence[float]) -> float:
+def jain(amounts: Sequence[float]) -> float:
     """Return Jain's fairness index, (sum x)^2 / (n sum x^2); 1.0 for nobody."""
-    squares = sum(speed * speed for speed in speeds)
-    return sum(speeds) ** 2 / (len(speeds) * squares) if squares else 1.0
+    squares = sum(amount * amount for amount in amounts)
+    return sum(amounts) ** 2 / (len(amounts) * squares) if squares else 1.0
 
 
 def arrival_times(num_requests: int, per_second: float, seed: int) -> list[float]:

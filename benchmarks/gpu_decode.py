@@ -16,6 +16,7 @@ The draft loop is k steps and choices in one graph, of a 1 B shape; its floor is
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
@@ -141,6 +142,12 @@ def tokens_that_fit(loaded: LoadedModel, device: torch.device) -> int:
     return max(0, (int(free) - _BYTES_LEFT) // bytes_per_block(shapes, 1, loaded.dtype))
 
 
+def free_memory() -> None:
+    """Give back what nobody refers to any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def host_seconds(run: Callable[[], object], repeats: int) -> float:
     """Median seconds of `run`, which ends with something on the host."""
     for _ in range(3):
@@ -243,7 +250,7 @@ def run_steps(
     empty = random_model(LLAMA_8B, device, max_model_len=_MAX_CONTEXT)
     limit = tokens_that_fit(empty, device)
     del empty
-    torch.cuda.empty_cache()
+    free_memory()
     rows = (1, 1 + plan.k)
     wanted = [shape for shape in plan.shapes if shape[0] * (shape[1] + 64) <= limit]
     num_tokens = max(batch * (context + 64) for batch, context in wanted)
@@ -288,11 +295,11 @@ def main(
     plan = QUICK if quick else FULL
     speeds = bandwidth(device)
     bytes_per_s = max(speeds.values())
-    torch.cuda.empty_cache()
+    free_memory()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with torch.inference_mode(), Progress(*columns, console=Console(stderr=True)) as progress:
         steps, facts = run_steps(plan, bytes_per_s, device, progress)
-        torch.cuda.empty_cache()
+        free_memory()
         drafts = run_drafts(plan, bytes_per_s, device, progress)
     numbers = headlines(steps, drafts, bytes_per_s)
     results = {

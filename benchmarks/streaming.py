@@ -114,7 +114,7 @@ class HttpSource:
         self._client = client
 
     async def stream(self, ask: Ask) -> AsyncIterator[int]:
-        """See `Source`; event ids say how many tokens there have been."""
+        """See `Source`; event ids say how many tokens there have been. What comes at once is one event."""
         body = {
             "prompt": ask.prompt,
             "max_tokens": ask.num_tokens,
@@ -125,15 +125,27 @@ class HttpSource:
             "speculation": {"num_speculative_tokens": ask.k},
             "cache_salt": ask.salt,
         }
-        num_tokens = 0
+        num_tokens, rest = 0, b""
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             response.raise_for_status()
-            async for line in response.aiter_lines():
-                if line.startswith("id: "):
-                    before, num_tokens = num_tokens, int(line.rsplit(":", 1)[1])
-                    yield num_tokens - before
-                elif line.startswith("data: ") and '"error"' in line[:20]:
-                    raise RuntimeError(line)
+            async for piece in response.aiter_bytes():
+                *lines, rest = (rest + piece).split(b"\n")
+                before, num_tokens = num_tokens, tokens_until(lines, num_tokens)
+                yield num_tokens - before
+
+
+def tokens_until(lines: Sequence[bytes], num_tokens: int) -> int:
+    """Return how many tokens there have been after these lines of a stream, and `num_tokens` before.
+
+    Raises:
+        RuntimeError: the stream has ended in an error.
+    """
+    for line in lines:
+        if line.startswith(b"id: "):
+            num_tokens = int(line.rsplit(b":", 1)[1])
+        elif line.startswith(b'data: {"error"'):
+            raise RuntimeError(line.decode())
+    return num_tokens
 
 
 def draw_requests(text: Sequence[int], number: int, seed: int) -> list[Ask]:

@@ -99,6 +99,7 @@ class TargetGroup:
             scheduler=self._config.scheduler,
             controller=controller_for(self._config.speculative_config),
             prefix_caching=self._config.cache.enable_prefix_caching,
+            grammar=self._config.grammar,
         )
 
     def check_idle(self) -> None:

@@ -50,4 +50,5 @@ class DrafthouseConfig(EngineConfig):
             speculative_config=self.speculative_config,
             cache=self.cache,
             scheduler=self.scheduler,
+            grammar=self.grammar,
         )

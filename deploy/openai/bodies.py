@@ -54,12 +54,25 @@ class ResponseMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Parallel lists, one entry per generated token."""
+    """Parallel lists, one entry per token; the first token of an echoed prompt has no log-probability."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token at a position of the prompt."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most likely token; None for the prompt's own token where it is not among those listed."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
+"""By position of the prompt, by token id; None for the first (vLLM's shape)."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +85,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +158,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     metrics: ResponseMetrics | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from specdec.core.errors import CapacityError, InputError, NotReadyError, RequestFailed, TransportError
-from specdec.engine.service import SHUTTING_DOWN, TIMED_OUT
+from specdec.engine.service import GRAMMAR_FAILED, INVALID_GRAMMAR, SHUTTING_DOWN, TIMED_OUT
 
 NOT_READY_RETRY_AFTER_S = 2.0
 """What a client is told to wait for while the model loads or its workers are replaced."""
 _MAX_SHOWN_INPUT = 80
-_ASKED_FOR_TOO_MUCH = frozenset({"no_token_allowed"})
+_ASKED_FOR_TOO_MUCH = frozenset({"no_token_allowed", GRAMMAR_FAILED, INVALID_GRAMMAR})
 """Codes of failures that lie in what the client asked for, though they show only on the way."""
 _WORDS = {"model_type": "must be a JSON object", "dict_type": "must be a JSON object"}
 """Where pydantic's own words are about Python."""
@@ -136,7 +136,7 @@ def _request_failed(error: RequestFailed) -> ApiError:
     if error.code == TIMED_OUT:
         return request_timeout(str(error))
     if error.code in _ASKED_FOR_TOO_MUCH:
-        return ApiError(400, str(error), code=error.code)
+        return ApiError(400, str(error), param=error.param, code=error.code)
     return ApiError(500, str(error), type="server_error", code=error.code)
 
 

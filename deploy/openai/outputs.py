@@ -12,8 +12,9 @@ from deploy.openai.metrics import ChoiceTimer, DoorMetrics
 from specdec.core.errors import RequestFailed
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
-from specdec.engine.service import GenerationService
+from specdec.engine.service import GRAMMAR_FAILED, INVALID_GRAMMAR, GenerationService
 
+_GRAMMAR_CODES = frozenset({INVALID_GRAMMAR, GRAMMAR_FAILED})
 _BUFFERED_OUTPUTS = 64
 """Outputs that may wait for a slow client before its choices wait for it."""
 
@@ -75,12 +76,9 @@ class ChoiceOutputs:
         item = await self._next()
         if isinstance(item, Exception):
             raise item
-        _, output = item
+        index, output = item
         if output.finish_reason in ("error", "abort"):
-            raise RequestFailed(
-                output.error or "The request was aborted by the server.",
-                code=output.error_code or f"request_{output.finish_reason}",
-            )
+            raise _failure(output, self._requests[index])
         if output.finish_reason is not None:
             self._num_unfinished -= 1
         return item
@@ -114,3 +112,12 @@ class ChoiceOutputs:
             if not is_finished:
                 self._metrics.aborted.inc()
                 await self._service.abort(request.request_id)
+
+
+def _failure(output: RequestOutput, request: Request) -> RequestFailed:
+    grammar = request.params.grammar
+    return RequestFailed(
+        output.error or "The request was aborted by the server.",
+        code=output.error_code or f"request_{output.finish_reason}",
+        param=grammar.param if grammar is not None and output.error_code in _GRAMMAR_CODES else None,
+    )

@@ -15,36 +15,29 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from deploy.openai.body_part import BodyPart
+from deploy.openai.grammars import GrammarFields
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import MAX_LOGPROBS, LogprobsMode
 from specdec.scheduling.admission import MAX_PRIORITY
 
 _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -57,6 +50,7 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
 
 _HARMLESS = frozenset(
     {
+        "guided_decoding_backend",
         "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
@@ -69,20 +63,6 @@ _HARMLESS = frozenset(
     }
 )
 """Known fields that cannot change the output: accounting and hints."""
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        """A field that is null has its default."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
 
 
 def _one_or_many(value: object) -> object:
@@ -121,7 +101,7 @@ def _is_token_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
 
-class StreamOptions(_Body):
+class StreamOptions(BodyPart):
     """How a stream is to be delivered."""
 
     include_usage: bool = False
@@ -130,7 +110,7 @@ class StreamOptions(_Body):
     """Accepted and ignored: nothing is padded."""
 
 
-class SpeculationOptions(_Body):
+class SpeculationOptions(BodyPart):
     """Per-request override of how much is drafted.
 
     It changes the speed; under sample_and_match never the output, under another lossless rule never its
@@ -141,13 +121,13 @@ class SpeculationOptions(_Body):
     """Draft tokens per round; 0 switches speculation off."""
 
 
-class GenerationBody(_Body):
+class GenerationBody(GrammarFields):
     """Fields that completions and chat completions share."""
 
     model: str | None = None
     """Name of the served model; may be left out."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens to generate."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """Most tokens to generate; 0 only where something of the prompt is asked for."""
     min_tokens: int = Field(default=0, ge=0)
     """EOS and stop tokens are not among the first so many tokens; stop strings are not looked for before."""
     temperature: float = 1.0
@@ -184,6 +164,8 @@ class GenerationBody(_Body):
     """Go on after EOS."""
     logprobs_mode: LogprobsMode = "raw"
     """raw: of the unmodified distribution; processed: of what was sampled from."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Report log-probabilities of the prompt's tokens, and of so many most likely ones at each position."""
     stream: bool = False
     """Deliver tokens as server-sent events."""
     stream_options: StreamOptions | None = None
@@ -226,10 +208,30 @@ class GenerationBody(_Body):
             raise InputError("stream_options is only allowed with stream: true", param="stream_options")
         return self
 
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InputError("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
+        if self.max_tokens == 0 and self.num_prompt_logprobs is None:
+            raise InputError(
+                "max_tokens must be at least 1, or 0 with echo or prompt_logprobs", param="max_tokens"
+            )
+        return self
+
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives to report per position; None: no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to find per position of the prompt; None: nothing."""
+        return self.prompt_logprobs
+
+    @property
+    def num_streams(self) -> int:
+        """Choices to generate per prompt."""
+        return self.n
 
     @property
     def include_usage(self) -> bool:
@@ -259,20 +261,46 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Prompt, Field(union_mode="left_to_right"), BeforeValidator(_prompt)]
     """Text, or token ids, or a list of either."""
-    max_tokens: int = Field(default=16, ge=1)
-    """Most tokens to generate per choice."""
+    max_tokens: int = Field(default=16, ge=0)
+    """Most tokens to generate per choice; 0 only with `echo` or `prompt_logprobs`."""
+    best_of: int | None = None
+    """Generate so many choices per prompt and return the `n` best: those with the highest mean
+    log-probability per token."""
+    echo: bool = False
+    """Put the prompt in front of every text, with its log-probabilities where `logprobs` asks for them."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Report log-probabilities: of the chosen token and of so many most likely ones."""
     add_special_tokens: bool = True
     """Whether the tokenizer may add its own tokens (BOS) to text prompts."""
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of is not None and self.best_of < self.n:
+            raise InputError(f"best_of must be at least n, {self.n}, got {self.best_of}", param="best_of")
+        if self.num_streams > self.n and self.stream:
+            raise InputError("best_of above n is not available with stream: true", param="best_of")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives to report per position; None: no log-probabilities at all."""
         return self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to find per position of the prompt; None: nothing."""
+        echoed = self.logprobs if self.echo else None
+        if echoed is None and self.prompt_logprobs is None:
+            return 0 if self.echo and self.max_tokens == 0 else None
+        return max(echoed or 0, self.prompt_logprobs or 0)
 
-class TextPart(_Body):
+    @property
+    def num_streams(self) -> int:
+        """Choices to generate per prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+
+class TextPart(BodyPart):
     """One part of a message's content. Only text is supported."""
 
     type: Literal["text"]
@@ -293,7 +321,7 @@ _Text = Annotated[str, Tag("<text>")]
 _Parts = Annotated[list[TextPart], Tag("<parts>")]
 
 
-class ChatMessage(_Body):
+class ChatMessage(BodyPart):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]

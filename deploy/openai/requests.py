@@ -35,7 +35,10 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """One HTTP request, ready to run: choice i of the response is `requests[i]`."""
+    """One HTTP request, ready to run: `body.num_streams` requests per prompt.
+
+    Without `best_of`, choice i of the response is `requests[i]`.
+    """
 
     response_id: str
     created_s: int
@@ -47,11 +50,17 @@ class PreparedRequest:
     requests: tuple[Request, ...]
     timeout_s: float | None = None
     """Longest time for all of it, from now on; None: no limit."""
+    prompt_texts: tuple[str, ...] = ()
+    """What `echo` puts in front of the texts, by prompt."""
+
+    def prompt_text(self, index: int) -> str:
+        """What is put in front of the text of request `index`."""
+        return self.prompt_texts[index // self.body.num_streams] if self.prompt_texts else ""
 
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens as OpenAI counts them: each prompt once, however many choices it has."""
-        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.body.n])
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.body.num_streams])
 
 
 def parse_body(data: bytes, body_type: type[BodyT]) -> BodyT:
@@ -88,7 +97,12 @@ async def prepare_completion(
     _check_model(body, description, settings)
     prompts = await _tokenize_prompts(body, tokenizer, settings)
     params = _sampling_params(body, description, await _bad_words(body, tokenizer))
-    return _prepared("cmpl", body, prompts, params, description, settings)
+    prepared = _prepared("cmpl", body, prompts, params, description, settings)
+    return (
+        dataclasses.replace(prepared, prompt_texts=_prompt_texts(body, prompts, tokenizer))
+        if body.echo
+        else prepared
+    )
 
 
 async def prepare_chat(
@@ -182,7 +196,7 @@ async def _tokenize_prompts(
     items = [prompt] if is_single else list(prompt)
     if not items:
         raise InputError("prompt must not be empty", param="prompt")
-    _check_num_choices(len(items) * body.n, settings)
+    _check_num_choices(len(items) * body.num_streams, body, settings)
     token_ids = []
     for index, item in enumerate(items):
         param = "prompt" if is_single else f"prompt[{index}]"
@@ -195,11 +209,21 @@ async def _tokenize_prompts(
     return token_ids
 
 
-def _check_num_choices(num_choices: int, settings: DoorSettings) -> None:
+def _prompt_texts(
+    body: CompletionBody, prompts: list[tuple[int, ...]], tokenizer: DoorTokenizer
+) -> tuple[str, ...]:
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if isinstance(given[0], str):
+        return tuple(map(str, given))
+    return tuple(tokenizer.decode(token_ids) for token_ids in prompts)
+
+
+def _check_num_choices(num_choices: int, body: GenerationBody, settings: DoorSettings) -> None:
     if num_choices > settings.max_choices:
+        param = "n" if body.num_streams == body.n else "best_of"
         raise InputError(
-            f"n times the number of prompts must be at most {settings.max_choices}, got {num_choices}",
-            param="n",
+            f"{param} times the number of prompts must be at most {settings.max_choices}, got {num_choices}",
+            param=param,
         )
 
 
@@ -211,7 +235,7 @@ def _prepared(
     description: TargetDescription,
     settings: DoorSettings,
 ) -> PreparedRequest:
-    _check_num_choices(len(prompts) * body.n, settings)
+    _check_num_choices(len(prompts) * body.num_streams, body, settings)
     prompt_param = "prompt" if isinstance(body, CompletionBody) else "messages"
     for prompt in prompts:
         _check_prompt(prompt, params, description, prompt_param)
@@ -245,7 +269,7 @@ def _requests(
     for prompt in prompts:
         # With a seed a prompt gives the same tokens alone and in a list; without one, each prompt its own.
         seed = mint_seed() if body.seed is None else body.seed
-        for choice in range(body.n):
+        for choice in range(body.num_streams):
             requests.append(
                 Request(
                     request_id=RequestId(f"{response_id}-{len(requests)}"),
@@ -290,16 +314,20 @@ def _sampling_params(
         logit_bias=body.logit_bias,
         bad_words=bad_words,
         allowed_token_ids=body.allowed_token_ids,
+        grammar=body.grammar,
         seed=body.seed,
         n=body.n,
+        best_of=body.num_streams if body.num_streams > body.n else None,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
         include_stop_str_in_output=body.include_stop_str_in_output,
         ignore_eos=body.ignore_eos,
-        logprobs=body.num_logprobs,
+        # The best are found by their log-probabilities.
+        logprobs=0 if body.num_streams > body.n and body.num_logprobs is None else body.num_logprobs,
         logprobs_mode=body.logprobs_mode,
+        prompt_logprobs=body.num_prompt_logprobs,
     )
     try:
         params.checked()
@@ -311,7 +339,7 @@ def _sampling_params(
     # What follows is per choice: the request's own seed is the noise key. A top_k that keeps everything is
     # no top_k (and any number of digits fits the wire then).
     top_k = None if params.top_k is not None and params.top_k >= description.vocab_size else params.top_k
-    return msgspec.structs.replace(params, n=1, seed=None, top_k=top_k)
+    return msgspec.structs.replace(params, n=1, best_of=None, seed=None, top_k=top_k)
 
 
 def _max_tokens(body: CompletionBody | ChatBody) -> tuple[int | None, str]:

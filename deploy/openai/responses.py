@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,19 +15,28 @@ from deploy.openai.bodies import (
     ChatChunkChoice,
     ChatResponse,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionResponse,
     Delta,
+    PromptLogprobs,
     PromptTokensDetails,
     ResponseMetrics,
     SpeculativeDecodingMetrics,
     StopReason,
     Usage,
 )
-from deploy.openai.logprobs import chat_logprobs, completion_logprobs
+from deploy.openai.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from deploy.openai.protocol import ChatBody
 from deploy.openai.requests import PreparedRequest
 from deploy.openai.tokenization import DoorTokenizer
 from specdec.core.outputs import FinishReason, RequestOutput, SpeculationStats, TokenLogprobs
+from specdec.engine.best_of import best_choices
 
 
 @dataclass(slots=True)
@@ -37,6 +46,7 @@ class ChoiceResult:
     text_parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
@@ -63,6 +73,7 @@ class ChoiceResult:
         self.text_parts.append(output.text)
         self.token_ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs or ())
+        self.prompt_logprobs += output.prompt_logprobs or ()
 
 
 def usage_of(prepared: PreparedRequest, results: Sequence[ChoiceResult]) -> Usage:
@@ -71,7 +82,7 @@ def usage_of(prepared: PreparedRequest, results: Sequence[ChoiceResult]) -> Usag
     A prompt counts once, however many choices it has; what was cached of it is what its first choice found.
     """
     num_prompt, num_generated = prepared.num_prompt_tokens, sum(result.num_tokens for result in results)
-    num_cached = sum(result.num_cached_tokens for result in results[:: prepared.body.n])
+    num_cached = sum(result.num_cached_tokens for result in results[:: prepared.body.num_streams])
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_generated,
@@ -125,6 +136,7 @@ def complete_body(prepared: PreparedRequest, results: list[ChoiceResult], tokeni
             ],
             usage=usage,
             metrics=metrics,
+            prompt_logprobs=_prompt_logprobs(prepared, results[0], tokenizer),
         )
     else:
         response = CompletionResponse(
@@ -134,7 +146,8 @@ def complete_body(prepared: PreparedRequest, results: list[ChoiceResult], tokeni
             system_fingerprint=prepared.system_fingerprint,
             lossy=prepared.lossy,
             choices=[
-                _completion_choice(prepared, index, result, tokenizer) for index, result in enumerate(results)
+                _completion_choice(prepared, index, stream, results[stream], tokenizer)
+                for index, stream in enumerate(_chosen(prepared, results))
             ],
             usage=usage,
             metrics=metrics,
@@ -142,20 +155,54 @@ def complete_body(prepared: PreparedRequest, results: list[ChoiceResult], tokeni
     return msgspec.json.encode(response)
 
 
+def _chosen(prepared: PreparedRequest, results: list[ChoiceResult]) -> Iterator[int]:
+    """Return which streams are the choices: all, or the best ones of each prompt."""
+    num_streams = prepared.body.num_streams
+    for first in range(0, len(results), num_streams):
+        logprobs = [result.logprobs for result in results[first : first + num_streams]]
+        yield from (first + number for number in best_choices(logprobs, prepared.body.n))
+
+
 def _completion_choice(
-    prepared: PreparedRequest, index: int, result: ChoiceResult, tokenizer: DoorTokenizer
+    prepared: PreparedRequest, index: int, stream: int, result: ChoiceResult, tokenizer: DoorTokenizer
 ) -> CompletionChoice:
-    wants_logprobs = prepared.body.num_logprobs is not None
     wants_ids = prepared.body.return_token_ids
+    logprobs = None
+    if prepared.body.num_logprobs is not None:
+        logprobs = _text_logprobs(prepared, stream, result.prompt_logprobs, result.logprobs, tokenizer)
     return CompletionChoice(
         index=index,
-        text=result.text,
-        logprobs=completion_logprobs(result.logprobs, tokenizer, 0) if wants_logprobs else None,
+        text=prepared.prompt_text(stream) + result.text,
+        logprobs=logprobs,
         finish_reason=result.finish_reason,
         stop_reason=result.stop_reason,
         token_ids=tuple(result.token_ids) if wants_ids else UNSET,
-        prompt_token_ids=prepared.requests[index].prompt_token_ids if wants_ids else UNSET,
+        prompt_token_ids=prepared.requests[stream].prompt_token_ids if wants_ids else UNSET,
+        prompt_logprobs=_prompt_logprobs(prepared, result, tokenizer),
     )
+
+
+def _text_logprobs(
+    prepared: PreparedRequest,
+    stream: int,
+    prompt: Sequence[TokenLogprobs],
+    generated: Sequence[TokenLogprobs],
+    tokenizer: DoorTokenizer,
+) -> CompletionLogprobs:
+    """Return what the beginning of a text is made of, the prompt included where it is echoed."""
+    num_top = prepared.body.num_logprobs or 0
+    if not prepared.prompt_texts:
+        return completion_logprobs(generated, tokenizer, 0)
+    token_ids = prepared.requests[stream].prompt_token_ids
+    echoed = echoed_logprobs(token_ids, prompt, tokenizer, num_top)
+    return joined(echoed, completion_logprobs(generated, tokenizer, sum(map(len, echoed.tokens))))
+
+
+def _prompt_logprobs(
+    prepared: PreparedRequest, result: ChoiceResult, tokenizer: DoorTokenizer
+) -> PromptLogprobs | UnsetType:
+    num_top = prepared.body.prompt_logprobs
+    return UNSET if num_top is None else prompt_logprobs(result.prompt_logprobs, tokenizer, num_top)
 
 
 def _chat_choice(
@@ -183,6 +230,7 @@ class CompletionChunks:
         self._tokenizer = tokenizer
         self._wants_ids = prepared.body.return_token_ids
         self._text_offsets = [0] * len(prepared.requests)
+        self._unechoed = set(range(len(prepared.requests))) if prepared.prompt_texts else set()
 
     def opening(self, index: int) -> bytes | None:
         """A completion's stream opens with its first text."""
@@ -194,13 +242,20 @@ class CompletionChunks:
             output.text or output.finish_reason or output.logprobs or (self._wants_ids and output.token_ids)
         ):
             return []
+        is_echo = index in self._unechoed
+        self._unechoed.discard(index)
         logprobs = None
-        if output.logprobs:
+        if is_echo and self._prepared.body.num_logprobs is not None:
+            logprobs = _text_logprobs(
+                self._prepared, index, output.prompt_logprobs or (), output.logprobs or (), self._tokenizer
+            )
+        elif output.logprobs:
             logprobs = completion_logprobs(output.logprobs, self._tokenizer, self._text_offsets[index])
+        if logprobs is not None:
             self._text_offsets[index] += sum(map(len, logprobs.tokens))
         choice = CompletionChoice(
             index=index,
-            text=output.text,
+            text=(self._prepared.prompt_text(index) if is_echo else "") + output.text,
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,

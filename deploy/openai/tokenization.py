@@ -49,6 +49,10 @@ class DoorTokenizer(Protocol):
         """
         ...
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        ...
+
     def token_text(self, token_id: int) -> TokenText:
         """Return one token's text and bytes."""
         ...
@@ -108,6 +112,11 @@ class HuggingFaceTokenizer:
             return self._encode_chat(messages, add_generation_prompt)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._encode_chat, messages, add_generation_prompt)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        text: str = self._tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
 
     def token_text(self, token_id: int) -> TokenText:
         """Return one token's text and bytes (remembered: a vocabulary is finite)."""

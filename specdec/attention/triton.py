@@ -183,9 +183,14 @@ class TritonPagedAttention:
             TritonUnavailable: layers differ in their heads.
         """
         kind = self._only_kind(layers, dtype)
-        tile = self._tile(kind, is_split=True)
+        ratio, tile_rows = _ratio(kind), self._tile(kind, is_split=True).rows
         partials = min(num_rows * self.max_splits, _max_partials(kind.num_heads, kind.head_dim))
-        return StaticSize(num_units=partials * -(-_ratio(kind) // tile.rows), num_partials=partials)
+        return StaticSize(
+            num_units=partials * -(-ratio // tile_rows),
+            num_partials=partials,
+            ratio=ratio,
+            tile_rows=tile_rows,
+        )
 
     def holds(self, size: StaticSize, query_lens: Sequence[int], context_lens: Sequence[int]) -> bool:
         """Whether there is room for the work of a step, all of it split."""
@@ -195,21 +200,16 @@ class TritonPagedAttention:
         )
 
     def static_work(
-        self,
-        layers: Sequence[LayerAttention],
-        dtype: torch.dtype,
-        query_lens: Sequence[int],
-        context_lens: Sequence[int],
+        self, size: StaticSize, query_lens: Sequence[int], context_lens: Sequence[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the units and the places, for `StaticWork`, of a step that it holds."""
-        kind = self._only_kind(layers, dtype)
         everyone = range(len(query_lens))
         units = work_units(
             query_lens,
             context_lens,
             everyone,
-            ratio=_ratio(kind),
-            tile_rows=self._tile(kind, is_split=True).rows,
+            ratio=size.ratio,
+            tile_rows=size.tile_rows,
             split_keys=self.split_keys,
         )
         return units, partial_places(query_lens, context_lens, everyone, self.split_keys)
@@ -385,10 +385,12 @@ class TritonPagedAttention:
 
 
 class StaticSize(NamedTuple):
-    """How much work a `StaticWork` has room for."""
+    """How much work a `StaticWork` has room for, and how work of its layers is cut."""
 
     num_units: int
     num_partials: int
+    ratio: int
+    tile_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

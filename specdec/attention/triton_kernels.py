@@ -95,7 +95,8 @@ def _visible(
     return visible
 
 
-@triton.jit(do_not_specialize=["table_width", "mask_width"])
+# Work lists are packed without alignment: specialised on it, the kernels would be compiled again and again.
+@triton.jit(do_not_specialize=["partial_places", "work", "num_work", "table_width", "mask_width"])
 def attend_kernel(
     query,
     key_cache,
@@ -249,7 +250,7 @@ def attend_kernel(
                 tl.store(partial_sum + place_M, sum_M, mask=in_tile_M)
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["partial_places", "first_row"])
 def combine_kernel(
     out,
     partial_out,

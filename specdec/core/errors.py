@@ -65,11 +65,15 @@ class NotReadyError(DrafthouseError):
 
 
 class RequestFailed(DrafthouseError):
-    """One request cannot go on. `code` is a stable machine-readable reason."""
+    """One request cannot go on.
 
-    def __init__(self, message: str, *, code: str) -> None:
+    `code` is a stable machine-readable reason; `param` names the request field at fault, if one is.
+    """
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.param = param
 
 
 class TransportError(DrafthouseError):

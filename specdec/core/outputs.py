@@ -69,6 +69,9 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """New text; characters are never split, text that may belong to a stop string is held back."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's second token and all behind it, when the request asked for them: once, with the first
+    output."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the text, if one did."""

@@ -60,6 +60,10 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     """Stream that the draft was sampled with, for rules that decide at the target; None: deterministic."""
     q_rows: tuple[TokenDistribution, ...] | None = None
     """What each draft token was sampled from, for rules that need it."""
+    masks: tuple[bytes, ...] | None = None
+    """What a grammar allows at each sampled row: bit t (byte t // 8, from the low end) for token t."""
+    scored_token_ids: tuple[int, ...] = ()
+    """Prompt tokens behind the first rows, one each, whose log-probabilities are wanted."""
 
 
 class TargetStep(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +93,8 @@ class WorkResult(msgspec.Struct, frozen=True, array_like=True):
     """
     error_code: ErrorCode | None = None
     """Set with `error`."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per scored token, where there are any."""
 
 
 class TargetResult(msgspec.Struct, frozen=True, array_like=True):

@@ -23,12 +23,26 @@ MAX_BAD_WORD_TOKENS = 64
 _SEED_LIMIT = 1 << 64
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the whole output must look like."""
+
+    kind: GrammarKind
+    text: str = ""
+    """json_schema: the schema; regex: matches all of the output; choice: a JSON list of strings; grammar: in
+    Lark's notation or GBNF."""
+    param: str = "grammar"
+    """Name of the field that the client gave it in."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling and stopping parameters of one request; validated by `checked()`.
 
     Logits are changed in this order, in fp32: repetition_penalty, frequency_penalty, presence_penalty,
-    logit_bias, and then what forbids tokens (bad_words, min_tokens, allowed_token_ids). The distribution is
-    cut after that: temperature, top_k, top_p, min_p.
+    logit_bias, and then what forbids tokens (bad_words, min_tokens, allowed_token_ids, grammar). The
+    distribution is cut after that: temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
@@ -54,10 +68,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ends in the others."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be chosen; None: all."""
+    grammar: Grammar | None = None
+    """What the output must look like; None: anything."""
     seed: int | None = None
     """64-bit seed of the request's noise; None lets the door mint one."""
     n: int = 1
     """Number of choices; choice i draws its noise from hash(seed, i)."""
+    best_of: int | None = None
+    """Generate so many choices and keep the `n` whose tokens have the highest mean log-probability (raw);
+    None: `n`."""
     max_tokens: int | None = None
     """Most tokens to generate; None means up to the context limit."""
     min_tokens: int = 0
@@ -73,6 +92,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Number of most likely tokens to report per position beside the chosen one; None reports nothing."""
     logprobs_mode: LogprobsMode = "raw"
     """raw: log-softmax of the unmodified logits; processed: after the sampling transforms."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens to report per position of the prompt beside its own, always raw; None:
+    nothing is reported. With it `max_tokens` may be 0, and nothing is generated."""
 
     @property
     def is_greedy(self) -> bool:
@@ -94,6 +116,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.min_tokens
             or self.allowed_token_ids is not None
         )
+
+    @property
+    def num_streams(self) -> int:
+        """Choices that are generated."""
+        return self.n if self.best_of is None else self.best_of
 
     def stop_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """Return the tokens that end the text, given the model's EOS tokens."""
@@ -119,10 +146,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require_int("seed", self.seed, -(_SEED_LIMIT >> 1), _SEED_LIMIT - 1)
         _require_int("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1, None)
+            _require_int("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, None)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.best_of is not None:
+            _require_int("best_of", self.best_of, self.n, MAX_CHOICES)
+        for param in ("logprobs", "prompt_logprobs"):
+            if getattr(self, param) is not None:
+                _require_int(param, getattr(self, param), 0, MAX_LOGPROBS)
         if self.logprobs_mode not in get_args(LogprobsMode):
             modes = " or ".join(get_args(LogprobsMode))
             raise InputError(
@@ -163,6 +193,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
             for token_id in word:
                 _require_int("bad_words", token_id, 0, None)
+        if self.grammar is not None and self.ignore_eos:
+            raise InputError(
+                f"ignore_eos cannot be combined with {self.grammar.param}, which says where the text ends",
+                param="ignore_eos",
+            )
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise InputError("allowed_token_ids must not be empty", param="allowed_token_ids")

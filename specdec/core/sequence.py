@@ -11,6 +11,14 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 
 
+class TokenConstraint(Protocol):
+    """What a grammar allows behind the committed tokens of one sequence."""
+
+    def allowed_after(self, drafted: Seq[int]) -> bytes | None:
+        """Return which tokens may follow drafted ones, as `TargetWork.masks`; None: not those themselves."""
+        ...
+
+
 class SequenceView(Protocol):
     """What a proposer may see of a sequence. Nothing here can be written to."""
 
@@ -43,6 +51,11 @@ class SequenceView(Protocol):
     @property
     def cache_salt(self) -> str | None:
         """Only sequences of one salt may share K/V."""
+        ...
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What a grammar allows, where it is known in this process; it makes drafts better, no more."""
         ...
 
 

@@ -14,6 +14,7 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts
+from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.verification.base import VerificationRule
@@ -41,6 +42,7 @@ class EngineParts:
     controller: SpeculationController
     prefix_caching: bool
     """Whether K/V of common prefixes are shared and kept."""
+    grammar: GrammarConfig
 
 
 def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
@@ -63,6 +65,7 @@ def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> E
         scheduler=config.scheduler,
         controller=controller_for(speculative),
         prefix_caching=config.cache.enable_prefix_caching,
+        grammar=config.grammar,
     )
 
 
@@ -146,15 +149,16 @@ def _build_whole_target(
 def build_target_part(
     config: EngineConfig, ranks: RankGroup, progress: LoadProgress | None = None, *, reserved_bytes: int = 0
 ) -> LocalTarget:
-    """Load this rank's part of the target; all ranks do at the same time. It runs eagerly.
+    """Load this rank's part of the target; all ranks do at the same time.
 
     Raises:
         UserError: as `build_parts`; in all ranks.
         TransportError: another rank died.
     """
     from specdec.engine.local_target import LocalTarget
-    from specdec.model.acceleration import attention_of
+    from specdec.model.acceleration import attention_of, later_bytes
     from specdec.model.loader import load_model
+    from specdec.model.rank_graphs import compile_over_ranks
     from specdec.model.runner import ModelRunner
     from specdec.sampling.parallel import ParallelSampler
 
@@ -164,10 +168,11 @@ def build_target_part(
         config.cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
         backend=attention_of(loaded, config.target.attention_backend),
     )
     _require_length(config, runner)
+    compile_over_ranks(runner, ranks, config.target.compile)
     assert loaded.vocab is not None
     return LocalTarget(runner, ParallelSampler(ranks, loaded.vocab), rule=_rule_of(config))
 

@@ -6,6 +6,7 @@ from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
 from specdec.model.config import ModelConfig
 from specdec.proposers.config import SpeculativeConfig
+from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
 
 
@@ -20,3 +21,5 @@ class EngineConfig(StrictConfig):
     """The target's KV cache."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """Batching and queueing."""
+    grammar: GrammarConfig = GrammarConfig()
+    """Bounds of the grammars (JSON schemas, regular expressions, ...) that requests bring."""

@@ -13,6 +13,7 @@ from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import TokenConstraint
 from specdec.proposers.base import Proposer
 from specdec.transport.base import Channel, Envelope, PeerId
 from specdec.transport.messages import (
@@ -45,6 +46,7 @@ class _Mirror:
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
+        self.constraint: TokenConstraint | None = None
         self.last_used_s = 0.0
 
     @property

@@ -20,14 +20,17 @@ from specdec.engine.deadlines import Deadlines
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import EngineMetrics
 from specdec.engine.offline import GenerationResult, Prompt, generate
+from specdec.engine.preparation import Preparation
 from specdec.engine.roster import Roster
 from specdec.engine.round import RoundLoop
-from specdec.engine.service import TIMED_OUT
+from specdec.engine.service import INVALID_GRAMMAR, TIMED_OUT
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish, StreamLimits, TextStream
 from specdec.engine.tokenizer import Tokenizer
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer
+from specdec.sampling.config import GrammarConfig
+from specdec.sampling.grammar import GrammarCompiler
 from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
@@ -35,6 +38,8 @@ from specdec.scheduling.state import ServiceKey
 
 _RECENT = 0.1
 """Weight of the latest interval between two finished requests in their running mean."""
+_IDLE_PATIENCE_S = 0.01
+"""How long a step without other work waits for a grammar."""
 ABORTED = Finish(reason="abort")
 
 
@@ -65,6 +70,7 @@ class Engine:
         tokenizer: Tokenizer,
         scheduler: SchedulerConfig | None = None,
         controller: SpeculationController | None = None,
+        grammar: GrammarConfig | None = None,
         clock: Clock | None = None,
         prefix_caching: bool = True,
     ) -> Self:
@@ -80,6 +86,7 @@ class Engine:
             scheduler=scheduler or SchedulerConfig(),
             controller=controller or FixedController(4),
             prefix_caching=prefix_caching,
+            grammar=grammar or GrammarConfig(),
         )
         engine = cls.__new__(cls)
         engine._set_up(parts, clock or MonotonicClock())
@@ -115,6 +122,13 @@ class Engine:
             clock=clock,
         )
         self._deadlines = Deadlines()
+        self._grammars = GrammarCompiler(
+            parts.tokenizer.to_json,
+            vocab_size=description.vocab_size,
+            eos_token_ids=description.eos_token_ids,
+            config=parts.grammar,
+        )
+        self._preparation = Preparation(self._grammars)
         self._ended: list[RequestOutput] = []
         self._num_arrived = 0
         self._lost: TransportError | None = None
@@ -151,7 +165,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would bring anything."""
-        return bool(self._ended) or len(self._roster) > 0
+        return bool(self._ended) or len(self._roster) > 0 or len(self._preparation) > 0
 
     @property
     def is_lost(self) -> bool:
@@ -161,7 +175,7 @@ class Engine:
     def metrics(self) -> EngineMetrics:
         """Return counters and current gauges; live, not a copy."""
         self._metrics.num_running = len(self._roster.running)
-        self._metrics.num_waiting = len(self._roster.waiting)
+        self._metrics.num_waiting = len(self._roster.waiting) + len(self._preparation)
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage
         return self._metrics
 
@@ -172,6 +186,8 @@ class Engine:
             InputError: it can never be served here; names the field.
         """
         check_request(request, self._admission)
+        if request.params.grammar is not None:
+            self._grammars.check_size(request.params.grammar)
 
     def add_request(self, request: Request) -> None:
         """Take a request in. A newer epoch of a live request replaces it: the older one is aborted.
@@ -186,7 +202,7 @@ class Engine:
         current = self._find(request.request_id)
         if current is not None and current.request.epoch >= request.epoch:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
-        num_waiting = len(self._roster) + 1 - self._parts.scheduler.max_num_seqs
+        num_waiting = len(self._roster) + len(self._preparation) + 1 - self._parts.scheduler.max_num_seqs
         check_queue(num_waiting, self._admission, self._seconds_per_request)
         self.abort(request.request_id)
         self._num_arrived += 1
@@ -201,10 +217,12 @@ class Engine:
         self._metrics.prompt_tokens += live.num_prompt_tokens
         if live.finish is not None:  # a replay whose delivered tokens were all there is
             self._count_finish(live.take_output(self._clock.now_s()))
+        elif request.params.grammar is not None:
+            self._preparation.add(live, request.params.grammar)
         else:
             self._roster.waiting.push(live)
-            if request.timeout_s is not None:
-                self._deadlines.add(live.stats.arrival_s + request.timeout_s, live)
+        if live.finish is None and request.timeout_s is not None:
+            self._deadlines.add(live.stats.arrival_s + request.timeout_s, live)
 
     def abort(self, request_id: RequestId, epoch: Epoch | None = None) -> None:
         """End a request early: its blocks are free at once, its last output comes with the next step.
@@ -224,6 +242,8 @@ class Engine:
         """
         if self._deadlines:
             self._end_overdue()
+        if len(self._preparation) > 0:
+            self._take_prepared()
         if len(self._roster) > 0:
             try:
                 outputs = self._rounds.run()
@@ -239,7 +259,7 @@ class Engine:
 
     def end_all(self, finish: Finish) -> None:
         """End every live request; the last outputs come with the next step."""
-        for live in list(self._roster):
+        for live in [*self._roster, *self._preparation]:
             self._end(live.request_id, finish)
 
     def generate(
@@ -257,7 +277,8 @@ class Engine:
             progress: called with (finished, all) prompts whenever one finishes.
 
         Raises:
-            InputError: naming what is wrong with a prompt or its parameters, before anything runs.
+            InputError: naming what is wrong with a prompt or its parameters, before anything runs. A grammar
+                that cannot be used is found later: its choices end with finish reason "error".
         """
         return generate(self, prompts, params, progress)
 
@@ -270,6 +291,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        self._preparation.close()
         self._parts.proposer.close()
         self._parts.target.close()
 
@@ -282,10 +304,15 @@ class Engine:
         self.close()
 
     def _find(self, request_id: RequestId) -> LiveRequest | None:
-        return self._roster.running.get(request_id) or self._roster.waiting.get(request_id)
+        roster = self._roster
+        return (
+            roster.running.get(request_id)
+            or roster.waiting.get(request_id)
+            or self._preparation.get(request_id)
+        )
 
     def _end(self, request_id: RequestId, finish: Finish) -> None:
-        live = self._roster.remove(request_id)
+        live = self._roster.remove(request_id) or self._preparation.remove(request_id)
         if live is not None:
             self._parts.proposer.release((request_id,))
             self._count_finish(live.end(finish, self._clock.now_s()))
@@ -294,6 +321,16 @@ class Engine:
         for live in self._deadlines.take_due(self._clock.now_s()):
             self._metrics.num_timeouts += 1
             self._end(live.request_id, _overdue(live))
+
+    def _take_prepared(self) -> None:
+        """Let those wait for their turn whose grammar is compiled; end those whose grammar cannot be."""
+        is_idle = not self._ended and len(self._roster) == 0
+        for live, error in self._preparation.take_ready(_IDLE_PATIENCE_S if is_idle else 0.0):
+            if error is None:
+                self._roster.waiting.push(live)
+            else:
+                finish = Finish(reason="error", error=str(error), error_code=INVALID_GRAMMAR)
+                self._count_finish(live.end(finish, self._clock.now_s()))
 
     def _count_finish(self, output: RequestOutput) -> None:
         assert output.finish_reason is not None

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from specdec.core.kv_variants import KvVariants
 from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
 from specdec.core.plan import AdmittedSequence
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import Sequence as TokenSequence
+from specdec.core.sequence import TokenConstraint
 from specdec.engine.text_stream import Finish, TextStream
 from specdec.kv.block_table import BlockTable
 from specdec.kv.prefix_cache import PrefixTrail
+from specdec.sampling.grammar import GrammarState
 from specdec.scheduling.state import ServiceKey
+
+_SCORED_CHUNK = 128
+"""Prompt tokens read in one round where logits of all of them are wanted."""
 
 
 class LiveRequest:
@@ -26,12 +33,16 @@ class LiveRequest:
         "_kv_variants",
         "_logprobs",
         "_num_reported",
+        "_prompt_logprobs",
         "_text",
         "_unreported_text",
         "finish",
+        "generates",
+        "grammar",
         "is_known_to_target",
         "kv_variant",
         "num_given_up",
+        "params",
         "request",
         "request_id",
         "requested_draft_tokens",
@@ -68,11 +79,21 @@ class LiveRequest:
         self.trail = PrefixTrail(request.cache_salt, self.kv_variant)
         self.stats = RequestStats(arrival_s=arrival_s)
         self.finish: Finish | None = None
+        self.grammar: GrammarState | None = None
+        """Set before the request runs, where it has one."""
+        self.params = _without_text(request.params)
+        """Sampling parameters as whoever samples needs them: that there is a grammar, not its text."""
         self.is_known_to_target = False
         """Whether the target keeps state of this request, which it has to be told to forget."""
         self.num_given_up = 0
         """Computed tokens lost by the last preemption, until it runs again."""
+        self.generates = text.max_generated > 0
+        """Whether any token is wanted behind the prompt."""
         self._text = text
+        self._prompt_logprobs: list[TokenLogprobs] | None = None
+        """Entry i is that of prompt token i + 1; None when they are not wanted, or have been reported."""
+        if request.params.prompt_logprobs is not None and not request.delivered_token_ids:
+            self._prompt_logprobs = []
         self._logprobs: list[TokenLogprobs] = []
         self._unreported_text = ""
         self._num_reported = len(request.delivered_token_ids)
@@ -107,9 +128,9 @@ class LiveRequest:
         return self.sequence.prefix_hash
 
     @property
-    def params(self) -> SamplingParams:
-        """Sampling parameters."""
-        return self.request.params
+    def constraint(self) -> TokenConstraint | None:
+        """What the grammar allows."""
+        return self.grammar
 
     @property
     def seed(self) -> int:
@@ -145,6 +166,26 @@ class LiveRequest:
         """Whether its prompt is still being read and drafts are wanted after it."""
         return not self.sequence.is_decoding and self.requested_draft_tokens != 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing."""
+        return self._prompt_logprobs is not None and len(self._prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def max_chunk_tokens(self) -> int | None:
+        """Few while logits of all rows are wanted: they are large."""
+        return _SCORED_CHUNK if self.scores_prompt else None
+
+    def scored_token_ids(self, end: int) -> tuple[int, ...]:
+        """Return the prompt tokens whose log-probabilities the rows up to `end` (exclusive) give."""
+        last = min(end + 1, self.num_prompt_tokens)
+        return tuple(self.token_ids[self.num_computed + 1 : last]) if self.scores_prompt else ()
+
+    def note_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Take over what the rows from position `start` on say of the tokens behind them."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs[start:] = logprobs
+
     def admission(self) -> AdmittedSequence:
         """Return what the target must know of it before its first work."""
         params = self.params
@@ -171,6 +212,8 @@ class LiveRequest:
                 self.finish = self._text.finish
                 break
         self.sequence.commit(token_ids[:num_kept])
+        if self.grammar is not None and self.finish is None:
+            self.grammar.commit(token_ids[:num_kept])
         if self.stats.first_token_s is None:
             self.stats.first_token_s = now_s
         if logprobs is not None:
@@ -207,6 +250,9 @@ class LiveRequest:
         if self.request.params.logprobs is not None:
             logprobs = tuple(self._logprobs)
             self._logprobs.clear()
+        prompt_logprobs = None
+        if self._prompt_logprobs is not None and not self.scores_prompt:
+            prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), None
         self._num_reported = first_index + len(token_ids)
         finish = self.finish
         if finish is not None:
@@ -218,6 +264,7 @@ class LiveRequest:
             token_ids=token_ids,
             text=text,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
             error=finish.error if finish else None,
@@ -226,3 +273,9 @@ class LiveRequest:
             num_generated_tokens=sequence.num_generated,
             stats=self.stats if finish else None,
         )
+
+
+def _without_text(params: SamplingParams) -> SamplingParams:
+    if params.grammar is None:
+        return params
+    return msgspec.structs.replace(params, grammar=msgspec.structs.replace(params.grammar, text=""))

@@ -21,7 +21,7 @@ from specdec.engine.judge import Judge
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
 from specdec.model.runner import ModelRunner
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
-from specdec.sampling.shaping import LogitShaper, shaper_for
+from specdec.sampling.shaping import LogitShaper, apply_masks, shaper_for
 from specdec.tree.topology import Topology
 from specdec.verification.base import VerificationRule
 from specdec.verification.sample_and_match import SampleAndMatch
@@ -55,6 +55,8 @@ class _Failure(NamedTuple):
     code: ErrorCode | None
 
 
+_PromptScores = dict[int, tuple[TokenLogprobs, ...]]
+"""By index of the work, log-probabilities of its scored tokens."""
 _NO_FAILURE = _Failure(None, None)
 
 
@@ -140,8 +142,8 @@ class LocalTarget:
             sampling=SequenceSampling(params, admitted.seed),
             shaper=shaper,
             token_ids=list(admitted.token_ids),
-            needs_logits=shaper is not None or params.logprobs is not None,
             shift=None if rotary is None else rotary.shift(admitted.kv_variant, admitted.num_prompt_tokens),
+            needs_logits=shaper is not None or params.grammar is not None or params.logprobs is not None,
         )
 
     def _run(self, step: TargetStep) -> TargetResult:
@@ -155,7 +157,12 @@ class LocalTarget:
             logits = self._runner.forward(slices)
             _synchronize(logits)
             forward_s = time.perf_counter() - started_s
+            scores: _PromptScores = {}
+            if any(work.scored_token_ids for work in step.works):
+                logits, scores = self._score(step.works, logits)
             results = self._sample(step.works, logits)
+            if scores:
+                results = _with_scores(results, scores)
             sample_s = time.perf_counter() - started_s - forward_s
         return TargetResult(
             step_id=step.step_id,
@@ -168,7 +175,7 @@ class LocalTarget:
     def _try_generate(self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice]) -> Generated | None:
         """Forward and choice in one call, where both are compiled and nobody wants to see the logits."""
         states = [self._sequences[work.request_id] for work in works]
-        if any(state.needs_logits for state in states):
+        if any(state.needs_logits for state in states) or any(work.scored_token_ids for work in works):
             return None
         sequences = [state.sampling for state in states]
         if self._judge is not None and any(map(self._judge.concerns, works, sequences)):
@@ -209,10 +216,29 @@ class LocalTarget:
             token_ids=work.token_ids,
             start=work.start,
             block_table=table,
-            num_logit_rows=work.num_sampled_rows,
+            num_logit_rows=_num_logit_rows(work),
             parents=None if work.parents is None else _row_parents(work),
             shift=None if shift is None or work.start >= shift.end else shift,
         )
+
+    def _score(self, works: Sequence[TargetWork], logits: torch.Tensor) -> tuple[torch.Tensor, _PromptScores]:
+        """Return the sampled rows alone, and by work what its other rows say of the prompt."""
+        scores: _PromptScores = {}
+        sampled: list[torch.Tensor] = []
+        first = 0
+        for index, work in enumerate(works):
+            end = first + _num_logit_rows(work)
+            num_scored = len(work.scored_token_ids)
+            if num_scored:
+                params, seed = self._sequences[work.request_id].sampling
+                rows = SamplingRows.build([RowSpec(params, seed, work.start + 1, num_scored)], logits.device)
+                seen, num_top = logits[first : first + num_scored], params.prompt_logprobs or 0
+                scores[index] = tuple(
+                    self._sampler.logprobs(seen, work.scored_token_ids, num_top, "raw", rows)
+                )
+            sampled.append(logits[end - work.num_sampled_rows : end])
+            first = end
+        return torch.cat(sampled), scores
 
     def _sample(self, works: Sequence[TargetWork], logits: torch.Tensor) -> tuple[WorkResult, ...]:
         if logits.shape[0] == 0:
@@ -225,8 +251,9 @@ class LocalTarget:
 
     def _shape(self, works: Sequence[TargetWork], logits: torch.Tensor) -> torch.Tensor:
         """Return the logits as their requests want them changed: a copy, or themselves when none wants."""
-        if all(self._sequences[work.request_id].shaper is None for work in works):
+        if all(self._sequences[work.request_id].shaper is None and work.masks is None for work in works):
             return logits
+        first_token_id = self._sampler.first_token_id
         shaped = logits.clone()
         first = 0
         for work in works:
@@ -236,7 +263,10 @@ class LocalTarget:
                 num_committed = work.start + len(work.token_ids) - _num_drafted(work)
                 state.shaper.commit(state.token_ids[state.shaper.num_committed : num_committed])
                 rows = shaped[first : first + work.num_sampled_rows]
-                state.shaper.shape(rows, _paths(work), first_token_id=self._sampler.first_token_id)
+                state.shaper.shape(rows, _paths(work), first_token_id=first_token_id)
+            if work.masks is not None:
+                rows = shaped[first : first + work.num_sampled_rows]
+                apply_masks(rows, work.masks, first_token_id=first_token_id)
             first += work.num_sampled_rows
         return shaped
 
@@ -301,6 +331,17 @@ class LocalTarget:
         return tuple(self._sampler.logprobs(seen, token_ids, params.logprobs, mode, rows))
 
 
+def _with_scores(results: Sequence[WorkResult], scores: _PromptScores) -> tuple[WorkResult, ...]:
+    return tuple(
+        msgspec.structs.replace(result, prompt_logprobs=scores.get(index))
+        for index, result in enumerate(results)
+    )
+
+
+def _num_logit_rows(work: TargetWork) -> int:
+    return len(work.token_ids) if work.scored_token_ids else work.num_sampled_rows
+
+
 def _num_drafted(work: TargetWork) -> int:
     return work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
 
@@ -308,7 +349,11 @@ def _num_drafted(work: TargetWork) -> int:
 def _without_draft(work: TargetWork) -> TargetWork:
     num_kept = len(work.token_ids) - _num_drafted(work)
     return msgspec.structs.replace(
-        work, token_ids=work.token_ids[:num_kept], num_sampled_rows=1, parents=None
+        work,
+        token_ids=work.token_ids[:num_kept],
+        num_sampled_rows=1,
+        parents=None,
+        masks=None if work.masks is None else work.masks[:1],
     )
 
 

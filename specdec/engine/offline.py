@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from specdec.core.errors import CapacityError, InputError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import FinishReason, RequestOutput, RequestStats, TokenLogprobs
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.best_of import best_choices
 from specdec.sampling.noise import choice_seed, mint_seed
 
 if TYPE_CHECKING:
@@ -42,7 +45,9 @@ class GenerationResult:
     prompt: Prompt
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
-    """`params.n` of them."""
+    """`params.n` of them; with `best_of`, the best one first."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    """Of the prompt's second token and all behind it, with `params.prompt_logprobs`."""
 
     @property
     def text(self) -> str:
@@ -62,12 +67,15 @@ class _Collected:
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     last: RequestOutput | None = None
 
     def add(self, output: RequestOutput) -> None:
         self.token_ids.extend(output.token_ids)
         self.text.append(output.text)
         self.logprobs.extend(output.logprobs or ())
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         self.last = output
 
     def choice(self, index: int, *, with_logprobs: bool) -> Choice:
@@ -92,6 +100,8 @@ def choice_requests(
 ) -> list[Request]:
     """Return one request per choice of a prompt; a seed is minted where none is given."""
     seed = mint_seed() if params.seed is None else params.seed
+    if params.num_streams > params.n and params.logprobs is None:
+        params = msgspec.structs.replace(params, logprobs=0)  # to tell which are the best
     return [
         Request(
             request_id=RequestId(f"{request_id}-{index}"),
@@ -99,7 +109,7 @@ def choice_requests(
             params=params,
             seed=choice_seed(seed, index),
         )
-        for index in range(params.n)
+        for index in range(params.num_streams)
     ]
 
 
@@ -122,16 +132,24 @@ def generate(
         groups.append((prompt, one, requests))
     collected = _run(engine, [request for _, _, requests in groups for request in requests], progress)
     return [
-        GenerationResult(
-            prompt=prompt,
-            prompt_token_ids=requests[0].prompt_token_ids,
-            choices=tuple(
-                collected[request.request_id].choice(index, with_logprobs=one.logprobs is not None)
-                for index, request in enumerate(requests)
-            ),
-        )
+        _result(prompt, one, requests[0].prompt_token_ids, [collected[each.request_id] for each in requests])
         for prompt, one, requests in groups
     ]
+
+
+def _result(
+    prompt: Prompt, params: SamplingParams, prompt_token_ids: tuple[int, ...], streams: list[_Collected]
+) -> GenerationResult:
+    best = best_choices([stream.logprobs for stream in streams], params.n)
+    return GenerationResult(
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        choices=tuple(
+            streams[number].choice(index, with_logprobs=params.logprobs is not None)
+            for index, number in enumerate(best)
+        ),
+        prompt_logprobs=streams[0].prompt_logprobs,
+    )
 
 
 def _run(

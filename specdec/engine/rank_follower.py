@@ -18,6 +18,7 @@ import msgspec
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import TokenConstraint
 from specdec.engine.build import build_draft_part, build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.rank_commands import (
@@ -106,6 +107,7 @@ class _Followed:
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
+        self.constraint: TokenConstraint | None = None
 
     @property
     def committed_len(self) -> int:

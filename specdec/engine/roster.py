@@ -181,6 +181,8 @@ class Roster:
     def _find(self, live: LiveRequest) -> tuple[list[BlockId], Hashable | None]:
         """Return the cached blocks of a waiting request, and the name of the first one that is missing."""
         assert self._cache is not None
+        if live.scores_prompt:
+            return [], None  # logits of all its rows are wanted
         keys = self._cache.findable_keys(live.trail, live.token_ids)
         blocks = self._cache.allocator.find(keys)
         return blocks, keys[len(blocks)] if len(blocks) < len(keys) else None

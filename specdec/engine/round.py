@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from specdec.core.clock import Clock
 from specdec.core.distributions import rows_fault
 from specdec.core.errors import ProtocolError, TransportError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
-from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork
+from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import Proposal
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import DropReason, EngineMetrics
 from specdec.engine.roster import Roster
+from specdec.engine.service import GRAMMAR_FAILED
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
 from specdec.proposers.base import Proposer, require_verifiable
+from specdec.sampling.grammar import GrammarState
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.state import RoundPlan
 from specdec.verification.registry import capabilities_of
@@ -148,34 +151,60 @@ class RoundLoop:
             if not live.is_known_to_target:
                 live.is_known_to_target = True
                 admitted.append(live.admission())
-            proposal = proposals.get(request_id)
-            start = live.num_computed
-            end = start + num_tokens - plan.num_draft_tokens.get(request_id, 0)
-            drafted: tuple[int, ...] = ()
-            noise_stream, q_rows = None, None
-            if proposal is not None:
-                drafted = proposal.token_ids
-                if self._rule.needs_p_rows:
-                    noise_stream, q_rows = proposal.noise_stream, proposal.q_rows
-            update = live.table.take_update()
-            works.append(
-                TargetWork(
-                    request_id=request_id,
-                    token_ids=(*live.token_ids[start:end], *drafted),
-                    start=start,
-                    num_sampled_rows=1 + len(drafted) if end == live.committed_len else 0,
-                    table_start=update.start,
-                    block_ids=update.block_ids,
-                    noise_stream=noise_stream,
-                    q_rows=q_rows,
-                )
-            )
+            room = plan.num_draft_tokens.get(request_id, 0)
+            end = live.num_computed + num_tokens - room
+            proposal, masks = proposals.get(request_id), None
+            if live.grammar is not None and end == live.committed_len and live.generates:
+                proposal, masks = self._constrain(live, live.grammar, proposal, room)
+                proposals[request_id] = proposal
+            works.append(self._work(live, end, proposal, masks))
         return TargetStep(
             step_id=next(self._step_ids),
             works=tuple(works),
             admitted=tuple(admitted),
             released=self._roster.take_forgotten(),
         )
+
+    def _work(
+        self, live: LiveRequest, end: int, proposal: Proposal | None, masks: tuple[bytes, ...] | None
+    ) -> TargetWork:
+        """Return the work of committed tokens up to `end` and a proposal behind them."""
+        drafted: tuple[int, ...] = ()
+        noise_stream, q_rows = None, None
+        if proposal is not None:
+            drafted = proposal.token_ids
+            if self._rule.needs_p_rows:
+                noise_stream, q_rows = proposal.noise_stream, proposal.q_rows
+        update = live.table.take_update()
+        return TargetWork(
+            request_id=live.request_id,
+            token_ids=(*live.token_ids[live.num_computed : end], *drafted),
+            start=live.num_computed,
+            num_sampled_rows=1 + len(drafted) if end == live.committed_len and live.generates else 0,
+            table_start=update.start,
+            block_ids=update.block_ids,
+            noise_stream=noise_stream,
+            q_rows=q_rows,
+            masks=masks,
+            scored_token_ids=live.scored_token_ids(end) if live.scores_prompt else (),
+        )
+
+    def _constrain(
+        self, live: LiveRequest, grammar: GrammarState, proposal: Proposal | None, room: int
+    ) -> tuple[Proposal, tuple[bytes, ...]]:
+        """Return a proposal that keeps to the grammar, with what it forces added, and the rows' masks."""
+        if proposal is None:
+            proposal = Proposal(
+                request_id=live.request_id,
+                committed_len=live.committed_len,
+                prefix_hash=live.prefix_hash,
+                token_ids=(),
+                method="grammar",
+            )
+        is_sampled = self._rule.needs_p_rows and proposal.noise_stream is not None
+        token_ids, masks = grammar.constrain(proposal.token_ids, room, is_sampled=is_sampled)
+        q_rows = None if proposal.q_rows is None else proposal.q_rows[: len(token_ids)]
+        return replace(proposal, token_ids=token_ids, q_rows=q_rows), masks
 
     def _verify(self, step: TargetStep) -> TargetResult:
         self._target.submit(step)
@@ -203,15 +232,16 @@ class RoundLoop:
         outcomes: list[DraftOutcome] = []
         for work, answer in zip(step.works, result.results, strict=True):
             live = self._roster.running[work.request_id]
+            if answer.prompt_logprobs is not None:
+                live.note_prompt_logprobs(work.start, answer.prompt_logprobs)
             if answer.error is not None and not answer.token_ids:
-                failure = Finish(
-                    reason="error", error=answer.error, error_code=answer.error_code or "sequence_failed"
-                )
                 self._roster.withdraw(live)
-                outputs.append(self._retire(live, live.end(failure, now_s)))
+                outputs.append(self._retire(live, live.end(_failure(live, answer), now_s)))
             elif work.num_sampled_rows == 0:
                 live.sequence.advance_computed(len(work.token_ids))
                 self._roster.note_computed(live)
+                if not live.generates and live.num_computed == live.committed_len:
+                    outputs.append(self._retire(live, live.end(Finish(reason="length"), now_s)))
             else:
                 proposal = proposals.get(work.request_id)
                 drafted = proposal.token_ids if proposal is not None else ()
@@ -276,3 +306,11 @@ class RoundLoop:
                 outcomes=outcomes,
             )
         )
+
+
+def _failure(live: LiveRequest, answer: WorkResult) -> Finish:
+    """Say why a request cannot go on."""
+    if live.grammar is not None and live.grammar.failure is not None:
+        error = f"{live.params.grammar.param if live.params.grammar else 'grammar'}: {live.grammar.failure}"
+        return Finish(reason="error", error=error, error_code=GRAMMAR_FAILED)
+    return Finish(reason="error", error=answer.error, error_code=answer.error_code or "sequence_failed")

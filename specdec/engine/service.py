@@ -17,6 +17,11 @@ the request: it may be sent again."""
 TIMED_OUT = "request_timeout"
 """Error code of a request that was not complete in the time that it was given."""
 
+INVALID_GRAMMAR = "invalid_grammar"
+"""Error code of a stream whose grammar is malformed, too complex or allows nothing; nothing was generated."""
+GRAMMAR_FAILED = "grammar_failed"
+"""Error code of a stream whose grammar became impossible, or too expensive, on the way."""
+
 
 class GenerationService(Protocol):
     """Turns requests into streams of outputs."""

@@ -14,6 +14,10 @@ class Tokenizer(Protocol):
         """Tokens that never show in text."""
         ...
 
+    def to_json(self) -> str | None:
+        """Return the content of a tokenizer.json, for grammars; None where there is none."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with whatever the model expects at its start."""
         ...
@@ -31,6 +35,10 @@ class HuggingFaceTokenizer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.special_ids = frozenset(tokenizer.all_special_ids) | _hidden_ids(self._backend)
         self._single: dict[int, str] = {}
+
+    def to_json(self) -> str | None:
+        """Return the content of a tokenizer.json; None where the tokenizer is not one of the Rust library."""
+        return None if self._backend is None else self._backend.to_str()
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, special tokens that the tokenizer adds at its start included."""

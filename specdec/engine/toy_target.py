@@ -157,11 +157,16 @@ class ToyTarget:
         first_sampled = len(work.token_ids) - work.num_sampled_rows
         chosen: list[int] = []
         logits_of_rows: list[NDArray[np.float64]] = []
+        scores: list[TokenLogprobs] = []
+        num_scored, num_listed = len(work.scored_token_ids), sequence.params.prompt_logprobs or 0
         for row, token_id in enumerate(work.token_ids):
             position = work.start + row
             value = slot_value(total, position, token_id)
             self._slots[slots[position]] = value
             total = (total + value) & MASK_64
+            if row < num_scored:
+                logits = self.model.logits(token_id, total)
+                scores.append(_logprobs(logits, work.scored_token_ids[row], num_listed))
             if row >= first_sampled:
                 logits = self.model.logits(token_id, total)
                 chosen.append(self.model.choose(logits, sequence.params, sequence.seed, position + 1))
@@ -172,7 +177,11 @@ class ToyTarget:
             _logprobs(logits, token_id, num_top or 0)
             for logits, token_id in zip(logits_of_rows, token_ids, strict=False)
         ]
-        return WorkResult(token_ids=token_ids, logprobs=None if num_top is None else tuple(logprobs))
+        return WorkResult(
+            token_ids=token_ids,
+            logprobs=None if num_top is None else tuple(logprobs),
+            prompt_logprobs=tuple(scores) if scores else None,
+        )
 
     def _judged(
         self, work: TargetWork, sequence: _ToySequence, logits: Sequence[NDArray[np.float64]]
@@ -208,6 +217,10 @@ class ToyTokenizer:
     def of_letters(cls, vocab_size: int) -> ToyTokenizer:
         """One letter per token, from 'a' upward."""
         return cls([chr(ord("a") + index) for index in range(vocab_size)])
+
+    def to_json(self) -> str | None:
+        """Return None: no grammars over toy tokens."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.

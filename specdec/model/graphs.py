@@ -21,6 +21,7 @@ from specdec.attention.base import PagedBatch
 from specdec.attention.cpu import CpuPagedAttention, NativeLayer
 from specdec.attention.metadata import build_metadata
 from specdec.attention.native import NativeUnavailable, resolve_cache_dir
+from specdec.core.errors import TransportError
 from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
@@ -36,6 +37,7 @@ from specdec.model.native_forward import (
     load_quantized_kernel,
     weights_of,
 )
+from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.position_tables import position_tables
 from specdec.model.recording import CannotLower, record, single_threaded
 from specdec.model.runner import ForwardInputs, ModelRunner
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _FIRST_STAGE = "building the C++ kernels"
+CHECK_STAGE = "checking against the eager forward"
 _NUM_SINGLE_PIECES = 7
 """Pieces beside those that pack one weight each."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -124,8 +127,12 @@ class CompiledForward:
     `run_next` and `try_run` are called from the runner's thread.
     """
 
-    def __init__(self, runner: ModelRunner, config: CompileConfig) -> None:
-        """Prepare; nothing is compiled yet."""
+    def __init__(self, runner: ModelRunner, config: CompileConfig, slots: RankSlots | None = None) -> None:
+        """Prepare; nothing is compiled yet.
+
+        With `slots`, the runner has a part of a model: use `rank_graphs.compile_over_ranks`.
+        """
+        self._slots = slots
         self._runner = runner
         self._config = config
         self._cache_dir = resolve_cache_dir(config.cache_dir)
@@ -137,6 +144,10 @@ class CompiledForward:
         self._num_weights = sum(parameter.dim() >= 2 for parameter in runner.loaded.model.parameters())
         self._weights: PackedWeights | None = None
         self._num_position_ids = 0
+        self.meetings: Sequence[tuple[bool, int]] = ()
+        """See `NativeForward.meetings`, once it is made."""
+        self.failure = ""
+        """Why it was given up."""
         self._pieces = self._compile()
         wanted = config.mode == "auto" and runner.loaded.device.type == "cpu"
         self._state: WorkState = "pending" if wanted else "off"
@@ -155,6 +166,11 @@ class CompiledForward:
     def num_packed_bytes(self) -> int:
         """Memory that packed weights take."""
         return 0 if self._weights is None else self._weights.num_bytes
+
+    @property
+    def stage(self) -> str:
+        """What `run_next` does next."""
+        return self._stage
 
     def pending(self) -> bool:
         """Whether `run_next` has anything to do."""
@@ -177,11 +193,13 @@ class CompiledForward:
         except StopIteration:
             self._state = "ready"
         except (NativeUnavailable, CannotLower) as error:
-            self._fail(str(error))
+            self.give_up(str(error))
+        except TransportError:
+            raise  # another rank is gone: nothing runs any more
         except Exception as error:
             # A forward that cannot be compiled must never take down the one that runs.
             logger.debug("compiling the forward failed", exc_info=True)
-            self._fail(f"{type(error).__name__}: {error}")
+            self.give_up(f"{type(error).__name__}: {error}")
 
     def warm_up(self, progress: WarmUpProgress | None = None) -> WorkState:
         """Do all of the work now; return the state it ends in."""
@@ -224,9 +242,11 @@ class CompiledForward:
             return None
         return self._forward.generate(slices, num_more, chooser, self._caches)
 
-    def _fail(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Run eagerly from now on; one log line says why."""
         self._state = "failed"
-        self._weights = None
+        self.failure = reason
+        self._weights = self._forward = None
         logger.warning("%s runs eagerly, which is slower: %s", self._runner.loaded.path.name, reason)
 
     def _compile(self) -> Iterator[str]:
@@ -272,8 +292,10 @@ class CompiledForward:
             weights=weights,
             layers=layers,
             quantized_kernel=libraries.quantized_kernel,
+            slots=self._slots,
         )
-        yield "checking against the eager forward"
+        self.meetings = forward.meetings
+        yield CHECK_STAGE
         self._check(forward)
         self._forward, self._caches = forward, forward.bind_caches(runner.pool)
         logger.info(
@@ -305,9 +327,10 @@ class CompiledForward:
             CannotLower: the logits differ.
         """
         runner = self._runner
-        largest = _TOLERANCE if runner.loaded.quantization is None else _QUANTIZED_TOLERANCE
+        tolerance = _TOLERANCE if runner.loaded.quantization is None else _QUANTIZED_TOLERANCE
         pools = [_small_pool(runner) for _ in range(2)]
         caches = forward.bind_caches(pools[0])
+        largest = 0.0
         for batch in _CHECKED_BATCHES:
             slices = [_checked_slice(runner, index, start, rows) for index, (start, rows) in enumerate(batch)]
             if any(piece.start + len(piece.token_ids) > runner.max_model_len for piece in slices):
@@ -326,9 +349,11 @@ class CompiledForward:
                 expected = runner.call_model(
                     inputs.input_ids, metadata.positions[None], inputs.logit_rows, paged
                 ).float()
-            difference = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-            if not difference <= largest[runner.loaded.dtype]:
-                raise CannotLower(f"its logits differ from the eager ones by {difference:.1e} (relative)")
+            difference = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+            largest = difference if not difference <= largest else largest
+        # At the end: other ranks go through all batches too.
+        if not largest <= tolerance[runner.loaded.dtype]:
+            raise CannotLower(f"its logits differ from the eager ones by {largest:.1e} (relative)")
 
 
 def _small_pool(runner: ModelRunner) -> KvPool:

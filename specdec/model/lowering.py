@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from specdec.model.quantized_linear import QuantizedWeight
-from specdec.model.recording import ATTEND, EXPERTS, CannotLower
+from specdec.model.recording import ALL_GATHER, ALL_REDUCE, ATTEND, EXPERTS, CannotLower, EmbeddingShard
 from specdec.model.trace import BatchSize, Domain, Node, Ref, Trace, Value, tensors_in
 
 FLOATS = (torch.float32, torch.bfloat16)
@@ -98,6 +98,8 @@ class Gather(Operation):
     """Rows of the input (a constant table or a row value) by token ids or logit rows."""
 
     index: Index
+    shard: EmbeddingShard | None = None
+    """Which rows of the whole table the constant holds; others are zeros. None: it is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,13 @@ class ExpertsDown(Operation):
 
     weight: torch.Tensor
     """[experts, hidden, inner]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective(Operation):
+    """inputs: this rank's rows; every rank gets the sum, or (`is_gather`) everyone's side by side."""
+
+    is_gather: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +187,12 @@ class _Lowering:
         return Lowered(self._operations, logits)
 
     def _node(self, node: Node) -> None:
-        own = {ATTEND: self._attention, EXPERTS: self._experts}.get(node.name)
+        own = {
+            ATTEND: self._attention,
+            EXPERTS: self._experts,
+            ALL_REDUCE: self._collective,
+            ALL_GATHER: self._collective,
+        }.get(node.name)
         if own is not None:
             own(node)
             return
@@ -334,7 +348,7 @@ class _Lowering:
         table, ids = node.args[:2]
         if self._trace.value_of(ids).tensor is not self._trace.input_ids:
             raise CannotLower("an embedding of something other than token ids")
-        self._gather(node, self._trace.ref(table), "tokens")
+        self._gather(node, self._trace.ref(table), "tokens", self._trace.shards.get(table.data_ptr()))
 
     def _lower_index(self, node: Node) -> None:
         source, indices = node.args
@@ -356,11 +370,11 @@ class _Lowering:
             raise CannotLower("an index_select that is not the rows of the logits")
         self._gather(node, ref, "logit_rows")
 
-    def _gather(self, node: Node, source: Ref, index: Index) -> None:
+    def _gather(self, node: Node, source: Ref, index: Index, shard: EmbeddingShard | None = None) -> None:
         out = self._own(node.outputs[0])
         if source.dtype is not out.dtype:
             raise CannotLower(f"{node.name} that changes the dtype")
-        self._emit(Gather(out=out, inputs=(source,), index=index))
+        self._emit(Gather(out=out, inputs=(source,), index=index, shard=shard))
 
     def _lower_linear(self, node: Node) -> None:
         bias = _argument(node, 2, "bias")
@@ -370,6 +384,11 @@ class _Lowering:
         if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
             raise CannotLower("addmm with factors")
         self._linear(node, node.args[1], node.args[2].t(), node.args[0])
+
+    def _lower_matmul(self, node: Node) -> None:
+        if node.args[1].dim() != 2:
+            raise CannotLower("a matrix product of two activations")
+        self._lower_mm(node)
 
     def _lower_mm(self, node: Node) -> None:
         self._linear(node, node.args[0], node.args[1].t(), None)
@@ -426,6 +445,12 @@ class _Lowering:
             inputs.append(self._trace.ref(bias.contiguous()))
         weight = QuantizedWeight(bits=bits, num_columns=num_columns, panels=panels, scales=scales)
         self._emit(LinearLayer(out=self._own(node.outputs[0]), inputs=tuple(inputs), weight=weight))
+
+    def _collective(self, node: Node) -> None:
+        inputs = (self._contiguous(node.args[0]),)
+        self._emit(
+            Collective(out=self._own(node.outputs[0]), inputs=inputs, is_gather=node.name == ALL_GATHER)
+        )
 
     def _attention(self, node: Node) -> None:
         layer_idx, *tensors = node.args

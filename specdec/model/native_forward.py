@@ -24,6 +24,7 @@ from specdec.kv.huge_pages import huge_zeros
 from specdec.model.batch import NO_TOKEN, Generated, NativeChooser, SequenceSlice
 from specdec.model.lowering import (
     Attention,
+    Collective,
     Elementwise,
     ExpertsDown,
     ExpertsUp,
@@ -37,6 +38,7 @@ from specdec.model.lowering import (
     Softmax,
     domain_of,
 )
+from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower
 from specdec.model.schedule import Step
@@ -47,6 +49,7 @@ QUANTIZED_SOURCE = Path(__file__).parent / "csrc" / "quantized_linear.cpp"
 
 _ELEMENTWISE, _MEAN, _NORM, _ROTARY, _GATHER, _LINEAR, _WRITE_KV, _ATTENTION = range(8)
 _SOFTMAX, _LARGEST, _EXPERTS_UP, _EXPERTS_DOWN = range(8, 12)
+_HAND_ON, _FETCH, _SUM_UP, _LINE_UP = range(12, 16)
 _CUTS = {"rows": 0, "columns": 1, "own": 2}
 _INDICES = {"tokens": 0, "logit_rows": 2}
 _WEIGHT_FORMATS = {8: 1, 4: 2}
@@ -54,6 +57,7 @@ _WEIGHT_FORMATS = {8: 1, 4: 2}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2}
 _NO_BUFFER = -1
 _MAX_DIMS = 3
+_LOST_RANK = 2
 _PANEL_COLUMNS = 32
 _ARENA_BYTES = 1 << 26
 
@@ -108,6 +112,10 @@ class _Instruction(ctypes.Structure):
         ("second_weight", ctypes.c_int32),
         ("num_experts", ctypes.c_int32),
         ("expert_stride", ctypes.c_int64),
+        ("first_index", ctypes.c_int32),
+        ("num_in_table", ctypes.c_int32),
+        ("meeting", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -245,6 +253,7 @@ def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
         "program_destroy",
         "program_set_buffer",
         "program_set_quantized_linear",
+        "program_set_link",
         "pack_f32",
         "pack_bf16",
     ):
@@ -271,6 +280,7 @@ class NativeForward:
         weights: PackedWeights,
         layers: Sequence[LayerAttention],
         quantized_kernel: ctypes.c_void_p | None = None,
+        slots: RankSlots | None = None,
     ) -> None:
         """Encode the instructions.
 
@@ -283,6 +293,7 @@ class NativeForward:
             weights: where linear weights are packed.
             layers: attention of every layer.
             quantized_kernel: what `load_quantized_kernel` returned; needed where a weight is quantized.
+            slots: where ranks hand each other rows, with some memory in them; None: there are no ranks.
 
         Raises:
             CannotLower: something does not fit the instruction format.
@@ -293,6 +304,8 @@ class NativeForward:
         self._weights = weights
         self._layers = layers
         self._quantized_kernel = quantized_kernel
+        self._slots = slots
+        self._meetings: list[tuple[bool, int]] = []
         self._fixed: dict[int, torch.Tensor] = {}
         self._fixed_index: dict[tuple[int, torch.dtype], int] = {}
         self._scratch = _scratch_buffers(buffers)
@@ -313,6 +326,10 @@ class NativeForward:
             )
         )
         library.drafthouse_program_set_quantized_linear(self._program, quantized_kernel)
+        if slots is not None:
+            library.drafthouse_program_set_link(
+                self._program, ctypes.byref(slots.native), len(self._meetings)
+            )
         for index, tensor in self._fixed.items():
             self._set_buffer(index, tensor)
         self._capacity = {"rows": 0, "logit_rows": 0}
@@ -352,6 +369,7 @@ class NativeForward:
 
         Raises:
             IndexError: a token id or a logit row is out of range.
+            TransportError: another rank is gone.
         """
         num_logit_rows = logit_rows.shape[0]
         self._reserve("rows", metadata.num_rows)
@@ -361,8 +379,7 @@ class NativeForward:
             *(num_logit_rows, torch.get_num_threads()),
         )
         step = native_step(metadata)
-        if self._run(self._program, ctypes.byref(step), caches, ctypes.byref(inputs)):
-            raise IndexError("a token id or a logit row is out of range")
+        self._raise_failure(self._run(self._program, ctypes.byref(step), caches, ctypes.byref(inputs)))
         return self._logits[:num_logit_rows]
 
     def generate(
@@ -398,13 +415,20 @@ class NativeForward:
         chosen = array("q", (NO_TOKEN,)) * num_tokens
         seconds = array("d", (0.0, 0.0))
         native_chooser = _Chooser(chooser.function, chooser.parameters)
-        if self._generate(
+        failure = self._generate(
             *(self._program, caches, described.buffer_info()[0], len(slices)),
             *(token_ids.buffer_info()[0], ctypes.byref(native_chooser), torch.get_num_threads()),
             *(chosen.buffer_info()[0], seconds.buffer_info()[0]),
-        ):
-            raise IndexError("a token id is out of range")
+        )
+        self._raise_failure(failure)
         return Generated(chosen.tolist(), *seconds)
+
+    def _raise_failure(self, failure: int) -> None:
+        if failure == _LOST_RANK:
+            assert self._slots is not None
+            self._slots.raise_lost()
+        if failure:
+            raise IndexError("a token id or a logit row is out of range")
 
     def _reserve(self, domain: str, num_rows: int) -> None:
         """Make the scratch buffers hold `num_rows` rows."""
@@ -424,6 +448,10 @@ class NativeForward:
                 self._logits = part[: 4 * count].view(torch.float32).view(capacity, self._vocab_size)
             start += size
         self._capacity[domain] = capacity
+        if self._slots is not None:
+            # Ranks run the same batches, and so come here together.
+            row_bytes = max((row_bytes for _, row_bytes in self._meetings), default=0)
+            self._slots.reserve(row_bytes * max(self._capacity.values()))
 
     def _set_buffer(self, index: int, tensor: torch.Tensor) -> None:
         self._library.drafthouse_program_set_buffer(
@@ -439,6 +467,8 @@ class NativeForward:
             getattr(instruction, name).buffer = _NO_BUFFER
         if isinstance(operation, Attention):
             return self._attention(instruction, operation)
+        if isinstance(operation, Collective):
+            return self._collective(instruction, operation)
         encode: dict[type[Operation], Callable[[_Instruction, Any], None]] = {
             Elementwise: self._elementwise,
             Mean: self._mean,
@@ -501,7 +531,10 @@ class NativeForward:
         (source,) = operation.inputs
         if source.value.kind == "constant":
             (num_rows, row_stride), _ = source.dims
-            instruction.num_indices = num_rows
+            shard = operation.shard
+            instruction.num_indices = num_rows if shard is None else shard.vocab_size
+            instruction.first_index = 0 if shard is None else shard.first
+            instruction.num_in_table = num_rows
             instruction.a = self._operand(source, (0, 0, 1))
             instruction.a.row_stride = row_stride
         else:
@@ -584,6 +617,29 @@ class NativeForward:
         instruction.plan = self._plans.setdefault(plan, len(self._plans))
         instruction.out, instruction.a = self._heads(operation.out), query
         return [write, instruction]
+
+    @property
+    def meetings(self) -> Sequence[tuple[bool, int]]:
+        """Where ranks meet, in order: whether rows are put side by side, and bytes of a rank's row."""
+        return self._meetings
+
+    def _collective(self, instruction: _Instruction, operation: Collective) -> Sequence[_Instruction]:
+        """Handing rows on, which can go on without waiting, and taking everyone's, once all have."""
+        assert self._slots is not None, "a forward over ranks needs their slots"
+        (source,) = operation.inputs
+        width = math.prod(size for size, _ in source.dims)
+        self._meetings.append((operation.is_gather, width * source.dtype.itemsize))
+        instruction.meeting = len(self._meetings)
+        instruction.extent = (ctypes.c_int32 * _MAX_DIMS)(1, 1, width)
+        hand_on = _Instruction.from_buffer_copy(instruction)
+        hand_on.kind = _HAND_ON
+        hand_on.a = self._operand(source, (0, 0, 1))
+        instruction.cut, instruction.sync = _CUTS["rows"], True
+        instruction.out = self._operand(operation.out, (0, 0, 1))
+        fetch = _Instruction.from_buffer_copy(instruction)
+        fetch.kind = _FETCH
+        instruction.kind = _LINE_UP if operation.is_gather else _SUM_UP
+        return [hand_on, instruction] if self._slots.is_shared else [hand_on, fetch, instruction]
 
     def _heads(self, ref: Ref) -> _Operand:
         _, (_, head_stride), _ = ref.dims

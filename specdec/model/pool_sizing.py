@@ -98,13 +98,15 @@ def _measured_budget(
     ranks = loaded.ranks
     is_cpu = loaded.device.type == "cpu"
     available = available_bytes() if is_cpu else _free_device_bytes(loaded.device)
-    if ranks is not None:  # all of them must agree on whether to measure: a forward needs them all
+    if ranks is not None:
         smallest = ranks.smallest(_UNKNOWN if available is None else available)
         available = None if smallest == _UNKNOWN else smallest
     # Ranks on one machine take their pools from the same memory; on several, this leaves more free.
     num_sharers = 1 if ranks is None or not is_cpu else ranks.size
     needed = bytes_per_block(_shapes(loaded), 1, loaded.dtype) * demand.max_num_seqs * loaded.max_model_len
     is_small = available is not None and needed * _SMALL_SHARE * num_sharers <= available
+    if ranks is not None:  # the forward needs all of them, and those of other layers may need more
+        is_small = bool(ranks.smallest(int(is_small)))
     profile = MemoryProfile(
         device_type=loaded.device.type,
         available_bytes=available,
@@ -118,7 +120,21 @@ def _measured_budget(
 
 
 def _forward_bytes(loaded: LoadedModel, block_size: int, demand: PoolDemand, forward: ForwardOnPool) -> int:
-    """Run the largest forward, every row of which yields logits, and return what it takes."""
+    """Run the largest forward, every row of which yields logits, and return what it takes.
+
+    Raises:
+        ResourceError: the device does not have that much.
+    """
+    try:
+        return _peak_bytes(loaded, block_size, demand, forward)
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"a forward of {demand.max_num_batched_tokens} rows does not fit {loaded.device} beside the "
+            "weights: lower scheduler.max_num_batched_tokens"
+        ) from error
+
+
+def _peak_bytes(loaded: LoadedModel, block_size: int, demand: PoolDemand, forward: ForwardOnPool) -> int:
     device = loaded.device
     slices = _slices(demand.max_num_batched_tokens, loaded.max_model_len, block_size)
     pool = KvPool(

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +22,10 @@ ATTEND = "attend"
 """Stands in the place of an operation where the model calls its attention."""
 EXPERTS = "experts"
 """Stands where the model hands rows to the experts that its router chose; see `experts`."""
+ALL_REDUCE = "all_reduce"
+"""Stands where a tensor is replaced by its sum over the ranks of a group."""
+ALL_GATHER = "all_gather"
+"""Stands where every rank gets everyone's tensor, stacked in front."""
 
 NUM_ROWS = (3, 5)
 NUM_LOGIT_ROWS = (2, 4)
@@ -45,6 +49,14 @@ class Call:
     mutates: bool
 
 
+class EmbeddingShard(NamedTuple):
+    """What a rank holds of an embedding: token ids first, first + 1, ..; those of other ranks give zeros."""
+
+    first: int
+    vocab_size: int
+    """Of all ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """One run."""
@@ -54,6 +66,8 @@ class Recording:
     positions: torch.Tensor
     logit_rows: torch.Tensor
     logits: torch.Tensor
+    shards: Mapping[int, EmbeddingShard]
+    """By address of the weight."""
 
 
 class RecordingAttention:
@@ -89,6 +103,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
+        self.shards: dict[int, EmbeddingShard] = {}
+        """By address of the weight: embeddings whose lookups are meant so."""
         self._paused = False
         self._fresh: set[int] = set()
         # What stands for the memory that was changed in place, by its address.
@@ -243,4 +259,6 @@ def _record_once(call_model: ModelCall, num_rows: int, num_logit_rows: int) -> R
             logits = call_model(input_ids, positions, logit_rows, RecordingAttention(recorder))
     finally:
         _active.recorder = None
-    return Recording(tuple(recorder.calls), input_ids, positions, logit_rows, recorder.current(logits))
+    return Recording(
+        tuple(recorder.calls), input_ids, positions, logit_rows, recorder.current(logits), recorder.shards
+    )

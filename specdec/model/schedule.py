@@ -13,10 +13,12 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from specdec.model.lowering import (
     Attention,
+    Collective,
     Elementwise,
     ExpertsDown,
     ExpertsUp,
@@ -67,6 +69,11 @@ class _Scheduler:
             self._missing[index] = len(sources)
             for value in {ref.value for ref in operation.inputs}:
                 self._readers.setdefault(value, []).append(index)
+        # Ranks meet in the same order, whatever else each of them can do first.
+        collectives = [index for index, one in enumerate(operations) if isinstance(one, Collective)]
+        self._next_collective = dict(pairwise(collectives))
+        for index in collectives[1:]:
+            self._missing[index] += 1
         self._unsynced: dict[Value, _Part] = {}
 
     def run(self) -> list[Step]:
@@ -85,7 +92,10 @@ class _Scheduler:
             assert share is not None
             steps.append(Step(operation, share, sync))
             self._note(operation, share)
-            for reader in self._readers.get(operation.out.value, []):
+            readers = list(self._readers.get(operation.out.value, ()))
+            if index in self._next_collective:
+                readers.append(self._next_collective[index])
+            for reader in readers:
                 self._missing[reader] -= 1
                 if self._missing[reader] == 0:
                     ready.append(reader)
@@ -98,6 +108,13 @@ class _Scheduler:
         written = [self._unsynced[ref.value] for ref in operation.inputs if ref.value in self._unsynced]
         if isinstance(operation, LinearLayer | ExpertsUp | ExpertsDown):
             return None if written else "columns"
+        if isinstance(operation, Collective):
+            # The team waits between handing its rows on, as they were written, and taking everyone's.
+            columns = _whole_row(operation.inputs[0])
+            if all(part.share == "rows" for part in written):
+                return "rows"
+            is_cut_alike = columns is not None and all(part == _Part("columns", columns) for part in written)
+            return "columns" if is_cut_alike else None
         if isinstance(operation, Attention):
             # The team waits between writing keys and values, by rows, and reading queries.
             rows = all(part.share == "rows" for part in written)
@@ -115,8 +132,11 @@ class _Scheduler:
         return all(ref.value.domain == domain for ref in operation.inputs if ref.value in self._unsynced)
 
     def _note(self, operation: Operation, share: Share) -> None:
-        if share == "own":
+        if share == "own" or isinstance(operation, Collective):
             self._unsynced.clear()  # the team has waited inside
+        if isinstance(operation, Collective):
+            self._unsynced[operation.out.value] = _Part("rows")
+            return
         # Columns of experts are those of each expert: nothing else is cut like them.
         is_cut_alike = share == "columns" and not isinstance(operation, ExpertsUp)
         num_columns = operation.out.value.row_size if is_cut_alike else 0
@@ -135,6 +155,12 @@ def _columns(operation: Operation) -> int | None:
         if ref.value.kind == "row" and ref.value.row_size != size:
             return None
     return size if size >= _PANEL_COLUMNS else None
+
+
+def _whole_row(ref: Ref) -> int | None:
+    """Number of columns of a ref to the whole of a row value."""
+    size = ref.value.row_size
+    return size if ref.value.kind == "row" and _is_row(ref, size) else None
 
 
 def _is_row(ref: Ref, size: int) -> bool:

@@ -134,10 +134,10 @@ class StaticBatch:
 
     def fill(self, inputs: ForwardInputs) -> None:
         """Put a batch that it holds, in host memory and without padding, where the forward reads it."""
-        metadata, host, loaded = inputs.metadata, self._arrays.host, self._runner.loaded
+        metadata, host = inputs.metadata, self._arrays.host
         rows, sequences = metadata.num_rows, metadata.num_sequences
         units, places = self._backend.static_work(
-            loaded.layers, loaded.dtype, metadata.query_lens_host, metadata.context_lens_host
+            self._size, metadata.query_lens_host, metadata.context_lens_host
         )
         self._arrays.wait()
         for name, tensor in (

@@ -110,6 +110,7 @@ class Trace:
         self.positions = first.positions
         self.logit_rows = first.logit_rows
         self.logits = first.logits
+        self.shards = first.shards
         self._keep_alive = (first, second)
         self._storages: dict[int, tuple[Value, NDArray[np.int64] | None]] = {}
         for tensor in (first.input_ids, first.positions, first.logit_rows):

@@ -184,9 +184,9 @@ class _ChainGraph:
         return token_ids
 
     def _fill(self, starts: Sequence[ChainStart], rows: SamplingRows) -> None:
-        loaded, host, count = self._runner.loaded, self._arrays.host, len(starts)
+        host, count = self._arrays.host, len(starts)
         contexts = _contexts(starts)
-        units, places = self._backend.static_work(loaded.layers, loaded.dtype, [1] * count, contexts)
+        units, places = self._backend.static_work(self._size, [1] * count, contexts)
         self._arrays.wait()
         host["ends"][:count] = [start.end for start in starts]
         host["limits"][:count] = contexts

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from specdec.core.distributions import TokenDistribution
 from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import TokenConstraint
 from specdec.model.batch import NO_TOKEN, GeneratingRunner, PositionShift, Runner, SequenceSlice
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import TokenChooser
-from specdec.sampling.shaping import LogitShaper
+from specdec.sampling.shaping import LogitShaper, apply_masks
 from specdec.verification.draft_rows import pack_rows
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ class ChainStart(NamedTuple):
     """What the request does to logits; it has been told of all committed tokens."""
     shift: PositionShift | None = None
     """As in `SequenceSlice`."""
+    constraint: TokenConstraint | None = None
+    """What the request's grammar allows."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether something has to be done between the forward and the choice of a token."""
+        return self.shaper is not None or self.constraint is not None
 
     @property
     def end(self) -> int:
@@ -136,14 +144,16 @@ class StepwiseDraftLoop:
 
     def _shape(self, logits_RV: torch.Tensor, ends: Sequence[tuple[ChainStart, list[int]]]) -> torch.Tensor:
         """Return the logits as their requests want them changed, as the target does with its own."""
-        if all(start.shaper is None for start, _ in ends):
+        if not any(start.changes_logits for start, _ in ends):
             return logits_RV
         logits_RV = logits_RV.clone()
+        first_token_id = self._sampler.first_token_id
         for row, (start, chain) in enumerate(ends):
             if start.shaper is not None:
-                start.shaper.shape(
-                    logits_RV[row : row + 1], [chain], first_token_id=self._sampler.first_token_id
-                )
+                start.shaper.shape(logits_RV[row : row + 1], [chain], first_token_id=first_token_id)
+            mask = None if start.constraint is None else start.constraint.allowed_after(chain)
+            if mask is not None:
+                apply_masks(logits_RV[row : row + 1], [mask], first_token_id=first_token_id)
         return logits_RV
 
 
@@ -165,7 +175,7 @@ class NativeDraftLoop:
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
         """See `FusedDraftLoop`; None while anything of it is not compiled."""
-        if any(start.shaper is not None for start in starts):
+        if any(start.changes_logits for start in starts):
             return None
         sequences = [SequenceSampling(start.params, start.seed) for start in starts]
         chooser = self._sampler.chooser(sequences, self._vocab_size, self._stream)

@@ -9,6 +9,7 @@ from specdec.model.acceleration import accelerate, attention_of, later_bytes
 from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
 from specdec.model.parallel.group import RankGroup
+from specdec.model.rank_graphs import compile_over_ranks
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_graph import GraphedDraftLoop
@@ -51,13 +52,15 @@ def load_draft_model(
     if ranks is None:
         return make_draft_model_proposer(loaded, config, target)
     assert loaded.vocab is not None
+    runner = ModelRunner(
+        loaded,
+        config.cache,
+        max_num_seqs=target.max_num_seqs,
+        backend=attention_of(loaded, config.attention_backend),
+    )
+    compile_over_ranks(runner, ranks, config.compile)
     return DraftModelProposer(
-        ModelRunner(
-            loaded,
-            config.cache,
-            max_num_seqs=target.max_num_seqs,
-            backend=attention_of(loaded, config.attention_backend),
-        ),
+        runner,
         ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
         vocab_size=target.vocab_size,
         max_context=config.max_model_len,
@@ -65,6 +68,7 @@ def load_draft_model(
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=draft_sampling(config),
         rotary=loaded.rotary,
+        keeps_to_grammars=False,
     )
 
 

@@ -6,7 +6,8 @@ At the position behind tokens x (prompt and output, drafted tokens included) the
     2. l_v - f * c_v                      c_v: how often v occurs in the output part of x
     3. l_v - a                            c_v > 0                     frequency_penalty f, presence_penalty a
     4. l_v + b_v                                                      logit_bias b
-    5. -inf                               v is forbidden behind x     bad_words, min_tokens, allowed_token_ids
+    5. -inf                               v is forbidden behind x     bad_words, min_tokens,
+                                                                      allowed_token_ids, grammar
 
 Each verified position is evaluated with its own drafted tokens behind the committed ones, so that what is
 chosen there is what would be chosen without speculation. Only committed tokens change a shaper's state.
@@ -161,6 +162,16 @@ class LogitShaper:
         """bool: which ids have a column here."""
         kept: NDArray[np.bool_] = (ids >= first_token_id) & (ids < first_token_id + logits_RV.shape[1])
         return kept
+
+
+def apply_masks(logits_RV: torch.Tensor, masks: Sequence[bytes], *, first_token_id: int = 0) -> None:
+    """Forbid, in place, every token whose bit is not set in its row's mask (see `TargetWork.masks`)."""
+    bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+    width = logits_RV.shape[1]
+    allowed_RV = np.zeros(logits_RV.shape, dtype=np.bool_)
+    here = np.unpackbits(bits, axis=1, bitorder="little")[:, first_token_id : first_token_id + width]
+    allowed_RV[:, : here.shape[1]] = here
+    logits_RV.masked_fill_(torch.from_numpy(~allowed_RV).to(logits_RV.device), _NEVER)
 
 
 def shaper_for(

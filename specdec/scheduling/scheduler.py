@@ -90,8 +90,10 @@ class _Planner:
         decoding = self._give_rows(decoding)
         queue = _Queue(waiting)
         unread = self._admit_urgent(queue)
-        unread += [request for request in prefilling if request.request_id not in self._preempted]
-        decoding = [request for request in decoding if request.request_id not in self._preempted]
+        if self._preempted:
+            decoding = [request for request in decoding if request.request_id not in self._preempted]
+            prefilling = [request for request in prefilling if request.request_id not in self._preempted]
+        unread += prefilling
         self._give_draft_rows(decoding, bounded_choice(controller, decoding), [*unread, queue.head])
         for request in sorted(unread, key=lambda one: one.service_key):
             self._give_chunk(request, self._num_cached.get(request.request_id, request.num_computed))
@@ -111,8 +113,8 @@ class _Planner:
         for request in decoding:
             if request.request_id not in self._preempted and self._has_block(request):
                 self._num_tokens[request.request_id] = 1
-                self._num_free_rows -= 1
                 kept.append(request)
+        self._num_free_rows -= len(kept)
         return kept
 
     def _has_block(self, request: Schedulable) -> bool:
@@ -127,8 +129,9 @@ class _Planner:
             self._preempt(victim)
             if victim is request:
                 return False
-        self._growth[request.request_id] = max(missing, 0)
-        self._num_free_blocks -= max(missing, 0)
+        if missing > 0:
+            self._growth[request.request_id] = missing
+            self._num_free_blocks -= missing
         return True
 
     def _admit_urgent(self, queue: _Queue) -> list[Schedulable]:
@@ -222,6 +225,8 @@ class _Planner:
 
     def _give_chunk(self, request: Schedulable, num_computed: int) -> None:
         num_rows = min(request.committed_len - num_computed, self._num_free_rows)
+        if request.max_chunk_tokens is not None:
+            num_rows = min(num_rows, request.max_chunk_tokens)
         if num_rows > 0:
             self._num_tokens[request.request_id] = num_rows
             self._num_free_rows -= num_rows

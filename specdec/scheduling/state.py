@@ -49,6 +49,11 @@ class Schedulable(Protocol):
         """The request's own k; None leaves it to the controller."""
         ...
 
+    @property
+    def max_chunk_tokens(self) -> int | None:
+        """Most prompt tokens to read in one round; None: as many as there is room for."""
+        ...
+
 
 class CachedPrefix(NamedTuple):
     """What the cache has of a waiting request."""

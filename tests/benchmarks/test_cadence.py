@@ -17,7 +17,7 @@ from benchmarks.cadence import (
     jain,
     percentile,
 )
-from benchmarks.streaming import Ask, HttpSource, draw_requests, drive, headlines
+from benchmarks.streaming import Ask, HttpSource, draw_requests, drive, headlines, tokens_until
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 
 
@@ -46,7 +46,7 @@ def test_many_streams() -> None:
     assert cadence.slow_tenth_tpot_ms == 1000.0
     assert cadence.tokens_per_event == (9 * 11 + 41) / (9 * 11 + 2)
     assert cadence.tokens_per_s == (9 * 11 + 41) / 11
-    assert cadence.fairness == pytest.approx(29**2 / (10 * (9 + 400)))
+    assert cadence.fairness == pytest.approx(9.05**2 / (10 * (9 + 0.05**2)))
 
 
 def test_streams_of_one_event_have_no_gaps() -> None:
@@ -133,6 +133,14 @@ def test_a_server_is_read_by_its_event_ids() -> None:
         assert request.prompt_token_ids == ask.prompt
         assert (request.params.max_tokens, request.params.temperature) == (ask.num_tokens, ask.temperature)
         assert (request.num_draft_tokens, request.cache_salt, request.params.ignore_eos) == (ask.k, "s", True)
+
+
+def test_lines_of_a_stream() -> None:
+    lines = [b"id: cmpl-1:3", b'data: {"id": "error"}', b"", b"id: cmpl-1:5", b"data: [DONE]"]
+    assert tokens_until(lines, 1) == 5
+    assert tokens_until([b"data: [DONE]"], 4) == 4
+    with pytest.raises(RuntimeError, match="gone"):
+        tokens_until([b'data: {"error":{"message":"gone"}}'], 4)
 
 
 def test_a_server_that_fails_fails_the_benchmark() -> None:

@@ -12,6 +12,7 @@
 #include "paged_attention.h"
 #include "pool.h"
 #include "quantized_linear.h"
+#include "ranks.h"
 #include "rowwise.h"
 
 namespace {
@@ -36,6 +37,10 @@ enum class Kind : int32_t {
   kLargest,
   kExpertsUp,
   kExpertsDown,
+  kHandOn,   // ranks: rows into the own slot
+  kFetch,    // ranks without shared memory: the other slots are filled
+  kSumUp,    // ranks: everyone's rows added
+  kLineUp,   // ranks: everyone's rows side by side
 };
 
 // How an instruction is cut into shares.
@@ -72,6 +77,10 @@ struct Instruction {
   int32_t second_weight;  // experts, up: beside the gate's
   int32_t num_experts;
   int64_t expert_stride;  // bytes between the weights (or panels) of one expert and the next
+  int32_t first_index;    // gather: of ids, the first in the table; ids of other ranks' tables give zeros
+  int32_t num_in_table;
+  int32_t meeting;        // ranks: number of the exchange of rows within a forward, from 1
+  int32_t unused;
 };
 
 struct Inputs {
@@ -116,7 +125,13 @@ class Program : public dh::Phased {
   // Needed where a weight is quantized.
   void set_quantized_linear(dh::QuantizedLinearKernel* kernel) { quantized_linear_ = kernel; }
 
-  // 0, or 1 when an id is out of range. With `choice`, tokens are chosen as well.
+  // Ranks: `link` must outlive the program, `num_meetings` are in each run.
+  void set_link(const dh::RankLink* link, int num_meetings) {
+    link_ = link;
+    num_meetings_ = num_meetings;
+  }
+
+  // 0, 1 when an id is out of range, or 2 when another rank is lost. With `choice`, tokens are chosen as well.
   int run(const dh::Step& step, const dh::Layer* layers, const Inputs& inputs, const Choice* choice = nullptr) {
     step_ = step;
     layers_ = layers;
@@ -125,6 +140,7 @@ class Program : public dh::Phased {
     failed_.store(0, std::memory_order_relaxed);
     plan(inputs.num_threads);
     dh::Pool::instance().run(*this, inputs.num_threads);
+    meetings_before_ += num_meetings_;
     return failed_.load(std::memory_order_relaxed);
   }
 
@@ -193,9 +209,17 @@ class Program : public dh::Phased {
     }
     int64_t first, last;
     share.of(in.logit_rows ? inputs_.num_logit_rows : step_.num_rows, &first, &last);
+    if (in.kind >= Kind::kFetch) {
+      take(share, in, first, last);
+      return;
+    }
     for (int64_t row = first; row < last; ++row) {
       if (in.kind == Kind::kGather) {
         gather(in, row);
+        continue;
+      }
+      if (in.kind == Kind::kHandOn) {
+        hand_on(in, row, 0, in.extent.n[2]);
         continue;
       }
       const dh::RowPointers pointers = {at(in.out, row), at(in.a, row), at(in.b, row)};
@@ -219,15 +243,62 @@ class Program : public dh::Phased {
     const int64_t limit = in.index == Index::kLogitRows ? step_.num_rows : in.num_indices;
     int64_t id = ids[row];
     if (id < 0 || id >= limit) {
-      failed_.store(1, std::memory_order_relaxed);
+      int none = 0;
+      failed_.compare_exchange_strong(none, 1);
       id = 0;
     }
     const size_t bytes = in.extent.n[2] * dh::size_of(in.out.dtype);
-    std::memcpy(at(in.out, row), at(in.a, id), bytes);
+    if (in.index == Index::kTokens) id -= in.first_index;
+    if (in.index == Index::kTokens && (id < 0 || id >= in.num_in_table))
+      std::memset(at(in.out, row), 0, bytes);
+    else
+      std::memcpy(at(in.out, row), at(in.a, id), bytes);
+  }
+
+  uint32_t number_of(const Instruction& in) const { return meetings_before_ + uint32_t(in.meeting); }
+
+  // Columns [first, last) of a row.
+  void hand_on(const Instruction& in, int64_t row, int64_t first, int64_t last) const {
+    const int64_t size = dh::size_of(in.a.dtype);
+    char* slot = dh::Meeting(*link_).own_slot(number_of(in));
+    std::memcpy(slot + (row * in.extent.n[2] + first) * size, at(in.a, row) + first * size, (last - first) * size);
+  }
+
+  // Everyone's rows [first, last); what comes before in this phase is nothing.
+  void take(const Share& share, const Instruction& in, int64_t first, int64_t last) {
+    const dh::Meeting meeting(*link_);
+    const uint32_t number = number_of(in);
+    const int64_t size = dh::size_of(in.out.dtype), width = in.extent.n[2];
+    if (in.kind == Kind::kFetch) {
+      const int64_t num_rows = in.logit_rows ? inputs_.num_logit_rows : step_.num_rows;
+      if (share.index == 0 && failed_.load() != 2 && !meeting.exchange(number, num_rows * width * size)) failed_.store(2);
+      return;
+    }
+    // When somebody is lost, the rest of the forward is run through without waiting for anyone.
+    if (meeting.is_shared() && (failed_.load(std::memory_order_relaxed) == 2 || !meeting.meet(number))) {
+      failed_.store(2);
+      return;
+    }
+    for (int64_t row = first; row < last; ++row) {
+      char* out = at(in.out, row);
+      for (int rank = 0; in.kind == Kind::kLineUp && rank < meeting.num_ranks(); ++rank)
+        std::memcpy(out + rank * width * size, meeting.slot(number, rank) + row * width * size, width * size);
+      for (int64_t k = 0; in.kind == Kind::kSumUp && k < width; k += dh::kLanes) {
+        const int here = int(std::min<int64_t>(dh::kLanes, width - k));
+        dh::f32x16 sum = {};
+        for (int rank = 0; rank < meeting.num_ranks(); ++rank) {
+          const char* from = meeting.slot(number, rank) + (row * width + k) * size;
+          const dh::f32x16 part = dh::load_lanes(from, in.out.dtype, 1, here);
+          sum = rank == 0 ? part : sum + part;
+        }
+        dh::store_lanes(out + k * size, in.out.dtype, 1, sum, here);
+      }
+    }
   }
 
   void columns(const Share& share, const Instruction& in) {
-    const int num_columns = in.kind == Kind::kElementwise ? in.extent.n[2] : in.num_columns;
+    const bool is_rowwise = in.kind == Kind::kElementwise || in.kind == Kind::kHandOn;
+    const int num_columns = is_rowwise ? in.extent.n[2] : in.num_columns;
     const int64_t num_rows = in.logit_rows ? inputs_.num_logit_rows : step_.num_rows;
     int64_t first, last;
     share.of(dh::num_panels(num_columns), &first, &last);
@@ -235,7 +306,7 @@ class Program : public dh::Phased {
       quantized_linear(in, num_rows, int(first), int(last));
       return;
     }
-    if (in.kind != Kind::kElementwise) {
+    if (!is_rowwise) {
       if (in.a.dtype == Dtype::kFloat)
         products<float>(in, num_rows, int(first), int(last));
       else
@@ -244,6 +315,10 @@ class Program : public dh::Phased {
     }
     const int begin = int(first) * dh::kPanelColumns, end = std::min(num_columns, int(last) * dh::kPanelColumns);
     for (int64_t row = 0; row < num_rows; ++row) {
+      if (in.kind == Kind::kHandOn) {
+        if (begin < end) hand_on(in, row, begin, end);
+        continue;
+      }
       const dh::RowPointers pointers = {at(in.out, row), at(in.a, row), at(in.b, row)};
       dh::elementwise_row(in.op, in.extent, in.out, in.a, in.b, pointers, in.scalar, in.scalar2, begin, end);
     }
@@ -316,6 +391,9 @@ class Program : public dh::Phased {
   const Choice* choice_ = nullptr;
   Clock::time_point had_logits_;
   std::atomic<int> failed_{0};
+  const dh::RankLink* link_ = nullptr;
+  int num_meetings_ = 0;
+  uint32_t meetings_before_ = 0;
 };
 
 // Slices, the tokens chosen at their logit rows, and as many more behind the last of each as it wants.
@@ -331,10 +409,10 @@ class Generation {
     }
   }
 
-  // 0, or 1 when a token id is out of range. A sequence whose logits are not finite goes no further.
+  // As Program::run. A sequence whose logits are not finite goes no further.
   int run(const int64_t* token_ids, const dh::Chooser& chooser, int num_threads) {
     while (!slices_.empty()) {
-      if (forward(token_ids, chooser, num_threads)) return 1;
+      if (const int failed = forward(token_ids, chooser, num_threads)) return failed;
       go_on();
       token_ids = next_ids_.data();
     }
@@ -419,11 +497,15 @@ void drafthouse_program_set_quantized_linear(Program* program, dh::QuantizedLine
   program->set_quantized_linear(kernel);
 }
 
+void drafthouse_program_set_link(Program* program, const dh::RankLink* link, int32_t num_meetings) {
+  program->set_link(link, num_meetings);
+}
+
 int drafthouse_program_run(Program* program, const dh::Step* step, const dh::Layer* layers, const Inputs* inputs) {
   return program->run(*step, layers, *inputs);
 }
 
-// 0, or 1 when a token id is out of range. `seconds` takes what forwards and choices took.
+// As Program::run. `seconds` takes what forwards and choices took.
 int drafthouse_program_generate(Program* program, const dh::Layer* layers, const dh::Slice* slices, int64_t num_slices,
                                 const int64_t* token_ids, const dh::Chooser* chooser, int32_t num_threads,
                                 int64_t* chosen, double* seconds) {

@@ -75,6 +75,7 @@ class RankGroup:
         self.rank = spec.rank
         self.size = spec.size
         self.device = device
+        self.timeout_s = spec.timeout_s
         self._data = data
         self._commands = commands
         self._store = store  # it ends with its last reference

@@ -23,6 +23,7 @@ from specdec.model.parallel.cuts import (
 )
 from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.plan import HeadLayout, UnsupportedParallelism, layout_of, plan_of
+from specdec.model.recording import ALL_GATHER, ALL_REDUCE, EmbeddingShard, active_recorder
 
 _Forward = Callable[..., Any]
 
@@ -149,9 +150,29 @@ def _install(module: torch.nn.Module, style: str, layout: HeadLayout, group: Ran
     module.forward = forward
 
 
+def all_reduce(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return the sum of everyone's contiguous `tensor`, in its place."""
+    recorder = active_recorder()
+    if recorder is None:
+        return group.sum_(tensor)
+    with recorder.paused():
+        output = torch.ones_like(tensor)
+    return recorder.note(ALL_REDUCE, (tensor,), output)
+
+
+def all_gather(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return everyone's `tensor`, stacked."""
+    recorder = active_recorder()
+    if recorder is None:
+        return group.gather(tensor)
+    with recorder.paused():
+        output = tensor.new_ones((group.size, *tensor.shape))
+    return recorder.note(ALL_GATHER, (tensor,), output)
+
+
 def _summed(whole: _Forward, group: RankGroup) -> _Forward:
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return group.sum_(whole(*args, **kwargs).contiguous())
+        return all_reduce(whole(*args, **kwargs).contiguous(), group)
 
     return forward
 
@@ -162,7 +183,7 @@ def _summed_product(module: Any, group: RankGroup) -> _Forward:
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         partial = inputs @ module.weight if is_transposed else F.linear(inputs, module.weight)
-        outputs = group.sum_(partial.contiguous())
+        outputs = all_reduce(partial.contiguous(), group)
         return outputs if module.bias is None else outputs.add_(module.bias)
 
     return forward
@@ -193,7 +214,7 @@ def _width(module: torch.nn.Module) -> int:
 def gather_columns(part: torch.Tensor, width: int, group: RankGroup) -> torch.Tensor:
     """Return [..., width], everyone's contiguous share of the last dimension side by side."""
     largest = -(-width // group.size)
-    everyone = group.gather(F.pad(part, (0, largest - part.shape[-1])))
+    everyone = all_gather(F.pad(part, (0, largest - part.shape[-1])), group)
     shares = [share_of(width, rank, group.size) for rank in range(group.size)]
     return torch.cat([everyone[rank][..., : end - first] for rank, (first, end) in enumerate(shares)], -1)
 
@@ -202,9 +223,15 @@ def _vocabulary_parallel(module: torch.nn.Module, group: RankGroup) -> _Forward:
     """Each rank looks up the ids that it has, and zeros; one of the summands is not zero."""
     lookup = module.forward
     weight: Any = module.weight
-    first, end = share_of(int(weight.shape[0]), group.rank, group.size)
+    vocab_size = int(weight.shape[0])
+    first, end = share_of(vocab_size, group.rank, group.size)
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        recorder = active_recorder()
+        if recorder is not None:
+            anything: Any = module
+            recorder.shards[anything.weight.data_ptr()] = EmbeddingShard(first, vocab_size)
+            return all_reduce(lookup(input_ids), group)
         is_ours = (input_ids >= first) & (input_ids < end)
         rows: torch.Tensor = lookup((input_ids - first).masked_fill_(~is_ours, 0))
         return group.sum_(rows.masked_fill_(~is_ours[..., None], 0))
@@ -214,7 +241,7 @@ def _vocabulary_parallel(module: torch.nn.Module, group: RankGroup) -> _Forward:
 
 def _on_all_heads(norm: _Forward, layout: HeadLayout, group: RankGroup) -> _Forward:
     def forward(part: torch.Tensor) -> torch.Tensor:
-        everyone = group.gather(part)
+        everyone = all_gather(part, group)
         if part.shape[-1] * layout.num_heads != _norm_width(norm) * len(layout.local_heads):
             everyone = everyone[:: layout.kv_copies]
             index = group.rank // layout.kv_copies

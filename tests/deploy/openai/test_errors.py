@@ -73,6 +73,14 @@ def door() -> Door:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 200}, "best_of"),
+        ({"best_of": 10_000}, "best_of"),
+        ({"echo": "yes"}, "echo"),
         ({"logprobs": True}, "logprobs"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -129,7 +137,32 @@ def test_bad_completion_field(door: Door, fields: dict[str, Any], param: str, st
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"guided_choice": ["yes", 5]}, "guided_choice"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_grammar": []}, "guided_grammar"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
     ],
 )
 def test_bad_chat_field(door: Door, fields: dict[str, Any], param: str) -> None:
@@ -137,6 +170,21 @@ def test_bad_chat_field(door: Door, fields: dict[str, Any], param: str) -> None:
     assert response.status_code == 400
     error = error_of(response)
     assert error["param"] == param
+    assert door.service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_streams_do_not_have(door: Door, fields: dict[str, Any], param: str) -> None:
+    response = door.complete(stream=True, **fields)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
     assert door.service.requests == []
 
 
@@ -152,10 +200,8 @@ def test_image_parts_are_refused_by_name(door: Door) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("best_of", 2),
-        ("echo", True),
         ("suffix", "x"),
-        ("guided_json", {}),
+        ("use_beam_search", True),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(door: Door, name: str, value: object) -> None:

@@ -45,6 +45,7 @@ class Served:
     def complete(self, **fields: Any) -> Any:
         fields = {"model": "target", "prompt": "def f(x):", "temperature": 0, "max_tokens": 24} | fields
         ours = ("speculation", "ignore_eos", "return_token_ids", "return_metrics", "top_k", "min_p")
+        ours += ("prompt_logprobs",)
         extra = {name: fields.pop(name) for name in ours if name in fields}
         return self.client.completions.create(**fields, extra_body=extra)
 
@@ -151,6 +152,88 @@ def test_logprobs_are_those_of_the_target(served: Served) -> None:
     chosen = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), chosen, atol=1e-4, rtol=0)
     assert [len(top) for top in choice.logprobs.top_logprobs] == [3] * len(choice.token_ids)
+
+
+def prompt_scores(served: Served, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logprobs = served.reference(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+    return logprobs[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+def test_echo_puts_the_prompt_in_front(served: Served) -> None:
+    plain = served.complete(seed=3, temperature=1, logprobs=2, return_token_ids=True).choices[0]
+    echoed = served.complete(seed=3, temperature=1, logprobs=2, echo=True, return_token_ids=True)
+    choice = echoed.choices[0]
+    num_prompt = echoed.usage.prompt_tokens
+    assert choice.text == "def f(x):" + plain.text
+    assert choice.token_ids == plain.token_ids
+    scores = choice.logprobs
+    assert scores.token_logprobs[0] is None
+    assert scores.top_logprobs[0] is None
+    assert scores.token_logprobs[num_prompt:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
+    assert len({len(scores.tokens), len(scores.text_offset), num_prompt + len(plain.token_ids)}) == 1
+    expected = prompt_scores(served, choice.prompt_token_ids)
+    found = torch.tensor(scores.token_logprobs[1:num_prompt])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    for token, offset in zip(scores.tokens[:num_prompt], scores.text_offset, strict=False):
+        assert choice.text[offset:].startswith(token)
+
+
+def test_echo_in_a_stream_is_the_same(served: Served) -> None:
+    wanted = {"seed": 3, "temperature": 1, "logprobs": 2, "echo": True, "n": 2, "prompt": ["abc", "de"]}
+    whole = served.complete(**wanted)
+    texts = [""] * 4
+    logprobs: list[list[float | None]] = [[] for _ in range(4)]
+    with served.complete(stream=True, **wanted) as stream:
+        for chunk in stream:
+            (choice,) = chunk.choices
+            texts[choice.index] += choice.text
+            if choice.logprobs is not None:
+                logprobs[choice.index] += choice.logprobs.token_logprobs
+    assert texts == [choice.text for choice in whole.choices]
+    for ours, choice in zip(logprobs, whole.choices, strict=True):
+        assert ours[0] is choice.logprobs.token_logprobs[0] is None
+        assert ours[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
+
+
+def test_a_prompt_alone_can_be_scored(served: Served) -> None:
+    completion = served.complete(prompt=[[5, 6, 7, 8]], max_tokens=0, echo=True, logprobs=0)
+    choice = completion.choices[0]
+    assert completion.usage.completion_tokens == 0
+    assert choice.finish_reason == "length"
+    found = torch.tensor(choice.logprobs.token_logprobs[1:])
+    torch.testing.assert_close(found, prompt_scores(served, [5, 6, 7, 8]), atol=1e-4, rtol=0)
+    assert served.complete(max_tokens=0, echo=True).choices[0].text == "def f(x):"
+
+
+def test_prompt_logprobs_in_their_users_shape(served: Served) -> None:
+    choice = served.complete(prompt=[[5, 6, 7, 8]], max_tokens=1, prompt_logprobs=2).choices[0]
+    first, *rest = choice.prompt_logprobs
+    assert first is None
+    found = [rest[index][str(token_id)]["logprob"] for index, token_id in enumerate([6, 7, 8])]
+    torch.testing.assert_close(torch.tensor(found), prompt_scores(served, [5, 6, 7, 8]), atol=1e-4, rtol=0)
+    for position in rest:
+        assert {1, 2} <= {entry["rank"] for entry in position.values()}
+    chat = served.client.chat.completions.create(
+        model="target",
+        messages=[{"role": "user", "content": "hi"}],
+        max_completion_tokens=1,
+        extra_body={"prompt_logprobs": 0},
+    )
+    assert chat.usage is not None
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens  # type: ignore[attr-defined]
+
+
+def test_best_of(served: Served) -> None:
+    every = served.complete(temperature=1, seed=5, n=5, logprobs=0)
+    best = served.complete(temperature=1, seed=5, n=2, best_of=5)
+    mean = [sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in every.choices]
+    ranked = sorted(range(5), key=lambda index: -mean[index])[:2]
+    assert [one.text for one in best.choices] == [every.choices[index].text for index in ranked]
+    assert [one.index for one in best.choices] == [0, 1]
+    assert [one.logprobs for one in best.choices] == [None, None]
+    assert best.usage.completion_tokens == every.usage.completion_tokens, "all that was generated"
+    assert best.usage.prompt_tokens == every.usage.prompt_tokens
 
 
 def test_stop_string_ends_the_text_before_it(served: Served) -> None:

@@ -38,7 +38,7 @@ signature = {one: types.get(one, "constexpr") for one in names}
 aligned = {
     (at,): [["tt.divisibility", 16]]
     for at, one in enumerate(names)
-    if signature[one].startswith("*") or one.endswith("_stride")
+    if (signature[one].startswith("*") and one not in kernel.do_not_specialize) or one.endswith("_stride")
 }
 source = ASTSource(
     fn=kernel,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specdec.core.errors import ResourceError, TransportError
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.engine.build import build_target_part, build_tokenizer
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
@@ -38,8 +38,9 @@ from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import noisy_scores
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
-from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model
+from tests.architectures import ARCHITECTURES, save_model
 from tests.rank_pool import Failure, RankPool
+from tests.specdec.engine.grammar_models import save_byte_level_model
 
 Pools = Callable[[int], RankPool]
 
@@ -67,6 +68,12 @@ SHAPED = SamplingParams(
 )
 SHAPED_GREEDY = SamplingParams(
     temperature=0.0, repetition_penalty=1.5, allowed_token_ids=tuple(range(1, 128, 3)), max_tokens=NUM_TOKENS
+)
+CONSTRAINED = SamplingParams(
+    grammar=Grammar("regex", "([a-z]{1,5}[0-9] ){40}"), temperature=1.2, max_tokens=NUM_TOKENS, seed=17
+)
+CONSTRAINED_GREEDY = SamplingParams(
+    grammar=Grammar("regex", "[^e]{200}"), temperature=0.0, repetition_penalty=1.1, max_tokens=NUM_TOKENS
 )
 
 COVER = {
@@ -129,7 +136,12 @@ def leading_engine(group: RankGroup, config: EngineConfig) -> Engine:
     """Rank 0's engine over a target of all ranks; the drafter is its own."""
     target = LeadingTarget(build_target_part(config, group), group)
     speculative = config.speculative_config
-    facts = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=6, model=config.target.model)
+    facts = TargetFacts(
+        vocab_size=target.description.vocab_size,
+        dtype="float32",
+        max_num_seqs=6,
+        model=config.target.model,
+    )
     return Engine.from_parts(
         target=target,
         proposer=create_proposer(speculative, facts),
@@ -288,6 +300,21 @@ def test_rules_decide_the_same_over_ranks(
     assert ours == expected
 
 
+@pytest.mark.parametrize(
+    ("size", "method"), [(2, "draft_model"), (4, "ngram")], ids=["2-draft_model", "4-ngram"]
+)
+def test_same_tokens_with_a_grammar(rank_pool: Pools, tmp_path: Path, size: int, method: str) -> None:
+    """Each rank masks the columns that it has."""
+    pytest.importorskip("llguidance")
+    save_byte_level_model(tmp_path)
+    speculative: dict[str, Any] = {"method": method}
+    if method == "draft_model":
+        speculative |= {"model": str(tmp_path), "cache": {"num_blocks": 60, "block_size": 4}}
+    accepted, num_excused = check(rank_pool(size), tmp_path, [CONSTRAINED, CONSTRAINED_GREEDY], **speculative)
+    assert num_excused == 0
+    assert accepted > (50 if method == "draft_model" else 0)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", COVER)
 @pytest.mark.parametrize("size", [2, 4])
@@ -358,6 +385,22 @@ def test_an_engine_starts_its_ranks(
     with Engine(config_of(folder, target_size, **draft)) as engine:
         assert generate(engine, [GREEDY, SAMPLED]) == expected
         assert engine.metrics().num_accepted_tokens > 50
+
+
+@pytest.mark.slow
+def test_a_grammar_with_a_draft_model_over_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    save_byte_level_model(tmp_path)
+    draft = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "draft_tensor_parallel_size": 2,
+        "cache": {"num_blocks": 60, "block_size": 4},
+    }
+    with Engine(config_of(tmp_path)) as engine:
+        expected = generate(engine, [CONSTRAINED])
+    with Engine(config_of(tmp_path, 2, **draft)) as engine:
+        assert generate(engine, [CONSTRAINED]) == expected
 
 
 def serve_until_a_rank_dies(group: RankGroup, config: EngineConfig) -> Any:

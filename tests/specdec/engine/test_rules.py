@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,11 +20,15 @@ from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
+from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.judge import Judge
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel, ToyTarget, slot_value
+from specdec.kv.config import CacheConfig
+from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.ngram import NgramProposer
@@ -32,6 +37,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.transport.memory import Faults
 from specdec.transport.messages import ProposeAnswer, ProposeReply, decode, encode
 from specdec.verification.registry import capabilities_of, rule_named
+from tests.architectures import save_model
 from tests.specdec.engine import remote_cluster, toy_engines
 from tests.specdec.engine.remote_cluster import Cluster, a_request
 from tests.specdec.engine.toy_engines import request, run, tokens_of
@@ -189,6 +195,53 @@ def test_a_drafter_that_is_the_target_is_always_right(rule: str) -> None:
     run(engine, *(request(f"r{n}", (1, 2, 3), params, seed=n) for n in range(8)))
     metrics = engine.metrics()
     assert metrics.num_accepted_tokens > 0.99 * metrics.num_draft_tokens > 0
+
+
+SHAPED = SamplingParams(
+    temperature=0.9,
+    top_k=60,
+    top_p=0.95,
+    min_p=0.001,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.2,
+    logit_bias=((5, 2.0), (120, 1.5), (64, -3.0)),
+    bad_words=((5, 5), (9,), (120, 64)),
+    min_tokens=12,
+    max_tokens=16,
+)
+
+
+def share_accepted(folder: Path, rule: str, draft_top_k: int | None) -> float:
+    """Of a model that drafts for itself."""
+    speculative = {
+        "method": "draft_model",
+        "model": str(folder),
+        "rejection_sample_method": rule,
+        "draft_top_k": draft_top_k,
+        "num_threads": 1,
+        "compile": {"mode": "off"},
+        "cache": {"num_blocks": 60, "block_size": 4},
+    }
+    config = EngineConfig(
+        target=ModelConfig(
+            model=str(folder), dtype="float32", num_threads=1, compile=CompileConfig(mode="off")
+        ),
+        speculative_config=SpeculativeConfig.model_validate(speculative),
+        cache=CacheConfig(num_blocks=60, block_size=4),
+    )
+    with Engine(config) as engine:
+        engine.generate([[5, 9, 23, 5, 9], [40] * 6, [7, 8, 9]], SHAPED)
+        metrics = engine.metrics()
+        assert metrics.num_draft_tokens > 20
+        return metrics.num_accepted_tokens / metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_every_parameter_reaches_p_and_q_at_every_position(rule: str, tmp_path: Path) -> None:
+    save_model(tmp_path)
+    assert share_accepted(tmp_path, rule, None) == 1.0
+    assert share_accepted(tmp_path, rule, 5) < 0.9, "control: another q"
 
 
 @pytest.mark.parametrize("rule", JUDGED)

@@ -7,7 +7,9 @@ draft model that is often wrong. The controls deliver something else and must fa
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,19 +22,22 @@ from scipy import stats
 
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel, ToyTokenizer
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
+from specdec.sampling.grammar import GrammarState
 from specdec.sampling.noise import choice_seed
 from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, target_distribution
 from specdec.sampling.shaping import LogitShaper, shaper_for
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
+from specdec.verification.registry import capabilities_of, rule_named
 
 VOCAB = 5
 EOS = 4
@@ -43,6 +48,8 @@ NUM_STREAMS = 7_000
 TARGET = ToyModel(VOCAB, seed=3, sharpness=0.8, perturbation=0.0)
 DRAFT = ToyModel(VOCAB, seed=4, sharpness=0.8, perturbation=0.0)
 
+PATTERN = "(a[bc]+|ca?|d){1,2}"
+"""Which letters may follow depends on those before, and so does whether the text may end."""
 KINDS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.8},
     "presence_penalty": {"presence_penalty": 1.5},
@@ -55,6 +62,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.25},
+    "grammar": {"grammar": Grammar("regex", PATTERN)},
+    "grammar and penalty": {"grammar": Grammar("regex", PATTERN), "frequency_penalty": 1.0, "top_p": 0.8},
     "all": {
         "temperature": 1.3,
         "top_p": 0.9,
@@ -70,6 +79,25 @@ def params_of(kind: str) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=False, **KINDS[kind]).checked()
 
 
+class LetterTokenizer(ToyTokenizer):
+    """Letters from a, and an end of text; grammars know them by a tokenizer.json."""
+
+    def to_json(self) -> str | None:
+        vocab = {"abcd"[index] if index != EOS else "<eos>": index for index in range(VOCAB)}
+        end = {"id": EOS, "content": "<eos>", "special": True, "normalized": False}
+        end |= {"single_word": False, "lstrip": False, "rstrip": False}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        return json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [end],
+                "pre_tokenizer": byte_level,
+                "decoder": byte_level,
+                "model": {"type": "BPE", "vocab": vocab, "merges": []},
+            }
+        )
+
+
 def runner_of(model: ToyModel) -> Any:
     runner = ToyRunner(model)
     runner.loaded = SimpleNamespace(  # type: ignore[attr-defined]
@@ -78,28 +106,36 @@ def runner_of(model: ToyModel) -> Any:
     return runner
 
 
-def engine_with(drafter: str, num_draft_tokens: int) -> Engine:
+def engine_with(drafter: str, num_draft_tokens: int, rule: str = "sample_and_match") -> Engine:
+    """`drafter`: "remote" is a draft model that sees no grammar."""
     proposer: Any = NoProposer()
     if drafter == "ngram":
         proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2)
-    elif drafter == "draft_model":
+    elif drafter in ("draft_model", "remote"):
         proposer = DraftModelProposer(
-            cast(Any, ToyRunner(DRAFT)), Sampler(), vocab_size=VOCAB, eos_token_ids=(EOS,)
+            cast(Any, ToyRunner(DRAFT)),
+            Sampler(),
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            sampling=DraftSampling.under(capabilities_of(rule)),
+            keeps_to_grammars=drafter != "remote",
         )
     return Engine.from_parts(
-        target=LocalTarget(runner_of(TARGET), Sampler()),
+        target=LocalTarget(runner_of(TARGET), Sampler(), rule=rule_named(rule)),
         proposer=proposer,
-        tokenizer=ToyTokenizer.of_letters(VOCAB),
+        tokenizer=LetterTokenizer.of_letters(VOCAB),
         scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
         controller=FixedController(num_draft_tokens),
     )
 
 
-def delivered(drafter: str, num_draft_tokens: int, params: SamplingParams) -> Counter[tuple[int, ...]]:
+def delivered(
+    drafter: str, num_draft_tokens: int, params: SamplingParams, rule: str = "sample_and_match"
+) -> Counter[tuple[int, ...]]:
     """How often each output came."""
     streams: dict[str, list[int]] = {}
     to_add = iter(range(NUM_STREAMS))
-    with engine_with(drafter, num_draft_tokens) as engine:
+    with engine_with(drafter, num_draft_tokens, rule) as engine:
         while len(streams) < NUM_STREAMS or engine.has_work:
             for number in itertools.islice(to_add, 64 if not engine.has_work else 0):
                 streams[f"s{number}"] = []
@@ -116,6 +152,18 @@ def delivered(drafter: str, num_draft_tokens: int, params: SamplingParams) -> Co
     return Counter(tuple(stream) for stream in streams.values())
 
 
+def allowed_by_grammar(output: tuple[int, ...]) -> list[int]:
+    """Tokens that may follow, by trying all texts of some length."""
+    text = "".join("abcd"[token_id] for token_id in output)
+
+    def can_go_on(begin: str) -> bool:
+        endings = ("".join(end) for length in range(4) for end in itertools.product("abcd", repeat=length))
+        return any(re.fullmatch(PATTERN, begin + ending) for ending in endings)
+
+    letters = [token_id for token_id in range(EOS) if can_go_on(text + "abcd"[token_id])]
+    return [*letters, EOS] if re.fullmatch(PATTERN, text) else letters
+
+
 def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
     """The probability of every output, position by position from the definition."""
     outcomes: dict[tuple[int, ...], float] = {(): 1.0}
@@ -130,8 +178,12 @@ def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
             if shaper is not None:
                 shaper.commit(prefix)
                 shaper.shape(logits, [()])
+            if params.grammar is not None:
+                allowed = allowed_by_grammar(output)
+                logits[0, [token_id for token_id in range(VOCAB) if token_id not in allowed]] = -math.inf
             for token_id, p in enumerate(target_distribution(logits, rows)[0].tolist()):
-                (finished if token_id == EOS else longer)[*output, token_id] = probability * p
+                if p > 0:
+                    (finished if token_id == EOS else longer)[*output, token_id] = probability * p
         outcomes = longer
     return finished | outcomes
 
@@ -139,7 +191,7 @@ def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
 def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
     """Of the chi-square test; outcomes that are expected fewer than five times count as one."""
     assert math.isclose(sum(expected.values()), 1.0, rel_tol=1e-5)
-    assert all(expected[outcome] > 0 for outcome in counts), "something came that has no probability"
+    assert counts.keys() <= expected.keys(), "something came that has no probability"
     total = counts.total()
     often = [outcome for outcome, p in expected.items() if p * total >= 5]
     observed = [float(counts[outcome]) for outcome in often]
@@ -162,6 +214,32 @@ COVER = [
 def test_delivered_under_speculation_as_p_says(kind: str, drafter: str, num_draft_tokens: int) -> None:
     params = params_of(kind)
     assert p_value(delivered(drafter, num_draft_tokens, params), enumerated(params)) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [("rejection", "remote"), ("block", "remote"), ("rejection", "draft_model"), ("block", "ngram")],
+)
+def test_grammars_under_other_rules(rule: str, drafter: str) -> None:
+    """A drafter that sees no grammar drafts what is forbidden: the rule has to see that, and reject it."""
+    params = params_of("grammar")
+    assert p_value(delivered(drafter, 2, params, rule), enumerated(params)) > 1e-4
+
+
+@pytest.mark.slow
+def test_control_a_sampled_draft_that_is_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    constrain = GrammarState.constrain
+
+    def cutting(self: GrammarState, drafted: Sequence[int], room: int, **how: bool) -> Any:
+        kept = constrain(self, drafted, room, **how)
+        if kept.masks[-1].strip(b"\xff"):
+            return kept
+        return kept._replace(token_ids=kept.token_ids[:-1], masks=kept.masks[:-1])
+
+    monkeypatch.setattr(GrammarState, "constrain", cutting)
+    params = params_of("grammar")
+    assert p_value(delivered("remote", 2, params, "rejection"), enumerated(params)) < 1e-6
 
 
 @pytest.mark.full
@@ -189,13 +267,26 @@ def test_control_penalties_without_the_draft_are_noticed(kind: str, monkeypatch:
 
 
 @pytest.mark.slow
+def test_control_masks_without_the_draft_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    constrain = GrammarState.constrain
+
+    def forgetful(self: GrammarState, drafted: Sequence[int], room: int, **how: bool) -> Any:
+        kept = constrain(self, drafted, room, **how)
+        return kept._replace(masks=kept.masks[:1] * len(kept.masks))
+
+    monkeypatch.setattr(GrammarState, "constrain", forgetful)
+    counts = delivered("draft_model", 3, params_of("grammar"))
+    expected = enumerated(params_of("grammar"))
+    assert counts.keys() - expected.keys() or p_value(counts, expected) < 1e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["repetition_penalty", "logit_bias", "top_p", "temperature"])
 def test_control_a_parameter_left_out_is_noticed(kind: str) -> None:
     plain = SamplingParams(max_tokens=NUM_TOKENS)
     counts = delivered("ngram", 2, plain)
     expected = enumerated(params_of(kind))
-    possible = Counter({outcome: count for outcome, count in counts.items() if expected[outcome] > 0})
-    assert len(possible) < len(counts) or p_value(counts, expected) < 1e-6
+    assert counts.keys() - expected.keys() or p_value(counts, expected) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,9 +5,7 @@ Real graphs are recorded in tests/gpu.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 import random
 from collections.abc import Callable
 
@@ -23,14 +21,8 @@ from specdec.model.static_batch import PackedArrays
 from tests.architectures import VOCAB_SIZE
 from tests.specdec.model.conftest import Pair
 from tests.specdec.model.replaying_recorder import ReplayingRecorder
+from tests.triton_interpreter import FAILURE, needs_interpreter
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as tests/conftest.py sets it without a GPU
-
-needs_interpreter = pytest.mark.skipif(
-    not (HAS_TRITON and IS_INTERPRETED),
-    reason="needs the package triton (pip install 'drafthouse[cuda]') and its interpreter",
-)
 PairOf = Callable[[str], Pair]
 
 
@@ -146,8 +138,8 @@ def test_a_replay_that_differs_is_not_used(
 
 @pytest.mark.parametrize("reason", ["mode", "rows", "attention"])
 def test_switched_off(pair_of: PairOf, reason: str) -> None:
-    if reason != "attention" and not (HAS_TRITON and IS_INTERPRETED):
-        pytest.skip("needs the package triton (pip install 'drafthouse[cuda]') and its interpreter")
+    if reason != "attention" and FAILURE is not None:
+        pytest.skip(FAILURE)
     runner = make_runner(pair_of("llama"), "sdpa" if reason == "attention" else "triton")
     config = CompileConfig(
         mode="off" if reason == "mode" else "auto", cuda_graph_max_rows=0 if reason == "rows" else 8

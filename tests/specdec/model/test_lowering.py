@@ -277,10 +277,11 @@ def test_what_only_looks_like_a_norm_is_not_fused() -> None:
 @pytest.mark.parametrize("columns", [1, 16, 40, 64, 100, 128, 130])
 def test_linear_layers_of_any_width(dtype: torch.dtype, columns: int) -> None:
     weight, bias = torch.randn(columns, WIDTH).to(dtype), torch.randn(columns).to(dtype)
-    tolerance = 1e-6 if dtype is torch.float32 else 8e-3
+    tolerance = 3e-6 if dtype is torch.float32 else 8e-3
     for body in (
         lambda x, _: F.linear(x, weight, bias),
         lambda x, _: F.linear(x, weight),
+        lambda x, _: x @ weight.t().contiguous(),
         lambda x, _: torch.addmm(bias, x.view(-1, WIDTH), weight.t().contiguous()).view(1, -1, columns),
     ):
         check(body, dtype, tolerance=tolerance)

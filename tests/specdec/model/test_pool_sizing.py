@@ -86,6 +86,18 @@ def test_no_room_is_said_at_once(loaded: LoadedModel, monkeypatch: pytest.Monkey
         make_pool(loaded, CacheConfig(block_size=4), PoolDemand(max_num_seqs=4096), Hungry())
 
 
+def test_a_forward_that_does_not_fit_is_said_at_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(slices: Sequence[SequenceSlice], pool: KvPool) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    leave(monkeypatch, 1 << 20)
+    demand = PoolDemand(max_num_seqs=4096, max_num_batched_tokens=900)
+    with pytest.raises(ResourceError, match=r"of 900 rows does not fit.*max_num_batched_tokens"):
+        make_pool(loaded, CacheConfig(block_size=4), demand, too_large)
+
+
 @pytest.mark.parametrize("size", [{"num_blocks": 1000}, {"memory_bytes": 4 * MIB}])
 def test_more_than_there_is_is_refused(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, size: dict[str, int]

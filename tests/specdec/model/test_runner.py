@@ -58,10 +58,25 @@ def reference_greedy(model: PreTrainedModel, prompt: list[int], count: int) -> l
 
 
 def feed(
-    runner: ModelRunner, token_ids: Sequence[int], start: int, table: Sequence[int], num_logit_rows: int
+    runner: ModelRunner,
+    token_ids: Sequence[int],
+    start: int,
+    table: Sequence[int],
+    num_logit_rows: int,
+    *,
+    prompt_len: int = 1,
 ) -> torch.Tensor:
+    rotary = runner.loaded.rotary
+    shift = None
+    if rotary is not None:
+        variant = rotary.variants.of(num_prompt_tokens=prompt_len, num_tokens=prompt_len)
+        shift = rotary.shift(variant, prompt_len)
     piece = SequenceSlice(
-        token_ids=list(token_ids), start=start, block_table=table, num_logit_rows=num_logit_rows
+        token_ids=list(token_ids),
+        start=start,
+        block_table=table,
+        num_logit_rows=num_logit_rows,
+        shift=shift,
     )
     return runner.forward([piece]).clone()
 
@@ -75,7 +90,8 @@ def test_chunked_prefill_gives_the_logits_of_one_forward(pair_of: PairOf, archit
     for cuts in ([0, 45], [0, 1, 2, 20, 45], [0, 16, 32, 45], [0, 13, 14, 31, 44, 45]):
         table = Tables(runner, seed=len(cuts)).take(45)
         chunks = [
-            feed(runner, tokens[low:high], low, table, high - low) for low, high in itertools.pairwise(cuts)
+            feed(runner, tokens[low:high], low, table, high - low, prompt_len=45)
+            for low, high in itertools.pairwise(cuts)
         ]
         torch.testing.assert_close(torch.cat(chunks), expected, rtol=0, atol=TOLERANCE)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +23,8 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.shaping import LogitShaper, shaper_for
 from tests.architectures import VOCAB_SIZE, save_model
 from tests.specdec.model.replaying_recorder import ReplayingRecorder
+from tests.triton_interpreter import needs_interpreter
 
-needs_interpreter = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs the package triton (pip install 'drafthouse[cuda]') and its interpreter",
-)
 K = 3
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.9)

@@ -23,6 +23,7 @@ class FakeRequest:
     num_computed: int = 0
     num_blocks: int = 0
     requested_draft_tokens: int | None = None
+    max_chunk_tokens: int | None = None
     num_generated: int = 0
     num_preemptions: int = 0
     first_round: int | None = None

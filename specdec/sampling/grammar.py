@@ -1,0 +1,263 @@
+"""Grammars that say which tokens may come next, through the library llguidance.
+
+A grammar's state is advanced by committed tokens only. The masks of a verified position are found by walking
+the position's own drafted tokens from there, and going back.
+
+Compiling happens in threads, after a trial in a process of its own (`grammar_trial`); it is bounded by
+`GrammarConfig`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from specdec.core.errors import InputError
+from specdec.core.sampling_params import Grammar
+from specdec.sampling.config import GrammarConfig
+from specdec.sampling.grammar_library import compile_matcher, load_tokenizer, reason_of, require_library
+from specdec.sampling.grammar_trial import GrammarTrial, TrialSetup
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_NUM_KEPT = 64
+"""Compiled grammars that are kept for further requests."""
+_HARMLESS = frozenset({"json_object", "choice"})
+"""Kinds that need no trial."""
+
+
+class Constrained(NamedTuple):
+    """A draft that keeps to a grammar, and what may stand at the positions that verify it."""
+
+    token_ids: tuple[int, ...]
+    masks: tuple[bytes, ...]
+    """One more than tokens: bit t (byte t // 8, from the low end) says whether token t may come next."""
+
+
+class GrammarState:
+    """How far one stream has come in its grammar."""
+
+    def __init__(
+        self, matcher: LLMatcher, eos_token_ids: Sequence[int], num_mask_bytes: int, mask_timeout_s: float
+    ) -> None:
+        """`matcher` is this state's own from now on."""
+        self.failure: str | None = None
+        """Why the stream cannot go on, if so."""
+        self._matcher = matcher
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._num_mask_bytes = num_mask_bytes
+        self._mask_timeout_s = mask_timeout_s
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Go on by committed tokens, none of which ends the text."""
+        if self.failure is None and self._matcher.try_consume_tokens(list(token_ids)) != len(token_ids):
+            self.failure = self._reason() or "the text has left the grammar"
+
+    def constrain(self, drafted: Sequence[int], room: int, *, is_sampled: bool = False) -> Constrained:
+        """Cut a draft where the grammar forbids it, and add what the grammar forces.
+
+        Args:
+            drafted: proposed tokens, at most `room`.
+            room: most tokens in the answer.
+            is_sampled: the rule weighs what drafts were sampled from. Then a forbidden token has to be
+                seen and rejected by the rule: it stays, as the last one, and nothing is added.
+        """
+        masks = [self._mask()]
+        kept: list[int] = []
+        while len(kept) < len(drafted) and self._walk(drafted[len(kept)]):
+            kept.append(drafted[len(kept)])
+            masks.append(self._mask())
+        if is_sampled:
+            self._matcher.rollback(len(kept))
+            if len(kept) == len(drafted):
+                return Constrained(tuple(kept), tuple(masks))
+            anything = b"\xff" * self._num_mask_bytes
+            return Constrained((*kept, drafted[len(kept)]), (*masks, anything))
+        for token_id in self._forced() if len(kept) < room else ():
+            if len(kept) == room or not self._walk(token_id):
+                break
+            kept.append(token_id)
+            masks.append(self._mask())
+        self._matcher.rollback(len(kept))
+        return Constrained(tuple(kept), tuple(masks))
+
+    def allowed_after(self, drafted: Sequence[int]) -> bytes | None:
+        """Return the mask behind drafted tokens; None when they are not allowed themselves."""
+        num_walked = 0
+        while num_walked < len(drafted) and self._walk(drafted[num_walked]):
+            num_walked += 1
+        mask = self._mask() if num_walked == len(drafted) else None
+        self._matcher.rollback(num_walked)
+        return mask
+
+    def _walk(self, token_id: int) -> bool:
+        """Go on by a token if it is allowed; the end of the text is never walked over."""
+        if self.failure is not None or token_id in self._eos_token_ids:
+            return False
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def _forced(self) -> list[int]:
+        return [] if self.failure is not None else self._matcher.compute_ff_tokens()
+
+    def _mask(self) -> bytes:
+        """Return what may come next: nothing, once there is a failure."""
+        if self.failure is not None:
+            return bytes(self._num_mask_bytes)
+        started_s = time.monotonic()
+        mask = bytearray(self._matcher.compute_bitmask()[: self._num_mask_bytes])
+        took_s = time.monotonic() - started_s
+        self.failure = self._reason()
+        if self.failure is None and took_s > self._mask_timeout_s:
+            self.failure = f"finding the allowed tokens took {took_s:.2f} s"
+        if self.failure is not None:
+            return bytes(self._num_mask_bytes)
+        may_end = self._matcher.is_accepting()
+        for token_id in self._eos_token_ids:
+            bit = 1 << (token_id & 7)
+            mask[token_id >> 3] = mask[token_id >> 3] | bit if may_end else mask[token_id >> 3] & ~bit
+        return bytes(mask)
+
+    def _reason(self) -> str | None:
+        return reason_of(self._matcher) if self._matcher.is_error() else None
+
+
+class _Vocabulary(NamedTuple):
+    """What grammars are compiled for."""
+
+    tokenizer: LLTokenizer
+    setup: TrialSetup
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, in threads of its own."""
+
+    def __init__(
+        self,
+        tokenizer_json: Callable[[], str | None],
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        config: GrammarConfig | None = None,
+    ) -> None:
+        """Start no thread yet.
+
+        Args:
+            tokenizer_json: gives the content of the model's tokenizer.json, None when it has none; called
+                once, in a thread.
+            vocab_size: tokens of the model.
+            eos_token_ids: any of them ends a text.
+            config: bounds.
+        """
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._config = config or GrammarConfig()
+        self._lock = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._matchers: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._idle_trials: list[GrammarTrial] = []
+        self._is_closed = False
+        self._threads = ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="grammar")
+
+    def check_size(self, grammar: Grammar) -> None:
+        """Check, at once, what needs no compilation.
+
+        Raises:
+            InputError: the grammar is too long, or grammars are not to be had here.
+        """
+        num_bytes = len(grammar.text.encode())
+        if num_bytes > self._config.max_bytes:
+            raise InputError(
+                f"{grammar.param} has {num_bytes} bytes, at most {self._config.max_bytes} are allowed",
+                param=grammar.param,
+            )
+        require_library(grammar)
+        if not self._eos_token_ids:
+            raise InputError(f"{grammar.param} needs a model with an end-of-text token", param=grammar.param)
+
+    def begin(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> Future[GrammarState]:
+        """Compile in a thread; the result has gone on by `token_ids` already.
+
+        The future raises InputError: the grammar is malformed, too complex, or allows nothing.
+        """
+        return self._threads.submit(self._make, grammar, tuple(token_ids))
+
+    def close(self) -> None:
+        """Begin nothing more. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            trials, self._idle_trials = self._idle_trials, []
+        for trial in trials:
+            trial.close()
+
+    def _make(self, grammar: Grammar, token_ids: tuple[int, ...]) -> GrammarState:
+        state = GrammarState(
+            self._matcher(grammar).deep_copy(),
+            self._eos_token_ids,
+            -(-self._vocab_size // 8),
+            self._config.mask_timeout_s,
+        )
+        state.commit(token_ids)
+        return state
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            matcher = self._matchers.get(grammar)
+            if matcher is not None:
+                self._matchers.move_to_end(grammar)
+                return matcher
+        vocabulary = self._load_vocabulary(grammar)
+        if grammar.kind not in _HARMLESS:
+            self._try(grammar, vocabulary.setup)
+        matcher = compile_matcher(vocabulary.tokenizer, grammar, self._config.max_size)
+        with self._lock:
+            self._matchers[grammar] = matcher
+            if len(self._matchers) > _NUM_KEPT:
+                self._matchers.popitem(last=False)
+        return matcher
+
+    def _try(self, grammar: Grammar, setup: TrialSetup) -> None:
+        with self._lock:
+            trial = self._idle_trials.pop() if self._idle_trials else GrammarTrial(setup)
+        try:
+            trial.check(grammar)
+        finally:
+            with self._lock:
+                is_closed = self._is_closed
+                if not is_closed:
+                    self._idle_trials.append(trial)
+            if is_closed:
+                trial.close()
+
+    def _load_vocabulary(self, grammar: Grammar) -> _Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                text = self._tokenizer_json()
+                if text is None:
+                    raise InputError(
+                        f"{grammar.param} is not supported with this tokenizer", param=grammar.param
+                    )
+                try:
+                    tokenizer = load_tokenizer(text, self._vocab_size, self._eos_token_ids)
+                except ValueError as error:
+                    raise InputError(
+                        f"{grammar.param} is not supported with this model's tokenizer: {error}",
+                        param=grammar.param,
+                    ) from error
+                setup = TrialSetup(
+                    tokenizer_json=text,
+                    vocab_size=self._vocab_size,
+                    eos_token_ids=self._eos_token_ids,
+                    max_size=self._config.max_size,
+                    max_memory_bytes=self._config.max_memory_bytes,
+                    compile_timeout_s=self._config.compile_timeout_s,
+                    mask_timeout_s=self._config.mask_timeout_s,
+                )
+                self._vocabulary = _Vocabulary(tokenizer, setup)
+            return self._vocabulary

@@ -1,0 +1,125 @@
+"""What this project asks of the library llguidance: from a request's grammar to a matcher, and its errors.
+
+Nothing here imports llguidance before a request needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specdec.core.errors import InputError
+from specdec.core.sampling_params import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
+"""Between the parts of a JSON text: unbounded whitespace would let a model that is unsure of itself go on
+with it for ever."""
+logger = logging.getLogger(__name__)
+
+
+def require_library(grammar: Grammar) -> None:
+    """Check that grammars are to be had at all.
+
+    Raises:
+        InputError: llguidance is not installed.
+    """
+    try:
+        import llguidance  # noqa: F401
+    except ImportError:
+        raise InputError(
+            f"{grammar.param} needs llguidance on the server: pip install llguidance",
+            param=grammar.param,
+        ) from None
+
+
+def load_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Return the vocabulary as the library wants it.
+
+    Raises:
+        ValueError: the library does not understand tokenizers of this kind.
+    """
+    from llguidance import LLTokenizer
+
+    made = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+    if made.vocab_size >= vocab_size:
+        return made
+    # Padded embeddings have tokens without text.
+    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def compile_matcher(tokenizer: LLTokenizer, grammar: Grammar, max_size: int) -> LLMatcher:
+    """Return a matcher that has found its first mask already: that is most of the work.
+
+    Raises:
+        InputError: the grammar is malformed, larger than `max_size` symbols, or allows nothing.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_grammar_size=max_size, precompute_large_lexemes=False)
+    try:
+        matcher = LLMatcher(tokenizer, _written(grammar), log_level=0, limits=limits)
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a library's parsers over whatever a client has sent
+        logger.info("a grammar made its compiler raise %s", type(error).__name__)
+        raise InputError(f"{grammar.param}: {error}", param=grammar.param) from None
+    _refuse_error(matcher, grammar)
+    matcher.compute_bitmask()
+    _refuse_error(matcher, grammar)
+    return matcher
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Return in one line why a matcher is in error."""
+    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    first = (errors or lines or ["it cannot be used"])[0]
+    return "no text satisfies it" if first == "NoExtensionBias" else first
+
+
+def _refuse_error(matcher: LLMatcher, grammar: Grammar) -> None:
+    if matcher.is_error():
+        raise InputError(f"{grammar.param}: {reason_of(matcher)}", param=grammar.param)
+
+
+def _written(grammar: Grammar) -> str:
+    """Return the grammar in the library's own form."""
+    from llguidance import LLMatcher
+
+    match grammar.kind:
+        case "json_object":
+            return _json_grammar('{"type": "object"}')
+        case "json_schema":
+            return _json_grammar(grammar.text)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "choice":
+            choices: list[str] = json.loads(grammar.text)
+            return LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            )
+        case "grammar":
+            return LLMatcher.grammar_from_lark(_lark(grammar))
+
+
+def _json_grammar(schema: str) -> str:
+    from llguidance import LLMatcher
+
+    # Last of all, so that a schema's own "x-guidance" cannot ask for keywords to be ignored.
+    return LLMatcher.grammar_from_json_schema(
+        schema, overrides={"lenient": False, "whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    )
+
+
+def _lark(grammar: Grammar) -> str:
+    """Return a grammar as Lark; GBNF (`root ::= ...`) is translated."""
+    if "::=" not in grammar.text:
+        return grammar.text
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return any_to_lark(grammar.text)

@@ -1,0 +1,436 @@
+"""Outputs that keep to grammars: always, and the same ones under speculation."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from specdec.core.errors import InputError
+from specdec.core.sampling_params import Grammar, SamplingParams
+from specdec.engine.offline import GenerationResult, choice_requests
+from specdec.sampling.config import GrammarConfig
+from specdec.sampling.grammar import GrammarState
+from tests.specdec.engine.grammar_models import GrammarModels
+from tests.specdec.engine.toy_engines import tokens_of
+
+pytest.importorskip("llguidance")
+
+PROMPTS = [[40, 41, 42], [100, 7, 300, 12, 5], [2000, 2001]]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["red", "green", 3, None]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 99}, "maxItems": 4},
+        "is_new": {"type": "boolean"},
+    },
+    "required": ["name", "kind", "sizes", "is_new"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": Grammar("json_schema", json.dumps(SCHEMA)),
+    "regex": Grammar("regex", r"(ab|cd){3,6} [0-9]{2,4}(\.[0-9]{1,4})?!"),
+    "choice": Grammar(
+        "choice", json.dumps(["yes", "no", 'a "quoted" word', "caf\u00e9 \u4f60\u597d", "line\nbreak"])
+    ),
+    "lark": Grammar(
+        "grammar", 'start: expr\nexpr: NUMBER | "(" expr OP expr ")"\nNUMBER: /[0-9]{1,3}/\nOP: /[-+*]/'
+    ),
+    "gbnf": Grammar("grammar", 'root ::= "x" item "y"\nitem ::= [a-c] | [a-c] [a-c] [0-9]'),
+}
+
+DEEP_RULES = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
+"""Compiling it overflows the stack."""
+
+
+def is_right(kind: str, text: str) -> bool:
+    """Whether an output that ended by itself is what its grammar says, by other means than llguidance."""
+    if kind == "schema":
+        jsonschema.validate(json.loads(text), SCHEMA)
+        return True
+    if kind == "choice":
+        return text in json.loads(GRAMMARS[kind].text)
+    patterns = {
+        "regex": GRAMMARS["regex"].text,
+        "gbnf": "x([a-c]|[a-c][a-c][0-9])y",
+        "lark": r"[0-9]{1,3}|\(.*\)",
+    }
+    if kind == "lark":
+        while (shorter := re.sub(r"\([0-9]{1,3}[-+*][0-9]{1,3}\)", "1", text)) != text:
+            text = shorter
+    return re.fullmatch(patterns[kind], text) is not None
+
+
+def params_of(kind: str, **fields: Any) -> SamplingParams:
+    return SamplingParams(grammar=GRAMMARS[kind], **{"max_tokens": 120, "seed": 3, **fields})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> GrammarModels:
+    return GrammarModels(tmp_path_factory.mktemp("models"))
+
+
+def streams(results: list[GenerationResult]) -> list[tuple[tuple[int, ...], str, str]]:
+    return [(one.token_ids, one.text, one.choices[0].finish_reason) for one in results]
+
+
+COVER = [
+    ("schema", "ngram", 4, {}),
+    ("schema", "same model", 3, {"temperature": 0.7, "repetition_penalty": 1.2}),
+    ("schema", "other model", 7, {"temperature": 1.5, "top_p": 0.9}),
+    ("schema", "none", 4, {"temperature": 0.0}),
+    ("regex", "ngram", 8, {}),
+    ("regex", "same model", 5, {"temperature": 0.0}),
+    ("choice", "ngram", 2, {"top_k": 50}),
+    ("choice", "other model", 4, {"frequency_penalty": 0.5}),
+    ("lark", "ngram", 1, {"min_p": 0.01}),
+    ("lark", "same model", 6, {}),
+    ("gbnf", "ngram", 5, {}),
+    ("gbnf", "other model", 3, {"logit_bias": ((50, 3.0),)}),
+]
+
+
+@pytest.mark.parametrize(("kind", "drafter", "num_draft_tokens", "fields"), COVER)
+def test_same_tokens_under_speculation(
+    models: GrammarModels, kind: str, drafter: str, num_draft_tokens: int, fields: dict[str, Any]
+) -> None:
+    params = params_of(kind, **fields)
+    with models.engine("none", 0) as engine:
+        expected = streams([engine.generate([prompt], params)[0] for prompt in PROMPTS])
+    with models.engine(drafter, num_draft_tokens) as engine:
+        results = engine.generate(PROMPTS, params)
+        engine.check_integrity()
+    assert streams(results) == expected
+    for _, text, finish_reason in expected:
+        assert finish_reason != "error"
+        assert finish_reason == "length" or is_right(kind, text), text
+    assert any(finish_reason == "stop" for _, _, finish_reason in expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize("drafter", ["none", "ngram", "same model", "other model"])
+@pytest.mark.parametrize("num_draft_tokens", range(1, 9))
+def test_same_tokens_under_speculation_in_every_setting(
+    models: GrammarModels, kind: str, drafter: str, num_draft_tokens: int
+) -> None:
+    test_same_tokens_under_speculation(models, kind, drafter, num_draft_tokens, {})
+
+
+def test_what_the_grammar_forces_is_drafted(models: GrammarModels) -> None:
+    """Without any drafter, the keys of an object come several tokens at a time."""
+    grammar = Grammar("regex", "one two three four five six seven eight nine ten (a|b)")
+    params = SamplingParams(grammar=grammar, max_tokens=60, temperature=0.0)
+    with models.engine("none", 0) as engine:
+        expected = engine.generate(PROMPTS, params)
+    with models.engine("ngram", 4) as engine:
+        results = engine.generate(PROMPTS, params)
+        metrics = engine.metrics()
+    assert streams(results) == streams(expected)
+    assert metrics.num_accepted_tokens > 0
+
+
+def test_local_draft_model_keeps_to_the_grammar(models: GrammarModels) -> None:
+    with models.engine("same model", 4) as engine:
+        engine.generate(PROMPTS, params_of("schema"))
+        metrics = engine.metrics()
+    assert metrics.num_accepted_tokens > 0.9 * metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_replay_goes_on_in_the_grammar(models: GrammarModels, drafter: str) -> None:
+    params = params_of("schema")
+    with models.engine() as engine:
+        whole = engine.generate([PROMPTS[0]], params)[0].token_ids
+    (request,) = choice_requests(tuple(PROMPTS[0]), params, "replayed")
+    with models.engine(drafter) as engine:
+        for cut in (1, 4, len(whole) - 2):
+            engine.add_request(msgspec.structs.replace(request, delivered_token_ids=whole[:cut]))
+            outputs = []
+            while engine.has_work:
+                outputs += engine.step()
+            assert (*whole[:cut], *tokens_of(outputs)) == whole
+
+
+def test_preemption_does_not_show(models: GrammarModels) -> None:
+    params = params_of("schema", temperature=1.3)
+    prompts = [*PROMPTS, *([token, token + 1] for token in range(500, 505))]
+    with models.engine() as engine:
+        expected = streams([engine.generate([prompt], params)[0] for prompt in prompts])
+    with models.engine("ngram", 3, num_blocks=24) as engine:
+        assert streams(engine.generate(prompts, params)) == expected
+        assert engine.metrics().num_preemptions > 0
+
+
+def test_control_masks_that_ignore_the_draft_are_noticed(
+    models: GrammarModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = params_of("schema")
+    with models.engine() as engine:
+        expected = streams(engine.generate(PROMPTS, params))
+    constrain = GrammarState.constrain
+
+    def forgetful(self: GrammarState, drafted: Any, room: int, **how: bool) -> Any:
+        kept = constrain(self, drafted, room, **how)
+        return kept._replace(masks=kept.masks[:1] * len(kept.masks))
+
+    monkeypatch.setattr(GrammarState, "constrain", forgetful)
+    with models.engine("same model", 4) as engine:
+        results = []
+        for prompt in PROMPTS:
+            results += engine.generate([prompt], params)
+    assert streams(results) != expected
+
+
+def test_without_a_grammar_the_text_is_another(models: GrammarModels) -> None:
+    """The control: what the masks do shows."""
+    with models.engine() as engine:
+        (result,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=40, seed=3))
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(result.text)
+
+
+# ---- grammars that cannot be ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar("json_schema", '{"type": "texts"}', "response_format"), "Invalid type"),
+        (Grammar("json_schema", '{"not": {"type": "string"}}', "response_format"), "not"),
+        (Grammar("json_schema", '{"$ref": "#/nowhere"}', "response_format"), "does not exist"),
+        (
+            Grammar("json_schema", '{"type": "integer", "minimum": 3, "maximum": 2}', "response_format"),
+            "Unsat",
+        ),
+        (
+            Grammar("json_schema", '{"uniqueItems": true, "x-guidance": {"lenient": true}}', "a"),
+            "uniqueItems",
+        ),
+        (Grammar("json_schema", "{", "response_format"), "response_format"),
+        (Grammar("json_schema", "false", "response_format"), "response_format"),
+        (Grammar("json_schema", '{"$ref": "#"}', "response_format"), "no text satisfies"),
+        (Grammar("regex", "(a|b", "guided_regex"), "unclosed"),
+        (Grammar("regex", r"[^\x00-\U0010ffff]x", "guided_regex"), "no text satisfies"),
+        (Grammar("regex", "a(?=b)", "guided_regex"), "look-around"),
+        (Grammar("grammar", "start: nothing", "guided_grammar"), "unknown name"),
+        (Grammar("grammar", "root ::= (", "guided_grammar"), "guided_grammar"),
+        (Grammar("grammar", 'root ::= "a" nothing', "guided_grammar"), "nothing"),
+        (Grammar("grammar", f"root ::= {'(' * 9000}a{')' * 9000}", "guided_grammar"), "recursion"),
+        (Grammar("grammar", DEEP_RULES, "guided_grammar"), "nested too deeply"),
+        (Grammar("regex", "(((a{100}){100}){100}){100}", "guided_regex"), "too complex"),
+    ],
+)
+def test_malformed_grammar_ends_its_request_alone(
+    models: GrammarModels, grammar: Grammar, words: str
+) -> None:
+    plain = SamplingParams(max_tokens=8, seed=1)
+    with models.engine() as engine:
+        results = engine.generate(PROMPTS, [plain, SamplingParams(grammar=grammar, max_tokens=8), plain])
+        alone = engine.generate(PROMPTS[:1], plain)
+    assert results[0].token_ids == alone[0].token_ids
+    assert results[1].choices[0].finish_reason == "error"
+    error = results[1].choices[0].error
+    assert error is not None
+    assert error.startswith(grammar.param)
+    assert words in error
+    assert "\n" not in error
+
+
+def test_grammar_that_becomes_impossible_ends_its_request_alone(models: GrammarModels) -> None:
+    """The grammar wants a b, which the request forbids."""
+    (token_b,) = models.tokenizer.encode("b")
+    others = tuple(
+        token
+        for token in range(4096)
+        if models.tokenizer.decode([token]).startswith("b") and token != token_b
+    )
+    impossible = SamplingParams(
+        grammar=Grammar("regex", "ab"),
+        bad_words=tuple((token,) for token in (token_b, *others)),
+        max_tokens=9,
+    )
+    plain = SamplingParams(max_tokens=8, seed=1)
+    with models.engine("ngram") as engine:
+        results = engine.generate(PROMPTS, [plain, impossible, plain])
+        alone = engine.generate(PROMPTS[:1], plain)
+    assert results[0].token_ids == alone[0].token_ids
+    if results[1].text != "ab":  # there is a token for both letters
+        assert results[1].choices[0].finish_reason == "error"
+        assert results[1].text == "a"
+
+
+def test_bounds_are_kept(models: GrammarModels) -> None:
+    with models.engine(grammar=GrammarConfig(max_bytes=20)) as engine:
+        with pytest.raises(InputError, match="at most 20") as caught:
+            engine.generate([[1, 2]], SamplingParams(grammar=Grammar("regex", "a" * 21, "guided_regex")))
+        assert caught.value.param == "guided_regex"
+    slow = Grammar("regex", "a{1000}{500}")
+    bounds = [
+        ({"compile_timeout_s": 0.05}, "too long to compile"),
+        ({"max_memory_bytes": 1 << 25, "compile_timeout_s": 60.0}, "too much memory"),
+        ({"mask_timeout_s": 1e-9, "max_memory_bytes": 1 << 31}, "finding the allowed tokens"),
+    ]
+    for bound, words in bounds:
+        with models.engine(grammar=GrammarConfig.model_validate(bound)) as engine:
+            error = engine.generate([[1, 2]], SamplingParams(grammar=slow))[0].choices[0].error
+            assert error is not None
+            assert words in error
+            fast = SamplingParams(grammar=Grammar("choice", '["a"]'), max_tokens=9)  # needs no trial
+            if "mask_timeout_s" in bound:
+                error = engine.generate([[1, 2]], fast)[0].choices[0].error
+                assert error is not None
+                assert "finding the allowed tokens" in error
+            else:
+                assert engine.generate([[1, 2]], fast)[0].text == "a"
+
+
+def test_rounds_go_on_while_a_grammar_is_compiled(models: GrammarModels) -> None:
+    slow = SamplingParams(grammar=Grammar("regex", "a{1000}{900}"), max_tokens=2)
+    plain = SamplingParams(max_tokens=10, seed=1)
+    with models.engine(grammar=GrammarConfig(compile_timeout_s=60.0, mask_timeout_s=60.0)) as engine:
+        (first,) = choice_requests((1, 2), slow, "slow")
+        (second,) = choice_requests((1, 2), plain, "plain")
+        engine.add_request(first)
+        engine.add_request(second)
+        assert engine.metrics().num_waiting == 2
+        finished = []
+        while engine.has_work:
+            finished += [one.request_id for one in engine.step() if one.finish_reason is not None]
+    assert finished == ["plain-0", "slow-0"]
+
+
+def test_abort_while_compiling(models: GrammarModels) -> None:
+    with models.engine() as engine:
+        (request,) = choice_requests((1, 2), params_of("schema"), "gone")
+        engine.add_request(request)
+        engine.abort(request.request_id)
+        (output,) = engine.step()
+        assert output.finish_reason == "abort"
+        assert not engine.has_work
+
+
+def test_ignore_eos_contradicts_a_grammar() -> None:
+    with pytest.raises(InputError) as caught:
+        SamplingParams(grammar=Grammar("regex", "a", "guided_regex"), ignore_eos=True).checked()
+    assert caught.value.param == "ignore_eos"
+
+
+# ---- random schemas ------------------------------------------------------------------------------
+
+
+def random_value_schema(generator: random.Random) -> dict[str, Any]:
+    """Of values without parts, bounded: a random model does not end an unbounded string by itself."""
+    low = generator.randrange(-500, 500)
+    return generator.choice(
+        [
+            {"type": "integer", "minimum": low, "maximum": low + generator.randrange(0, 2000)},
+            {"type": "number", "exclusiveMinimum": -1.5, "maximum": generator.randrange(1, 50)},
+            {"type": "string", "minLength": generator.randrange(3), "maxLength": generator.randrange(3, 9)},
+            {"type": "string", "pattern": generator.choice(["^[a-c]{2,5}$", "^(x|yy)-[0-9]{1,3}$"])},
+            {"type": "string", "format": generator.choice(["date", "uuid", "ipv4"])},
+            {"type": generator.choice(["boolean", "null"])},
+            {"enum": generator.sample(["a", "b c", 1, -2.5, None, True, '\u00fc"\\', ["x"], {"y": 1}], 3)},
+            {"const": generator.choice([0, "fixed", None, {"k": [1, 2]}])},
+        ]
+    )
+
+
+def random_object_schema(generator: random.Random, depth: int) -> dict[str, Any]:
+    names = generator.sample(["id", "name", "a b", "\u00e4", "x1", "list"], generator.randrange(1, 4))
+    return {
+        "type": "object",
+        "properties": {name: random_schema(generator, depth + 1) for name in names},
+        "required": generator.sample(names, generator.randrange(len(names) + 1)),
+        "additionalProperties": False,
+    }
+
+
+def random_schema(generator: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A bounded schema."""
+    kinds = ["value", "object", "array", "tuple", "anyOf"]
+    match "value" if depth == 3 else generator.choice(kinds):
+        case "object":
+            return random_object_schema(generator, depth)
+        case "array":
+            low = generator.randrange(3)
+            items = random_schema(generator, depth + 1)
+            return {
+                "type": "array",
+                "items": items,
+                "minItems": low,
+                "maxItems": low + generator.randrange(3),
+            }
+        case "tuple":
+            parts = [random_schema(generator, depth + 1) for _ in range(generator.randrange(1, 3))]
+            return {"type": "array", "prefixItems": parts, "items": False, "minItems": len(parts)}
+        case "anyOf":
+            return {"anyOf": [random_schema(generator, depth + 1) for _ in range(2)]}
+        case _:
+            return random_value_schema(generator)
+
+
+def random_document(generator: random.Random) -> dict[str, Any]:
+    """A whole schema; some have a part that others refer to."""
+    schema = random_schema(generator)
+    if generator.random() < 0.2:
+        part = {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 1}
+        schema = {
+            "$defs": {"part": part if generator.random() < 0.5 else random_value_schema(generator)},
+            "type": "object",
+            "properties": {"own": schema, "part": {"$ref": "#/$defs/part"}},
+            "required": ["part"],
+            "additionalProperties": False,
+        }
+    return schema
+
+
+def check_random_schemas(models: GrammarModels, first: int, count: int, drafter: str, seeds: int) -> int:
+    """Return how many outputs ended by themselves; all those must be valid, by jsonschema."""
+    generator = random.Random(first)
+    schemas = [random_document(generator) for _ in range(count)]
+    params = [
+        SamplingParams(
+            grammar=Grammar("json_schema", json.dumps(schema)),
+            temperature=generator.choice([0.0, 0.7, 1.0, 1.5]),
+            max_tokens=300,
+            seed=seed,
+        )
+        for schema in schemas
+        for seed in range(seeds)
+    ]
+    prompts = [[generator.randrange(5, 4000) for _ in range(3)] for _ in params]
+    with models.engine(drafter, 4) as engine:
+        results = engine.generate(prompts, params)
+        engine.check_integrity()
+    num_stopped = 0
+    for index, result in enumerate(results):
+        (choice,) = result.choices
+        assert choice.finish_reason in ("stop", "length"), (choice.error, schemas[index // seeds])
+        if choice.finish_reason == "stop":
+            num_stopped += 1
+            value = json.loads(choice.text)
+            jsonschema.Draft202012Validator(schemas[index // seeds]).validate(value)
+    assert num_stopped > 0.8 * len(results), "numbers of any length may go on; everything else ends"
+    return num_stopped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "drafter"), [(0, "ngram"), (1, "other model"), (2, "none")])
+def test_every_output_is_valid_for_random_schemas(models: GrammarModels, first: int, drafter: str) -> None:
+    check_random_schemas(models, first, 70, drafter, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(10, 20))
+@pytest.mark.parametrize("drafter", ["ngram", "same model", "other model"])
+def test_every_output_is_valid_for_hundreds_of_schemas(
+    models: GrammarModels, first: int, drafter: str
+) -> None:
+    check_random_schemas(models, first, 100, drafter, 5)

@@ -1,0 +1,149 @@
+"""What is said of prompts, and choosing the best of several choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.core.errors import InputError
+from specdec.core.outputs import TokenLogprobs
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.best_of import best_choices
+from specdec.engine.engine import Engine
+from specdec.engine.local_target import LocalTarget
+from specdec.engine.offline import GenerationResult
+from specdec.kv.config import CacheConfig
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.loader import load_model
+from specdec.model.runner import ModelRunner
+from specdec.proposers.ngram import NgramProposer
+from specdec.sampling.sampler import Sampler
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController
+from tests.architectures import save_model
+from tests.specdec.engine.toy_engines import ToyTokenizer, toy_engine
+
+PROMPT = [(7 * step) % 100 + 2 for step in range(200)]
+OTHERS = [[5, 9, 23, 5, 9, 23, 5, 9], [40] * 6]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("scored")
+    return save_model(folder), folder
+
+
+@pytest.fixture
+def engine(reference: tuple[Any, Path]) -> Iterator[Engine]:
+    loaded = load_model(
+        ModelConfig(model=str(reference[1]), dtype="float32", compile=CompileConfig(mode="off"))
+    )
+    with Engine.from_parts(
+        target=LocalTarget(
+            ModelRunner(loaded, CacheConfig(block_size=4, num_blocks=90), max_num_seqs=4), Sampler()
+        ),
+        proposer=NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3),
+        tokenizer=ToyTokenizer.of_letters(128),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=160),
+        controller=FixedController(3),
+    ) as engine:
+        yield engine
+
+
+def expected_logprobs(model: Any, prompt: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    return logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+
+def check_scores(result: GenerationResult, model: Any, num_top: int) -> None:
+    scores = result.prompt_logprobs
+    prompt = list(result.prompt_token_ids)
+    assert scores is not None
+    assert [score.token_id for score in scores] == prompt[1:]
+    assert all(len(score.top) == num_top for score in scores)
+    found = torch.tensor([score.logprob for score in scores])
+    torch.testing.assert_close(found, expected_logprobs(model, prompt), atol=1e-4, rtol=0)
+
+
+def test_prompt_logprobs_are_the_models(engine: Engine, reference: tuple[Any, Path]) -> None:
+    """Read in several chunks, beside others, and again where a prefix cache could have spared the work."""
+    plain = SamplingParams(max_tokens=6, seed=1)
+    scored = SamplingParams(max_tokens=6, seed=1, prompt_logprobs=2)
+    alone = engine.generate([PROMPT], plain)[0]
+    for _ in range(2):
+        results = engine.generate([PROMPT, *OTHERS, PROMPT], [scored, plain, scored, plain])
+        engine.check_integrity()
+        check_scores(results[0], reference[0], 2)
+        check_scores(results[2], reference[0], 2)
+        assert results[1].prompt_logprobs is None
+        assert results[0].token_ids == results[3].token_ids == alone.token_ids
+
+
+def test_nothing_is_generated_where_no_token_is_wanted(engine: Engine, reference: tuple[Any, Path]) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    results = engine.generate([PROMPT, OTHERS[0], [7]], params)
+    engine.check_integrity()
+    assert engine.metrics().kv_cache_usage == 0.0
+    for result in results:
+        assert result.token_ids == ()
+        assert result.choices[0].finish_reason == "length"
+        check_scores(result, reference[0], 0)
+
+
+def test_preemption_scores_each_position_once() -> None:
+    """Eight prompts in a pool that does not hold them; the toy model's scores depend on the whole prefix."""
+    prompts = [[1 + (step * (index + 2)) % 14 for step in range(60)] for index in range(12)]
+    params = SamplingParams(max_tokens=60, prompt_logprobs=1, seed=3, ignore_eos=True)
+    expected = [toy_engine().generate([prompt], params)[0] for prompt in prompts]
+    engine = toy_engine(max_num_seqs=12)
+    results = engine.generate(prompts, params)
+    assert [one.prompt_logprobs for one in results] == [one.prompt_logprobs for one in expected]
+    assert [one.token_ids for one in results] == [one.token_ids for one in expected]
+    assert engine.metrics().num_preemptions > 0
+
+
+def test_best_of_returns_the_best_of_the_same_choices() -> None:
+    engine = toy_engine()
+    every = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12, n=6, logprobs=0, seed=4))[0].choices
+    best = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12, n=2, best_of=6, seed=4))[0].choices
+    assert [one.logprobs for one in best] == [None, None], "nobody asked for them"
+    ranking = best_choices([one.logprobs or () for one in every], 6)
+    assert ranking == list(range(6)), "all are wanted"
+    mean = [sum(token.logprob for token in one.logprobs or ()) / len(one.token_ids) for one in every]
+    ranked = sorted(range(6), key=lambda index: -mean[index])
+    assert [one.token_ids for one in best] == [every[index].token_ids for index in ranked[:2]]
+    assert [one.index for one in best] == [0, 1]
+
+
+def test_best_choices() -> None:
+    def tokens(*logprobs: float) -> list[TokenLogprobs]:
+        return [TokenLogprobs(1, logprob, ()) for logprob in logprobs]
+
+    choices = [tokens(-1.0, -3.0), tokens(-1.5), tokens(-1.5, -1.5), tokens(-0.5, -0.5, -9.0), []]
+    assert best_choices(choices, 2) == [1, 2]
+    assert best_choices(choices, 5) == [0, 1, 2, 3, 4]
+    assert best_choices(choices, 4) == [1, 2, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens"),
+        ({"max_tokens": 0, "prompt_logprobs": 0, "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_bad_parameters(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InputError) as caught:
+        SamplingParams(**fields).checked()
+    assert caught.value.param == param
