@@ -29,7 +29,7 @@ from specdec.model.quantized_linear import (
 EXTRA = "quantization"
 """The extra of our distribution that brings torchao."""
 
-_ROWS_ELEMENTS = 1 << 22
+_ROWS_ELEMENTS = 1 << 19
 """How many weights are quantized at a time: fp32 copies of so many are made."""
 
 

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from specdec.kv.host_memory import give_back_freed
 from specdec.model.checkpoint import Checkpoint
 from specdec.model.config import QuantizationName
 from specdec.model.parallel.loading import StoredTensor, _prepared
@@ -70,6 +71,7 @@ def read_quantized(
     model, info = loaded.from_pretrained(None, config=config, state_dict=stored, **options)
     if not info["missing_keys"] and not info["mismatched_keys"]:
         replace_layers(model, name, quantized)
+    give_back_freed()
     return model, info
 
 
