@@ -6,8 +6,8 @@
 Two targets of 100 million parameters: `deep` is the demo target made as costly (`benchmarks.inflate`: 144
 narrow layers, drafts accepted as they really are); `wide` has few broad layers, as models of this size have,
 and random weights. Decoding: 64-token prompts, 64 new tokens, greedy, all weights in turn in one process, in
-changing order; plain and, for `deep`, with the demo draft at k = 4. Memory: what a process of its own grows by
-while it loads and compiles the target, without K/V, at the end and at most; and what it maps from files.
+changing order; plain and, for `deep`, with the demo draft at k = 4. Memory: what a process of its own grows
+by while it loads and compiles the target, without K/V, at the end and at most; and what it maps from files.
 """
 
 from __future__ import annotations
