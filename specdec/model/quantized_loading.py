@@ -69,6 +69,7 @@ def read_quantized(
 
     loaded: Any = _prepared(model_class, prepare)
     model, info = loaded.from_pretrained(None, config=config, state_dict=stored, **options)
+    stored.clear()  # the model's class knows `prepare`, and so would keep the files mapped
     if not info["missing_keys"] and not info["mismatched_keys"]:
         replace_layers(model, name, quantized)
     give_back_freed()

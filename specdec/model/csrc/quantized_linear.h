@@ -115,8 +115,6 @@ constexpr int64_t panel_bytes(int64_t inner) {
   return inner / Format::kDepth * Format::kBytes * kPanelVectors;
 }
 
-// Up to how many rows weights become numbers anew for every tile of rows; for more, once and for all.
-constexpr int kRowsFromIntegers = kRowTileOfTwo > 0 ? kRowTileOfTwo : kRowTile;
 constexpr int kBytesAhead = 2048;
 constexpr int kLineBytes = 64;
 
@@ -171,41 +169,6 @@ template <typename Format, typename T, int R, int P>
   }
 }
 
-// Writes the units of a panel as `sum_tile` reads them.
-template <typename Format, typename T>
-inline void expand_panel(const QuantizedLinear& linear, int panel, uint32_t* units) {
-  constexpr int kUnits = Format::kDepth / Packing<T>::per;
-  const char* chunk = linear.panels + panel * panel_bytes<Format>(linear.inner);
-  for (int at = 0; at < linear.inner; at += Format::kDepth) {
-#pragma GCC unroll 16
-    for (int u = 0; u < kUnits; ++u)
-#pragma GCC unroll 16
-      for (int v = 0; v < kPanelVectors; ++v)
-        store_as(units + u * kPanelColumns + v * kLanes, Format::template unit<T>(chunk + v * Format::kBytes, u));
-    chunk += Format::kBytes * kPanelVectors;
-    units += kUnits * kPanelColumns;
-  }
-}
-
-// As `sum_quantized_tile` of one panel, with its units at hand: the same sums.
-template <typename Format, typename T, int R>
-inline void sum_expanded_tile(const QuantizedLinear& linear, const uint32_t* units, int panel, const T* x,
-                              int64_t x_stride, f32x16* sums) {
-  using Scale = typename Format::template Scale<T>;
-  const Scale* scales = static_cast<const Scale*>(linear.scales) + int64_t(panel) * linear.num_groups * kPanelColumns;
-  const int depth = linear.inner / linear.num_groups, num_units = depth / Packing<T>::per;
-  for (int i = 0; i < R * kPanelVectors; ++i) sums[i] = f32x16{};
-  for (int group = 0; group < linear.num_groups; ++group) {
-    f32x16 sum[R * kPanelVectors];
-    sum_tile<T, R, 1>(units + int64_t(group) * num_units * kPanelColumns, 0, num_units, x + group * depth, x_stride,
-                      sum);
-    for (int v = 0; v < kPanelVectors; ++v) {
-      const f32x16 scale = load16(scales + group * kPanelColumns + v * kLanes);
-      for (int r = 0; r < R; ++r) sums[r * kPanelVectors + v] += sum[r * kPanelVectors + v] * scale;
-    }
-  }
-}
-
 template <typename T, int R, int P>
 inline void store_tile(const QuantizedLinear& linear, int panel, const f32x16* sums, T* y, int64_t y_stride) {
   constexpr int V = P * kPanelVectors;
@@ -225,14 +188,14 @@ inline void store_tile(const QuantizedLinear& linear, int panel, const f32x16* s
   }
 }
 
-// Panels [panel, panel + P) for few rows.
-template <typename Format, typename T, int P>
+// Panels [panel, panel + P) for all rows, in tiles of up to N.
+template <typename Format, typename T, int N, int P>
 inline void quantized_panels(const QuantizedLinear& linear, int panel, const T* x, int64_t x_stride, T* y,
                              int64_t y_stride, int64_t rows) {
-  one_of<kRowsFromIntegers>(int(rows), [&](auto n) {
+  in_tiles<N>(int(rows), [&](auto n, int row) {
     f32x16 sums[n.value * P * kPanelVectors];
-    sum_quantized_tile<Format, T, n.value, P>(linear, panel, x, x_stride, sums);
-    store_tile<T, n.value, P>(linear, panel, sums, y, y_stride);
+    sum_quantized_tile<Format, T, n.value, P>(linear, panel, x + row * x_stride, x_stride, sums);
+    store_tile<T, n.value, P>(linear, panel, sums, y + row * y_stride, y_stride);
   });
 }
 
@@ -241,23 +204,13 @@ template <typename Format, typename T>
 void quantized_linear(const QuantizedLinear& linear, const T* x, int64_t x_stride, T* y, int64_t y_stride,
                       int64_t rows, int first, int last) {
   int panel = first;
-  if (rows <= kRowsFromIntegers) {
-    if constexpr (kRowTileOfTwo > 0)
+  if constexpr (kRowTileOfTwo > 0) {
+    if (rows <= kRowTileOfTwo)
       for (; panel + 2 <= last; panel += 2)
-        quantized_panels<Format, T, 2>(linear, panel, x, x_stride, y, y_stride, rows);
-    for (; panel < last; ++panel) quantized_panels<Format, T, 1>(linear, panel, x, x_stride, y, y_stride, rows);
-    return;
+        quantized_panels<Format, T, kRowTileOfTwo, 2>(linear, panel, x, x_stride, y, y_stride, rows);
   }
-  static thread_local std::vector<uint32_t> units;
-  units.resize(std::max<size_t>(units.size(), int64_t(linear.inner) / Packing<T>::per * kPanelColumns));
-  for (; panel < last; ++panel) {
-    expand_panel<Format, T>(linear, panel, units.data());
-    in_tiles<kRowTile>(int(rows), [&](auto n, int row) {
-      f32x16 sums[n.value * kPanelVectors];
-      sum_expanded_tile<Format, T, n.value>(linear, units.data(), panel, x + row * x_stride, x_stride, sums);
-      store_tile<T, n.value, 1>(linear, panel, sums, y + row * y_stride, y_stride);
-    });
-  }
+  for (; panel < last; ++panel)
+    quantized_panels<Format, T, kRowTile, 1>(linear, panel, x, x_stride, y, y_stride, rows);
 }
 
 }  // namespace dh
