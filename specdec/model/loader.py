@@ -109,7 +109,7 @@ def load_model(
         )
     with same_fate(ranks):
         if config.quantization is not None:
-            require_torchao(config.quantization)
+            _require_quantization(config.quantization, ranks)
         checkpoint = open_checkpoint(config.model)
         hf_config = _load_config(checkpoint, trust_remote_code=config.trust_remote_code)
         _refuse_unsupported(checkpoint, hf_config, size, trust_remote_code=config.trust_remote_code)
@@ -157,6 +157,12 @@ def load_model(
         rotary=rotary,
         quantization=config.quantization,
     )
+
+
+def _require_quantization(name: QuantizationName, ranks: RankGroup | None) -> None:
+    require_torchao(name)
+    if ranks is not None:
+        raise ConfigError(f"quantization: {name} does not go with a model over several ranks yet")
 
 
 def _same_revision(checkpoint: Checkpoint, revision: str, ranks: RankGroup) -> str:

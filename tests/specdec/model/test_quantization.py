@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,6 +321,16 @@ def test_over_ranks() -> None:
     draft = {"method": "draft_model", "model": "x", "quantization": "int4"}
     with pytest.raises(ValidationError, match="int4 does not go with draft_tensor_parallel_size: 2 yet"):
         SpeculativeConfig.model_validate({**draft, "draft_tensor_parallel_size": 2})
+
+
+def test_over_ranks_that_the_configuration_does_not_show(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a model is divided by: only whole ones are quantized."""
+    monkeypatch.setattr("specdec.model.loader.same_fate", lambda ranks: nullcontext())
+    ranks: Any = SimpleNamespace(size=1, rank=0)
+    with pytest.raises(ConfigError, match="quantization: int4 does not go with a model over several ranks"):
+        load_model(ModelConfig(model=str(folder), quantization="int4"), None, ranks)
 
 
 def test_a_drafter_without_weights() -> None:
