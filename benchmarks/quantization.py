@@ -2,6 +2,7 @@
 
     python -m benchmarks.quantization run --json benchmarks/results/quantization.json    # about five minutes
     python -m benchmarks.quantization run --quick                                        # about two
+    python -m benchmarks.quantization steps                                              # busy machines too
 
 Two targets of 100 million parameters: `deep` is the demo target made as costly (`benchmarks.inflate`: 144
 narrow layers, drafts accepted as they really are); `wide` has few broad layers, as models of this size have,
@@ -16,6 +17,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +45,7 @@ from benchmarks.workload import read_prompts
 from specdec.attention.native import resolve_cache_dir
 from specdec.kv.config import CacheConfig
 from specdec.kv.host_memory import give_back_freed
+from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.graphs import CompiledForward
 from specdec.model.loader import load_model
@@ -225,6 +229,59 @@ def memory(target: Path, name: str) -> None:
     mapped = status_bytes("RssFile") - mapped_before
     grown = {"kept": kept, "most": sampled.most, "most_while_loading": most_while_loading, "mapped": mapped}
     print(json.dumps(grown))
+
+
+@app.command()
+def steps(
+    num_threads: Annotated[int, typer.Option(help="Threads of a step.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Steps of each kind.")] = 300,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
+        "models/demo"
+    ),
+) -> None:
+    """The shortest of many bare decode steps of the wide target: what a busy machine still tells of kernels.
+
+    Example: python -m benchmarks.quantization steps --json runs/steps.json
+    """
+    torch.set_num_threads(num_threads)
+    shortest: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make_wide(models / "target", Path(folder))
+        runners = {label(name): compiled_runner(Path(folder), name) for name in WEIGHTS}
+        for batch in (1, 2, 4, 8, 16, 32):
+            seconds = dict.fromkeys(runners, math.inf)
+            for number in range(repeats):
+                for name, runner in runners.items():
+                    started = time.perf_counter()
+                    runner.forward(decode_slices(batch, 64 + number % 16))
+                    seconds[name] = min(seconds[name], time.perf_counter() - started)
+            shortest[str(batch)] = {name: 1e3 * one for name, one in seconds.items()}
+    for batch_name, cell in shortest.items():
+        print(f"batch {batch_name}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in cell.items()))
+    write_results(json_file, {"num_threads": num_threads, "repeats": repeats, "shortest_step_ms": shortest})
+
+
+def compiled_runner(target: Path, name: str | None) -> ModelRunner:
+    """The target with one kind of weights."""
+    loaded = load_model(ModelConfig.model_validate({"model": str(target), "quantization": name}))
+    runner = ModelRunner(loaded, CacheConfig(num_blocks=256, block_size=16), max_num_seqs=32)
+    forward = runner.graphs = CompiledForward(runner, CompileConfig())
+    assert forward.warm_up() == "ready"
+    return runner
+
+
+def decode_slices(batch: int, length: int) -> list[SequenceSlice]:
+    """One token each behind `length` others (whatever the cache holds)."""
+    return [
+        SequenceSlice(
+            token_ids=[7 + sequence],
+            start=length,
+            block_table=range(1 + 5 * sequence, 6 + 5 * sequence),
+            num_logit_rows=1,
+        )
+        for sequence in range(batch)
+    ]
 
 
 def headlines(results: dict[str, Any]) -> dict[str, float]:
