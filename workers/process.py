@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from specdec.kv.host_memory import give_back_freed
+
 logger = logging.getLogger(__name__)
 
 _SPIN_COUNT = 20_000
@@ -39,16 +41,19 @@ def prepare_logging(name: str) -> None:
     )
     for noisy in ("httpx", "transformers", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # transformers imports it where it is installed, and it reports kernels for GPUs that it cannot load.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
 
 
 def settle_memory() -> None:
-    """Take everything loaded so far out of the garbage collector's sight.
+    """Take everything loaded so far out of the garbage collector's sight, and give back what was freed.
 
     torch and transformers make hundreds of thousands of long-lived objects; walking them in the middle of a
     round costs tens of milliseconds.
     """
     gc.collect()
     gc.freeze()
+    give_back_freed()
 
 
 class ServingThread:

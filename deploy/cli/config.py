@@ -12,6 +12,7 @@ from deploy.cli.progress import as_typed
 from deploy.config import DrafthouseConfig
 from deploy.config_file import load_config
 from deploy.preflight import check_models
+from specdec.model.config import ModelConfig
 
 
 def validate_file(file: Path) -> None:
@@ -29,14 +30,20 @@ def validate_file(file: Path) -> None:
 
 def summary_of(config: DrafthouseConfig) -> str:
     """Return one line on what a configuration serves."""
-    target = f"target {as_typed(config.target.model)} in {config.target.dtype}"
+    target = f"target {as_typed(config.target.model)} in {_numbers(config.target)}"
     speculative = config.speculative_config
     if speculative.method == "none":
         return f"{target}, no drafter"
     drafter: str = speculative.method
     if speculative.model is not None:
         drafter += f" {as_typed(speculative.model)}"
+    if speculative.quantization is not None:
+        drafter += f" in {speculative.quantization}"
     return f"{target}, drafter {drafter}, k = {speculative.num_speculative_tokens}"
+
+
+def _numbers(model: ModelConfig) -> str:
+    return model.dtype if model.quantization is None else f"{model.dtype}, weights in {model.quantization}"
 
 
 def print_schema() -> None:

@@ -36,4 +36,5 @@ class DoorSettings:
 
     def system_fingerprint(self, description: TargetDescription) -> str:
         """Return what tokens depend on beside the request: weights, numbers, split and rule."""
-        return f"{description.revision[:12]}-{description.dtype}-{self.parallelism}-{description.rule}"
+        numbers = "-".join(filter(None, (description.dtype, description.quantization)))
+        return f"{description.revision[:12]}-{numbers}-{self.parallelism}-{description.rule}"

@@ -15,6 +15,7 @@ class TargetDescription:
     revision: str
     """Hash over config and weights: replay is only allowed onto the same one."""
     dtype: str
+    """In which it computes."""
     vocab_size: int
     max_model_len: int
     """Longest sequence, prompt and output together, in tokens."""
@@ -25,3 +26,5 @@ class TargetDescription:
     """Name of the verification rule (`specdec.verification`)."""
     kv_variants: KvVariants | None = None
     """Set when K/V depend on the length of a sequence."""
+    quantization: str | None = None
+    """How its weights are quantized; None: they are not."""

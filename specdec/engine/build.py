@@ -87,8 +87,9 @@ def draft_bytes(config: SpeculativeConfig) -> int:
         return 0
     from specdec.model.checkpoint import open_checkpoint
 
-    weights = open_checkpoint(config.model).weight_bytes
-    packed = 0 if config.compile.mode == "off" else min(weights, config.compile.max_frozen_bytes)
+    weights = open_checkpoint(config.model).weight_bytes  # an upper bound, when they are to be quantized
+    is_packed = config.compile.mode != "off" and config.quantization is None
+    packed = min(weights, config.compile.max_frozen_bytes) if is_packed else 0
     return weights + packed + (config.cache.memory_bytes or 0)
 
 

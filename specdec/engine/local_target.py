@@ -97,6 +97,7 @@ class LocalTarget:
             block_size=runner.block_size,
             rule=rule.capabilities.name,
             kv_variants=None if loaded.rotary is None else loaded.rotary.variants,
+            quantization=loaded.quantization,
         )
 
     @property

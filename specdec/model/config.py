@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+QuantizationName = Literal["int8", "int4", "int4-32", "int4-64", "int4-128", "int4-256"]
+INT4_GROUP_SIZES = (32, 64, 128, 256)
+"""Inputs that share a scale in `int4-...`; `int4` takes the smallest."""
 
 
 class CompileConfig(StrictConfig):
@@ -54,5 +58,18 @@ class ModelConfig(StrictConfig):
     """auto: our Triton kernels on a GPU (plain tensor operations, and a warning, where the package triton is
     missing), C++ on a CPU; triton: an error at start where they cannot be used; sdpa: plain tensor
     operations."""
+    quantization: QuantizationName | None = None
+    """Quantize the weights of linear layers while they are read, with torchao (the extra `quantization`).
+    int8: one scale per output; int4-G: one for every G inputs of an output, and 8 bits for the layer that
+    yields the logits; int4 is int4-32. None: weights stay as they are."""
     compile: CompileConfig = CompileConfig()
     """Compilation of this model's forward."""
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> Self:
+        if self.quantization is not None and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"quantization: {self.quantization} does not go with tensor_parallel_size: "
+                f"{self.tensor_parallel_size} yet: scales would depend on how the weights are cut"
+            )
+        return self

@@ -30,7 +30,13 @@ from specdec.model.experts import recorded_experts
 from specdec.model.fusion import fuse
 from specdec.model.loader import LoadedModel
 from specdec.model.lowering import lower
-from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library, weights_of
+from specdec.model.native_forward import (
+    NativeForward,
+    PackedWeights,
+    load_forward_library,
+    load_quantized_kernel,
+    weights_of,
+)
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.position_tables import position_tables
 from specdec.model.recording import CannotLower, record, single_threaded
@@ -47,6 +53,8 @@ _NUM_SINGLE_PIECES = 7
 """Pieces beside those that pack one weight each."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Largest difference from eager logits, relative to the largest logit, with which a forward is used."""
+_QUANTIZED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""The same for quantized weights: eager, products (8 bits) or weights (4 bits) are rounded in between."""
 _CHECKED_BATCHES = (((0, 7), (0, 3)), ((7, 1), (3, 3)), ((8, 1),))
 """(start, rows) of each sequence in the batches of the self-check: prefill, mixed, decode of one."""
 _CHECKED_BLOCKS = 16
@@ -59,6 +67,8 @@ _Made = TypeVar("_Made")
 def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
     """Return about how much memory a compiled forward's packed weights are going to take."""
     if config.mode == "off" or loaded.device.type != "cpu":
+        return 0
+    if loaded.quantization is not None:  # they are packed already
         return 0
     matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() >= 2)
     return min(config.max_frozen_bytes, matrices)
@@ -76,6 +86,7 @@ class WarmUpProgress(Protocol):
 class _Libraries:
     forward: ctypes.CDLL
     attention: CpuPagedAttention
+    quantized_kernel: ctypes.c_void_p | None
 
 
 class _InThread(Generic[_Made]):
@@ -280,6 +291,7 @@ class CompiledForward:
             logits=lowered.logits,
             weights=weights,
             layers=layers,
+            quantized_kernel=libraries.quantized_kernel,
             slots=self._slots,
         )
         self.meetings = forward.meetings
@@ -296,12 +308,17 @@ class CompiledForward:
         )
 
     def _build(self) -> Generator[str, None, _Libraries]:
-        """Build or load the C++ libraries, both at once, beside whatever else this thread does."""
+        """Build or load the C++ libraries, all at once, beside whatever else this thread does."""
         forward = _InThread(lambda: load_forward_library(self._cache_dir))
         attention = _InThread(lambda: CpuPagedAttention(self._cache_dir))
-        while not (forward.wait(_POLL_S) and attention.wait(_POLL_S)):
+        quantized = _InThread(self._load_quantized_kernel)
+        while not all(library.wait(_POLL_S) for library in (forward, attention, quantized)):
             yield _FIRST_STAGE
-        return _Libraries(forward.result(), attention.result())
+        return _Libraries(forward.result(), attention.result(), quantized.result())
+
+    def _load_quantized_kernel(self) -> ctypes.c_void_p | None:
+        is_needed = self._runner.loaded.quantization is not None
+        return load_quantized_kernel(self._cache_dir) if is_needed else None
 
     def _check(self, forward: NativeForward) -> None:
         """Run a few small batches both ways, on pools of their own.
@@ -310,6 +327,7 @@ class CompiledForward:
             CannotLower: the logits differ.
         """
         runner = self._runner
+        tolerance = _TOLERANCE if runner.loaded.quantization is None else _QUANTIZED_TOLERANCE
         pools = [_small_pool(runner) for _ in range(2)]
         caches = forward.bind_caches(pools[0])
         largest = 0.0
@@ -334,7 +352,7 @@ class CompiledForward:
             difference = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
             largest = difference if not difference <= largest else largest
         # At the end: other ranks go through all batches too.
-        if not largest <= _TOLERANCE[runner.loaded.dtype]:
+        if not largest <= tolerance[runner.loaded.dtype]:
             raise CannotLower(f"its logits differ from the eager ones by {largest:.1e} (relative)")
 
 

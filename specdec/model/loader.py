@@ -28,13 +28,20 @@ from specdec.attention.hf import ATTENTION_NAME
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapt
 from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, outline_of, revision_of
-from specdec.model.config import ModelConfig
+from specdec.model.config import ModelConfig, QuantizationName
 from specdec.model.inspection import inspect_forward, inspect_on_paper
 from specdec.model.parallel.cuts import VocabShard
 from specdec.model.parallel.group import RankGroup, same_fate
 from specdec.model.parallel.loading import read_part
 from specdec.model.parallel.plan import UnsupportedParallelism
 from specdec.model.parallel.surgery import check_parallel
+from specdec.model.quantization import (
+    UnsupportedQuantization,
+    check_quantizable,
+    replace_layers,
+    require_torchao,
+)
+from specdec.model.quantized_loading import read_quantized
 from specdec.model.rotary import RotaryRule, install, longest_sequence, rule_of
 from specdec.model.support import kind_of, unsupported_reason
 
@@ -74,6 +81,8 @@ class LoadedModel:
     """With `ranks`: the token ids whose logits this rank computes."""
     rotary: RotaryRule | None = None
     """How its rotary embedding depends on the length of a sequence; None: it does not."""
+    quantization: QuantizationName | None = None
+    """How the weights of linear layers are quantized; None: they are not."""
 
 
 def load_model(
@@ -87,7 +96,8 @@ def load_model(
     Raises:
         CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind; the
             text names it and the cause.
-        ConfigError: max_model_len exceeds what the model was made for, or is needed and missing.
+        ConfigError: max_model_len exceeds what the model was made for, or is needed and missing; or
+            quantization needs a package that is not installed.
         ResourceError: the device does not exist.
         TransportError: another rank is gone.
     """
@@ -98,6 +108,8 @@ def load_model(
             f"{'is' if size == 1 else 'are'} {size}"
         )
     with same_fate(ranks):
+        if config.quantization is not None:
+            _require_quantization(config.quantization, ranks)
         checkpoint = open_checkpoint(config.model)
         hf_config = _load_config(checkpoint, trust_remote_code=config.trust_remote_code)
         _refuse_unsupported(checkpoint, hf_config, size, trust_remote_code=config.trust_remote_code)
@@ -106,9 +118,16 @@ def load_model(
         device = _resolve_device(config.device) if ranks is None else ranks.device
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        _check_model_on_paper(checkpoint, hf_config, size, trust_remote_code=config.trust_remote_code)
+        _check_model_on_paper(
+            checkpoint, hf_config, size, config.quantization, trust_remote_code=config.trust_remote_code
+        )
         revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
-        model, vocab = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, ranks)
+        if config.quantization is None:
+            model, vocab = _read_weights(
+                checkpoint, hf_config, dtype, config.trust_remote_code, progress, ranks
+            )
+        else:
+            model, vocab = _read_quantized_weights(checkpoint, hf_config, dtype, config, progress), None
         torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
         rotary = rule_of(hf_config, max_model_len)
         if rotary is not None and not install(model, rotary):
@@ -136,7 +155,14 @@ def load_model(
         ranks=ranks,
         vocab=vocab,
         rotary=rotary,
+        quantization=config.quantization,
     )
+
+
+def _require_quantization(name: QuantizationName, ranks: RankGroup | None) -> None:
+    require_torchao(name)
+    if ranks is not None:
+        raise ConfigError(f"quantization: {name} does not go with a model over several ranks yet")
 
 
 def _same_revision(checkpoint: Checkpoint, revision: str, ranks: RankGroup) -> str:
@@ -178,9 +204,7 @@ def _refuse_unsupported(
     checkpoint: Checkpoint, hf_config: PretrainedConfig, num_ranks: int, *, trust_remote_code: bool
 ) -> None:
     """Raise CheckpointError, before weights are read, for models that the engine cannot run."""
-    has_own_code = trust_remote_code and "AutoModelForCausalLM" in (
-        getattr(hf_config, "auto_map", None) or {}
-    )
+    has_own_code = _has_own_code(hf_config, trust_remote_code=trust_remote_code)
     if has_own_code and num_ranks > 1:
         raise CheckpointError(
             f"{checkpoint.path}: a model with code of its own cannot be served with tensor_parallel_size "
@@ -197,6 +221,10 @@ def _refuse_unsupported(
         raise CheckpointError(
             f"{checkpoint.path}: model type {hf_config.model_type} cannot be served: {reason}"
         )
+
+
+def _has_own_code(hf_config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
+    return trust_remote_code and "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
 
 
 def _model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -270,13 +298,7 @@ def _read_weights(
     """Read the model, or this rank's part of it and the token ids that its logits are of."""
     if progress is not None:
         progress("weights", 0, checkpoint.weight_bytes)
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": _attention_of(hf_config),
-        # Reported, not tolerated: the error of transformers names no tensor.
-        "ignore_mismatched_sizes": True,
-        "output_loading_info": True,
-    }
+    options = _loading_options(hf_config, dtype)
     vocab: VocabShard | None = None
     with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"), _quiet_transformers():
         if ranks is None:
@@ -305,13 +327,63 @@ def _attention_of(hf_config: PretrainedConfig) -> str:
     return "eager" if hf_config.model_type in ADAPTED_MODEL_TYPES else ATTENTION_NAME
 
 
+def _loading_options(hf_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Of `from_pretrained`."""
+    return {
+        "dtype": dtype,
+        "attn_implementation": _attention_of(hf_config),
+        # Reported, not tolerated: the error of transformers names no tensor.
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
+
+
+def _read_quantized_weights(
+    checkpoint: Checkpoint,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    config: ModelConfig,
+    progress: LoadProgress | None,
+) -> PreTrainedModel:
+    """Read the model with quantized layers in the place of linear ones.
+
+    The class of a model with code of its own is only known once it is loaded: it is read in full first.
+    """
+    assert config.quantization is not None
+    if _has_own_code(hf_config, trust_remote_code=config.trust_remote_code):
+        model, _ = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, None)
+        replace_layers(model, config.quantization, {})
+        return model
+    if progress is not None:
+        progress("weights", 0, checkpoint.weight_bytes)
+    with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"), _quiet_transformers():
+        model, info = read_quantized(
+            _model_class(hf_config),
+            checkpoint,
+            hf_config,
+            config.quantization,
+            note_read=_ByteCount(progress, checkpoint.weight_bytes),
+            **_loading_options(hf_config, dtype),
+        )
+    _check_loading_info(checkpoint, info)
+    adapt(model)
+    if progress is not None:
+        progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
+    return model
+
+
 def _check_model_on_paper(
-    checkpoint: Checkpoint, hf_config: PretrainedConfig, num_ranks: int, *, trust_remote_code: bool
+    checkpoint: Checkpoint,
+    hf_config: PretrainedConfig,
+    num_ranks: int,
+    quantization: QuantizationName | None,
+    *,
+    trust_remote_code: bool,
 ) -> None:
     """Refuse what can be told of the model before its weights are read.
 
-    Attention that is not supported; a model that cannot be cut over `num_ranks`; and a config.json that
-    describes a much larger model than the weights are.
+    Attention that is not supported; a model that cannot be cut over `num_ranks`, or not be quantized; and a
+    config.json that describes a much larger model than the weights are.
 
     Missing tensors are found later one by one, but transformers first makes them up: with a config.json that
     has lost its sizes and so describes a model of billions of parameters, that takes minutes or all memory.
@@ -345,6 +417,14 @@ def _check_model_on_paper(
             raise CheckpointError(
                 f"{checkpoint.path}: model type {hf_config.model_type} cannot be served with "
                 f"tensor_parallel_size {num_ranks}: {refusal}"
+            ) from refusal
+    if quantization is not None:
+        try:
+            check_quantizable(model, quantization)
+        except UnsupportedQuantization as refusal:
+            raise CheckpointError(
+                f"{checkpoint.path}: model type {hf_config.model_type} cannot be served with quantization "
+                f"{quantization}: {refusal}"
             ) from refusal
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import ALL_GATHER, ALL_REDUCE, ATTEND, EXPERTS, CannotLower, EmbeddingShard
 from specdec.model.trace import BatchSize, Domain, Node, Ref, Trace, Value, tensors_in
 
@@ -105,7 +106,7 @@ class Gather(Operation):
 class LinearLayer(Operation):
     """inputs: x [, bias]."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | QuantizedWeight
     """[columns, inner]"""
 
 
@@ -429,6 +430,21 @@ class _Lowering:
         )
         inputs = (out, chosen, self._contiguous(weights))
         self._emit(ExpertsDown(out=self._own(node.outputs[0]), inputs=inputs, weight=down))
+
+    def _lower_quantized_linear(self, node: Node) -> None:
+        x, panels, scales, bias, num_columns, bits = node.args
+        parameters = [tensor for tensor in (panels, scales, bias) if tensor is not None]
+        if any(self._trace.value_of(tensor).kind != "constant" for tensor in parameters):
+            raise CannotLower("a quantized linear layer whose weights are computed")
+        if x.dtype not in FLOATS or (bits == 4 and scales.dtype is not x.dtype):
+            raise CannotLower(f"a quantized linear layer with scales of {scales.dtype} on {x.dtype}")
+        inputs = [self._contiguous(x)]
+        if bias is not None:
+            if bias.dtype is not x.dtype:
+                raise CannotLower(f"a quantized linear layer with a bias of {bias.dtype} on {x.dtype}")
+            inputs.append(self._trace.ref(bias.contiguous()))
+        weight = QuantizedWeight(bits=bits, num_columns=num_columns, panels=panels, scales=scales)
+        self._emit(LinearLayer(out=self._own(node.outputs[0]), inputs=tuple(inputs), weight=weight))
 
     def _collective(self, node: Node) -> None:
         inputs = (self._contiguous(node.args[0]),)

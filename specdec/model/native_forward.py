@@ -39,17 +39,21 @@ from specdec.model.lowering import (
     domain_of,
 )
 from specdec.model.parallel.shared_slots import RankSlots
+from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower
 from specdec.model.schedule import Step
 from specdec.model.trace import Ref, Value
 
 SOURCE = Path(__file__).parent / "csrc" / "forward.cpp"
+QUANTIZED_SOURCE = Path(__file__).parent / "csrc" / "quantized_linear.cpp"
 
 _ELEMENTWISE, _MEAN, _NORM, _ROTARY, _GATHER, _LINEAR, _WRITE_KV, _ATTENTION = range(8)
 _SOFTMAX, _LARGEST, _EXPERTS_UP, _EXPERTS_DOWN = range(8, 12)
 _HAND_ON, _FETCH, _SUM_UP, _LINE_UP = range(12, 16)
 _CUTS = {"rows": 0, "columns": 1, "own": 2}
 _INDICES = {"tokens": 0, "logit_rows": 2}
+_WEIGHT_FORMATS = {8: 1, 4: 2}
+"""By bits; 0: not quantized."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2}
 _NO_BUFFER = -1
 _MAX_DIMS = 3
@@ -96,10 +100,13 @@ class _Instruction(ctypes.Structure):
         ("index", ctypes.c_int32),
         ("num_indices", ctypes.c_int32),
         ("weight", ctypes.c_int32),
+        ("weight_format", ctypes.c_int32),
         ("is_packed", ctypes.c_int32),
         ("weight_stride", ctypes.c_int64),
         ("num_units", ctypes.c_int32),
         ("num_columns", ctypes.c_int32),
+        ("scales", ctypes.c_int32),
+        ("num_groups", ctypes.c_int32),
         ("layer", ctypes.c_int32),
         ("plan", ctypes.c_int32),
         ("second_weight", ctypes.c_int32),
@@ -214,13 +221,23 @@ def panel_bytes(weight: torch.Tensor) -> int:
 
 
 def weights_of(operation: Operation) -> tuple[torch.Tensor, ...]:
-    """Return the weights of an operation that are packed."""
+    """Return the weights of an operation that are to be packed; quantized ones are as they must be."""
     match operation:
-        case LinearLayer(weight=weight) | ExpertsDown(weight=weight):
+        case LinearLayer(weight=torch.Tensor() as weight) | ExpertsDown(weight=weight):
             return (weight,)
         case ExpertsUp(gate=gate, up=up):
             return (gate, up)
     return ()
+
+
+def load_quantized_kernel(cache_dir: Path) -> ctypes.c_void_p:
+    """Build or load the kernels of quantized linear layers; return the function that `NativeForward` calls.
+
+    Raises:
+        NativeUnavailable: they cannot be built or loaded here.
+    """
+    library = load_library(QUANTIZED_SOURCE, cache_dir)
+    return ctypes.cast(library.drafthouse_quantized_linear, ctypes.c_void_p)
 
 
 def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
@@ -232,7 +249,14 @@ def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
     library = load_library(SOURCE, cache_dir)
     assert library.drafthouse_instruction_size() == ctypes.sizeof(_Instruction), "structs differ from C++"
     library.drafthouse_program_create.restype = ctypes.c_void_p
-    for name in ("program_destroy", "program_set_buffer", "program_set_link", "pack_f32", "pack_bf16"):
+    for name in (
+        "program_destroy",
+        "program_set_buffer",
+        "program_set_quantized_linear",
+        "program_set_link",
+        "pack_f32",
+        "pack_bf16",
+    ):
         getattr(library, f"drafthouse_{name}").restype = None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.drafthouse_program_generate.argtypes = (
@@ -255,6 +279,7 @@ class NativeForward:
         logits: Ref,
         weights: PackedWeights,
         layers: Sequence[LayerAttention],
+        quantized_kernel: ctypes.c_void_p | None = None,
         slots: RankSlots | None = None,
     ) -> None:
         """Encode the instructions.
@@ -267,6 +292,7 @@ class NativeForward:
             logits: fp32 result, one of the row values.
             weights: where linear weights are packed.
             layers: attention of every layer.
+            quantized_kernel: what `load_quantized_kernel` returned; needed where a weight is quantized.
             slots: where ranks hand each other rows, with some memory in them; None: there are no ranks.
 
         Raises:
@@ -277,6 +303,7 @@ class NativeForward:
         self._tables = tables
         self._weights = weights
         self._layers = layers
+        self._quantized_kernel = quantized_kernel
         self._slots = slots
         self._meetings: list[tuple[bool, int]] = []
         self._fixed: dict[int, torch.Tensor] = {}
@@ -298,6 +325,7 @@ class NativeForward:
                 ctypes.c_int32(self._vocab_size),
             )
         )
+        library.drafthouse_program_set_quantized_linear(self._program, quantized_kernel)
         if slots is not None:
             library.drafthouse_program_set_link(
                 self._program, ctypes.byref(slots.native), len(self._meetings)
@@ -516,8 +544,17 @@ class NativeForward:
 
     def _linear(self, instruction: _Instruction, operation: LinearLayer) -> None:
         instruction.kind = _LINEAR
-        weight = operation.weight
         x, *bias = operation.inputs
+        instruction.out = self._operand(operation.out, (0, 0, 1))
+        instruction.a = self._operand(x, (0, 0, 1))
+        if bias:
+            instruction.b = self._operand(bias[0], (0, 0, 1))
+        if isinstance(operation.weight, QuantizedWeight):
+            self._quantized_weight(instruction, operation.weight, x.dtype)
+        else:
+            self._weight(instruction, operation.weight)
+
+    def _weight(self, instruction: _Instruction, weight: torch.Tensor) -> None:
         columns, inner = weight.shape
         panels = self._weights.pack(weight)
         instruction.weight = self._fixed_buffer(weight if panels is None else panels)
@@ -525,10 +562,17 @@ class NativeForward:
         instruction.weight_stride = weight.stride(0)
         instruction.num_columns = columns
         instruction.num_units = inner * weight.element_size() // 4
-        instruction.out = self._operand(operation.out, (0, 0, 1))
-        instruction.a = self._operand(x, (0, 0, 1))
-        if bias:
-            instruction.b = self._operand(bias[0], (0, 0, 1))
+
+    def _quantized_weight(
+        self, instruction: _Instruction, weight: QuantizedWeight, dtype: torch.dtype
+    ) -> None:
+        assert self._quantized_kernel is not None, "quantized weights need their kernels"
+        instruction.weight_format = _WEIGHT_FORMATS[weight.bits]
+        instruction.weight = self._fixed_buffer(weight.panels)
+        instruction.scales = self._fixed_buffer(weight.scales)
+        instruction.num_groups = weight.scales.shape[1]
+        instruction.num_columns = weight.num_columns
+        instruction.num_units = weight.num_inputs * dtype.itemsize // 4
 
     def _experts_up(self, instruction: _Instruction, operation: ExpertsUp) -> None:
         instruction.kind = _EXPERTS_UP

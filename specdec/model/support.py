@@ -43,8 +43,13 @@ def kind_of(config: PretrainedConfig) -> str:
 def _kind_reason(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
-    if getattr(config, "quantization_config", None) is not None:
-        return "its weights are quantised (quantization_config), which is not supported yet"
+    stored_form = getattr(config, "quantization_config", None)
+    if stored_form is not None:
+        method = stored_form.get("quant_method") if isinstance(stored_form, dict) else None
+        return (
+            f"its weights are stored quantised (quantization_config, quant_method {method}), which is not "
+            "supported yet; the unquantised model can be served with quantization: int8 or int4"
+        )
     if getattr(model_class, "_is_stateful", False):
         return "it keeps state other than K/V (a recurrent or state-space model)"
     if config.model_type in ADAPTED_MODEL_TYPES:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
-from specdec.model.config import CompileConfig, Dtype
+from specdec.model.config import CompileConfig, Dtype, QuantizationName
 
 _CACHE_BYTES = 256 << 20
 Method = Literal["none", "ngram", "draft_model"]
@@ -31,6 +31,8 @@ class SpeculativeConfig(StrictConfig):
     """Processes (GPUs) that hold one draft model together; independent of the target's."""
     dtype: Dtype = "auto"
     """Numbers that the draft model runs in; auto: the target's."""
+    quantization: QuantizationName | None = None
+    """Quantize the draft model's weights, as `target.quantization` does the target's; independent of it."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix the draft model continues, in tokens; None: its own limit."""
     prompt_lookup_min: int = Field(default=2, ge=1)
@@ -126,6 +128,13 @@ class SpeculativeConfig(StrictConfig):
         if self.method != "draft_model" and self.draft_tensor_parallel_size > 1:
             raise ValueError(
                 f"method {self.method} has no model to divide: leave out draft_tensor_parallel_size"
+            )
+        if self.method != "draft_model" and self.quantization is not None:
+            raise ValueError(f"method {self.method} has no weights to quantize: leave out quantization")
+        if self.quantization is not None and self.draft_tensor_parallel_size > 1:
+            raise ValueError(
+                f"quantization: {self.quantization} does not go with draft_tensor_parallel_size: "
+                f"{self.draft_tensor_parallel_size} yet: scales would depend on how the weights are cut"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(

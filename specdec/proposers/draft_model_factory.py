@@ -42,6 +42,7 @@ def load_draft_model(
             "model": config.model,
             "dtype": target.dtype if config.dtype == "auto" else config.dtype,
             "device": config.device,
+            "quantization": config.quantization,
             "num_threads": config.num_threads,
             "tensor_parallel_size": config.draft_tensor_parallel_size,
             "compile": config.compile,

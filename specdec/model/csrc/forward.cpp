@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "paged_attention.h"
 #include "pool.h"
+#include "quantized_linear.h"
 #include "ranks.h"
 #include "rowwise.h"
 
@@ -20,6 +21,7 @@ using dh::bf16;
 using dh::Dtype;
 using dh::Operand;
 using dh::Share;
+using dh::WeightFormat;
 using Clock = std::chrono::steady_clock;
 
 enum class Kind : int32_t {
@@ -63,10 +65,13 @@ struct Instruction {
   Index index;          // gather: which ids
   int32_t num_indices;  // gather: ids are below this
   int32_t weight;       // linear: buffer of the weights
-  int32_t is_packed;    // linear: they are panels; else rows of W
+  WeightFormat weight_format;
+  int32_t is_packed;    // linear, floats: they are panels; else rows of W
   int64_t weight_stride;  // linear, not packed: elements between rows
   int32_t num_units;
   int32_t num_columns;
+  int32_t scales;         // linear, quantized: buffer of the scales
+  int32_t num_groups;     // linear, quantized: scales per column
   int32_t layer;        // attention
   int32_t plan;         // attention: layers with equal heads and window share a plan
   int32_t second_weight;  // experts, up: beside the gate's
@@ -116,6 +121,9 @@ class Program : public dh::Phased {
   ~Program() override { dh::Pool::instance().quiesce(); }
 
   void set_buffer(int64_t index, void* data) { buffers_[index] = static_cast<char*>(data); }
+
+  // Needed where a weight is quantized.
+  void set_quantized_linear(dh::QuantizedLinearKernel* kernel) { quantized_linear_ = kernel; }
 
   // Ranks: `link` must outlive the program, `num_meetings` are in each run.
   void set_link(const dh::RankLink* link, int num_meetings) {
@@ -294,6 +302,10 @@ class Program : public dh::Phased {
     const int64_t num_rows = in.logit_rows ? inputs_.num_logit_rows : step_.num_rows;
     int64_t first, last;
     share.of(dh::num_panels(num_columns), &first, &last);
+    if (in.weight_format != WeightFormat::kFloat) {
+      quantized_linear(in, num_rows, int(first), int(last));
+      return;
+    }
     if (!is_rowwise) {
       if (in.a.dtype == Dtype::kFloat)
         products<float>(in, num_rows, int(first), int(last));
@@ -337,6 +349,14 @@ class Program : public dh::Phased {
                   reinterpret_cast<T*>(at(in.out, 0)), in.out.row_stride, num_rows, first, last);
   }
 
+  void quantized_linear(const Instruction& in, int64_t num_rows, int first, int last) {
+    const bool is_bf16 = in.a.dtype != Dtype::kFloat;
+    const dh::QuantizedLinear linear = {in.weight_format, buffers_[in.weight], buffers_[in.scales], at(in.b, 0),
+                                        in.num_units * (is_bf16 ? 2 : 1), in.num_groups, in.num_columns};
+    const dh::LinearRows rows = {at(in.a, 0), in.a.row_stride, at(in.out, 0), in.out.row_stride, num_rows, is_bf16};
+    quantized_linear_(&linear, &rows, first, last);
+  }
+
   template <typename T>
   dh::Rows<T> heads(const Operand& operand) const {
     return {reinterpret_cast<T*>(at(operand, 0)), operand.row_stride, operand.stride[1]};
@@ -365,6 +385,7 @@ class Program : public dh::Phased {
   dh::PartialResults partials_;
   dh::Step step_ = {};
   const dh::Layer* layers_ = nullptr;
+  dh::QuantizedLinearKernel* quantized_linear_ = nullptr;
   Inputs inputs_ = {};
   const Logits logits_;
   const Choice* choice_ = nullptr;
@@ -471,6 +492,10 @@ Program* drafthouse_program_create(const Instruction* instructions, int64_t coun
 void drafthouse_program_destroy(Program* program) { delete program; }
 
 void drafthouse_program_set_buffer(Program* program, int64_t index, void* data) { program->set_buffer(index, data); }
+
+void drafthouse_program_set_quantized_linear(Program* program, dh::QuantizedLinearKernel* kernel) {
+  program->set_quantized_linear(kernel);
+}
 
 void drafthouse_program_set_link(Program* program, const dh::RankLink* link, int32_t num_meetings) {
   program->set_link(link, num_meetings);

@@ -128,6 +128,10 @@ def test_config_validate_and_schema(config: Path) -> None:
     ("speculative", "drafter"),
     [
         ("{method: draft_model, model: MODELS/draft}", "drafter draft_model {draft}, k = 4"),
+        (
+            "{method: draft_model, model: MODELS/draft, quantization: int4}",
+            "drafter draft_model {draft} in int4, k = 4",
+        ),
         ("{method: ngram, num_speculative_tokens: 2}", "drafter ngram, k = 2"),
         ("{method: none}", "no drafter"),
     ],
@@ -143,6 +147,20 @@ def test_the_summary_names_folders_as_one_types_them(
         _, stdout, _ = invoke("config", "validate", file)
         shown = drafter.format(draft=f"{prefix}draft")
         assert f"ok (target {prefix}target in auto, {shown})" in stdout
+
+
+def test_quantization_is_checked_and_summed_up(config: Path) -> None:
+    text = config.read_text()
+    config.write_text(text.replace("{model:", "{quantization: int4-64, model:", 1))
+    code, stdout, _ = invoke("config", "validate", config)
+    assert code == 0
+    assert "in float32, weights in int4-64, " in stdout
+    config.write_text(text.replace("{model:", "{quantization: int5, model:", 1))
+    message = user_error("config", "validate", config)
+    assert "target.quantization" in message
+    assert "'int8'" in message
+    config.write_text(text.replace("{model:", "{quantization: int8, tensor_parallel_size: 2, model:", 1))
+    assert "does not go with tensor_parallel_size: 2" in user_error("config", "validate", config)
 
 
 def test_more_context_than_the_checkpoint_has_is_refused_before_anything_starts(config: Path) -> None:

@@ -280,6 +280,11 @@ def test_prometheus_text(door: Door) -> None:
     assert "ray_drafthouse_e2e_request_latency_seconds_count 1.0" in lines
 
 
+def test_fingerprint_names_quantization() -> None:
+    quantized = dataclasses.replace(DESCRIPTION, quantization="int4-64")
+    assert "-float32-int4-64-tp1-" in DoorSettings().system_fingerprint(quantized)
+
+
 def test_fingerprint_tells_settings_apart() -> None:
     settings = DoorSettings()
     other = dataclasses.replace(DESCRIPTION, dtype="bfloat16")

@@ -102,13 +102,48 @@ def test_revision_is_that_of_config_and_weights(original: Path, folder: Path) ->
     assert len({revision, changed, revision_of(open_checkpoint(folder))}) == 3
 
 
-def test_sharded_weights_load(original: Path, tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(original)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sharded_weights_load(original: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(original).to(dtype)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     loaded = load(tmp_path)
+    assert loaded.dtype == dtype
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     for ours, theirs in zip(loaded.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def add_code(folder: Path, marker: Path, **config: Any) -> None:
+    """Give a Llama folder code of its own, which leaves `marker` behind when it runs."""
+    (folder / "own.py").write_text(
+        "from pathlib import Path\n\nfrom transformers import LlamaConfig, LlamaForCausalLM\n\n"
+        f"Path({str(marker)!r}).touch()\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    edit_config(folder, auto_map=classes, **config)
+
+
+def test_code_of_a_checkpoint_runs_only_when_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    marker = tmp_path / "has run"
+    add_code(folder, marker, model_type="own")
+    assert ModelConfig(model=str(folder)).trust_remote_code is False
+    with pytest.raises(CheckpointError, match=r"no model that transformers knows \(model_type 'own'"):
+        load(folder)
+    assert not marker.exists()
+    assert type(load(folder, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+    assert marker.exists()
+
+
+def test_code_of_a_checkpoint_of_a_known_kind_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "has run"
+    add_code(folder, marker)
+    assert type(load(folder).model).__name__ == "LlamaForCausalLM"
+    assert not marker.exists()
 
 
 def test_tensors_of_training_extras_are_left_alone(folder: Path) -> None:

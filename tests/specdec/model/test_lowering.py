@@ -33,8 +33,14 @@ from specdec.model.lowering import (
     Softmax,
     lower,
 )
-from specdec.model.native_forward import NativeForward, PackedWeights, load_forward_library
+from specdec.model.native_forward import (
+    NativeForward,
+    PackedWeights,
+    load_forward_library,
+    load_quantized_kernel,
+)
 from specdec.model.position_tables import position_tables
+from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower, Recording, record
 from specdec.model.schedule import Step, place, schedule
 from specdec.model.trace import Trace
@@ -112,6 +118,10 @@ def lowered(
     tables = position_tables(trace, [v for v in values if v.kind == "position"], NUM_POSITIONS)
     library = load_forward_library(resolve_cache_dir(None))
     layers: list[LayerAttention] = []
+    is_quantized = any(
+        isinstance(operation, LinearLayer) and isinstance(operation.weight, QuantizedWeight)
+        for operation in operations
+    )
     forward = NativeForward(
         library,
         steps,
@@ -120,6 +130,7 @@ def lowered(
         logits=result.logits,
         weights=PackedWeights(library, max_bytes),
         layers=layers,
+        quantized_kernel=load_quantized_kernel(resolve_cache_dir(None)) if is_quantized else None,
     )
     return Native(forward, steps)
 

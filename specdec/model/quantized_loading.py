@@ -1,0 +1,152 @@
+"""Quantizes a model's weights while they are read, so that it is never there in full.
+
+transformers' own loading code runs. What it gets for a weight that is quantized is a stand-in of the right
+shape without memory of its own; the weight itself is read in stretches of rows and laid out at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import EllipsisType
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from specdec.kv.host_memory import give_back_freed
+from specdec.model.checkpoint import Checkpoint
+from specdec.model.config import QuantizationName
+from specdec.model.parallel.loading import StoredTensor, _prepared
+from specdec.model.quantization import Scheme, layers_of, quantize, replace_layers, scheme_of, shape_of
+from specdec.model.quantized_linear import QuantizedWeight
+
+
+class _Readable(Protocol):
+    """A tensor in a file, as transformers reads it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor: ...
+
+
+def read_quantized(
+    model_class: type[PreTrainedModel],
+    checkpoint: Checkpoint,
+    config: PretrainedConfig,
+    name: QuantizationName,
+    *,
+    note_read: Callable[[int], None],
+    **options: Any,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model with quantized layers in the place of linear ones.
+
+    Args:
+        model_class: its class.
+        checkpoint: its files.
+        config: its configuration.
+        name: how it is quantized.
+        note_read: called with the number of bytes of every tensor read, from loading threads.
+        options: of `from_pretrained`; `dtype` is the one that weights have before they are quantized.
+
+    Returns:
+        The model and transformers' loading info.
+    """
+    quantized: dict[str, QuantizedWeight] = {}
+    stored: dict[str, _Readable] = {}
+
+    def prepare(model: PreTrainedModel) -> None:
+        wanted = _quantized_on_reading(model, scheme_of(name))
+        for handle, stored_name, target in _stored_names(model, checkpoint.weight_files):
+            layer = None if target is None else wanted.get(target)
+            if layer is None:
+                stored[stored_name] = StoredTensor(handle, stored_name, None, note_read)
+            else:
+                piece = handle.get_slice(stored_name)
+                stored[stored_name] = _QuantizedTensor(piece, layer, options["dtype"], quantized, note_read)
+
+    loaded: Any = _prepared(model_class, prepare)
+    model, info = loaded.from_pretrained(None, config=config, state_dict=stored, **options)
+    stored.clear()  # the model's class knows `prepare`, and so would keep the files mapped
+    if not info["missing_keys"] and not info["mismatched_keys"]:
+        replace_layers(model, name, quantized)
+    give_back_freed()
+    return model, info
+
+
+class _Layer:
+    """A layer whose weight is quantized when it is read."""
+
+    def __init__(self, name: str, scheme: Scheme, shape: tuple[int, int]) -> None:
+        self.name = name
+        self.scheme = scheme
+        self.shape = shape
+
+
+class _QuantizedTensor:
+    """Puts the quantized weight aside and answers with a stand-in; called from several threads."""
+
+    def __init__(
+        self,
+        piece: Any,
+        layer: _Layer,
+        dtype: torch.dtype,
+        quantized: dict[str, QuantizedWeight],
+        note_read: Callable[[int], None],
+    ) -> None:
+        self._piece = piece
+        self._layer = layer
+        self._dtype = dtype
+        self._quantized = quantized
+        self._note_read = note_read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As stored."""
+        return tuple(self._piece.get_shape())
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        # One of another shape is reported by whoever compares it with the model's.
+        if self.shape == self._layer.shape:
+            self._quantized[self._layer.name] = quantize(self._rows, *self._layer.shape, self._layer.scheme)
+        return torch.zeros((), dtype=self._dtype).expand(self.shape)
+
+    def _rows(self, first: int, end: int) -> torch.Tensor:
+        rows: torch.Tensor = self._piece[first:end]
+        self._note_read(rows.nbytes)
+        return rows.to(self._dtype)
+
+
+def _quantized_on_reading(model: PreTrainedModel, scheme: Scheme) -> dict[str, _Layer]:
+    """By parameter name: the layers whose weight is stored as it is used, and for nothing else."""
+    hf_model: Any = model
+    tied = hf_model.get_output_embeddings() if hf_model.config.get_text_config().tie_word_embeddings else None
+    return {
+        f"{name}.weight": _Layer(name, layer_scheme, shape_of(module))
+        for name, module, layer_scheme in layers_of(model, scheme)
+        if not isinstance(module, Conv1D) and module is not tied
+    }
+
+
+def _stored_names(model: PreTrainedModel, files: Sequence[Path]) -> Iterator[tuple[Any, str, str | None]]:
+    """Yield, for every stored tensor, the open file, its name there, and that of the parameter that it is.
+
+    The latter is None where the tensor is only a part of a parameter.
+    """
+    # Internal to transformers, present in all versions that we run with.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms: Any = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    names = model.state_dict()
+    for file in files:
+        handle: Any = safe_open(file, framework="pt")
+        for name in handle.keys():  # noqa: SIM118 - not a mapping
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
+            if target not in names and name in names:
+                target, pattern = name, None
+            yield handle, name, target if pattern is None else None
