@@ -101,7 +101,12 @@ class LetterTokenizer(ToyTokenizer):
 def runner_of(model: ToyModel) -> Any:
     runner = ToyRunner(model)
     runner.loaded = SimpleNamespace(  # type: ignore[attr-defined]
-        path=Path("toy"), revision="toy", dtype=torch.float32, eos_token_ids=(EOS,), rotary=None
+        path=Path("toy"),
+        revision="toy",
+        dtype=torch.float32,
+        eos_token_ids=(EOS,),
+        rotary=None,
+        quantization=None,
     )
     return runner
 
