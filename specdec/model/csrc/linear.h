@@ -117,26 +117,33 @@ template <typename T, int R, int P>
     for (int v = 0; v < V; ++v) sums[r * V + v] = sum[r][v];
 }
 
+// Adds the bias (null: none), and writes sums of R rows times P panels as rows of y; columns from `num_columns` on
+// are padding.
 template <typename T, int R, int P>
-inline void linear_tile(const Linear& linear, const uint32_t* panels, int panel, const T* x, int64_t x_stride, T* y,
-                        int64_t y_stride) {
+inline void store_tile(const f32x16* sums, const T* bias, int num_columns, int panel, T* y, int64_t y_stride) {
   constexpr int V = P * kPanelVectors;
-  f32x16 sums[R * V];
-  sum_tile<T, R, P>(panels, linear.panel_size(), linear.num_units, x, x_stride, sums);
   for (int v = 0; v < V; ++v) {
     const int column = panel * kPanelColumns + v * kLanes;
-    const int here = std::min(kLanes, linear.num_columns - column);
+    const int here = std::min(kLanes, num_columns - column);
     if (here <= 0) return;
-    f32x16 bias = {};
-    if (linear.bias != nullptr) bias = load_tail(static_cast<const T*>(linear.bias) + column, here);
+    f32x16 added = {};
+    if (bias != nullptr) added = load_tail(bias + column, here);
     for (int r = 0; r < R; ++r) {
-      const f32x16 value = linear.bias != nullptr ? sums[r * V + v] + bias : sums[r * V + v];
+      const f32x16 value = bias != nullptr ? sums[r * V + v] + added : sums[r * V + v];
       if (here == kLanes)
         store16(y + r * y_stride + column, value);
       else
         store_tail(y + r * y_stride + column, value, here);
     }
   }
+}
+
+template <typename T, int R, int P>
+inline void linear_tile(const Linear& linear, const uint32_t* panels, int panel, const T* x, int64_t x_stride, T* y,
+                        int64_t y_stride) {
+  f32x16 sums[R * P * kPanelVectors];
+  sum_tile<T, R, P>(panels, linear.panel_size(), linear.num_units, x, x_stride, sums);
+  store_tile<T, R, P>(sums, static_cast<const T*>(linear.bias), linear.num_columns, panel, y, y_stride);
 }
 
 // Panels [panel, panel + P), which lie at `panels`, for all rows.

@@ -169,25 +169,6 @@ template <typename Format, typename T, int R, int P>
   }
 }
 
-template <typename T, int R, int P>
-inline void store_tile(const QuantizedLinear& linear, int panel, const f32x16* sums, T* y, int64_t y_stride) {
-  constexpr int V = P * kPanelVectors;
-  for (int v = 0; v < V; ++v) {
-    const int column = panel * kPanelColumns + v * kLanes;
-    const int here = std::min(kLanes, linear.num_columns - column);
-    if (here <= 0) return;
-    f32x16 bias = {};
-    if (linear.bias != nullptr) bias = load_tail(static_cast<const T*>(linear.bias) + column, here);
-    for (int r = 0; r < R; ++r) {
-      const f32x16 value = linear.bias != nullptr ? sums[r * V + v] + bias : sums[r * V + v];
-      if (here == kLanes)
-        store16(y + r * y_stride + column, value);
-      else
-        store_tail(y + r * y_stride + column, value, here);
-    }
-  }
-}
-
 // Panels [panel, panel + P) for all rows, in tiles of up to N.
 template <typename Format, typename T, int N, int P>
 inline void quantized_panels(const QuantizedLinear& linear, int panel, const T* x, int64_t x_stride, T* y,
@@ -195,7 +176,8 @@ inline void quantized_panels(const QuantizedLinear& linear, int panel, const T* 
   in_tiles<N>(int(rows), [&](auto n, int row) {
     f32x16 sums[n.value * P * kPanelVectors];
     sum_quantized_tile<Format, T, n.value, P>(linear, panel, x + row * x_stride, x_stride, sums);
-    store_tile<T, n.value, P>(linear, panel, sums, y + row * y_stride, y_stride);
+    store_tile<T, n.value, P>(sums, static_cast<const T*>(linear.bias), linear.num_columns, panel,
+                              y + row * y_stride, y_stride);
   });
 }
 
