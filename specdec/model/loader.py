@@ -401,7 +401,7 @@ def _check_model_on_paper(
 ) -> StagePlan | None:
     """Refuse what can be told of the model before its weights are read; return its stages, if several.
 
-    Rotary embeddings and attention that are not supported; a model that cannot be cut, or not be quantized, as
+    Rotary embeddings and attention that are not supported; a model that cannot be cut, or quantized, as
     `config` says; and a config.json that describes a much larger model than the weights are.
 
     Missing tensors are found later one by one, but transformers first makes them up: with a config.json that
