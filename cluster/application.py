@@ -43,9 +43,7 @@ def build_application(engine: EngineConfig, cluster: ClusterConfig) -> serve.App
     cluster = resolve(cluster)
     has_drafter = engine.speculative_config.method in REMOTE_METHODS
     ranks = RanksPerModel.of(engine)
-    nodes = (
-        snapshot_nodes() if cluster.check_resources else _boundless(cluster, max(ranks.target, ranks.draft))
-    )
+    nodes = snapshot_nodes() if cluster.check_resources else _boundless(cluster, ranks)
     plan = plan_placement(cluster, nodes, has_drafter=has_drafter, ranks=ranks)
     num_groups = cluster.target_groups.num_groups
     coordinator = _deployment(CoordinatorReplica, COORDINATOR, num_groups, plan.target, cluster)
@@ -72,8 +70,9 @@ def snapshot_nodes() -> list[NodeSnapshot]:
     ]
 
 
-def _boundless(cluster: ClusterConfig, num_each: int) -> list[NodeSnapshot]:
-    """Nodes that fit anything, as many of each kind as one model has ranks, for autoscaled clusters."""
+def _boundless(cluster: ClusterConfig, ranks: RanksPerModel) -> list[NodeSnapshot]:
+    """Nodes that fit anything, as many of each kind as one model has bundles, for autoscaled clusters."""
+    num_each = max(ranks.target.num_bundles, ranks.draft.num_bundles)
     bundles = (cluster.target_groups.bundle, cluster.draft_pool.bundle)
     return [
         NodeSnapshot(

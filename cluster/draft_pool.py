@@ -10,6 +10,7 @@ import msgspec
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
+from cluster.placement import ModelRanks
 from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
@@ -86,7 +87,7 @@ class DraftPoolReplica:
             rank_options(
                 "draft",
                 pool.bundle,
-                self._engine.speculative_config.draft_tensor_parallel_size,
+                ModelRanks.of_draft(self._engine),
                 self._cluster.namespace,
             ),
         )

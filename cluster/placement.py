@@ -43,19 +43,49 @@ class _Free:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksPerModel:
-    """How many ranks, and so bundles, one copy of each model takes."""
+class ModelRanks:
+    """How many processes one copy of a model takes, and how many of them share a bundle.
 
-    target: int = 1
-    draft: int = 1
+    Without stages each rank has a bundle. With stages each stage has one: its ranks talk to each other in
+    every layer and stay on one node, whatever the strategy, which places the stages.
+    """
+
+    num_ranks: int = 1
+    per_bundle: int = 1
+
+    @staticmethod
+    def of_target(engine: EngineConfig) -> ModelRanks:
+        """Return those of an engine's target."""
+        target = engine.target
+        per_bundle = target.tensor_parallel_size if target.pipeline_parallel_size > 1 else 1
+        return ModelRanks(num_ranks=target.num_ranks, per_bundle=per_bundle)
+
+    @staticmethod
+    def of_draft(engine: EngineConfig) -> ModelRanks:
+        """Return those of an engine's draft model."""
+        return ModelRanks(num_ranks=engine.speculative_config.draft_tensor_parallel_size)
+
+    @property
+    def num_bundles(self) -> int:
+        """Bundles of one copy."""
+        return self.num_ranks // self.per_bundle
+
+    def bundle_of(self, rank: int) -> int:
+        """Index of a rank's bundle."""
+        return rank // self.per_bundle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksPerModel:
+    """The ranks of one copy of each model."""
+
+    target: ModelRanks = ModelRanks()
+    draft: ModelRanks = ModelRanks()
 
     @staticmethod
     def of(engine: EngineConfig) -> RanksPerModel:
         """Return those that an engine's configuration asks for."""
-        return RanksPerModel(
-            target=engine.target.tensor_parallel_size,
-            draft=engine.speculative_config.draft_tensor_parallel_size,
-        )
+        return RanksPerModel(target=ModelRanks.of_target(engine), draft=ModelRanks.of_draft(engine))
 
 
 def plan_placement(
@@ -87,17 +117,23 @@ def plan_placement(
     )
 
 
-def _group(bundle: BundleConfig, num_ranks: int, strategy: str) -> GroupPlacement:
+def _group(bundle: BundleConfig, ranks: ModelRanks, strategy: str) -> GroupPlacement:
     return GroupPlacement(
-        bundles=tuple(bundle.amounts() for _ in range(num_ranks)),
+        bundles=tuple(_amounts(bundle, ranks.per_bundle) for _ in range(ranks.num_bundles)),
         strategy=strategy,
-        label_selectors=tuple(dict(bundle.labels) for _ in range(num_ranks)) if bundle.labels else None,
+        label_selectors=tuple(dict(bundle.labels) for _ in range(ranks.num_bundles))
+        if bundle.labels
+        else None,
     )
+
+
+def _amounts(bundle: BundleConfig, num_ranks: int) -> dict[str, float]:
+    return {name: num_ranks * amount for name, amount in bundle.amounts().items()}
 
 
 def _reserve_group(
     bundle: BundleConfig,
-    num_ranks: int,
+    ranks: ModelRanks,
     strategy: str,
     free: Sequence[_Free],
     what: str,
@@ -105,14 +141,14 @@ def _reserve_group(
 ) -> None:
     """Reserve the bundles of all ranks of one copy of a model."""
     if strategy == "STRICT_PACK":
-        together = {name: num_ranks * amount for name, amount in bundle.amounts().items()}
-        whole = f"{what} ({num_ranks} ranks on one node)" if num_ranks > 1 else what
-        _reserve(together, bundle.labels, free, whole, nodes)
+        whole = f"{what} ({ranks.num_ranks} ranks on one node)" if ranks.num_ranks > 1 else what
+        _reserve(_amounts(bundle, ranks.num_ranks), bundle.labels, free, whole, nodes)
         return
     left = list(free)
-    for rank in range(num_ranks):
-        name = f"rank {rank + 1} of {num_ranks} of {what}" if num_ranks > 1 else what
-        place = _reserve(bundle.amounts(), bundle.labels, left, name, nodes)
+    part = "rank" if ranks.per_bundle == 1 else "stage"
+    for index in range(ranks.num_bundles):
+        name = f"{part} {index + 1} of {ranks.num_bundles} of {what}" if ranks.num_bundles > 1 else what
+        place = _reserve(_amounts(bundle, ranks.per_bundle), bundle.labels, left, name, nodes)
         if strategy == "STRICT_SPREAD":
             left.remove(place)
 

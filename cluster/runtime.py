@@ -10,6 +10,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import BundleConfig
+from cluster.placement import ModelRanks
 from specdec.transport.base import PeerId
 from specdec.transport.config import ChannelConfig
 from specdec.transport.zmq import ZmqOptions
@@ -36,11 +37,11 @@ def channel_options(config: ChannelConfig) -> ZmqOptions:
     )
 
 
-def rank_options(role: str, bundle: BundleConfig, num_ranks: int, namespace: str) -> list[dict[str, Any]]:
-    """Actor options of ranks 1, 2, ... of a model: one bundle each; rank 0 is the worker itself."""
+def rank_options(role: str, bundle: BundleConfig, ranks: ModelRanks, namespace: str) -> list[dict[str, Any]]:
+    """Actor options of ranks 1, 2, ... of a model; rank 0 is the worker itself."""
     return [
-        worker_options(bundle, new_peer_id(f"rank-{role}"), namespace, bundle_index=rank)
-        for rank in range(1, num_ranks)
+        worker_options(bundle, new_peer_id(f"rank-{role}"), namespace, bundle_index=ranks.bundle_of(rank))
+        for rank in range(1, ranks.num_ranks)
     ]
 
 

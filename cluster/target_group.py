@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from cluster.config import ClusterConfig
+from cluster.placement import ModelRanks
 from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
@@ -37,7 +38,7 @@ REMOTE_METHODS = frozenset({"draft_model"})
 class TargetGroup:
     """One target worker at a time, in the placement group of the replica that this runs in.
 
-    With tensor parallelism it is rank 0 of its model, and starts and takes along the other ranks.
+    Where the model is divided it is rank 0 of its model, and starts and takes along the other ranks.
     """
 
     def __init__(self, engine: EngineConfig, cluster: ClusterConfig, peer_id: PeerId, keys: KeyPair) -> None:
@@ -140,9 +141,7 @@ class TargetGroup:
             owner,
             self._options,
             StartReporter(self._cluster.namespace, worker_id),
-            rank_options(
-                "target", group.bundle, self._config.target.tensor_parallel_size, self._cluster.namespace
-            ),
+            rank_options("target", group.bundle, ModelRanks.of_target(self._config), self._cluster.namespace),
         )
         self._worker = WorkerHandle(actor, "target worker")
         return self._worker

@@ -10,6 +10,7 @@ from cluster.config import ClusterConfig
 from deploy.config import DrafthouseConfig
 from deploy.ingress import IngressReplica
 from deploy.openai.settings import DoorSettings
+from specdec.model.config import ModelConfig
 
 APPLICATION = "drafthouse"
 INGRESS = "Ingress"
@@ -42,8 +43,14 @@ def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -
         request_timeout_s=http.request_timeout_s,
         api_key_digests=api_key_digests,
         share_prefixes_between_keys=http.share_prefixes_between_keys,
-        parallelism=f"tp{config.target.tensor_parallel_size}",
+        parallelism=parallelism_of(config.target),
     )
+
+
+def parallelism_of(target: ModelConfig) -> str:
+    """Return the part of the fingerprint that says how a model is divided: tp2, tp1-pp4."""
+    stages = f"-pp{target.pipeline_parallel_size}" if target.pipeline_parallel_size > 1 else ""
+    return f"tp{target.tensor_parallel_size}{stages}"
 
 
 def _ingress(cluster: ClusterConfig) -> serve.Deployment:

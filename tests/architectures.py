@@ -230,12 +230,24 @@ ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
 CORE_ARCHITECTURES = ("llama", "qwen3", "mistral", "gpt_neox")
 
 
-def make_model(architecture: str, seed: int = 0, spread: float = 3.0) -> transformers.PreTrainedModel:
+def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Return the same configuration with so many layers; which of them have windows is up to its class."""
+    values = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    text_config = config.get_text_config()
+    if text_config is not config:
+        return type(config)(**{**values, "text_config": with_layers(text_config, num_layers).to_dict()})
+    return type(config)(**{**values, "n_layer" if "n_layer" in values else "num_hidden_layers": num_layers})
+
+
+def make_model(
+    architecture: str, seed: int = 0, spread: float = 3.0, num_layers: int | None = None
+) -> transformers.PreTrainedModel:
     """Return a random fp32 model in evaluation mode, with eager attention."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        ARCHITECTURES[architecture](), attn_implementation="eager"
-    )
+    config = ARCHITECTURES[architecture]()
+    if num_layers is not None:
+        config = with_layers(config, num_layers)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -243,9 +255,11 @@ def make_model(architecture: str, seed: int = 0, spread: float = 3.0) -> transfo
     return model.eval()
 
 
-def save_model(folder: Path, architecture: str = "llama", seed: int = 0) -> transformers.PreTrainedModel:
+def save_model(
+    folder: Path, architecture: str = "llama", seed: int = 0, num_layers: int | None = None
+) -> transformers.PreTrainedModel:
     """Save `make_model` with the tiny tokenizer as a model folder, and return it."""
-    model = make_model(architecture, seed)
+    model = make_model(architecture, seed, num_layers=num_layers)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return model

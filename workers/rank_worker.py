@@ -69,7 +69,7 @@ def lead_ranks(
 ) -> RankGroup | None:
     """Start the other ranks of a model and return rank 0's place among them; None when there are none.
 
-    This process ends when one of them does.
+    This process ends when one of them does, or does not run any more.
 
     Args:
         role: which model of `config`.
@@ -83,6 +83,7 @@ def lead_ranks(
     if not others:
         return None
     from specdec.model.parallel.group import RankGroup, serve_store
+    from specdec.model.parallel.heartbeat import HeartbeatWatch
 
     size = 1 + len(others)
     store = serve_store(host)
@@ -92,7 +93,9 @@ def lead_ranks(
     ]
     watch = threading.Thread(target=_end_with, args=(actors,), name="rank-watch", daemon=True)
     watch.start()
-    return RankGroup.join(_spec(0, size, (host, store.port), host), _device(role, config), store)
+    group = RankGroup.join(_spec(0, size, (host, store.port), host), _device(role, config), store)
+    HeartbeatWatch(group, _end_without)
+    return group
 
 
 def _end_with(actors: Sequence[Any]) -> None:
@@ -104,6 +107,13 @@ def _end_with(actors: Sequence[Any]) -> None:
         logger.error("a rank has died, so this process ends too: %s", str(error).splitlines()[0])
         logging.shutdown()
         os._exit(1)
+
+
+def _end_without(rank: int) -> None:
+    """End this process because a rank does not run any more: Ray ends the other ranks with their owner."""
+    logger.error("rank %d does not run any more, so this process ends", rank)
+    logging.shutdown()
+    os._exit(1)
 
 
 def threads_per_rank(num_threads: int | None, size: int) -> int | None:

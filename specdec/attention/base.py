@@ -89,7 +89,9 @@ class PagedBatch:
 
     backend: AttentionBackend
     layers: Sequence[LayerAttention]
+    """Consecutive layers of the model: all, or those of one stage of it."""
     caches: LayerCaches
+    """Of these layers."""
     metadata: AttentionMetadata
     plan: Any
 
@@ -97,13 +99,14 @@ class PagedBatch:
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Run layer `layer_idx`: query [T, H, D], key and value [T, G, D] -> [T, H, D]."""
+        index = layer_idx - self.layers[0].layer_idx
         return self.backend.attend(
             query,
             key,
             value,
-            key_cache=self.caches.keys[layer_idx],
-            value_cache=self.caches.values[layer_idx],
+            key_cache=self.caches.keys[index],
+            value_cache=self.caches.values[index],
             metadata=self.metadata,
             plan=self.plan,
-            layer=self.layers[layer_idx],
+            layer=self.layers[index],
         )

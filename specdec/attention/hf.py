@@ -123,19 +123,19 @@ class AttentionProbe:
             softcap=softcap,
         )
 
-    def layers(self, num_layers: int) -> tuple[LayerAttention, ...]:
-        """Return the layers 0 .. num_layers - 1.
+    def layers(self, indices: range) -> tuple[LayerAttention, ...]:
+        """Return these layers.
 
         Raises:
-            UnsupportedAttention: some layer did not call the hook.
+            UnsupportedAttention: one of them did not call the hook, or another did.
         """
-        missing = [index for index in range(num_layers) if index not in self._layers]
-        if missing or len(self._layers) != num_layers:
+        missing = [index for index in indices if index not in self._layers]
+        if missing or len(self._layers) != len(indices):
             raise UnsupportedAttention(
-                f"of {num_layers} layers, {len(self._layers)} use the attention interface"
+                f"of {len(indices)} layers, {len(self._layers)} use the attention interface"
                 + (f"; layer {missing[0]} does not" if missing else "")
             )
-        return tuple(self._layers[index] for index in range(num_layers))
+        return tuple(self._layers[index] for index in indices)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

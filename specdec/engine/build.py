@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from specdec.core.description import TargetDescription
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.rank_leader import LeadingTarget
+    from specdec.model.loader import LoadedModel
     from specdec.model.parallel.group import RankGroup
     from specdec.model.runner import ModelRunner
     from specdec.proposers.draft_model import DraftModelProposer
+    from specdec.sampling.sampler import TokenChooser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,20 +104,20 @@ def build_target(
 ) -> LocalTarget | LeadingTarget:
     """Load the target alone, as a target worker does.
 
-    With `target.tensor_parallel_size` above 1 this process is rank 0 of `ranks`; without them, the other
-    ranks are started here, as processes of this machine. `reserved_bytes` of the memory are left to others
-    when the size of the KV cache is to be found out.
+    When the target is divided (`ModelConfig.num_ranks`) this process is rank 0 of `ranks`; without them, the
+    other ranks are started here, as processes of this machine. `reserved_bytes` of the memory are left to
+    others when the size of the KV cache is to be found out.
 
     Raises:
         UserError: as `build_parts`.
         TransportError: another rank died.
     """
-    if config.target.tensor_parallel_size == 1 and ranks is None:
+    if config.target.num_ranks == 1 and ranks is None:
         return _build_whole_target(config, progress, reserved_bytes)
     from specdec.engine.rank_launch import leading
     from specdec.engine.rank_leader import LeadingTarget
 
-    size, device = config.target.tensor_parallel_size, config.target.device
+    size, device = config.target.num_ranks, config.target.device
     with leading("target", config, size, device, ranks) as (group, followers):
         part = build_target_part(config, group, progress, reserved_bytes=reserved_bytes)
         return LeadingTarget(part, group, followers)
@@ -156,25 +158,58 @@ def build_target_part(
         TransportError: another rank died.
     """
     from specdec.engine.local_target import LocalTarget
-    from specdec.model.acceleration import attention_of, later_bytes
+    from specdec.engine.stage_target import StageTarget
     from specdec.model.loader import load_model
     from specdec.model.rank_graphs import compile_over_ranks
-    from specdec.model.runner import ModelRunner
-    from specdec.sampling.parallel import ParallelSampler
 
     loaded = load_model(config.target, progress, ranks)
-    runner = ModelRunner(
+    runner = _part_runner(loaded, config, reserved_bytes)
+    _require_length(config, runner)
+    if loaded.stage is None:
+        compile_over_ranks(runner, ranks, config.target.compile)
+    elif not loaded.stage.is_last:
+        return StageTarget(runner)
+    return LocalTarget(runner, _chooser(loaded, config), rule=_rule_of(config))
+
+
+def _part_runner(loaded: LoadedModel, config: EngineConfig, reserved_bytes: int) -> ModelRunner:
+    from specdec.model.acceleration import attention_of, later_bytes
+    from specdec.model.pipeline import StageRunner
+    from specdec.model.runner import ModelRunner
+
+    scheduler = config.scheduler
+    backend = attention_of(loaded, config.target.attention_backend)
+    if loaded.stage is None:
+        return ModelRunner(
+            loaded,
+            config.cache,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
+            backend=backend,
+        )
+    return StageRunner(
         loaded,
         config.cache,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
-        backend=attention_of(loaded, config.target.attention_backend),
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        reserved_bytes=reserved_bytes,
+        backend=backend,
+        micro_batch_tokens=config.target.pipeline_micro_batch_tokens,
     )
-    _require_length(config, runner)
-    compile_over_ranks(runner, ranks, config.target.compile)
-    assert loaded.vocab is not None
-    return LocalTarget(runner, ParallelSampler(ranks, loaded.vocab), rule=_rule_of(config))
+
+
+def _chooser(loaded: LoadedModel, config: EngineConfig) -> TokenChooser:
+    """Return what chooses tokens where this rank's logits come out."""
+    from specdec.sampling.parallel import ParallelSampler
+    from specdec.sampling.sampler import Sampler
+
+    if loaded.grid is not None and loaded.grid.tensor is not None:
+        assert loaded.vocab is not None
+        return ParallelSampler(loaded.grid.tensor, loaded.vocab)
+    sampler = Sampler(config.target.compile.cache_dir)
+    sampler.warm_up()
+    return sampler
 
 
 def _rule_of(config: EngineConfig) -> VerificationRule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -116,7 +116,10 @@ class LocalTarget:
 
     def collect(self) -> TargetResult:
         """Run the oldest queued round and return its answer."""
-        step = self._pending.popleft()
+        return run_to_the_end(self.run, self._pending.popleft())
+
+    def run(self, step: TargetStep) -> TargetResult:
+        """Run a step as it is; `run_to_the_end` says what may remain to be done."""
         for request_id in step.released:
             self._sequences.pop(request_id, None)
         for admitted in step.admitted:
@@ -166,7 +169,7 @@ class LocalTarget:
             sample_s = time.perf_counter() - started_s - forward_s
         return TargetResult(
             step_id=step.step_id,
-            results=self._without_spoiling_drafts(step.works, results),
+            results=results,
             forward_s=forward_s,
             sample_s=sample_s,
             kv_generation=self._runner.kv_generation,
@@ -182,29 +185,6 @@ class LocalTarget:
             return None
         chooser = self._sampler.chooser(sequences, self._runner.vocab_size)
         return None if chooser is None else self._runner.try_generate(slices, [0] * len(slices), chooser)
-
-    def _without_spoiling_drafts(
-        self, works: Sequence[TargetWork], results: tuple[WorkResult, ...]
-    ) -> tuple[WorkResult, ...]:
-        """Run works that gave no token again, without their drafts.
-
-        A draft token whose values are not finite spoils the rows before it, which do not see it: its weight
-        in their attention is 0, and 0 times NaN is NaN.
-        """
-        spoilt = [
-            index
-            for index, (work, result) in enumerate(zip(works, results, strict=True))
-            if work.num_sampled_rows > 1 and not result.token_ids
-        ]
-        if not spoilt:
-            return results
-        again = [_without_draft(works[index]) for index in spoilt]
-        answers = self._sample(again, self._runner.forward([self._slice(work) for work in again]))
-        corrected = list(results)
-        for index, answer in zip(spoilt, answers, strict=True):
-            told = results[index] if answer.error is None else answer
-            corrected[index] = msgspec.structs.replace(answer, error=told.error, error_code=told.error_code)
-        return tuple(corrected)
 
     def _slice(self, work: TargetWork) -> SequenceSlice:
         """Apply the work's block table update and describe its rows."""
@@ -344,6 +324,30 @@ def _num_logit_rows(work: TargetWork) -> int:
 
 def _num_drafted(work: TargetWork) -> int:
     return work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
+
+
+def run_to_the_end(run: Callable[[TargetStep], TargetResult], step: TargetStep) -> TargetResult:
+    """Run a step, and works of it that gave no token again, without their drafts.
+
+    A draft token whose values are not finite spoils the rows before it, which do not see it: its weight
+    in their attention is 0, and 0 times NaN is NaN.
+    """
+    result = run(step)
+    spoilt = [
+        index
+        for index, (work, answer) in enumerate(zip(step.works, result.results, strict=True))
+        if work.num_sampled_rows > 1 and not answer.token_ids
+    ]
+    if not spoilt:
+        return result
+    again = run(
+        TargetStep(step_id=step.step_id, works=tuple(_without_draft(step.works[index]) for index in spoilt))
+    )
+    corrected = list(result.results)
+    for index, answer in zip(spoilt, again.results, strict=True):
+        told = result.results[index] if answer.error is None else answer
+        corrected[index] = msgspec.structs.replace(answer, error=told.error, error_code=told.error_code)
+    return msgspec.structs.replace(result, results=tuple(corrected))
 
 
 def _without_draft(work: TargetWork) -> TargetWork:

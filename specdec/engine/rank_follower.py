@@ -21,6 +21,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
 from specdec.engine.build import build_draft_part, build_target_part
 from specdec.engine.config import EngineConfig
+from specdec.engine.local_target import LocalTarget
 from specdec.engine.rank_commands import (
     DraftEntry,
     ReleaseDrafts,
@@ -30,8 +31,8 @@ from specdec.engine.rank_commands import (
     Stop,
     decode,
 )
-from specdec.engine.target import Target
 from specdec.model.parallel.group import RankGroup, RankSpec
+from specdec.model.parallel.heartbeat import beating
 from specdec.proposers.base import Proposer
 
 logger = logging.getLogger(__name__)
@@ -57,18 +58,21 @@ def follow(role: Role, config: EngineConfig, group: RankGroup) -> None:
         TransportError: another rank is gone.
     """
     if role == "target":
-        follow_target(build_target_part(config, group), group)
+        target = build_target_part(config, group)
+        with beating(group):  # not while loading: reading a file may keep everything else from running
+            follow_target(target, group)
     else:
-        follow_drafter(build_draft_part(config, group), group)
+        proposer = build_draft_part(config, group)
+        with beating(group):
+            follow_drafter(proposer, group)
 
 
-def follow_target(target: Target, group: RankGroup) -> None:
+def follow_target(target: LocalTarget, group: RankGroup) -> None:
     """Run the rounds of rank 0 on this rank's part of the target."""
     while True:
         match decode(group.receive_command()):
             case RunTarget(step=step):
-                target.submit(step)
-                target.collect()
+                target.run(step)
             case Stop():
                 target.close()
                 return

@@ -16,6 +16,7 @@ from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.engine.rank_follower import FollowerPlace, Role
 from specdec.model.parallel.group import RankGroup, RankSpec, serve_store
+from specdec.model.parallel.heartbeat import HeartbeatWatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class FollowerProcesses:
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._watch: HeartbeatWatch | None = None
 
     def start(self, place: FollowerPlace, num_threads: int) -> None:
         """Start one rank."""
@@ -41,8 +43,13 @@ class FollowerProcesses:
         with process.stdin as stream:
             stream.write(msgspec.json.encode(place))
 
+    def watch(self, group: RankGroup) -> None:
+        """From now on, end a rank that does not run any more: then its peers notice."""
+        self._watch = HeartbeatWatch(group, self._end)
+
     def close(self) -> None:
         """Wait a while for their end, then kill them."""
+        self._watch_no_more()
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_FAREWELL_S)
@@ -52,9 +59,19 @@ class FollowerProcesses:
 
     def kill(self) -> None:
         """End them now."""
+        self._watch_no_more()
         for process in self._processes:
             process.kill()
             process.wait()
+
+    def _end(self, rank: int) -> None:
+        logger.error("killed rank process %d, which does not run any more", self._processes[rank - 1].pid)
+        self._processes[rank - 1].kill()
+
+    def _watch_no_more(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
 
 @contextmanager
@@ -92,6 +109,7 @@ def launch(role: Role, config: EngineConfig, size: int, device: str) -> tuple[Ra
     """
     devices = rank_devices(device, size)
     num_threads = max(1, torch.get_num_threads() // size) if devices[0].type == "cpu" else 1
+    config_json = config.model_dump_json(exclude_unset=True)  # some defaults may not be written out
     store = serve_store(_HOST)
     followers = FollowerProcesses()
     specs = [
@@ -100,9 +118,10 @@ def launch(role: Role, config: EngineConfig, size: int, device: str) -> tuple[Ra
     ]
     try:
         for spec, place_device in zip(specs[1:], devices[1:], strict=True):
-            place = FollowerPlace(role, spec, str(place_device), config.model_dump_json())
+            place = FollowerPlace(role, spec, str(place_device), config_json)
             followers.start(place, num_threads)
         group = RankGroup.join(specs[0], devices[0], store)
+        followers.watch(group)
     except BaseException:
         followers.kill()
         raise

@@ -14,7 +14,7 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
-from specdec.engine.local_target import LocalTarget
+from specdec.engine.local_target import LocalTarget, run_to_the_end
 from specdec.engine.rank_commands import (
     Command,
     DraftEntry,
@@ -99,10 +99,11 @@ class LeadingTarget:
         Raises:
             TransportError: a rank is gone.
         """
-        step = self._pending.popleft()
+        return run_to_the_end(self._run, self._pending.popleft())
+
+    def _run(self, step: TargetStep) -> TargetResult:
         self._leader.tell(RunTarget(step))
-        self._target.submit(step)
-        return self._target.collect()
+        return self._target.run(step)
 
     def close(self) -> None:
         """Forget everything and let the other ranks end. Idempotent."""

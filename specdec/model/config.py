@@ -53,7 +53,13 @@ class ModelConfig(StrictConfig):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of this model's process; None: all cores of the process."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Processes (GPUs) that hold the model together, each a part of it."""
+    """Processes (GPUs) that hold a layer together, each a part of it."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages that hold a share of the layers each, one behind the other; each takes `tensor_parallel_size`
+    processes (GPUs)."""
+    pipeline_micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """A round is divided into parts of at least so many tokens, so that stages work at the same time; with
+    fewer, reading weights once more costs more than an idle stage. None: 256 on a GPU, 32 on a CPU."""
     attention_backend: AttentionName = "auto"
     """auto: our Triton kernels on a GPU (plain tensor operations, and a warning, where the package triton is
     missing), C++ on a CPU; triton: an error at start where they cannot be used; sdpa: plain tensor
@@ -72,4 +78,14 @@ class ModelConfig(StrictConfig):
                 f"quantization: {self.quantization} does not go with tensor_parallel_size: "
                 f"{self.tensor_parallel_size} yet: scales would depend on how the weights are cut"
             )
+        if self.quantization is not None and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"quantization: {self.quantization} does not go with pipeline_parallel_size: "
+                f"{self.pipeline_parallel_size} yet"
+            )
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -23,6 +23,8 @@ from specdec.attention.metadata import build_metadata
 from specdec.attention.sdpa import SdpaAttention
 from specdec.core.errors import CheckpointError
 from specdec.kv.pool import KvPool, KvShape
+from specdec.model.parallel.group import same_fate
+from specdec.model.parallel.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -74,29 +76,33 @@ class ForwardFacts(NamedTuple):
     """Width of its logits."""
 
 
-def inspect_forward(model: PreTrainedModel, path: Path) -> ForwardFacts:
-    """Run a few tokens through a model that was loaded with the paged attention.
+def inspect_forward(model: PreTrainedModel, path: Path, stage: Stage | None = None) -> ForwardFacts:
+    """Run a few tokens through a model, or a stage of it, that was loaded with the paged attention.
 
     Raises:
         CheckpointError: its layers ask for attention that is not supported, or (model types that no test
             covers) its paged forward is not the function that its own attention computes.
     """
     try:
-        facts = _probe(model)
+        facts = _probe(model, stage)
         error = (
-            0.0 if model.config.model_type in TESTED_MODEL_TYPES else paged_forward_error(model, facts.layers)
+            0.0
+            if model.config.model_type in TESTED_MODEL_TYPES
+            else paged_forward_error(model, facts.layers, stage)
         )
     except UnsupportedAttention as failure:
         raise _refusal(model, path, str(failure)) from failure
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as failure:
         raise _refusal(model, path, f"its forward fails with paged attention: {failure}") from failure
-    # Written so that a NaN is refused too.
-    if not error <= _LARGEST_ERROR[model.dtype]:
-        raise _refusal(
-            model,
-            path,
-            f"over a paged cache its logits differ from its own attention's by {error:.2g} of their spread",
-        )
+    with same_fate(None if stage is None else stage.grid.ranks):
+        # Written so that a NaN is refused too.
+        if not error <= _LARGEST_ERROR[model.dtype]:
+            raise _refusal(
+                model,
+                path,
+                f"over a paged cache its logits differ from its own attention's by {error:.2g} of their "
+                "spread",
+            )
     return facts
 
 
@@ -109,7 +115,7 @@ def inspect_on_paper(model: PreTrainedModel, path: Path) -> None:
         CheckpointError: its layers ask for attention that is not supported.
     """
     try:
-        _probe(model)
+        _probe(model, None)
     except UnsupportedAttention as failure:
         raise _refusal(model, path, str(failure)) from failure
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as failure:
@@ -120,20 +126,38 @@ def _refusal(model: PreTrainedModel, path: Path, reason: str) -> CheckpointError
     return CheckpointError(f"{path}: model type {model.config.model_type} cannot be served: {reason}")
 
 
-def _probe(model: PreTrainedModel) -> ForwardFacts:
+def _probe(model: PreTrainedModel, stage: Stage | None) -> ForwardFacts:
     probe = AttentionProbe()
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    # Any: transformers types its forward too narrowly.
+    hf_model: Any = model
+
+    def forward() -> torch.Tensor:
+        logits: torch.Tensor = hf_model(
+            input_ids=token, position_ids=token, use_cache=False, paged=probe
+        ).logits
+        return logits
+
     with torch.inference_mode():
-        output = model(input_ids=token, position_ids=token, use_cache=False, paged=probe)
-    num_layers = model.config.get_text_config().num_hidden_layers
-    return ForwardFacts(probe.layers(num_layers), int(output.logits.shape[-1]))
+        if stage is None:
+            num_layers = model.config.get_text_config().num_hidden_layers
+            vocab_size = int(forward().shape[-1])
+            return ForwardFacts(probe.layers(range(num_layers)), vocab_size)
+        hidden = torch.ones((1, 1, stage.plan.hidden_size), dtype=model.dtype, device=model.device)
+        output = stage.run(forward, None if stage.is_first else hidden)
+    if not stage.is_last and output.dtype != model.dtype:
+        raise UnsupportedAttention(f"its hidden states are {output.dtype}, its weights {model.dtype}")
+    return ForwardFacts(probe.layers(stage.layers), stage.plan.vocab_size)
 
 
-def paged_forward_error(model: PreTrainedModel, layers: Sequence[LayerAttention]) -> float:
+def paged_forward_error(
+    model: PreTrainedModel, layers: Sequence[LayerAttention], stage: Stage | None = None
+) -> float:
     """Return how far the paged forward, in chunks, is from the model's own eager attention.
 
     The result is relative: 0 is equal, 1 as far apart as unrelated logits. The model's attention
-    implementation is switched to eager and back.
+    implementation is switched to eager and back. All stages of a model call it at the same time; only the
+    last one, which has logits, can tell, and the others return 0.
     """
     vocab_size = int(model.config.get_text_config().vocab_size)
     token_ids = [(7919 * (index + 1)) % vocab_size for index in range(_NUM_TOKENS)]
@@ -142,17 +166,32 @@ def paged_forward_error(model: PreTrainedModel, layers: Sequence[LayerAttention]
     with torch.inference_mode():
         hf_model.set_attn_implementation("eager")
         try:
-            input_ids = torch.tensor([token_ids], device=model.device)
-            own = hf_model(input_ids=input_ids, use_cache=False).logits[0].float()
+            own = _rows(hf_model, stage, token_ids)
         finally:
             hf_model.set_attn_implementation(ATTENTION_NAME)
-        paged = _paged_logits(hf_model, layers, token_ids).float()
+        paged = _paged_rows(hf_model, layers, stage, token_ids)
+    if stage is not None and not stage.is_last:
+        return 0.0
     spread = (own - own.mean(-1, keepdim=True)).norm()
     return float((paged - own).norm() / spread)
 
 
-def _paged_logits(model: Any, layers: Sequence[LayerAttention], token_ids: list[int]) -> torch.Tensor:
-    """Logits [_NUM_TOKENS, vocab] of a chunked prefill over blocks in falling order."""
+def _rows(model: Any, stage: Stage | None, token_ids: list[int], **arguments: Any) -> torch.Tensor:
+    """fp32 [T, vocab] logits, or [T, hidden_size] in stages before the last."""
+    input_ids = torch.tensor([token_ids], device=model.device)
+
+    def forward() -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False, **arguments).logits
+        return logits
+
+    output = forward() if stage is None else stage.relay(forward, len(token_ids), model.dtype, model.device)
+    return output[0].float()
+
+
+def _paged_rows(
+    model: Any, layers: Sequence[LayerAttention], stage: Stage | None, token_ids: list[int]
+) -> torch.Tensor:
+    """`_rows` of a chunked prefill over blocks in falling order."""
     num_blocks = _NUM_TOKENS // _BLOCK_SIZE
     pool = KvPool(
         [KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in layers],
@@ -165,13 +204,9 @@ def _paged_logits(model: Any, layers: Sequence[LayerAttention], token_ids: list[
     for low, high in pairwise(_CHUNKS):
         chunk = _Chunk(token_ids[low:high], low, range(num_blocks, 0, -1))
         metadata = build_metadata([chunk], block_size=_BLOCK_SIZE, device=model.device)
-        output = model(
-            input_ids=torch.tensor([token_ids[low:high]], device=model.device),
-            position_ids=metadata.positions[None],
-            use_cache=False,
-            paged=PagedBatch(
-                backend=backend, layers=layers, caches=pool, metadata=metadata, plan=backend.begin(metadata)
-            ),
+        paged = PagedBatch(
+            backend=backend, layers=layers, caches=pool, metadata=metadata, plan=backend.begin(metadata)
         )
-        rows.append(output.logits[0])
+        positions = metadata.positions[None]
+        rows.append(_rows(model, stage, token_ids[low:high], position_ids=positions, paged=paged))
     return torch.cat(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -31,9 +32,12 @@ from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, 
 from specdec.model.config import ModelConfig, QuantizationName
 from specdec.model.inspection import inspect_forward, inspect_on_paper
 from specdec.model.parallel.cuts import VocabShard
+from specdec.model.parallel.grid import RankGrid
 from specdec.model.parallel.group import RankGroup, same_fate
-from specdec.model.parallel.loading import read_part
+from specdec.model.parallel.loading import ReadPart, read_part
 from specdec.model.parallel.plan import UnsupportedParallelism
+from specdec.model.parallel.stage import Stage
+from specdec.model.parallel.stages import StagePlan, plan_stages
 from specdec.model.parallel.surgery import check_parallel
 from specdec.model.quantization import (
     UnsupportedQuantization,
@@ -74,15 +78,22 @@ class LoadedModel:
     revision: str
     """Hash over config.json and weights."""
     layers: tuple[LayerAttention, ...]
-    """With the heads of this rank."""
-    ranks: RankGroup | None = None
-    """The ranks that hold the model together; None: it is here in full."""
+    """Those of this rank's stage, with the heads of this rank."""
+    grid: RankGrid | None = None
+    """This rank's place among those that hold the model together; None: it is here in full."""
     vocab: VocabShard | None = None
-    """With `ranks`: the token ids whose logits this rank computes."""
+    """The token ids whose logits this rank computes; None: all of them."""
+    stage: Stage | None = None
+    """This rank's stage of a pipeline; None: all layers are here."""
     rotary: RotaryRule | None = None
     """How its rotary embedding depends on the length of a sequence; None: it does not."""
     quantization: QuantizationName | None = None
     """How the weights of linear layers are quantized; None: they are not."""
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """All that hold the model together; None: it is here in full."""
+        return None if self.grid is None else self.grid.ranks
 
 
 def load_model(
@@ -101,44 +112,34 @@ def load_model(
         ResourceError: the device does not exist.
         TransportError: another rank is gone.
     """
-    size = 1 if ranks is None else ranks.size
-    if config.tensor_parallel_size != size:
-        raise ConfigError(
-            f"tensor_parallel_size = {config.tensor_parallel_size} needs as many ranks; here "
-            f"{'is' if size == 1 else 'are'} {size}"
-        )
+    _require_ranks(config, ranks)
+    grid = None if ranks is None else RankGrid.of(ranks, config.pipeline_parallel_size)
     with same_fate(ranks):
         if config.quantization is not None:
             _require_quantization(config.quantization, ranks)
         checkpoint = open_checkpoint(config.model)
         hf_config = _load_config(checkpoint, trust_remote_code=config.trust_remote_code)
-        _refuse_unsupported(checkpoint, hf_config, size, trust_remote_code=config.trust_remote_code)
+        _refuse_unsupported(checkpoint, hf_config, config)
         max_model_len = _resolve_max_model_len(config, hf_config)
         dtype = _resolve_dtype(config, checkpoint, hf_config)
         device = _resolve_device(config.device) if ranks is None else ranks.device
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        _check_model_on_paper(
-            checkpoint, hf_config, size, config.quantization, trust_remote_code=config.trust_remote_code
-        )
-        revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
-        if config.quantization is None:
-            model, vocab = _read_weights(
-                checkpoint, hf_config, dtype, config.trust_remote_code, progress, ranks
-            )
-        else:
-            model, vocab = _read_quantized_weights(checkpoint, hf_config, dtype, config, progress), None
-        torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
         rotary = rule_of(hf_config, max_model_len)
-        if rotary is not None and not install(model, rotary):
-            raise CheckpointError(
-                f"{checkpoint.path}: model type {hf_config.model_type} cannot be served: its rotary "
-                f"embedding of type {rotary.kind} is not transformers' usual one"
-            )
+        stages = _check_model_on_paper(checkpoint, hf_config, config, rotary)
+        revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
+        read = (
+            _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, grid, stages)
+            if config.quantization is None
+            else _read_quantized_weights(checkpoint, hf_config, dtype, config, progress)
+        )
+        model = read.model
+        torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
+        _install_rotary(checkpoint, model, rotary)
         eos_token_ids = _eos_token_ids(checkpoint, hf_config)
     if ranks is not None:
         revision = _same_revision(checkpoint, revision, ranks)
-    layers, num_logits = inspect_forward(model, checkpoint.path)
+    layers, num_logits = inspect_forward(model, checkpoint.path, read.stage)
     if progress is not None:
         progress("probe", 1, 1)
     return LoadedModel(
@@ -147,13 +148,14 @@ def load_model(
         config=hf_config,
         dtype=dtype,
         device=device,
-        vocab_size=num_logits if vocab is None else vocab.vocab_size,
+        vocab_size=num_logits if read.vocab is None else read.vocab.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         revision=revision,
         layers=layers,
-        ranks=ranks,
-        vocab=vocab,
+        grid=grid,
+        vocab=read.vocab,
+        stage=read.stage,
         rotary=rotary,
         quantization=config.quantization,
     )
@@ -163,6 +165,22 @@ def _require_quantization(name: QuantizationName, ranks: RankGroup | None) -> No
     require_torchao(name)
     if ranks is not None:
         raise ConfigError(f"quantization: {name} does not go with a model over several ranks yet")
+
+
+def _require_ranks(config: ModelConfig, ranks: RankGroup | None) -> None:
+    size = 1 if ranks is None else ranks.size
+    if config.num_ranks != size:
+        asked = " x ".join(f"{name} = {number}" for name, number in _parallel_keys(config))
+        raise ConfigError(f"{asked} needs as many ranks; here {'is' if size == 1 else 'are'} {size}")
+
+
+def _parallel_keys(config: ModelConfig) -> list[tuple[str, int]]:
+    """The keys that divide a model, and their values, without those that do not."""
+    sizes = {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+    }
+    return [(name, size) for name, size in sizes.items() if size > 1] or [*sizes.items()][:1]
 
 
 def _same_revision(checkpoint: Checkpoint, revision: str, ranks: RankGroup) -> str:
@@ -200,15 +218,13 @@ def _foreign_files(problem: str) -> Iterator[None]:
         raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
-def _refuse_unsupported(
-    checkpoint: Checkpoint, hf_config: PretrainedConfig, num_ranks: int, *, trust_remote_code: bool
-) -> None:
+def _refuse_unsupported(checkpoint: Checkpoint, hf_config: PretrainedConfig, config: ModelConfig) -> None:
     """Raise CheckpointError, before weights are read, for models that the engine cannot run."""
-    has_own_code = _has_own_code(hf_config, trust_remote_code=trust_remote_code)
-    if has_own_code and num_ranks > 1:
+    has_own_code = _has_own_code(hf_config, trust_remote_code=config.trust_remote_code)
+    if has_own_code and config.num_ranks > 1:
+        name, size = _parallel_keys(config)[0]
         raise CheckpointError(
-            f"{checkpoint.path}: a model with code of its own cannot be served with tensor_parallel_size "
-            f"{num_ranks}"
+            f"{checkpoint.path}: a model with code of its own cannot be served with {name} {size}"
         )
     if has_own_code:
         return  # its class is only known once loaded; the attention probe has the last word
@@ -293,15 +309,15 @@ def _read_weights(
     dtype: torch.dtype,
     trust_remote_code: bool,
     progress: LoadProgress | None,
-    ranks: RankGroup | None,
-) -> tuple[PreTrainedModel, VocabShard | None]:
-    """Read the model, or this rank's part of it and the token ids that its logits are of."""
+    grid: RankGrid | None,
+    stages: StagePlan | None,
+) -> ReadPart:
+    """Read the model, or this rank's part of it."""
     if progress is not None:
         progress("weights", 0, checkpoint.weight_bytes)
     options = _loading_options(hf_config, dtype)
-    vocab: VocabShard | None = None
     with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"), _quiet_transformers():
-        if ranks is None:
+        if grid is None:
             model, info = _AUTO_MODEL.from_pretrained(
                 checkpoint.path,
                 config=hf_config,
@@ -310,16 +326,16 @@ def _read_weights(
                 use_safetensors=True,
                 **options,
             )
+            read = ReadPart(model=model, info=info, vocab=None, stage=None)
         else:
             count = _ByteCount(progress, checkpoint.weight_bytes)
-            model, info, vocab = read_part(
-                _model_class(hf_config), checkpoint, hf_config, ranks, note_read=count, **options
-            )
-    _check_loading_info(checkpoint, info)
-    adapt(model)
+            model_class = _model_class(hf_config)
+            read = read_part(model_class, checkpoint, hf_config, grid, stages, note_read=count, **options)
+    _check_loading_info(checkpoint, read.info)
+    adapt(read.model)
     if progress is not None:
         progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
-    return model, vocab
+    return read
 
 
 def _attention_of(hf_config: PretrainedConfig) -> str:
@@ -344,16 +360,16 @@ def _read_quantized_weights(
     dtype: torch.dtype,
     config: ModelConfig,
     progress: LoadProgress | None,
-) -> PreTrainedModel:
+) -> ReadPart:
     """Read the model with quantized layers in the place of linear ones.
 
     The class of a model with code of its own is only known once it is loaded: it is read in full first.
     """
     assert config.quantization is not None
     if _has_own_code(hf_config, trust_remote_code=config.trust_remote_code):
-        model, _ = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, None)
-        replace_layers(model, config.quantization, {})
-        return model
+        read = _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, None, None)
+        replace_layers(read.model, config.quantization, {})
+        return read
     if progress is not None:
         progress("weights", 0, checkpoint.weight_bytes)
     with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"), _quiet_transformers():
@@ -369,21 +385,24 @@ def _read_quantized_weights(
     adapt(model)
     if progress is not None:
         progress("weights", checkpoint.weight_bytes, checkpoint.weight_bytes)
-    return model
+    return ReadPart(model=model, info=info, vocab=None, stage=None)
+
+
+def _install_rotary(checkpoint: Checkpoint, model: PreTrainedModel, rotary: RotaryRule | None) -> None:
+    if rotary is not None and not install(model, rotary):
+        raise CheckpointError(
+            f"{checkpoint.path}: model type {model.config.model_type} cannot be served: its rotary "
+            f"embedding of type {rotary.kind} is not transformers' usual one"
+        )
 
 
 def _check_model_on_paper(
-    checkpoint: Checkpoint,
-    hf_config: PretrainedConfig,
-    num_ranks: int,
-    quantization: QuantizationName | None,
-    *,
-    trust_remote_code: bool,
-) -> None:
-    """Refuse what can be told of the model before its weights are read.
+    checkpoint: Checkpoint, hf_config: PretrainedConfig, config: ModelConfig, rotary: RotaryRule | None
+) -> StagePlan | None:
+    """Refuse what can be told of the model before its weights are read; return its stages, if several.
 
-    Attention that is not supported; a model that cannot be cut over `num_ranks`, or not be quantized; and a
-    config.json that describes a much larger model than the weights are.
+    Rotary embeddings and attention that are not supported; a model that cannot be cut, or quantized, as
+    `config` says; and a config.json that describes a much larger model than the weights are.
 
     Missing tensors are found later one by one, but transformers first makes them up: with a config.json that
     has lost its sizes and so describes a model of billions of parameters, that takes minutes or all memory.
@@ -391,8 +410,8 @@ def _check_model_on_paper(
     with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"):
         with torch.device("meta"):
             model = _AUTO_MODEL.from_config(
-                hf_config,
-                trust_remote_code=trust_remote_code,
+                copy.deepcopy(hf_config),
+                trust_remote_code=config.trust_remote_code,
                 attn_implementation=_attention_of(hf_config),
             )
         num_needed = sum(parameter.numel() for parameter in model.parameters())
@@ -402,6 +421,7 @@ def _check_model_on_paper(
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
         )
+    _install_rotary(checkpoint, model, rotary)
     if hf_config.model_type not in ADAPTED_MODEL_TYPES:
         inspect_on_paper(model, checkpoint.path)
     # Tensors that are stored once and used twice at most double what is needed.
@@ -410,22 +430,33 @@ def _check_model_on_paper(
             f"{checkpoint.path}: the weights do not fit config.json: they hold {num_stored} parameters, "
             f"the model needs {num_needed}"
         )
-    if num_ranks > 1:
+    return _divided_on_paper(checkpoint, model, config)
+
+
+def _divided_on_paper(
+    checkpoint: Checkpoint, model: PreTrainedModel, config: ModelConfig
+) -> StagePlan | None:
+    stages: StagePlan | None = None
+    for name, size in _parallel_keys(config):
         try:
-            check_parallel(model, num_ranks)
+            if size > 1 and name == "tensor_parallel_size":
+                check_parallel(model, size)
+            elif size > 1:
+                stages = plan_stages(model, size)
         except UnsupportedParallelism as refusal:
             raise CheckpointError(
-                f"{checkpoint.path}: model type {hf_config.model_type} cannot be served with "
-                f"tensor_parallel_size {num_ranks}: {refusal}"
+                f"{checkpoint.path}: model type {model.config.model_type} cannot be served with "
+                f"{name} {size}: {refusal}"
             ) from refusal
-    if quantization is not None:
+    if config.quantization is not None:
         try:
-            check_quantizable(model, quantization)
+            check_quantizable(model, config.quantization)
         except UnsupportedQuantization as refusal:
             raise CheckpointError(
-                f"{checkpoint.path}: model type {hf_config.model_type} cannot be served with quantization "
-                f"{quantization}: {refusal}"
+                f"{checkpoint.path}: model type {model.config.model_type} cannot be served with quantization "
+                f"{config.quantization}: {refusal}"
             ) from refusal
+    return stages
 
 
 def _check_loading_info(checkpoint: Checkpoint, info: dict[str, Any]) -> None:

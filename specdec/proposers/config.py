@@ -73,11 +73,16 @@ class SpeculativeConfig(StrictConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _explain_tensor_parallel_size(cls, data: Any) -> Any:
+    def _explain_parallel_sizes(cls, data: Any) -> Any:
         if isinstance(data, dict) and "tensor_parallel_size" in data:
             raise ValueError(
                 "tensor_parallel_size is not a key of speculative_config: "
                 "write draft_tensor_parallel_size for the draft model"
+            )
+        if isinstance(data, dict) and {"pipeline_parallel_size", "draft_pipeline_parallel_size"} & set(data):
+            raise ValueError(
+                "a draft model is not divided into stages: leave out pipeline_parallel_size; "
+                "draft_tensor_parallel_size divides its layers"
             )
         return data
 

@@ -4,8 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, MembershipConfig, TargetGroupsConfig
-from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
+from cluster.placement import ModelRanks, NodeSnapshot, RanksPerModel, plan_placement
 from specdec.core.errors import ResourceError
+from specdec.engine.config import EngineConfig
 
 
 def node(name: str, available: dict[str, float], **labels: str) -> NodeSnapshot:
@@ -43,13 +44,13 @@ def test_two_halves_on_two_nodes_are_not_a_whole() -> None:
         plan_placement(config, [node("a", {"CPU": 1.0}), node("b", {"CPU": 1.0})], has_drafter=False)
 
 
-TWO_RANKS = RanksPerModel(target=2)
+TWO_RANKS = RanksPerModel(target=ModelRanks(num_ranks=2))
 
 
 def test_every_rank_has_a_bundle() -> None:
     config = ClusterConfig(target_groups=TargetGroupsConfig(bundle=BundleConfig(labels={"pool": "target"})))
     nodes = [node(name, {"CPU": 1.0}, pool="target") for name in "abc"]
-    ranks = RanksPerModel(target=2, draft=3)
+    ranks = RanksPerModel(target=ModelRanks(num_ranks=2), draft=ModelRanks(num_ranks=3))
     plan = plan_placement(config, [*nodes, node("d", {"CPU": 3.0})], has_drafter=True, ranks=ranks)
     assert plan.target.bundles == ({"CPU": 1.0},) * 2
     assert plan.target.label_selectors == ({"pool": "target"},) * 2
@@ -57,6 +58,21 @@ def test_every_rank_has_a_bundle() -> None:
     assert plan.draft.bundles == ({"CPU": 1.0},) * 3
     with pytest.raises(ResourceError, match="rank 2 of 2 of target group 1 of 1 needs 1 CPU"):
         plan_placement(config, nodes[:1], has_drafter=False, ranks=TWO_RANKS)
+
+
+def test_every_stage_has_a_bundle() -> None:
+    config = ClusterConfig(target_groups=TargetGroupsConfig(strategy="STRICT_SPREAD"))
+    grid = ModelRanks.of_target(
+        EngineConfig.model_validate(
+            {"target": {"model": "m", "tensor_parallel_size": 2, "pipeline_parallel_size": 3}}
+        )
+    )
+    assert [grid.bundle_of(rank) for rank in range(grid.num_ranks)] == [0, 0, 1, 1, 2, 2]
+    nodes = [node(name, {"CPU": 3.0}) for name in "abc"]
+    plan = plan_placement(config, nodes, has_drafter=False, ranks=RanksPerModel(target=grid))
+    assert plan.target.bundles == ({"CPU": 2.0},) * 3
+    with pytest.raises(ResourceError, match="stage 3 of 3 of target group 1 of 1 needs 2 CPU on one node"):
+        plan_placement(config, nodes[:2], has_drafter=False, ranks=RanksPerModel(target=grid))
 
 
 def test_strict_strategies_need_one_node_or_several() -> None:

@@ -1,4 +1,4 @@
-"""Tensor parallel target and draft as Ray actors: same tokens, and a group lives and dies together."""
+"""Targets and drafts over several ranks as Ray actors: same tokens, and a group lives and dies together."""
 
 from __future__ import annotations
 
@@ -164,17 +164,22 @@ def test_a_model_that_cannot_be_cut_is_refused_in_the_users_words(
     owner.close()
 
 
-def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("width", "stages", "fate"),
+    [(2, 1, "kill"), (1, 2, "stop"), (2, 2, "kill")],
+    ids=["tp2", "pp2-stopped", "tp2-pp2"],
+)
+def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], width: int, stages: int, fate: str) -> None:
     """In a process of its own: a Ray cluster of two nodes beside the one of this session."""
     script = Path(__file__).with_name("two_nodes.py")
     root = str(Path(__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
-        [sys.executable, str(script), str(model_folders[0])],
+        [sys.executable, str(script), str(model_folders[0]), str(width), str(stages), fate],
         env={**environment, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

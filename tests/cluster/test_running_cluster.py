@@ -126,17 +126,21 @@ async def metric(service: object, name: str, holds: Callable[[float], bool], wit
         await asyncio.sleep(0.1)
 
 
-def worker(config: ClusterConfig, role: str) -> object:
-    """The actor of the one live worker of a kind."""
+def workers(config: ClusterConfig, role: str) -> list[object]:
+    """The actors of the live workers of a kind."""
     import ray
 
-    names = [
-        entry["name"]
+    return [
+        ray.get_actor(entry["name"], namespace=config.namespace)
         for entry in ray.util.list_named_actors(all_namespaces=True)
         if entry["namespace"] == config.namespace and entry["name"].startswith(f"{role}-")
     ]
-    assert len(names) == 1, names
-    return ray.get_actor(names[0], namespace=config.namespace)
+
+
+def worker(config: ClusterConfig, role: str) -> object:
+    """The actor of the one live worker of a kind."""
+    (actor,) = workers(config, role)
+    return actor
 
 
 def kill(config: ClusterConfig, role: str) -> None:

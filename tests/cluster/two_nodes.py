@@ -1,14 +1,19 @@
-"""A target of two ranks on two Ray nodes of this machine; run by `test_ranks_in_cluster.py`.
+"""A target over two Ray nodes of this machine; run by `test_ranks_in_cluster.py`.
 
-python tests/cluster/two_nodes.py TARGET_FOLDER
+python tests/cluster/two_nodes.py TARGET_FOLDER TENSOR_PARALLEL_SIZE PIPELINE_PARALLEL_SIZE KILL_OR_STOP
+
+Without stages each node has a rank, with two stages each has a stage. A rank that is not on the node of the
+target worker is killed, or stopped so that nothing closes its links, while streams run.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +25,20 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.config import ChannelConfig
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
+from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker, workers
+
+NUM_NODES = 2
 
 
-def engine_config(folder: str, num_ranks: int) -> EngineConfig:
+def engine_config(folder: str, width: int = 1, stages: int = 1) -> EngineConfig:
     return EngineConfig(
         target=ModelConfig(
-            model=folder, num_threads=1, tensor_parallel_size=num_ranks, compile=CompileConfig(mode="off")
+            model=folder,
+            num_threads=1,
+            tensor_parallel_size=width,
+            pipeline_parallel_size=stages,
+            pipeline_micro_batch_tokens=2,
+            compile=CompileConfig(mode="off"),
         ),
         speculative_config=SpeculativeConfig(method="ngram", prompt_lookup_min=1),
         cache=CacheConfig(num_blocks=256, block_size=4),
@@ -45,12 +57,12 @@ CLUSTER = ClusterConfig(
 )
 
 
-def start_two_nodes(temp: Path) -> Any:
+def start_two_nodes(temp: Path, num_ranks: int) -> Any:
     from ray.cluster_utils import Cluster
 
     node: dict[str, Any] = {
         "num_cpus": 1,
-        "resources": {"target_slot": 1},
+        "resources": {"target_slot": num_ranks // NUM_NODES},
         "object_store_memory": 80 << 20,
         "include_dashboard": False,
     }
@@ -60,12 +72,14 @@ def start_two_nodes(temp: Path) -> Any:
     return nodes
 
 
-def node_of(role: str) -> str:
+def state_of(actor: Any) -> Any:
     import ray
 
-    actor: Any = worker(CLUSTER, role)
-    info = ray._private.state.actors(actor._actor_id.hex())
-    return str(info["Address"]["NodeID"])
+    return ray._private.state.actors(actor._actor_id.hex())
+
+
+def node_of(actor: Any) -> str:
+    return str(state_of(actor)["Address"]["NodeID"])
 
 
 def main() -> None:
@@ -82,15 +96,16 @@ def main() -> None:
 
     from cluster.application import build_application, resolve
 
-    nodes = start_two_nodes(temp)
+    folder, width, stages, fate = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    nodes = start_two_nodes(temp, width * stages)
     try:
         ray.init(address=nodes.address, log_to_driver=False)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         cluster = resolve(CLUSTER)
         assert cluster.channels.bind == "node"
-        serve.run(build_application(engine_config(sys.argv[1], 2), cluster), name="two", route_prefix=None)
-        assert node_of("target") != node_of("rank-target")
-        compare(cluster)
+        application = build_application(engine_config(folder, width, stages), cluster)
+        serve.run(application, name="two", route_prefix=None)
+        compare(cluster, folder, width * stages // NUM_NODES, end_abruptly if fate == "kill" else stop)
         print("two nodes, same tokens")
         serve.shutdown()
         ray.shutdown()
@@ -99,21 +114,46 @@ def main() -> None:
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def compare(cluster: ClusterConfig) -> None:
-    wanted = requests(4, max_tokens=40, name="two")
-    expected: dict[str, list[int]] = {request.request_id: [] for request in wanted}
-    with Engine(engine_config(sys.argv[1], 1)) as engine:
-        for request in wanted:
+def ranks_elsewhere() -> list[Any]:
+    """Ranks that are not on the node of the target worker, which is rank 0."""
+    here = node_of(worker(CLUSTER, "target"))
+    return [actor for actor in workers(CLUSTER, "rank-target") if node_of(actor) != here]
+
+
+def end_abruptly(rank: Any) -> None:
+    import ray
+
+    ray.kill(rank, no_restart=True)
+
+
+def stop(rank: Any) -> None:
+    """Only its heartbeat tells that it does not run any more."""
+    os.kill(state_of(rank)["Pid"], signal.SIGSTOP)
+
+
+def compare(cluster: ClusterConfig, folder: str, num_elsewhere: int, harm: Callable[[Any], None]) -> None:
+    wanted, later = (requests(4, max_tokens=length, name=str(length)) for length in (40, 150))
+    expected: dict[str, list[int]] = {request.request_id: [] for request in (*wanted, *later)}
+    with Engine(engine_config(folder)) as engine:
+        for request in (*wanted, *later):
             engine.add_request(request)
         while engine.has_work:
             for output in engine.step():
                 expected[output.request_id].extend(output.token_ids)
 
     async def scenario(service: object) -> None:
+        victims = ranks_elsewhere()
+        assert len(victims) == num_elsewhere
         streams = Streams(service, wanted)
         await streams.finish()
-        assert streams.tokens == expected
         await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 0)
+        interrupted = Streams(service, later)
+        await interrupted.all_have_begun()
+        harm(victims[-1])
+        await interrupted.finish()
+        assert {**streams.tokens, **interrupted.tokens} == expected
+        await metric(service, "target_losses", lambda value: value == 1)
+        assert len(ranks_elsewhere()) == num_elsewhere
 
     with_service(cluster, scenario, num_drafters=0)
 

@@ -9,9 +9,9 @@ pickled. Neither the store nor Gloo nor NCCL authenticates or encrypts: they bel
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -55,6 +55,29 @@ class _Backend(Protocol):
     def allreduce(self, tensors: list[torch.Tensor]) -> _Work: ...
     def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> _Work: ...
     def broadcast(self, tensor: torch.Tensor, root: int) -> _Work: ...
+    def send(self, tensors: list[torch.Tensor], to_rank: int, tag: int) -> _Work: ...
+    def recv(self, tensors: list[torch.Tensor], from_rank: int, tag: int) -> _Work: ...
+
+
+class _Begin(Protocol):
+    def __call__(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> _Work: ...
+
+
+class Transfer:
+    """A tensor on its way between two ranks."""
+
+    def __init__(self, tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+        self._tensor = tensor
+        self._wait = wait
+
+    def finish(self) -> torch.Tensor:
+        """Return the tensor once it may be used; on a GPU, by what is queued on the current stream.
+
+        Raises:
+            TransportError: as all of `RankGroup`.
+        """
+        self._wait()
+        return self._tensor
 
 
 def serve_store(host: str, timeout_s: float = 120.0) -> TCPStore:
@@ -76,9 +99,11 @@ class RankGroup:
         self.size = spec.size
         self.device = device
         self.timeout_s = spec.timeout_s
+        self._spec = spec
         self._data = data
         self._commands = commands
         self._store = store  # it ends with its last reference
+        self._num_parts = 0
 
     @classmethod
     def join(cls, spec: RankSpec, device: torch.device, store: TCPStore | None = None) -> RankGroup:
@@ -97,21 +122,48 @@ class RankGroup:
         try:
             store = store or TCPStore(spec.store_host, spec.store_port, is_master=False, timeout=timeout)
             _refuse_shared_devices(store, spec, device)
-            options: Any = _GLOO._Options()
-            options._devices = [_GLOO.create_device(hostname=spec.own_host)]
-            options._timeout = timeout
-            data = _data_backend(PrefixStore("data", store), spec, device, options)
-            commands: Any = _GLOO(PrefixStore("commands", store), spec.rank, spec.size, options)
-            group = cls(spec, device, data, commands, store)
-            # The first collective connects all pairs; only then may the commands wait without an end.
-            commands.broadcast(torch.zeros(1, dtype=torch.uint8), 0).wait()
-            commands.set_timeout(_FOREVER)
-            group.sum_(torch.zeros(1, device=device))
+            return cls._meet(spec, device, store)
         except RuntimeError as error:
             raise TransportError(
                 f"rank {spec.rank} of {spec.size} cannot meet the others: {error}"
             ) from error
+
+    @classmethod
+    def _meet(cls, spec: RankSpec, device: torch.device, store: Store) -> RankGroup:
+        options: Any = _GLOO._Options()
+        options._devices = [_GLOO.create_device(hostname=spec.own_host)]
+        options._timeout = timedelta(seconds=spec.timeout_s)
+        data = _data_backend(PrefixStore("data", store), spec, device, options)
+        commands: Any = _GLOO(PrefixStore("commands", store), spec.rank, spec.size, options)
+        group = cls(spec, device, data, commands, store)
+        # The first collective connects all pairs; only then may the commands wait without an end.
+        commands.broadcast(torch.zeros(1, dtype=torch.uint8), 0).wait()
+        commands.set_timeout(_FOREVER)
+        group.sum_(torch.zeros(1, device=device))
         return group
+
+    def part(self, size: int) -> RankGroup:
+        """Divide the ranks into groups of `size` consecutive ones and return this rank's.
+
+        All ranks call it at the same time.
+
+        Raises:
+            TransportError: as `join`.
+        """
+        index, rank = divmod(self.rank, size)
+        spec = replace(self._spec, rank=rank, size=size)
+        self._num_parts += 1  # what others have left in the store under an old name would mislead
+        store = PrefixStore(f"part-{self._num_parts}-{index}", self._store)
+        try:
+            return self._meet(spec, self.device, store)
+        except RuntimeError as error:
+            raise self._loss(error) from error
+
+    def open_store(self) -> Store:
+        """Return a connection of its own to the store where the group has met, for another thread."""
+        store: Any = self._store  # torch does not declare it
+        connection: Store = store.clone()
+        return connection
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous `tensor` by its sum over the ranks, the same bits on all; return it."""
@@ -129,6 +181,21 @@ class RankGroup:
         """Replace a contiguous `tensor` by rank 0's; return it."""
         self._wait(self._data.broadcast(tensor, 0))
         return tensor
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Transfer:
+        """Begin to send a contiguous `tensor`; it must not change before the transfer is over."""
+        return self._transfer(self._data.send, tensor, rank, tag)
+
+    def receive_(self, tensor: torch.Tensor, rank: int, tag: int) -> Transfer:
+        """Begin to replace a contiguous `tensor` by what `rank` sends with the same `tag`."""
+        return self._transfer(self._data.recv, tensor, rank, tag)
+
+    def _transfer(self, begin: _Begin, tensor: torch.Tensor, rank: int, tag: int) -> Transfer:
+        try:
+            work = begin([tensor], rank, tag)
+        except RuntimeError as error:
+            raise self._loss(error) from error
+        return Transfer(tensor, lambda: self._wait(work))
 
     def send_command(self, payload: bytes) -> None:
         """Rank 0: hand `payload` to the other ranks."""
@@ -174,7 +241,10 @@ class RankGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            raise TransportError(f"rank {self.rank} of {self.size} has lost a peer: {error}") from error
+            raise self._loss(error) from error
+
+    def _loss(self, error: RuntimeError) -> TransportError:
+        return TransportError(f"rank {self.rank} of {self.size} has lost a peer: {error}")
 
 
 @contextmanager
@@ -234,6 +304,6 @@ def _refuse_shared_devices(store: Store, spec: RankSpec, device: torch.device) -
     for other in range(spec.rank):
         if store.get(f"device-{other}").decode() == name:
             raise ResourceError(
-                f"tensor parallelism over {spec.size} ranks needs as many GPUs: ranks {other} and "
-                f"{spec.rank} are both on {name}"
+                f"a model over {spec.size} ranks needs as many GPUs: ranks {other} and {spec.rank} are both "
+                f"on {name}"
             )

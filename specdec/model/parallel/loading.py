@@ -7,6 +7,7 @@ of experts, tying and buffers are its business, and only which part of a stored 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -17,9 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.model.checkpoint import Checkpoint
 from specdec.model.parallel.cuts import Cut, VocabShard
-from specdec.model.parallel.group import RankGroup
+from specdec.model.parallel.grid import RankGrid
 from specdec.model.parallel.plan import UnsupportedParallelism
-from specdec.model.parallel.surgery import RankPart, cut_model
+from specdec.model.parallel.stage import Stage, cut_stage
+from specdec.model.parallel.stages import StagePlan
+from specdec.model.parallel.surgery import cut_model
 
 
 class StoredTensor:
@@ -49,43 +52,63 @@ class StoredTensor:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self._cut.dim)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPart:
+    """One rank's part of a model."""
+
+    model: PreTrainedModel
+    info: dict[str, Any]
+    """What transformers says of loading it."""
+    vocab: VocabShard | None
+    """Token ids of its logits; None: all, or it has none."""
+    stage: Stage | None
+    """Its stage, when there are several."""
+
+
 def read_part(
     model_class: type[PreTrainedModel],
     checkpoint: Checkpoint,
     config: PretrainedConfig,
-    group: RankGroup,
+    grid: RankGrid,
+    stages: StagePlan | None,
     *,
     note_read: Callable[[int], None],
     **options: Any,
-) -> tuple[PreTrainedModel, dict[str, Any], VocabShard]:
+) -> ReadPart:
     """Load this rank's part of a model.
 
     Args:
         model_class: class of the whole model.
         checkpoint: its files.
         config: its configuration.
-        group: the ranks.
+        grid: this rank's place.
+        stages: the layers of each stage; None when there is one.
         note_read: called with the number of bytes of every tensor read, from loading threads.
         options: of `from_pretrained`.
-
-    Returns:
-        The part, transformers' loading info, and the token ids of the part's logits.
 
     Raises:
         UnsupportedParallelism: the model cannot be cut, or is stored in a way that cannot be read in parts.
     """
-    parts: list[RankPart] = []
+    cuts: dict[str, Cut] = {}
+    vocab: VocabShard | None = None
+    stage: Stage | None = None
     stored: dict[str, StoredTensor] = {}
 
     def prepare(model: PreTrainedModel) -> None:
+        nonlocal vocab, stage
         whole = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        part = cut_model(model, group)
-        parts.append(part)
-        stored.update(_stored_tensors(model, whole, part.cuts, checkpoint.weight_files, note_read))
+        if grid.tensor is not None:
+            part = cut_model(model, grid.tensor)
+            cuts.update(part.cuts)
+            vocab = part.vocab
+        if stages is not None:
+            stage = cut_stage(model, stages, grid)
+            vocab = vocab if stage.is_last else None
+        stored.update(_stored_tensors(model, whole, cuts, checkpoint.weight_files, note_read))
 
     loaded: Any = _prepared(model_class, prepare)
     model, info = loaded.from_pretrained(None, config=config, state_dict=stored, **options)
-    return model, info, parts[0].vocab
+    return ReadPart(model=model, info=info, vocab=vocab, stage=stage)
 
 
 def _prepared(
@@ -108,12 +131,15 @@ def _prepared(
 
 def _stored_tensors(
     model: PreTrainedModel,
-    whole: Mapping[str, tuple[int, ...]],
+    whole: dict[str, tuple[int, ...]],
     cuts: Mapping[str, Cut],
     files: Sequence[Path],
     note_read: Callable[[int], None],
 ) -> dict[str, StoredTensor]:
-    """Return every tensor of the checkpoint, by its stored name, cut as the parameter that it goes into."""
+    """Return the tensors of the checkpoint by their stored names, cut as the parameters that they go into.
+
+    Those of the whole model that this part of it does not have are left out.
+    """
     # Internal to transformers, present in all versions that we run with.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -121,14 +147,16 @@ def _stored_tensors(
     transforms: Any = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    names = model.state_dict()
+    names = model.state_dict().keys()
     found: dict[str, StoredTensor] = {}
     for file in files:
         handle: Any = safe_open(file, framework="pt")
         for name in handle.keys():  # noqa: SIM118 - not a mapping
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
-            if target not in names and name in names:
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, whole)
+            if target not in whole and name in whole:
                 target, pattern = name, None
+            if target in whole and target not in names:
+                continue
             cut = cuts.get(target)
             if cut is not None and pattern is not None:
                 converter = next(one for one in converters if pattern in one.source_patterns)

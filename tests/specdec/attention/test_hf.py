@@ -36,7 +36,7 @@ def test_layers_are_recorded_one_by_one() -> None:
     probe = AttentionProbe()
     assert call(probe, 1, scaling=0.5, sliding_window=7, softcap=30.0).shape == (1, 1, 4, 8)
     call(probe, 0)
-    first, second = probe.layers(2)
+    first, second = probe.layers(range(2))
     assert (first.num_heads, first.num_kv_heads, first.head_dim) == (4, 2, 8)
     assert first.scaling == pytest.approx(8**-0.5)
     assert (first.sliding_window, first.softcap) == (None, None)
@@ -60,7 +60,7 @@ def test_what_the_paged_attention_does_not_do_is_refused(settings: dict[str, Any
 def test_keywords_without_effect_are_let_through() -> None:
     probe = AttentionProbe()
     call(probe, output_attentions=False, is_causal=True, s_aux=None, position_ids=torch.zeros(1, 1))
-    assert len(probe.layers(1)) == 1
+    assert len(probe.layers(range(1))) == 1
 
 
 def test_a_layer_that_does_not_call_the_hook_is_found_out() -> None:
@@ -70,7 +70,7 @@ def test_a_layer_that_does_not_call_the_hook_is_found_out() -> None:
     with pytest.raises(
         UnsupportedAttention, match="of 3 layers, 2 use the attention interface; layer 1 does"
     ):
-        probe.layers(3)
+        probe.layers(range(3))
 
 
 def test_a_layer_that_attends_twice_is_refused() -> None:

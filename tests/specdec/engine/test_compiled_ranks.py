@@ -18,7 +18,7 @@ from specdec.model.config import CompileConfig
 from specdec.model.graphs import CompiledForward
 from specdec.model.parallel.group import RankGroup
 from tests.rank_pool import Failure, RankPool
-from tests.specdec.engine.test_ranks import (
+from tests.specdec.engine.ranked_engines import (
     GREEDY,
     NUM_TOKENS,
     PLAIN,
@@ -27,12 +27,12 @@ from tests.specdec.engine.test_ranks import (
     SAMPLED,
     SHAPED,
     config_of,
-    folder_of,
     generate,
     is_excused,
     leading_engine,
     serve,
 )
+from tests.specdec.engine.test_ranks import folder_of
 
 __all__ = ["folder_of"]
 Pools = Callable[[int], RankPool]
@@ -87,7 +87,7 @@ def test_same_tokens(
     pool, folder = rank_pool(size), folder_of(architecture)
     speculative = draft_of(folder) if method == "draft_model" else {"method": method}
     params = KINDS.get(architecture, FEWER_KINDS)
-    streams, num_accepted = pool.run(serve, compiled_config(folder, size, **speculative), params)[0]
+    streams, num_accepted, _ = pool.run(serve, compiled_config(folder, size, **speculative), params)[0]
     assert check_streams(pool, folder, streams, params) <= 1
     assert (num_accepted > 50) == (method == "draft_model")
 

@@ -318,6 +318,8 @@ def test_names_and_group_sizes_are_the_same() -> None:
 def test_over_ranks() -> None:
     with pytest.raises(ValidationError, match="int8 does not go with tensor_parallel_size: 2 yet"):
         ModelConfig.model_validate({"model": "x", "quantization": "int8", "tensor_parallel_size": 2})
+    with pytest.raises(ValidationError, match="int8 does not go with pipeline_parallel_size: 2 yet"):
+        ModelConfig.model_validate({"model": "x", "quantization": "int8", "pipeline_parallel_size": 2})
     draft = {"method": "draft_model", "model": "x", "quantization": "int4"}
     with pytest.raises(ValidationError, match="int4 does not go with draft_tensor_parallel_size: 2 yet"):
         SpeculativeConfig.model_validate({**draft, "draft_tensor_parallel_size": 2})
