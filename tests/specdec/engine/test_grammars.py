@@ -144,6 +144,15 @@ def test_local_draft_model_keeps_to_the_grammar(models: GrammarModels) -> None:
     assert metrics.num_accepted_tokens > 0.9 * metrics.num_draft_tokens > 0
 
 
+def test_one_of_thousands_of_choices(models: GrammarModels) -> None:
+    choices = [f"item {number}" for number in range(4000)]
+    params = SamplingParams(grammar=Grammar("choice", json.dumps(choices)), max_tokens=20, seed=2)
+    with models.engine("ngram") as engine:
+        for result in engine.generate(PROMPTS, params):
+            assert result.choices[0].finish_reason == "stop"
+            assert result.text in choices
+
+
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_replay_goes_on_in_the_grammar(models: GrammarModels, drafter: str) -> None:
     params = params_of("schema")
