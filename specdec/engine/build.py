@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specdec.core.errors import ResourceError
@@ -165,37 +167,28 @@ def build_target_part(
     loaded = load_model(config.target, progress, ranks)
     runner = _part_runner(loaded, config, reserved_bytes)
     _require_length(config, runner)
-    if loaded.stage is None:
-        compile_over_ranks(runner, ranks, config.target.compile)
-    elif not loaded.stage.is_last:
+    compile_over_ranks(runner, config.target.compile)
+    if loaded.stage is not None and not loaded.stage.is_last:
         return StageTarget(runner)
     return LocalTarget(runner, _chooser(loaded, config), rule=_rule_of(config))
 
 
 def _part_runner(loaded: LoadedModel, config: EngineConfig, reserved_bytes: int) -> ModelRunner:
-    from specdec.model.acceleration import attention_of, later_bytes
+    from specdec.model.acceleration import attention_of
+    from specdec.model.graphs import packed_weight_bytes
     from specdec.model.pipeline import StageRunner
     from specdec.model.runner import ModelRunner
 
-    scheduler = config.scheduler
-    backend = attention_of(loaded, config.target.attention_backend)
-    if loaded.stage is None:
-        return ModelRunner(
-            loaded,
-            config.cache,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
-            backend=backend,
-        )
-    return StageRunner(
+    make: Callable[..., ModelRunner] = ModelRunner
+    if loaded.stage is not None:
+        make = partial(StageRunner, micro_batch_tokens=config.target.pipeline_micro_batch_tokens)
+    return make(
         loaded,
         config.cache,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes,
-        backend=backend,
-        micro_batch_tokens=config.target.pipeline_micro_batch_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        reserved_bytes=reserved_bytes + packed_weight_bytes(loaded, config.target.compile),
+        backend=attention_of(loaded, config.target.attention_backend),
     )
 
 
