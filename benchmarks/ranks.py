@@ -3,8 +3,8 @@
     python -m benchmarks.ranks --json benchmarks/results/ranks.json    # under ten minutes
     python -m benchmarks.ranks --quick                                 # about a minute
 
-The model is that of `benchmarks.engine`: the demo target made as costly as 26 million parameters, in bf16. Every
-rank has one thread; one process is measured with one thread (what a stage has) and with two (what two
+The model is that of `benchmarks.engine`: the demo target made as costly as 26 million parameters, in bf16.
+Every rank has one thread; one process is measured with one thread (what a stage has) and with two (what two
 ranks have together). 64-token prompts, greedy, all systems in turn (ABBA), another batch of prompts in every
 round of the benchmark. A round's milliseconds are those of decoding, after every request has its first token.
 """
@@ -68,7 +68,7 @@ class Plan:
     num_parameters: float = 26e6
 
 
-FULL = Plan(rounds=9, num_tokens=128)
+FULL = Plan(rounds=7, num_tokens=128)
 QUICK = Plan(rounds=2, num_tokens=32)
 
 
