@@ -26,6 +26,7 @@ from specdec.verification.registry import make_rule
 # model in its process, never does, and so they are imported where a model is built.
 if TYPE_CHECKING:
     from specdec.core.description import TargetDescription
+    from specdec.engine.draft_grammar import DraftGrammars
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.rank_leader import LeadingTarget
     from specdec.model.loader import LoadedModel
@@ -254,6 +255,29 @@ def build_draft_part(config: EngineConfig, ranks: RankGroup) -> DraftModelPropos
     from specdec.proposers.draft_model_factory import load_draft_model
 
     return load_draft_model(config.speculative_config, _facts_of_folder(config), ranks)
+
+
+def build_draft_grammars(config: EngineConfig) -> DraftGrammars:
+    """Return what lets a draft model of this process keep to the grammars of a target elsewhere.
+
+    Nothing is loaded before the first grammar comes: the target's tokenizer then is, in a thread.
+
+    Raises:
+        CheckpointError: the target's folder is not as it should be.
+    """
+    from specdec.engine.draft_grammar import DraftGrammars
+    from specdec.model.facts import read_facts
+    from specdec.sampling.grammar import GrammarCompiler
+
+    facts = read_facts(config.target)
+    return DraftGrammars(
+        GrammarCompiler(
+            lambda: build_tokenizer(config).to_json(),
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            config=config.grammar,
+        )
+    )
 
 
 def _facts_of_folder(config: EngineConfig) -> TargetFacts:

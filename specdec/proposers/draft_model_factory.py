@@ -68,7 +68,6 @@ def load_draft_model(
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=draft_sampling(config),
         rotary=loaded.rotary,
-        keeps_to_grammars=False,
     )
 
 
