@@ -132,6 +132,10 @@ def remote(models: GrammarModels) -> Iterator[Callable[..., Remote]]:
         one.close()
 
 
+def short(kind: str, **fields: Any) -> SamplingParams:
+    return params_of(kind, **{"max_tokens": 40, **fields})
+
+
 class Outcome(NamedTuple):
     streams: Any
     num_drafted: int
@@ -168,7 +172,7 @@ def test_drafts_are_those_of_a_draft_model_in_process(
     fields: dict[str, Any],
 ) -> None:
     """The same noise and the same masks: the same drafts, of which the same are accepted."""
-    params = params_of(kind, **fields)
+    params = short(kind, **fields)
     expected = in_process(models, drafter, params)
     cluster = remote(drafter)
     assert outcome(cluster.engine, params) == expected
@@ -190,7 +194,7 @@ def test_drafts_are_those_of_a_draft_model_in_process_in_every_setting(
 
 def test_without_the_grammar_less_is_accepted(models: GrammarModels, remote: Callable[..., Remote]) -> None:
     """The control, and what is lost by a worker that knows no grammars: not a token."""
-    params = params_of("schema")
+    params = short("schema")
     expected = in_process(models, "same model", params)
     blind = outcome(remote(kind=None).engine, params)
     assert blind.streams == expected.streams
@@ -198,7 +202,7 @@ def test_without_the_grammar_less_is_accepted(models: GrammarModels, remote: Cal
 
 
 def test_nobody_waits_for_the_compiler(models: GrammarModels, remote: Callable[..., Remote]) -> None:
-    params = params_of("schema")
+    params = short("schema")
     cluster = remote(kind=SlowCompiler)
     slow = outcome(cluster.engine, params)
     assert slow == outcome(remote(kind=None).engine, params)
@@ -216,7 +220,7 @@ def test_nobody_waits_for_the_compiler(models: GrammarModels, remote: Callable[.
 def test_a_failure_costs_drafts_and_is_counted(
     models: GrammarModels, remote: Callable[..., Remote], bounds: dict[str, Any]
 ) -> None:
-    params = params_of("schema")
+    params = short("schema")
     cluster = remote(**bounds)
     failed = outcome(cluster.engine, params)
     assert failed.streams == in_process(models, "same model", params).streams
@@ -228,7 +232,7 @@ def test_a_failure_on_the_way(
     models: GrammarModels, remote: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks that take too long from the tenth one on: drafts go on without."""
-    params = params_of("schema")
+    params = short("schema")
     expected = in_process(models, "same model", params)
     cluster = remote()
     own, num_masks = GrammarState.allowed_after, 0
@@ -251,7 +255,7 @@ def test_another_worker_goes_on_where_the_grammar_is(
     models: GrammarModels, remote: Callable[..., Remote]
 ) -> None:
     """It is told the whole prefix: generated tokens are followed, those of the prompt are not."""
-    params = params_of("schema")
+    params = short("schema")
     expected = in_process(models, "same model", params)
     cluster = remote()
     num_steps = 0
@@ -260,14 +264,14 @@ def test_another_worker_goes_on_where_the_grammar_is(
     def step() -> Any:
         nonlocal num_steps
         num_steps += 1
-        if num_steps == 6:
+        if num_steps == 4:
             cluster.network.kill(PeerId("draft-1"))
             cluster.start("draft-2")
         return own()
 
     cluster.engine.step = step  # type: ignore[method-assign]
     found = outcome(cluster.engine, params)
-    assert num_steps > 10
+    assert num_steps > 6
     assert found.streams == expected.streams
     assert found.num_accepted > 0.9 * expected.num_accepted
     assert cluster.proposer.counters.get("draft_grammar_failures", 0) == 0
@@ -337,7 +341,7 @@ def draft_over_ranks(group: RankGroup, folder: Path, knows_grammars: bool, param
 def test_ranks_of_a_draft_model_follow_a_grammar(
     rank_pool: Callable[[int], RankPool], models: GrammarModels, kind: str
 ) -> None:
-    params = params_of(kind)
+    params = short(kind)
     expected = in_process(models, "same model", params)
     folder = models._folder
     assert rank_pool(2).run(draft_over_ranks, folder, True, params)[0] == expected
