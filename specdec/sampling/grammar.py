@@ -43,9 +43,15 @@ class GrammarState:
     """How far one stream has come in its grammar."""
 
     def __init__(
-        self, matcher: LLMatcher, eos_token_ids: Sequence[int], num_mask_bytes: int, mask_timeout_s: float
+        self,
+        grammar: Grammar,
+        matcher: LLMatcher,
+        eos_token_ids: Sequence[int],
+        num_mask_bytes: int,
+        mask_timeout_s: float,
     ) -> None:
-        """`matcher` is this state's own from now on."""
+        """`matcher`, made of `grammar`, is this state's own from now on."""
+        self.grammar = grammar
         self.failure: str | None = None
         """Why the stream cannot go on, if so."""
         self._matcher = matcher
@@ -199,6 +205,7 @@ class GrammarCompiler:
 
     def _make(self, grammar: Grammar, token_ids: tuple[int, ...]) -> GrammarState:
         state = GrammarState(
+            grammar,
             self._matcher(grammar).deep_copy(),
             self._eos_token_ids,
             -(-self._vocab_size // 8),
