@@ -62,7 +62,7 @@ class GrammarState:
     def commit(self, token_ids: Sequence[int]) -> None:
         """Go on by committed tokens, none of which ends the text."""
         if self.failure is None and self._matcher.try_consume_tokens(list(token_ids)) != len(token_ids):
-            self.failure = self._reason() or "the text has left the grammar"
+            self.failure = _reason(self._matcher) or "the text has left the grammar"
 
     def constrain(self, drafted: Sequence[int], room: int, *, is_sampled: bool = False) -> Constrained:
         """Cut a draft where the grammar forbids it, and add what the grammar forces.
@@ -73,64 +73,91 @@ class GrammarState:
             is_sampled: the rule weighs what drafts were sampled from. Then a forbidden token has to be
                 seen and rejected by the rule: it stays, as the last one, and nothing is added.
         """
-        masks = [self._mask()]
+        masks = [self._next_mask()]
         kept: list[int] = []
-        while len(kept) < len(drafted) and self._walk(drafted[len(kept)]):
-            kept.append(drafted[len(kept)])
-            masks.append(self._mask())
+        if self.failure is not None:
+            return Constrained((), tuple(masks))
+        walker = self._matcher.deep_copy()
+        for token_id in drafted:
+            if not self._extend(walker, token_id, kept, masks, is_sampled=is_sampled):
+                break
         if is_sampled:
-            self._matcher.rollback(len(kept))
             if len(kept) == len(drafted):
                 return Constrained(tuple(kept), tuple(masks))
             anything = b"\xff" * self._num_mask_bytes
             return Constrained((*kept, drafted[len(kept)]), (*masks, anything))
-        for token_id in self._forced() if len(kept) < room else ():
-            if len(kept) == room or not self._walk(token_id):
+        for token_id in walker.compute_ff_tokens() if len(kept) < room else ():
+            if len(kept) == room or not self._extend(walker, token_id, kept, masks):
                 break
-            kept.append(token_id)
-            masks.append(self._mask())
-        self._matcher.rollback(len(kept))
         return Constrained(tuple(kept), tuple(masks))
 
     def allowed_after(self, drafted: Sequence[int]) -> bytes | None:
         """Return the mask behind drafted tokens; None when they are not allowed themselves."""
-        num_walked = 0
-        while num_walked < len(drafted) and self._walk(drafted[num_walked]):
-            num_walked += 1
-        mask = self._mask() if num_walked == len(drafted) else None
-        self._matcher.rollback(num_walked)
-        return mask
-
-    def _walk(self, token_id: int) -> bool:
-        """Go on by a token if it is allowed; the end of the text is never walked over."""
-        if self.failure is not None or token_id in self._eos_token_ids:
-            return False
-        return self._matcher.try_consume_tokens([token_id]) == 1
-
-    def _forced(self) -> list[int]:
-        return [] if self.failure is not None else self._matcher.compute_ff_tokens()
-
-    def _mask(self) -> bytes:
-        """Return what may come next: nothing, once there is a failure."""
+        if not drafted:
+            return self._next_mask()
         if self.failure is not None:
-            return bytes(self._num_mask_bytes)
+            return None
+        walker = self._matcher.deep_copy()
+        if not all(self._walk(walker, token_id) for token_id in drafted):
+            return None
+        return self._mask(walker)[0]
+
+    def _extend(
+        self,
+        walker: LLMatcher,
+        token_id: int,
+        kept: list[int],
+        masks: list[bytes],
+        *,
+        is_sampled: bool = False,
+    ) -> bool:
+        """Keep a draft token and the mask behind it, if it is allowed and that mask is to be had."""
+        if not self._walk(walker, token_id):
+            return False
+        mask, failure = self._mask(walker)
+        if mask is None:
+            if is_sampled:  # what was drawn must not be left out for what lies behind it
+                self.failure = failure
+            return False
+        kept.append(token_id)
+        masks.append(mask)
+        return True
+
+    def _walk(self, walker: LLMatcher, token_id: int) -> bool:
+        """Go on by a token if it is allowed; the end of the text is never walked over.
+
+        Walkers are copies: a matcher that is rolled back remembers masks of where it was (llguidance 1.9.1).
+        """
+        return token_id not in self._eos_token_ids and walker.try_consume_tokens([token_id]) == 1
+
+    def _next_mask(self) -> bytes:
+        """Return what may come next: nothing, once there is a failure."""
+        if self.failure is None:
+            mask, self.failure = self._mask(self._matcher)
+            if mask is not None:
+                return mask
+        return bytes(self._num_mask_bytes)
+
+    def _mask(self, matcher: LLMatcher) -> tuple[bytes | None, str | None]:
+        """Return what `matcher` allows, or why that cannot be said."""
         # This thread's own time: that the machine was busy elsewhere must not end a request.
         started_s = time.thread_time()
-        mask = bytearray(self._matcher.compute_bitmask()[: self._num_mask_bytes])
+        mask = bytearray(matcher.compute_bitmask()[: self._num_mask_bytes])
         took_s = time.thread_time() - started_s
-        self.failure = self._reason()
-        if self.failure is None and took_s > self._mask_timeout_s:
-            self.failure = f"finding the allowed tokens took {took_s:.2f} s"
-        if self.failure is not None:
-            return bytes(self._num_mask_bytes)
-        may_end = self._matcher.is_accepting()
+        failure = _reason(matcher)
+        if failure is None and took_s > self._mask_timeout_s:
+            failure = f"finding the allowed tokens took {took_s:.2f} s"
+        if failure is not None:
+            return None, failure
+        may_end = matcher.is_accepting()
         for token_id in self._eos_token_ids:
             bit = 1 << (token_id & 7)
             mask[token_id >> 3] = mask[token_id >> 3] | bit if may_end else mask[token_id >> 3] & ~bit
-        return bytes(mask)
+        return bytes(mask), None
 
-    def _reason(self) -> str | None:
-        return reason_of(self._matcher) if self._matcher.is_error() else None
+
+def _reason(matcher: LLMatcher) -> str | None:
+    return reason_of(matcher) if matcher.is_error() else None
 
 
 class _Vocabulary(NamedTuple):

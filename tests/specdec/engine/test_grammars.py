@@ -6,6 +6,7 @@ import json
 import random
 import re
 import time
+from contextlib import closing
 from typing import Any
 
 import jsonschema
@@ -16,8 +17,8 @@ from specdec.core.errors import InputError
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.engine.offline import GenerationResult, choice_requests
 from specdec.sampling.config import GrammarConfig
-from specdec.sampling.grammar import GrammarState
-from tests.specdec.engine.grammar_models import GrammarModels
+from specdec.sampling.grammar import GrammarCompiler, GrammarState
+from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels
 from tests.specdec.engine.toy_engines import tokens_of
 
 pytest.importorskip("llguidance")
@@ -315,13 +316,41 @@ def test_a_busy_machine_ends_no_request() -> None:
         def is_accepting(self) -> bool:
             return True
 
-        def rollback(self, num_tokens: int) -> None:
-            assert num_tokens == 0
-
     matcher: Any = Starved()
-    state = GrammarState(matcher, (), 1, mask_timeout_s=0.02)
+    state = GrammarState(Grammar("choice", '["a"]'), matcher, (), 1, mask_timeout_s=0.02)
     assert state.allowed_after(()) == b"\xff"
     assert state.failure is None
+
+
+def test_masks_are_not_those_of_a_draft_that_was_left(models: GrammarModels) -> None:
+    """As many tokens ago another draft was walked: its last mask must not be taken for that of this one."""
+    none_or_full = {"type": "array", "prefixItems": [{"type": "null"}], "items": False, "minItems": 1}
+    schema = {
+        "type": "object",
+        "properties": {"own": none_or_full, "part": {"type": "array", "items": {"type": "null"}}},
+        "additionalProperties": False,
+    }
+    grammar = Grammar("json_schema", json.dumps(schema))
+    opening, own, part = [[token_of(models, text) for text in texts] for texts in WALKS]
+    tokenizer_json, eos = models.tokenizer.to_json, (EOS,)
+    with closing(GrammarCompiler(tokenizer_json, vocab_size=VOCAB_SIZE, eos_token_ids=eos)) as compiler:
+        state, fresh = (compiler.begin(grammar, opening).result() for _ in range(2))
+        assert state.constrain(part, 4).token_ids == tuple(part)
+        state.commit(own[:2])
+        expected = fresh.constrain(own, 4)
+        assert expected.token_ids == tuple(own)
+        assert state.allowed_after(own[2:]) == expected.masks[-1]
+        assert state.constrain(own[2:], 2).masks[-1] == expected.masks[-1]
+        other = compiler.begin(grammar, opening).result().constrain(part, 4)
+        assert other.masks[-1] != expected.masks[-1], "only one of them may be empty"
+
+
+WALKS = (["{"], ['"', "ow", "n", '":'], ['"', "par", "t", '":'])
+
+
+def token_of(models: GrammarModels, text: str) -> int:
+    (token_id,) = models.tokenizer.encode(text)
+    return token_id
 
 
 def test_rounds_go_on_while_a_grammar_is_compiled(models: GrammarModels) -> None:
