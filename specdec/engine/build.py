@@ -159,6 +159,7 @@ def build_target_part(
     """
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.stage_target import StageTarget
+    from specdec.model.acceleration import settle
     from specdec.model.loader import load_model
     from specdec.model.rank_graphs import compile_over_ranks
 
@@ -167,7 +168,8 @@ def build_target_part(
     _require_length(config, runner)
     if loaded.stage is None:
         compile_over_ranks(runner, ranks, config.target.compile)
-    elif not loaded.stage.is_last:
+    settle(runner, config.target.compile)
+    if loaded.stage is not None and not loaded.stage.is_last:
         return StageTarget(runner)
     return LocalTarget(runner, _chooser(loaded, config), rule=_rule_of(config))
 

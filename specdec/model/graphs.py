@@ -66,7 +66,7 @@ _Made = TypeVar("_Made")
 
 def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
     """Return about how much memory a compiled forward's packed weights are going to take."""
-    if config.mode == "off" or loaded.device.type != "cpu":
+    if loaded.device.type != "cpu" or (config.mode == "off" and loaded.invariant is None):
         return 0
     if loaded.quantization is not None:  # they are packed already
         return 0

@@ -30,7 +30,10 @@ from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapt
 from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, outline_of, revision_of
 from specdec.model.config import ModelConfig, QuantizationName
+from specdec.model.experts import run_experts_one_by_one
 from specdec.model.inspection import inspect_forward, inspect_on_paper
+from specdec.model.invariance.choose import invariant_forward
+from specdec.model.invariance.operations import InvariantForward
 from specdec.model.parallel.cuts import VocabShard
 from specdec.model.parallel.grid import RankGrid
 from specdec.model.parallel.group import RankGroup, same_fate
@@ -89,6 +92,8 @@ class LoadedModel:
     """How its rotary embedding depends on the length of a sequence; None: it does not."""
     quantization: QuantizationName | None = None
     """How the weights of linear layers are quantized; None: they are not."""
+    invariant: InvariantForward | None = None
+    """What its forward runs in so that rows do not depend on the batch; None: that was not asked for."""
 
     @property
     def ranks(self) -> RankGroup | None:
@@ -108,8 +113,8 @@ def load_model(
         CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind; the
             text names it and the cause.
         ConfigError: max_model_len exceeds what the model was made for, or is needed and missing; or
-            quantization needs a package that is not installed.
-        ResourceError: the device does not exist.
+            quantization needs a package that is not installed; or batch_invariant cannot be kept so.
+        ResourceError: the device does not exist, or batch_invariant needs what is not here.
         TransportError: another rank is gone.
     """
     _require_ranks(config, ranks)
@@ -126,7 +131,8 @@ def load_model(
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         rotary = rule_of(hf_config, max_model_len)
-        stages = _check_model_on_paper(checkpoint, hf_config, config, rotary)
+        invariant = invariant_forward(config, device, dtype)
+        stages = _check_model_on_paper(checkpoint, hf_config, config, rotary, invariant)
         revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
         read = (
             _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, grid, stages)
@@ -136,10 +142,12 @@ def load_model(
         model = read.model
         torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
         _install_rotary(checkpoint, model, rotary)
+        if invariant is not None:
+            _make_invariant(model, invariant, grid)
         eos_token_ids = _eos_token_ids(checkpoint, hf_config)
     if ranks is not None:
         revision = _same_revision(checkpoint, revision, ranks)
-    layers, num_logits = inspect_forward(model, checkpoint.path, read.stage)
+    layers, num_logits = inspect_forward(model, checkpoint.path, read.stage, invariant)
     if progress is not None:
         progress("probe", 1, 1)
     return LoadedModel(
@@ -158,7 +166,15 @@ def load_model(
         stage=read.stage,
         rotary=rotary,
         quantization=config.quantization,
+        invariant=invariant,
     )
+
+
+def _make_invariant(model: PreTrainedModel, invariant: InvariantForward, grid: RankGrid | None) -> None:
+    invariant.operations.adopt(model)
+    run_experts_one_by_one(model)
+    if grid is not None and grid.tensor is not None:
+        grid.tensor.adds_in_order = True
 
 
 def _require_quantization(name: QuantizationName, ranks: RankGroup | None) -> None:
@@ -397,7 +413,11 @@ def _install_rotary(checkpoint: Checkpoint, model: PreTrainedModel, rotary: Rota
 
 
 def _check_model_on_paper(
-    checkpoint: Checkpoint, hf_config: PretrainedConfig, config: ModelConfig, rotary: RotaryRule | None
+    checkpoint: Checkpoint,
+    hf_config: PretrainedConfig,
+    config: ModelConfig,
+    rotary: RotaryRule | None,
+    invariant: InvariantForward | None,
 ) -> StagePlan | None:
     """Refuse what can be told of the model before its weights are read; return its stages, if several.
 
@@ -422,8 +442,10 @@ def _check_model_on_paper(
             if name != "__metadata__"
         )
     _install_rotary(checkpoint, model, rotary)
+    if invariant is not None:
+        run_experts_one_by_one(model)
     if hf_config.model_type not in ADAPTED_MODEL_TYPES:
-        inspect_on_paper(model, checkpoint.path)
+        inspect_on_paper(model, checkpoint.path, invariant)
     # Tensors that are stored once and used twice at most double what is needed.
     if num_needed > 2 * num_stored:
         raise CheckpointError(
