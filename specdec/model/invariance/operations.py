@@ -29,6 +29,7 @@ _EXACT = frozenset(
         *("greater", "greater_equal", "less", "less_equal", "not_equal", "multiply", "subtract", "divide"),
         *("true_divide", "negative", "absolute", "clip", "rsub"),
         *("logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not"),
+        *("__and__", "__or__", "__xor__", "bitwise_xor", "logical_xor"),
     }
 )
 """One rounding (or none) per element: IEEE arithmetic says what the result is."""
@@ -135,8 +136,8 @@ class _OnPaper(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_safe(func: Any) -> bool:
-    name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    return bool(func.is_view) or name in _SAFE
+    name = func._schema.name.removeprefix("aten::")
+    return bool(func.is_view) or name in _SAFE or name.removesuffix("_") in _SAFE
 
 
 def product(linear: Product, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.native import NativeUnavailable
@@ -23,7 +22,7 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.invariance.native import NativeOperations
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
-from tests.architectures import ARCHITECTURES, VOCAB_SIZE, make_tokenizer, save_model
+from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model, save_wide_model
 from tests.quantizer import some_quantizer
 
 DTYPES = ("float32", "bfloat16")
@@ -33,25 +32,6 @@ NUM_BLOCKS = 200
 EAGER = CompileConfig(mode="off")
 Load = Callable[..., LoadedModel]
 WIDE = "wide llama"
-"""Its sums are long enough for PyTorch to cut some of them in bf16 too."""
-
-
-def save_wide_model(folder: Path, seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=512,
-        intermediate_size=4096,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        eos_token_id=0,
-        bos_token_id=1,
-        initializer_range=0.04,
-    )
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
