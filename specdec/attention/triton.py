@@ -314,7 +314,7 @@ class TritonPagedAttention:
             out,
             *partials,
             work.places,
-            _row_sequences(plan),
+            _row_sequences(plan, self._max_split_rows),
             metadata.context_lens,
             metadata.query_start,
             work.first_row,
@@ -490,12 +490,13 @@ def _work(
     )
 
 
-def _row_sequences(plan: _Plan) -> torch.Tensor:
+def _row_sequences(plan: _Plan, max_split_rows: int | None) -> torch.Tensor:
     """int32 [T], negative for padding and for rows that were not split."""
     if plan.row_sequences is None:
         metadata = plan.metadata
         lens = metadata.query_lens_host
-        numbers = [-1 if query_len > MAX_SPLIT_ROWS else number for number, query_len in enumerate(lens)]
+        longest = max(lens) if max_split_rows is None else max_split_rows
+        numbers = [-1 if query_len > longest else number for number, query_len in enumerate(lens)]
         rows_T = np.full(metadata.num_rows, -1, dtype=np.int32)
         rows_T[: sum(lens)] = np.repeat(np.array(numbers, dtype=np.int32), lens)
         plan.row_sequences = torch.from_numpy(rows_T).to(metadata.positions.device)
