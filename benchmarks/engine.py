@@ -33,7 +33,7 @@ from benchmarks.in_process import InProcess, RunRecord, engine_config, merge
 from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.report import Spread, report_headlines, run_paired, write_results
 from benchmarks.startup import ready_seconds
-from benchmarks.workload import read_prompts
+from benchmarks.workload import read_prompts, window
 from specdec.model.graphs import CompiledForward
 
 _CONFIG = Path("configs/demo-bf16.yaml")
@@ -89,15 +89,10 @@ class Bench:
         """Free the engine."""
         self._pair.close()
 
-    def _prompts(self, batch: int, length: int, number: int) -> list[tuple[int, ...]]:
-        """Batch `number` of prompts: windows of the held-out text, other ones in every round."""
-        starts = [(number * batch + index) * 97 % (len(self._text) - length) for index in range(batch)]
-        return [tuple(self._text[start : start + length]) for start in starts]
-
     def decode(self, batch: int) -> dict[str, Any]:
         """Plain and speculative decoding beside transformers' at one batch size."""
         plan = self._plan
-        batches = [self._prompts(batch, plan.prompt_tokens, number) for number in range(plan.rounds + 1)]
+        batches = [window(self._text, batch, plan.prompt_tokens, number) for number in range(plan.rounds + 1)]
         records: dict[str, list[RunRecord]] = {"plain": [], "speculative": []}
         turns: dict[str, int] = {}
 
@@ -151,7 +146,7 @@ class Bench:
     def prefill(self, batch: int, length: int) -> dict[str, Any]:
         """Prompts of one length, one new token each."""
         plan = self._plan
-        batches = [self._prompts(batch, length, number) for number in range(plan.prefill_rounds + 1)]
+        batches = [window(self._text, batch, length, number) for number in range(plan.prefill_rounds + 1)]
         turns = {"ours": iter(batches), "huggingface": iter(batches)}
         variants: dict[str, Callable[[], object]] = {
             "ours": lambda: self._pair.run(next(turns["ours"]), 1, 0),

@@ -16,6 +16,7 @@ from specdec.engine.build import build_parts
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
+from specdec.engine.rank_leader import LeadingTarget
 from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
@@ -115,7 +116,7 @@ class InProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         parts = build_parts(config)
-        assert isinstance(parts.target, LocalTarget)
+        assert isinstance(parts.target, LocalTarget | LeadingTarget)
         assert isinstance(parts.proposer, DraftModelProposer)
         self.target_runner = parts.target.runner
         draft_runner = parts.proposer.runner

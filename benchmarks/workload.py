@@ -38,3 +38,9 @@ def split_by_looping(
         Workload("non_looping", tuple(p for p, loops in zip(prompts, looping, strict=True) if not loops)),
         Workload("looping", tuple(p for p, loops in zip(prompts, looping, strict=True) if loops)),
     )
+
+
+def window(text: Sequence[int], batch: int, length: int, number: int) -> list[tuple[int, ...]]:
+    """Return batch `number` of prompts: windows of a text's tokens, other ones in every batch."""
+    starts = [(number * batch + index) * 97 % (len(text) - length) for index in range(batch)]
+    return [tuple(text[start : start + length]) for start in starts]

@@ -46,7 +46,7 @@ class DraftWorkerProcess:
         speculative = config.speculative_config
         num_threads = prepare_threads(threads_per_rank(speculative.num_threads, 1 + len(other_ranks)))
         # Only now, since OpenMP reads its settings when torch is loaded.
-        from specdec.engine.build import build_draft_proposer
+        from specdec.engine.build import build_draft_grammars, build_draft_proposer
         from specdec.engine.draft_server import DraftServer
         from specdec.transport.zmq import ZmqChannel
 
@@ -61,14 +61,19 @@ class DraftWorkerProcess:
         )
         settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
-        self._server = server = DraftServer(self._channel, proposer)
+        grammars = build_draft_grammars(config)
+        self._server = server = DraftServer(self._channel, proposer, grammars=grammars)
         idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
         def serve_once() -> None:
             was_served = server.step(idle.patience_s)
             idle.after(was_served, is_needed=server.num_sequences > 0)
 
-        self._thread = ServingThread("draft", serve_once, self._channel.close)
+        def close() -> None:
+            self._channel.close()
+            grammars.close()
+
+        self._thread = ServingThread("draft", serve_once, close)
         progress.ready()
 
     def address(self) -> PeerAddress:

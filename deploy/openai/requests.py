@@ -355,7 +355,8 @@ def _check_prompt(
         raise InputError(f"{param} must not be empty: it has no tokens", param=param)
     for token_id in prompt:
         _check_token_id(token_id, description, param)
-    limit, wanted = description.max_model_len, params.max_tokens or 1
+    limit = description.max_model_len
+    wanted = 1 if params.max_tokens is None else params.max_tokens
     if len(prompt) + wanted > limit:
         raise ApiError(
             400,

@@ -47,6 +47,14 @@ class ToolFunction(BodyPart):
             raise ValueError("must be 1 to 64 letters, digits, '_', '-' or '.'")
         return name
 
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        kinds = parameters.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise ValueError(f'must be a schema of type "object": arguments are one, got type {kinds!r}')
+        return parameters
+
 
 class Tool(BodyPart):
     """One of `tools`."""
@@ -128,30 +136,22 @@ def forced_calls(tools: list[Tool], *, name: str | None, is_parallel: bool) -> G
         is_parallel: whether there may be several calls.
     """
     callable_tools = [tool.function for tool in tools if name in (None, tool.function.name)]
-    names = [f"tool_{index}" for index in range(len(callable_tools))]
+    calls = [f"tool_{index}" for index in range(len(callable_tools))]
     rules = [
         "start: call more" if is_parallel and name is None else "start: call",
         'more: ("\\n" call)*' if is_parallel and name is None else "",
-        f'call: "{OPENING}\\n" ({" | ".join(names)}) "\\n{CLOSING}"',
-        *(
-            f"{rule}: %json {json.dumps(_call_schema(tool))}"
-            for rule, tool in zip(names, callable_tools, strict=True)
-        ),
+        f'call: "{OPENING}\\n" ({" | ".join(calls)}) "}}\\n{CLOSING}"',
     ]
+    for call, tool in zip(calls, callable_tools, strict=True):
+        head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
+        # A schema of its own, not a part of one of the call: its references start at its root.
+        rules += [f"{call}: {head} {call}_arguments", f"{call}_arguments: %json {_arguments_schema(tool)}"]
     return Grammar("grammar", "\n".join(filter(None, rules)), "tools")
 
 
-def _call_schema(tool: ToolFunction) -> dict[str, Any]:
-    # References in a schema start at its root, which is ours.
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    arguments = {key: value for key, value in tool.parameters.items() if key not in shared}
-    return shared | {
-        "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": {"type": "object"} | arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False, "lenient": False},
-    }
+def _arguments_schema(tool: ToolFunction) -> str:
+    compact = {"whitespace_flexible": False, "lenient": False}
+    return json.dumps(tool.parameters | {"type": "object", "x-guidance": compact})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

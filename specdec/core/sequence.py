@@ -8,11 +8,16 @@ from typing import Protocol
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.request import Request
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import Grammar, SamplingParams
 
 
 class TokenConstraint(Protocol):
     """What a grammar allows behind the committed tokens of one sequence."""
+
+    @property
+    def grammar(self) -> Grammar:
+        """In full: `SequenceView.params` may have it without its text."""
+        ...
 
     def allowed_after(self, drafted: Seq[int]) -> bytes | None:
         """Return which tokens may follow drafted ones, as `TargetWork.masks`; None: not those themselves."""
@@ -55,7 +60,7 @@ class SequenceView(Protocol):
 
     @property
     def constraint(self) -> TokenConstraint | None:
-        """What a grammar allows, where it is known in this process; it makes drafts better, no more."""
+        """What a grammar allows, where there is one; it makes drafts better, no more."""
         ...
 
 

@@ -112,7 +112,7 @@ class AsyncEngine:
 
     async def metrics(self) -> Mapping[str, float]:
         """Return current counters and gauges."""
-        return self._engine.metrics().snapshot()
+        return {**self._engine.metrics().snapshot(), **self._engine.draft_counters}
 
     def close(self) -> None:
         """End every live request with its last output, stop the thread, close the engine. Idempotent."""

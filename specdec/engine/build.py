@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specdec.core.errors import ResourceError
@@ -24,6 +26,7 @@ from specdec.verification.registry import make_rule
 # model in its process, never does, and so they are imported where a model is built.
 if TYPE_CHECKING:
     from specdec.core.description import TargetDescription
+    from specdec.engine.draft_grammar import DraftGrammars
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.rank_leader import LeadingTarget
     from specdec.model.loader import LoadedModel
@@ -166,8 +169,7 @@ def build_target_part(
     loaded = load_model(config.target, progress, ranks)
     runner = _part_runner(loaded, config, reserved_bytes)
     _require_length(config, runner)
-    if loaded.stage is None:
-        compile_over_ranks(runner, ranks, config.target.compile)
+    compile_over_ranks(runner, config.target.compile)
     settle(runner, config.target.compile)
     if loaded.stage is not None and not loaded.stage.is_last:
         return StageTarget(runner)
@@ -175,29 +177,21 @@ def build_target_part(
 
 
 def _part_runner(loaded: LoadedModel, config: EngineConfig, reserved_bytes: int) -> ModelRunner:
-    from specdec.model.acceleration import attention_of, later_bytes
+    from specdec.model.acceleration import attention_of
+    from specdec.model.graphs import packed_weight_bytes
     from specdec.model.pipeline import StageRunner
     from specdec.model.runner import ModelRunner
 
-    scheduler = config.scheduler
-    backend = attention_of(loaded, config.target.attention_backend)
-    if loaded.stage is None:
-        return ModelRunner(
-            loaded,
-            config.cache,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
-            backend=backend,
-        )
-    return StageRunner(
+    make: Callable[..., ModelRunner] = ModelRunner
+    if loaded.stage is not None:
+        make = partial(StageRunner, micro_batch_tokens=config.target.pipeline_micro_batch_tokens)
+    return make(
         loaded,
         config.cache,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes,
-        backend=backend,
-        micro_batch_tokens=config.target.pipeline_micro_batch_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        reserved_bytes=reserved_bytes + packed_weight_bytes(loaded, config.target.compile),
+        backend=attention_of(loaded, config.target.attention_backend),
     )
 
 
@@ -263,6 +257,29 @@ def build_draft_part(config: EngineConfig, ranks: RankGroup) -> DraftModelPropos
     from specdec.proposers.draft_model_factory import load_draft_model
 
     return load_draft_model(config.speculative_config, _facts_of_folder(config), ranks)
+
+
+def build_draft_grammars(config: EngineConfig) -> DraftGrammars:
+    """Return what lets a draft model of this process keep to the grammars of a target elsewhere.
+
+    Nothing is loaded before the first grammar comes: the target's tokenizer then is, in a thread.
+
+    Raises:
+        CheckpointError: the target's folder is not as it should be.
+    """
+    from specdec.engine.draft_grammar import DraftGrammars
+    from specdec.model.facts import read_facts
+    from specdec.sampling.grammar import GrammarCompiler
+
+    facts = read_facts(config.target)
+    return DraftGrammars(
+        GrammarCompiler(
+            lambda: build_tokenizer(config).to_json(),
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            config=config.grammar,
+        )
+    )
 
 
 def _facts_of_folder(config: EngineConfig) -> TargetFacts:

@@ -14,7 +14,8 @@ from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
-from specdec.proposers.base import Proposer
+from specdec.engine.draft_grammar import DraftGrammars
+from specdec.proposers.base import Proposer, counters_of
 from specdec.transport.base import Channel, Envelope, PeerId
 from specdec.transport.messages import (
     DraftOpening,
@@ -37,7 +38,9 @@ _FORGET_AFTER_S = 600.0
 class _Mirror:
     """A coordinator's sequence as it is known here. Satisfies `SequenceView`."""
 
-    def __init__(self, request_id: RequestId, epoch: int, opening: DraftOpening) -> None:
+    def __init__(
+        self, request_id: RequestId, epoch: int, opening: DraftOpening, grammars: DraftGrammars | None
+    ) -> None:
         self.request_id = request_id
         self.epoch = epoch
         self.params: SamplingParams = opening.params
@@ -47,6 +50,8 @@ class _Mirror:
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
         self.constraint: TokenConstraint | None = None
+        if grammars is not None:
+            self.constraint = grammars.follow(opening.grammar, self.token_ids, opening.num_prompt_tokens)
         self.last_used_s = 0.0
 
     @property
@@ -72,15 +77,26 @@ class DraftServer:
     Coordinators live in name spaces of their own: neither ids nor tokens of one are seen by another.
     """
 
-    def __init__(self, channel: Channel, proposer: Proposer, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        proposer: Proposer,
+        *,
+        grammars: DraftGrammars | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Serve `proposer`; with `grammars`, its drafts keep to the grammars of requests."""
         self._channel = channel
         self._proposer = proposer
+        self._grammars = grammars
+        self._told: Counter[str] = Counter()
         self._clock = clock or MonotonicClock()
         self._mirrors: dict[tuple[PeerId, RequestId], _Mirror] = {}
         self._members: frozenset[PeerId] | None = None
         self._next_sweep_s = 0.0
         self.counters: Counter[str] = Counter()
-        """rounds, entries, stale_entries, restarts_asked."""
+        """rounds, entries, stale_entries, restarts_asked; and by metric name what coordinators are told:
+        `draft_grammar_failures` and what the proposer counts (`proposers.base.HasCounters`)."""
 
     @property
     def num_sequences(self) -> int:
@@ -148,7 +164,8 @@ class DraftServer:
         if (mirror is None or entry.epoch > mirror.epoch) and entry.opening is not None:
             self._forget(name)
             inner_id = RequestId(f"{coordinator}/{entry.request_id}/{entry.epoch}")
-            mirror = self._mirrors[name] = _Mirror(inner_id, entry.epoch, entry.opening)
+            mirror = _Mirror(inner_id, entry.epoch, entry.opening, self._grammars)
+            self._mirrors[name] = mirror
         if mirror is None or mirror.epoch != entry.epoch or not _catch_up(mirror, entry):
             self._forget(name)
             wishes.pop(name, None)
@@ -171,8 +188,22 @@ class DraftServer:
         answers: dict[PeerId, list[ProposeAnswer]] = defaultdict(list)
         for wish in wishes:
             answers[wish.coordinator].append(_answer(wish.entry, proposals.get(wish.mirror.request_id)))
+        counts = self._new_counts()
         for coordinator, its_answers in answers.items():
-            self._channel.send(coordinator, ProposeReply(rounds[coordinator], tuple(its_answers), draft_s))
+            reply = ProposeReply(rounds[coordinator], tuple(its_answers), draft_s, counts)
+            self._channel.send(coordinator, reply)
+            counts = None
+
+    def _new_counts(self) -> dict[str, int] | None:
+        """What was counted since the last call: for one coordinator, since all of them are added up."""
+        present = Counter({name: int(count) for name, count in counters_of(self._proposer).items()})
+        if self._grammars is not None:
+            present["draft_grammar_failures"] = self._grammars.counters["grammar_failures"]
+        if present == self._told:
+            return None
+        new, self._told = present - self._told, present
+        self.counters.update(new)
+        return dict(new)
 
     def _release(self, coordinator: PeerId, released: Iterable[tuple[RequestId, int]]) -> None:
         for request_id, epoch in released:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -28,7 +28,7 @@ from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish, StreamLimits, TextStream
 from specdec.engine.tokenizer import Tokenizer
 from specdec.model.checkpoint import LoadProgress
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import Proposer, counters_of
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar import GrammarCompiler
 from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
@@ -171,6 +171,11 @@ class Engine:
     def is_lost(self) -> bool:
         """Whether the target was lost: nothing can be served here any more."""
         return self._lost is not None
+
+    @property
+    def draft_counters(self) -> Mapping[str, float]:
+        """What the proposer counts, by metric name without prefix (any thread)."""
+        return counters_of(self._parts.proposer)
 
     def metrics(self) -> EngineMetrics:
         """Return counters and current gauges; live, not a copy."""

@@ -13,7 +13,7 @@ import msgspec
 from specdec.core.errors import ProtocolError
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetStep
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import Grammar, SamplingParams
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -33,6 +33,8 @@ class SequenceOpening(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     num_prompt_tokens: int
     cache_salt: str | None = None
+    grammar: Grammar | None = None
+    """In full (`params` has it without its text)."""
 
 
 class DraftEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Literal
 
 import msgspec
@@ -18,9 +19,9 @@ import msgspec
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
-from specdec.core.sequence import TokenConstraint
-from specdec.engine.build import build_draft_part, build_target_part
+from specdec.engine.build import build_draft_grammars, build_draft_part, build_target_part
 from specdec.engine.config import EngineConfig
+from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.rank_commands import (
     DraftEntry,
@@ -63,8 +64,8 @@ def follow(role: Role, config: EngineConfig, group: RankGroup) -> None:
             follow_target(target, group)
     else:
         proposer = build_draft_part(config, group)
-        with beating(group):
-            follow_drafter(proposer, group)
+        with beating(group), closing(build_draft_grammars(config)) as grammars:
+            follow_drafter(proposer, group, grammars)
 
 
 def follow_target(target: LocalTarget, group: RankGroup) -> None:
@@ -80,13 +81,17 @@ def follow_target(target: LocalTarget, group: RankGroup) -> None:
                 raise AssertionError(f"{type(other).__name__} for a target")
 
 
-def follow_drafter(proposer: Proposer, group: RankGroup) -> None:
-    """Draft with rank 0 on this rank's part of the draft model."""
+def follow_drafter(proposer: Proposer, group: RankGroup, grammars: DraftGrammars) -> None:
+    """Draft with rank 0 on this rank's part of the draft model.
+
+    A rank whose grammar is not compiled yet, when those of others are, does not part from them: all choose
+    from the same candidates, those of this rank being as good as without a grammar.
+    """
     sequences: dict[RequestId, _Followed] = {}
     while True:
         match decode(group.receive_command()):
             case RunDraft(entries=entries):
-                views = [_update(sequences, entry) for entry in entries]
+                views = [_update(sequences, entry, grammars) for entry in entries]
                 budgets = {one.request_id: one.budget for one in entries if one.budget is not None}
                 proposer.propose(views, budgets)
             case ReleaseDrafts(request_ids=request_ids):
@@ -103,7 +108,7 @@ def follow_drafter(proposer: Proposer, group: RankGroup) -> None:
 class _Followed:
     """A sequence as rank 0 knows it. Satisfies `SequenceView`."""
 
-    def __init__(self, request_id: RequestId, opening: SequenceOpening) -> None:
+    def __init__(self, request_id: RequestId, opening: SequenceOpening, grammars: DraftGrammars) -> None:
         self.request_id = request_id
         self.params: SamplingParams = opening.params
         self.seed = opening.seed
@@ -111,7 +116,7 @@ class _Followed:
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
-        self.constraint: TokenConstraint | None = None
+        self.constraint = grammars.follow(opening.grammar, self.token_ids, opening.num_prompt_tokens)
 
     @property
     def committed_len(self) -> int:
@@ -122,9 +127,9 @@ class _Followed:
         self.prefix_hash = extend_prefix_hash(self.prefix_hash, token_ids)
 
 
-def _update(sequences: dict[RequestId, _Followed], entry: DraftEntry) -> _Followed:
+def _update(sequences: dict[RequestId, _Followed], entry: DraftEntry, grammars: DraftGrammars) -> _Followed:
     if entry.opening is not None:
-        sequences[entry.request_id] = _Followed(entry.request_id, entry.opening)
+        sequences[entry.request_id] = _Followed(entry.request_id, entry.opening, grammars)
     sequence = sequences[entry.request_id]
     assert sequence.committed_len == entry.base_len, "rank 0 and this one disagree about a sequence"
     sequence.extend(entry.token_ids)

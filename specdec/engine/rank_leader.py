@@ -134,6 +134,11 @@ class LeadingProposer:
         return ()
 
     @property
+    def counters(self) -> Mapping[str, int]:
+        """Those of rank 0's part of the draft model: the others count the same."""
+        return self._proposer.counters
+
+    @property
     def runner(self) -> Runner:
         """Rank 0's part of the draft model. A forward needs all ranks: do not call it by itself."""
         return self._proposer.runner
@@ -169,7 +174,11 @@ class LeadingProposer:
         if seen is None or not seen.continues_in(sequence):
             seen = self._seen[sequence.request_id] = SeenPrefix()
             opening = SequenceOpening(
-                sequence.params, sequence.seed, sequence.num_prompt_tokens, sequence.cache_salt
+                sequence.params,
+                sequence.seed,
+                sequence.num_prompt_tokens,
+                sequence.cache_salt,
+                None if sequence.constraint is None else sequence.constraint.grammar,
             )
         base_len = seen.length
         seen.update(sequence)

@@ -127,7 +127,8 @@ class RemoteProposer:
     @property
     def counters(self) -> Mapping[str, float]:
         """Counters since the start: `draft_wait_seconds`, `draft_deadline_misses`, `stale_drafts_dropped`,
-        `invalid_drafts_dropped`, `fallback_requests` (sequences that went without drafts, per round).
+        `invalid_drafts_dropped`, `fallback_requests` (sequences that went without drafts, per round), and
+        what the draft workers count themselves (`DraftServer.counters`).
         """
         return dict(self._counters)
 
@@ -302,6 +303,8 @@ class RemoteProposer:
 
     def _take_reply(self, reply: ProposeReply, link: _Link, this_round: _Round) -> None:
         link.patience.heard()
+        if reply.counts is not None:
+            self._counters.update(reply.counts)
         pending = this_round.pending.get(link.address.peer_id)
         for answer in reply.answers:
             self._take_answer(answer, pending, this_round.proposals)
@@ -357,7 +360,11 @@ def _entry(sequence: SequenceView, registration: _Registration, budget: int) -> 
     opening = None
     if base_len == 0:
         opening = DraftOpening(
-            sequence.params, sequence.seed, sequence.num_prompt_tokens, sequence.cache_salt
+            sequence.params,
+            sequence.seed,
+            sequence.num_prompt_tokens,
+            sequence.cache_salt,
+            None if sequence.constraint is None else sequence.constraint.grammar,
         )
     return ProposeEntry(
         request_id=sequence.request_id,

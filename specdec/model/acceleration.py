@@ -11,7 +11,7 @@ from specdec.core.idle_work import IdleWork
 from specdec.model.config import CompileConfig
 from specdec.model.cuda_graphs import CudaForward, recordable, recording_bytes
 from specdec.model.fused_norms import fuse_norms
-from specdec.model.graphs import CompiledForward, packed_weight_bytes
+from specdec.model.graphs import CompiledForward, can_stay_compiled, packed_weight_bytes
 from specdec.model.loader import LoadedModel
 from specdec.model.runner import ForwardGraphs, ModelRunner
 
@@ -64,9 +64,7 @@ def accelerate(runner: ModelRunner, config: CompileConfig) -> Acceleration:
 
 
 def _compile_now(compiled: CompiledForward, loaded: LoadedModel) -> None:
-    rule = loaded.rotary
-    if rule is not None and not rule.is_tabulated:
-        # Batches in which one prompt exceeds the tables run eagerly, and so must all.
+    if not can_stay_compiled(loaded):
         compiled.give_up("batch_invariant, and its rotary embedding has no table for the longest prompts")
     compiled.warm_up()
 

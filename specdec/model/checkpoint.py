@@ -33,12 +33,18 @@ class LoadProgress(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A model folder whose files are all there and whole."""
+class ModelFolder:
+    """A folder that says what model it holds; nothing of its weights has been looked at."""
 
     path: Path
     config: dict[str, Any]
     """Content of config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(ModelFolder):
+    """A model folder whose files are all there and whole."""
+
     weight_files: tuple[Path, ...]
     headers: tuple[bytes, ...]
     """The raw safetensors header of each weight file."""
@@ -49,11 +55,11 @@ class Checkpoint:
         return sum(file.stat().st_size for file in self.weight_files)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Check that `path` is a complete model folder.
+def open_folder(path: str | Path) -> ModelFolder:
+    """Read what a model folder says of its model.
 
     Raises:
-        CheckpointError: folder, config.json or weights are missing, unreadable, truncated or corrupt.
+        CheckpointError: folder or config.json are missing or unreadable.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -61,11 +67,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"model folder {folder} {what}; `model` must be a local Hugging Face model folder"
         )
-    config = _read_json(folder / CONFIG_FILE)
-    weight_files = tuple(_weight_files(folder))
+    return ModelFolder(path=folder, config=_read_json(folder / CONFIG_FILE))
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Check that `path` is a complete model folder.
+
+    Raises:
+        CheckpointError: folder, config.json or weights are missing, unreadable, truncated or corrupt.
+    """
+    folder = open_folder(path)
+    weight_files = tuple(_weight_files(folder.path))
     return Checkpoint(
-        path=folder,
-        config=config,
+        path=folder.path,
+        config=folder.config,
         weight_files=weight_files,
         headers=tuple(_checked_header(file) for file in weight_files),
     )

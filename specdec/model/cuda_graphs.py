@@ -19,7 +19,7 @@ from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.config import CompileConfig
 from specdec.model.loader import LoadedModel
 from specdec.model.row_buckets import RowBuckets, smallest_holding
-from specdec.model.runner import ForwardInputs, ModelRunner
+from specdec.model.runner import ForwardInputs, Incoming, ModelRunner
 from specdec.model.static_batch import StaticBatch
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,11 @@ class CudaForward(GraphRecording):
         return recorded if recorded is not None and recorded.batch.holds(inputs) else None
 
     def try_generate(
-        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+        self,
+        slices: Sequence[SequenceSlice],
+        num_more: Sequence[int],
+        chooser: NativeChooser,
+        incoming: Incoming | None = None,
     ) -> Generated | None:
         """None: native choosers run on CPUs (`proposers.draft_graph` drafts on a GPU)."""
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specdec.core.errors import CheckpointError
 from specdec.model.checkpoint import open_checkpoint
 from specdec.model.config import ModelConfig
-from specdec.model.loader import _load_config, _resolve_dtype
+from specdec.model.loader import _eos_token_ids, _load_config, _resolve_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,8 @@ class ModelFacts:
     vocab_size: int
     dtype: str
     """Resolved: never `auto`."""
+    eos_token_ids: tuple[int, ...]
+    """Any of them ends a text."""
 
 
 def read_facts(config: ModelConfig) -> ModelFacts:
@@ -31,4 +33,8 @@ def read_facts(config: ModelConfig) -> ModelFacts:
     if not isinstance(vocab_size, int):
         raise CheckpointError(f"{checkpoint.path / 'config.json'} states no vocab_size")
     dtype = _resolve_dtype(config, checkpoint, hf_config)
-    return ModelFacts(vocab_size=vocab_size, dtype=str(dtype).removeprefix("torch."))
+    return ModelFacts(
+        vocab_size=vocab_size,
+        dtype=str(dtype).removeprefix("torch."),
+        eos_token_ids=_eos_token_ids(checkpoint, hf_config),
+    )

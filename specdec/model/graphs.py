@@ -12,14 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from specdec.attention.base import PagedBatch
 from specdec.attention.cpu import CpuPagedAttention, NativeLayer
-from specdec.attention.metadata import build_metadata
 from specdec.attention.native import NativeUnavailable, resolve_cache_dir
 from specdec.core.errors import TransportError
 from specdec.core.idle_work import WorkProgress, WorkState
@@ -39,8 +37,8 @@ from specdec.model.native_forward import (
 )
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.position_tables import position_tables
-from specdec.model.recording import CannotLower, record, single_threaded
-from specdec.model.runner import ForwardInputs, ModelRunner
+from specdec.model.recording import NUM_ROWS, CannotLower, record, single_threaded
+from specdec.model.runner import ForwardInputs, Incoming, ModelRunner
 from specdec.model.schedule import place, schedule
 from specdec.model.trace import Trace
 
@@ -72,6 +70,14 @@ def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
         return 0
     matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() >= 2)
     return min(config.max_frozen_bytes, matrices)
+
+
+def can_stay_compiled(loaded: LoadedModel) -> bool:
+    """Whether, once compiled, nothing runs eagerly any more; true where eager forwards may be mixed in.
+
+    Batches in which one prompt exceeds the rotary tables run eagerly, and with `batch_invariant` all must then.
+    """
+    return loaded.invariant is None or loaded.rotary is None or loaded.rotary.is_tabulated
 
 
 class WarmUpProgress(Protocol):
@@ -212,6 +218,8 @@ class CompiledForward:
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
         """Return fp32 logits [L, vocab], valid until the next call; None when nothing is compiled.
 
+        In a stage before the last, hidden states [1, T, hidden_size] instead.
+
         Also None for position ids that have no table (prompts beyond the original length, dynamic NTK).
 
         Raises:
@@ -222,14 +230,16 @@ class CompiledForward:
         shifted = inputs.shifted_positions
         if shifted is not None and int(shifted.max()) >= self._num_position_ids:
             return None
-        return self._forward.run(
-            inputs.input_ids, inputs.logit_rows, inputs.metadata, self._caches, inputs.position_ids
-        )
+        return self._run(self._forward, self._caches, inputs)
 
     def try_generate(
-        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+        self,
+        slices: Sequence[SequenceSlice],
+        num_more: Sequence[int],
+        chooser: NativeChooser,
+        incoming: Incoming | None = None,
     ) -> Generated | None:
-        """See `GeneratingRunner.try_generate`: None when nothing is compiled, and for trees.
+        """See `ForwardGraphs.try_generate`: None when nothing is compiled, and for trees.
 
         Raises:
             IndexError: a token id is not in the vocabulary.
@@ -240,7 +250,8 @@ class CompiledForward:
             return None
         if any(piece.shift is not None and piece.shift.offset >= self._num_position_ids for piece in slices):
             return None
-        return self._forward.generate(slices, num_more, chooser, self._caches)
+        arrived = None if incoming is None else incoming()
+        return self._forward.generate(slices, num_more, chooser, self._caches, arrived)
 
     def give_up(self, reason: str) -> None:
         """Run eagerly from now on; one log line says why."""
@@ -260,14 +271,15 @@ class CompiledForward:
             raise CannotLower(f"the C++ attention does not run {runner.loaded.dtype} with these heads")
         yield "recording the forward"
         started_s = time.perf_counter()
+        stage = runner.loaded.stage
         with recorded_experts(runner.loaded.model):
-            recordings = record(runner.call_model)
+            recordings = record(runner.call_model, _any_incoming(runner))
         yield "tracing what depends on what"
         trace = Trace(*recordings)
         yield "lowering operations"
-        lowered = lower(trace)
+        lowered = lower(trace, "logit_rows" if stage is None or stage.is_last else "rows")
         yield "scheduling operations"
-        results = [lowered.logits.value]
+        results = [lowered.output.value]
         operations = fuse(lowered.operations, results)
         steps = schedule(operations)
         buffers = place(steps, results)
@@ -288,7 +300,8 @@ class CompiledForward:
             steps,
             buffers,
             tables,
-            logits=lowered.logits,
+            output=lowered.output,
+            incoming=trace.incoming,
             weights=weights,
             layers=layers,
             quantized_kernel=libraries.quantized_kernel,
@@ -320,14 +333,27 @@ class CompiledForward:
         is_needed = self._runner.loaded.quantization is not None
         return load_quantized_kernel(self._cache_dir) if is_needed else None
 
+    def _run(
+        self, forward: NativeForward, caches: ctypes.Array[NativeLayer], inputs: ForwardInputs
+    ) -> torch.Tensor:
+        output = forward.run(
+            inputs.input_ids,
+            inputs.logit_rows,
+            inputs.metadata,
+            caches,
+            inputs.position_ids,
+            inputs.incoming,
+        )
+        return output if _gives_logits(self._runner) else output[None]
+
     def _check(self, forward: NativeForward) -> None:
-        """Run a few small batches both ways, on pools of their own.
+        """Run a few small batches both ways, on pools of their own; stages run them one after the other.
 
         Raises:
             CannotLower: the logits differ.
+            TransportError: a rank is gone.
         """
         runner = self._runner
-        tolerance = _TOLERANCE if runner.loaded.quantization is None else _QUANTIZED_TOLERANCE
         pools = [_small_pool(runner) for _ in range(2)]
         caches = forward.bind_caches(pools[0])
         largest = 0.0
@@ -336,24 +362,49 @@ class CompiledForward:
             if any(piece.start + len(piece.token_ids) > runner.max_model_len for piece in slices):
                 break
             inputs = runner.pack(slices)
-            metadata = build_metadata(slices, block_size=runner.block_size)
-            paged = PagedBatch(
-                backend=runner.backend,
-                layers=runner.loaded.layers,
-                caches=pools[1],
-                metadata=metadata,
-                plan=runner.backend.begin(metadata),
-            )
-            logits = forward.run(inputs.input_ids, inputs.logit_rows, metadata, caches, inputs.position_ids)
+            ours, theirs = (replace(inputs, incoming=_arrived(runner, inputs, tag)) for tag in range(2))
+            output = self._run(forward, caches, ours)
             with torch.inference_mode(), single_threaded():
-                expected = runner.call_model(
-                    inputs.input_ids, metadata.positions[None], inputs.logit_rows, paged
-                ).float()
-            difference = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-            largest = difference if not difference <= largest else largest
+                expected = runner.forward_eager(theirs, pools[1])
+            if _gives_logits(runner):
+                expected = expected.float()
+                difference = float((output - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+                largest = difference if not difference <= largest else largest
+            else:
+                _hand_on(runner, output, expected)
         # At the end: other ranks go through all batches too.
+        tolerance = _TOLERANCE if runner.loaded.quantization is None else _QUANTIZED_TOLERANCE
         if not largest <= tolerance[runner.loaded.dtype]:
             raise CannotLower(f"its logits differ from the eager ones by {largest:.1e} (relative)")
+
+
+def _gives_logits(runner: ModelRunner) -> bool:
+    stage = runner.loaded.stage
+    return stage is None or stage.is_last
+
+
+def _any_incoming(runner: ModelRunner) -> torch.Tensor | None:
+    """Made-up hidden states, where a forward begins with such."""
+    stage = runner.loaded.stage
+    if stage is None or stage.is_first:
+        return None
+    return torch.ones((1, max(NUM_ROWS), stage.plan.hidden_size), dtype=runner.loaded.dtype)
+
+
+def _arrived(runner: ModelRunner, inputs: ForwardInputs, tag: int) -> torch.Tensor | None:
+    """What the stage before hands on in the self-check, if there is one: 0 compiled, 1 eager."""
+    loaded = runner.loaded
+    if loaded.stage is None:
+        return None
+    transfer = loaded.stage.expect(inputs.metadata.num_rows, tag, loaded.dtype, loaded.device)
+    return None if transfer is None else transfer.finish()
+
+
+def _hand_on(runner: ModelRunner, compiled: torch.Tensor, eager: torch.Tensor) -> None:
+    stage = runner.loaded.stage
+    assert stage is not None
+    for tag, hidden in enumerate((compiled, eager)):
+        stage.hand_on(hidden, tag).finish()
 
 
 def _small_pool(runner: ModelRunner) -> KvPool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -28,7 +28,15 @@ from specdec.attention.base import LayerAttention
 from specdec.attention.hf import ATTENTION_NAME
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapt
-from specdec.model.checkpoint import Checkpoint, LoadProgress, open_checkpoint, outline_of, revision_of
+from specdec.model.checkpoint import (
+    Checkpoint,
+    LoadProgress,
+    ModelFolder,
+    open_checkpoint,
+    open_folder,
+    outline_of,
+    revision_of,
+)
 from specdec.model.config import ModelConfig, QuantizationName
 from specdec.model.experts import run_experts_one_by_one
 from specdec.model.inspection import inspect_forward, inspect_on_paper
@@ -122,17 +130,24 @@ def load_model(
     with same_fate(ranks):
         if config.quantization is not None:
             _require_quantization(config.quantization, ranks)
-        checkpoint = open_checkpoint(config.model)
-        hf_config = _load_config(checkpoint, trust_remote_code=config.trust_remote_code)
-        _refuse_unsupported(checkpoint, hf_config, config)
+        # What cannot be served says so by name, even where the weights are damaged or not there yet.
+        folder = open_folder(config.model)
+        hf_config = _load_config(folder, trust_remote_code=config.trust_remote_code)
+        _refuse_unsupported(folder, hf_config, config)
         max_model_len = _resolve_max_model_len(config, hf_config)
+        rotary = rule_of(hf_config, max_model_len)
+        on_paper = _check_model_on_paper(folder, hf_config, config, rotary)
+        stages = on_paper.stages
+        checkpoint = open_checkpoint(config.model)
+        _check_size(checkpoint, on_paper.num_parameters)
         dtype = _resolve_dtype(config, checkpoint, hf_config)
         device = _resolve_device(config.device) if ranks is None else ranks.device
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        rotary = rule_of(hf_config, max_model_len)
         invariant = invariant_forward(config, device, dtype)
-        stages = _check_model_on_paper(checkpoint, hf_config, config, rotary, invariant)
+        if invariant is not None:
+            run_experts_one_by_one(on_paper.model)
+            inspect_on_paper(on_paper.model, folder.path, invariant)
         revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
         read = (
             _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, grid, stages)
@@ -213,14 +228,14 @@ def _same_revision(checkpoint: Checkpoint, revision: str, ranks: RankGroup) -> s
     return answers[0][1]
 
 
-def _load_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PretrainedConfig:
-    model_type = checkpoint.config.get("model_type")
+def _load_config(folder: ModelFolder, *, trust_remote_code: bool) -> PretrainedConfig:
+    model_type = folder.config.get("model_type")
     with _foreign_files(
-        f"{checkpoint.path / 'config.json'} describes no model that transformers knows "
+        f"{folder.path / 'config.json'} describes no model that transformers knows "
         f"(model_type {model_type!r})"
     ):
         loaded: PretrainedConfig = _AUTO_CONFIG.from_pretrained(
-            checkpoint.path, local_files_only=True, trust_remote_code=trust_remote_code
+            folder.path, local_files_only=True, trust_remote_code=trust_remote_code
         )
     return loaded
 
@@ -234,25 +249,23 @@ def _foreign_files(problem: str) -> Iterator[None]:
         raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
-def _refuse_unsupported(checkpoint: Checkpoint, hf_config: PretrainedConfig, config: ModelConfig) -> None:
+def _refuse_unsupported(folder: ModelFolder, hf_config: PretrainedConfig, config: ModelConfig) -> None:
     """Raise CheckpointError, before weights are read, for models that the engine cannot run."""
     has_own_code = _has_own_code(hf_config, trust_remote_code=config.trust_remote_code)
     if has_own_code and config.num_ranks > 1:
         name, size = _parallel_keys(config)[0]
         raise CheckpointError(
-            f"{checkpoint.path}: a model with code of its own cannot be served with {name} {size}"
+            f"{folder.path}: a model with code of its own cannot be served with {name} {size}"
         )
     if has_own_code:
         return  # its class is only known once loaded; the attention probe has the last word
     if type(hf_config) not in _AUTO_MODEL._model_mapping:
         raise CheckpointError(
-            f"{checkpoint.path}: {hf_config.model_type} is {kind_of(hf_config)}, not a causal language model"
+            f"{folder.path}: {hf_config.model_type} is {kind_of(hf_config)}, not a causal language model"
         )
     reason = unsupported_reason(hf_config, _model_class(hf_config))
     if reason is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: model type {hf_config.model_type} cannot be served: {reason}"
-        )
+        raise CheckpointError(f"{folder.path}: model type {hf_config.model_type} cannot be served: {reason}")
 
 
 def _has_own_code(hf_config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
@@ -404,60 +417,69 @@ def _read_quantized_weights(
     return ReadPart(model=model, info=info, vocab=None, stage=None)
 
 
-def _install_rotary(checkpoint: Checkpoint, model: PreTrainedModel, rotary: RotaryRule | None) -> None:
+def _install_rotary(folder: ModelFolder, model: PreTrainedModel, rotary: RotaryRule | None) -> None:
     if rotary is not None and not install(model, rotary):
         raise CheckpointError(
-            f"{checkpoint.path}: model type {model.config.model_type} cannot be served: its rotary "
+            f"{folder.path}: model type {model.config.model_type} cannot be served: its rotary "
             f"embedding of type {rotary.kind} is not transformers' usual one"
         )
 
 
+class _OnPaper(NamedTuple):
+    """What a model's code says of it without weights."""
+
+    model: PreTrainedModel
+    """On the meta device."""
+    num_parameters: int
+    stages: StagePlan | None
+    """None: it is not divided into stages."""
+
+
 def _check_model_on_paper(
-    checkpoint: Checkpoint,
-    hf_config: PretrainedConfig,
-    config: ModelConfig,
-    rotary: RotaryRule | None,
-    invariant: InvariantForward | None,
-) -> StagePlan | None:
-    """Refuse what can be told of the model before its weights are read; return its stages, if several.
+    folder: ModelFolder, hf_config: PretrainedConfig, config: ModelConfig, rotary: RotaryRule | None
+) -> _OnPaper:
+    """Refuse what can be told of the model before its weights are looked at.
 
-    Rotary embeddings and attention that are not supported; a model that cannot be cut, or quantized, as
-    `config` says; and a config.json that describes a much larger model than the weights are.
-
-    Missing tensors are found later one by one, but transformers first makes them up: with a config.json that
-    has lost its sizes and so describes a model of billions of parameters, that takes minutes or all memory.
+    Rotary embeddings and attention that are not supported, and a model that cannot be cut, or quantized, as
+    `config` says.
     """
-    with _foreign_files(f"{checkpoint.path}: the weights cannot be loaded"):
+    with _foreign_files(
+        f"{folder.path / 'config.json'} describes no {hf_config.model_type} that can be made"
+    ):
         with torch.device("meta"):
             model = _AUTO_MODEL.from_config(
                 copy.deepcopy(hf_config),
                 trust_remote_code=config.trust_remote_code,
                 attn_implementation=_attention_of(hf_config),
             )
-        num_needed = sum(parameter.numel() for parameter in model.parameters())
-        num_stored = sum(
-            math.prod(entry["shape"])
-            for header in checkpoint.headers
-            for name, entry in json.loads(header).items()
-            if name != "__metadata__"
-        )
-    _install_rotary(checkpoint, model, rotary)
-    if invariant is not None:
-        run_experts_one_by_one(model)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    _install_rotary(folder, model, rotary)
     if hf_config.model_type not in ADAPTED_MODEL_TYPES:
-        inspect_on_paper(model, checkpoint.path, invariant)
+        inspect_on_paper(model, folder.path)
+    return _OnPaper(model, num_parameters, _divided_on_paper(folder, model, config))
+
+
+def _check_size(checkpoint: Checkpoint, num_needed: int) -> None:
+    """Refuse weights that are much smaller than the model that config.json describes.
+
+    Missing tensors are found later one by one, but transformers first makes them up: with a config.json that
+    has lost its sizes and so describes a model of billions of parameters, that takes minutes or all memory.
+    """
+    num_stored = sum(
+        math.prod(entry["shape"])
+        for header in checkpoint.headers
+        for name, entry in json.loads(header).items()
+        if name != "__metadata__"
+    )
     # Tensors that are stored once and used twice at most double what is needed.
     if num_needed > 2 * num_stored:
         raise CheckpointError(
             f"{checkpoint.path}: the weights do not fit config.json: they hold {num_stored} parameters, "
             f"the model needs {num_needed}"
         )
-    return _divided_on_paper(checkpoint, model, config)
 
 
-def _divided_on_paper(
-    checkpoint: Checkpoint, model: PreTrainedModel, config: ModelConfig
-) -> StagePlan | None:
+def _divided_on_paper(folder: ModelFolder, model: PreTrainedModel, config: ModelConfig) -> StagePlan | None:
     stages: StagePlan | None = None
     for name, size in _parallel_keys(config):
         try:
@@ -467,7 +489,7 @@ def _divided_on_paper(
                 stages = plan_stages(model, size)
         except UnsupportedParallelism as refusal:
             raise CheckpointError(
-                f"{checkpoint.path}: model type {model.config.model_type} cannot be served with "
+                f"{folder.path}: model type {model.config.model_type} cannot be served with "
                 f"{name} {size}: {refusal}"
             ) from refusal
     if config.quantization is not None:
@@ -475,7 +497,7 @@ def _divided_on_paper(
             check_quantizable(model, config.quantization)
         except UnsupportedQuantization as refusal:
             raise CheckpointError(
-                f"{checkpoint.path}: model type {model.config.model_type} cannot be served with quantization "
+                f"{folder.path}: model type {model.config.model_type} cannot be served with quantization "
                 f"{config.quantization}: {refusal}"
             ) from refusal
     return stages

@@ -154,17 +154,17 @@ class Lowered:
     """A whole forward."""
 
     operations: list[Operation]
-    logits: Ref
-    """fp32, all of a value with one row per logit row."""
+    output: Ref
+    """All of a value: fp32 logits with one row per logit row, or hidden states with one row per token."""
 
 
-def lower(trace: Trace) -> Lowered:
-    """Return the operations that yield the trace's logits, in fp32.
+def lower(trace: Trace, output: Domain = "logit_rows") -> Lowered:
+    """Return the operations that yield the trace's output: logits, or (`output` "rows") hidden states.
 
     Raises:
         CannotLower: naming what has no native form.
     """
-    return _Lowering(trace).run()
+    return _Lowering(trace).run(output)
 
 
 class _Lowering:
@@ -172,19 +172,21 @@ class _Lowering:
         self._trace = trace
         self._operations: list[Operation] = []
 
-    def run(self) -> Lowered:
+    def run(self, domain: Domain) -> Lowered:
         wanted = _needed(self._trace)
         for node in self._trace.nodes:
             values = [value for value in node.creates if value is not None]
             if any(value in wanted and value.kind == "row" for value in values):
                 self._node(node)
-        logits = self._trace.ref(self._trace.logits)
-        if logits.value.domain != "logit_rows" or logits.value.kind != "row":
-            raise CannotLower("the logits do not have one row per logit row")
-        if logits.dtype is not torch.float32 or not _is_whole(logits):
-            fp32 = self._fresh(self._trace.logits, logits, torch.float32)
-            logits = self._elementwise(COPY, fp32, logits)
-        return Lowered(self._operations, logits)
+        output = self._trace.ref(self._trace.output)
+        if output.value.domain != domain or output.value.kind != "row":
+            what = "logits" if domain == "logit_rows" else "hidden states"
+            row = "logit row" if domain == "logit_rows" else "token"
+            raise CannotLower(f"the {what} do not have one row per {row}")
+        dtype = torch.float32 if domain == "logit_rows" else output.dtype
+        if output.dtype is not dtype or not _is_whole(output):
+            output = self._elementwise(COPY, self._fresh(self._trace.output, output, dtype), output)
+        return Lowered(self._operations, output)
 
     def _node(self, node: Node) -> None:
         own = {
@@ -511,10 +513,10 @@ class _Lowering:
 
 
 def _needed(trace: Trace) -> set[Value]:
-    """Values that the logits depend on."""
+    """Values that the output depends on."""
     creator = {value: node for node in trace.nodes for value in node.creates if value is not None}
     wanted: set[Value] = set()
-    pending = [trace.value_of(trace.logits)]
+    pending = [trace.value_of(trace.output)]
     while pending:
         value = pending.pop()
         if value in wanted:

@@ -276,7 +276,8 @@ class NativeForward:
         buffers: dict[Value, int],
         tables: dict[Value, torch.Tensor],
         *,
-        logits: Ref,
+        output: Ref,
+        incoming: Value | None = None,
         weights: PackedWeights,
         layers: Sequence[LayerAttention],
         quantized_kernel: ctypes.c_void_p | None = None,
@@ -289,9 +290,10 @@ class NativeForward:
             steps: the operations, in order.
             buffers: buffer number of every row value.
             tables: [positions, row size] of every position value.
-            logits: fp32 result, one of the row values.
+            output: the result, all of one of the row values.
+            incoming: what every run is given beside token ids.
             weights: where linear weights are packed.
-            layers: attention of every layer.
+            layers: attention of the layers, consecutive ones of the model.
             quantized_kernel: what `load_quantized_kernel` returned; needed where a weight is quantized.
             slots: where ranks hand each other rows, with some memory in them; None: there are no ranks.
 
@@ -300,6 +302,7 @@ class NativeForward:
         """
         self._library = library
         self._buffers = buffers
+        self._incoming_buffer = _NO_BUFFER
         self._tables = tables
         self._weights = weights
         self._layers = layers
@@ -310,9 +313,13 @@ class NativeForward:
         self._fixed_index: dict[tuple[int, torch.dtype], int] = {}
         self._scratch = _scratch_buffers(buffers)
         self._num_buffers = len(set(buffers.values()))
+        if incoming is not None:
+            self._incoming_buffer = self._num_buffers
+            self._buffers = {**buffers, incoming: self._incoming_buffer}
+            self._num_buffers += 1
         self._plans: dict[tuple[int, int, int | None], int] = {}
-        self._logits_buffer = buffers[logits.value]
-        self._vocab_size = logits.value.row_size
+        self._output_buffer = buffers[output.value]
+        self._output_value = output.value
         instructions = [instruction for step in steps for instruction in self._encode(step)]
         array = (_Instruction * len(instructions))(*instructions)
         self._program = ctypes.c_void_p(
@@ -321,8 +328,8 @@ class NativeForward:
                 ctypes.c_int64(len(instructions)),
                 ctypes.c_int64(self._num_buffers),
                 ctypes.c_int64(len(self._plans)),
-                ctypes.c_int32(self._logits_buffer),
-                ctypes.c_int32(self._vocab_size),
+                ctypes.c_int32(self._output_buffer),
+                ctypes.c_int32(output.value.row_size),
             )
         )
         library.drafthouse_program_set_quantized_linear(self._program, quantized_kernel)
@@ -334,7 +341,7 @@ class NativeForward:
             self._set_buffer(index, tensor)
         self._capacity = {"rows": 0, "logit_rows": 0}
         self._memory: dict[str, torch.Tensor] = {}
-        self._logits = torch.empty(0)
+        self._output = torch.empty(0)
         self._run: Callable[..., int] = library.drafthouse_program_run
         self._generate: Callable[..., int] = library.drafthouse_program_generate
 
@@ -345,8 +352,8 @@ class NativeForward:
     def bind_caches(self, caches: LayerCaches) -> ctypes.Array[NativeLayer]:
         """Describe K/V pools for `run`; the pools must outlive the result."""
         layers = [
-            native_layer(layer, caches.keys[layer.layer_idx], caches.values[layer.layer_idx])
-            for layer in self._layers
+            native_layer(layer, keys, values)
+            for layer, keys, values in zip(self._layers, caches.keys, caches.values, strict=True)
         ]
         return (NativeLayer * len(layers))(*layers)
 
@@ -357,8 +364,11 @@ class NativeForward:
         metadata: AttentionMetadata,
         caches: ctypes.Array[NativeLayer],
         position_ids: torch.Tensor,
+        incoming: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run one batch, write its K/V; return fp32 logits [L, vocab], valid until the next run.
+        """Run one batch, write its K/V; return the output, valid until the next run.
+
+        That is fp32 logits [L, vocab], or hidden states [T, hidden_size].
 
         Args:
             input_ids: int64 [1, T] or [T], contiguous.
@@ -366,6 +376,7 @@ class NativeForward:
             metadata: the batch, T rows.
             caches: what `bind_caches` returned.
             position_ids: int64 [T], rows of the tables over positions.
+            incoming: [1, T, hidden_size], contiguous, where the forward begins with it.
 
         Raises:
             IndexError: a token id or a logit row is out of range.
@@ -378,9 +389,11 @@ class NativeForward:
             *(input_ids.data_ptr(), position_ids.data_ptr(), logit_rows.data_ptr()),
             *(num_logit_rows, torch.get_num_threads()),
         )
+        self._set_incoming(incoming)
         step = native_step(metadata)
         self._raise_failure(self._run(self._program, ctypes.byref(step), caches, ctypes.byref(inputs)))
-        return self._logits[:num_logit_rows]
+        is_of_logits = self._output_value.domain == "logit_rows"
+        return self._output[: num_logit_rows if is_of_logits else metadata.num_rows]
 
     def generate(
         self,
@@ -388,8 +401,11 @@ class NativeForward:
         num_more: Sequence[int],
         chooser: NativeChooser,
         caches: ctypes.Array[NativeLayer],
+        incoming: torch.Tensor | None = None,
     ) -> Generated:
         """Run chains and choose tokens from their logits; see `GeneratingRunner.try_generate`.
+
+        With `incoming` (see `run`) there is one forward: `num_more` is 0 everywhere.
 
         Raises:
             IndexError: a token id is out of range.
@@ -412,6 +428,7 @@ class NativeForward:
             num_tokens += piece.num_logit_rows + more
         self._reserve("rows", len(token_ids))
         self._reserve("logit_rows", num_logit_rows)
+        self._set_incoming(incoming)
         chosen = array("q", (NO_TOKEN,)) * num_tokens
         seconds = array("d", (0.0, 0.0))
         native_chooser = _Chooser(chooser.function, chooser.parameters)
@@ -443,15 +460,22 @@ class NativeForward:
         for scratch, size in zip(mine, sizes, strict=True):
             part = memory[start : start + size]
             self._set_buffer(scratch.index, part)
-            if scratch.index == self._logits_buffer:
-                count = capacity * self._vocab_size
-                self._logits = part[: 4 * count].view(torch.float32).view(capacity, self._vocab_size)
+            if scratch.index == self._output_buffer:
+                dtype, width = self._output_value.dtype, self._output_value.row_size
+                used = part[: dtype.itemsize * capacity * width]
+                self._output = used.view(dtype).view(capacity, width)
             start += size
         self._capacity[domain] = capacity
         if self._slots is not None:
             # Ranks run the same batches, and so come here together.
             row_bytes = max((row_bytes for _, row_bytes in self._meetings), default=0)
             self._slots.reserve(row_bytes * max(self._capacity.values()))
+
+    def _set_incoming(self, incoming: torch.Tensor | None) -> None:
+        assert (incoming is None) == (self._incoming_buffer == _NO_BUFFER)
+        if incoming is not None:
+            assert incoming.is_contiguous()
+            self._set_buffer(self._incoming_buffer, incoming)
 
     def _set_buffer(self, index: int, tensor: torch.Tensor) -> None:
         self._library.drafthouse_program_set_buffer(
@@ -606,10 +630,10 @@ class NativeForward:
 
     def _attention(self, instruction: _Instruction, operation: Attention) -> Sequence[_Instruction]:
         """Writing K/V, which can go on without waiting, and attending, once everybody has written."""
-        layer = self._layers[operation.layer_idx]
+        layer = self._layers[operation.layer_idx - self._layers[0].layer_idx]
         plan = (layer.num_heads, layer.num_kv_heads, layer.sliding_window)
         query, key, value = (self._heads(ref) for ref in operation.inputs)
-        instruction.layer = operation.layer_idx
+        instruction.layer = operation.layer_idx - self._layers[0].layer_idx
         write = _Instruction.from_buffer_copy(instruction)
         write.kind, write.cut = _WRITE_KV, _CUTS["rows"]
         write.a, write.b = key, value

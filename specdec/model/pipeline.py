@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from specdec.attention.base import AttentionBackend
 from specdec.kv.config import CacheConfig
 from specdec.kv.pool import KvPool
-from specdec.model.batch import SequenceSlice
+from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.loader import LoadedModel
 from specdec.model.parallel.group import Transfer
 from specdec.model.runner import ForwardInputs, ModelRunner
@@ -82,7 +83,11 @@ class StageRunner(ModelRunner):
         departures: list[Transfer] = []
         for tag, (batch, arrival) in enumerate(zip(batches, arrivals, strict=True)):
             inputs = self.pack(batch)
-            output = self._run_stage(inputs, None if arrival is None else arrival.finish())
+            if arrival is not None:
+                inputs = replace(inputs, incoming=arrival.finish())
+            output = self._run_stage(inputs)
+            if len(batches) > 1 and self.kv_generation:
+                output = output.clone()  # the compiled forward's own memory, which the next part needs
             if stage.is_last:
                 rows.append(output)
             else:
@@ -93,20 +98,55 @@ class StageRunner(ModelRunner):
             return torch.empty((0, self.vocab_size), device=loaded.device)
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).float()
 
+    def try_generate(
+        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+    ) -> Generated | None:
+        """See `model.batch.GeneratingRunner.try_generate`: None too for rounds of several parts.
+
+        Raises:
+            TransportError: a rank is gone.
+        """
+        loaded, stage = self.loaded, self._stage
+        if self.graphs is None or not stage.is_last or any(num_more):
+            return None
+        if len(micro_batches(slices, limit=self._max_parts, min_tokens=self._min_tokens)) > 1:
+            return None
+
+        def arrive() -> torch.Tensor:
+            arrival = stage.expect(_num_tokens(slices), 0, loaded.dtype, loaded.device)
+            assert arrival is not None, "the last stage is not the first"
+            return arrival.finish()
+
+        return self.graphs.try_generate(slices, num_more, chooser, arrive)
+
+    def call_model(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        paged: Any,
+        incoming: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run this stage's layers, on what comes out of the stage before; see `ModelRunner.call_model`.
+
+        Returns logits [L, vocab] in the last stage, else hidden states [1, T, hidden_size].
+        """
+        whole = super().call_model
+        return self._stage.run(lambda: whole(input_ids, positions, logit_rows, paged), incoming)
+
     @torch.inference_mode()
     def _forward_on(self, slices: Sequence[SequenceSlice], pool: KvPool) -> torch.Tensor:
         """Run this stage alone, on made-up hidden states."""
         loaded, stage = self.loaded, self._stage
-        incoming: torch.Tensor | None = None
+        inputs = self.pack(slices)
         if not stage.is_first:
             shape = (1, _num_tokens(slices), stage.plan.hidden_size)
-            incoming = torch.ones(shape, dtype=loaded.dtype, device=loaded.device)
-        return self._run_stage(self.pack(slices), incoming, pool)
+            inputs = replace(inputs, incoming=torch.ones(shape, dtype=loaded.dtype, device=loaded.device))
+        return self.forward_eager(inputs, pool)
 
-    def _run_stage(
-        self, inputs: ForwardInputs, incoming: torch.Tensor | None, pool: KvPool | None = None
-    ) -> torch.Tensor:
-        return self._stage.run(lambda: self.forward_eager(inputs, pool), incoming)
+    def _run_stage(self, inputs: ForwardInputs) -> torch.Tensor:
+        output = None if self.graphs is None else self.graphs.try_run(inputs)
+        return self.forward_eager(inputs) if output is None else output
 
 
 def _num_tokens(batch: Sequence[SequenceSlice]) -> int:

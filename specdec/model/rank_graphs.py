@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 
 from specdec.model.config import CompileConfig
-from specdec.model.graphs import CHECK_STAGE, CompiledForward
-from specdec.model.parallel.group import RankGroup
+from specdec.model.graphs import CHECK_STAGE, CompiledForward, can_stay_compiled
+from specdec.model.parallel.grid import RankGrid
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.runner import ModelRunner
 
 _FAILED = "failed "
 
 
-def compile_over_ranks(runner: ModelRunner, ranks: RankGroup, config: CompileConfig) -> None:
+def compile_over_ranks(runner: ModelRunner, config: CompileConfig) -> None:
     """Let `runner`, which has this rank's part of a model, run compiled where that is possible.
 
+    Ranks of a stage hand each other rows within the forward; stages hand on hidden states between forwards.
     All ranks call it at the same time, before they run anything; what one of them cannot compile all run
     eagerly, and a log line of each says why. It takes what the C++ build takes (once per machine) and a
     second or two.
@@ -23,30 +24,35 @@ def compile_over_ranks(runner: ModelRunner, ranks: RankGroup, config: CompileCon
     Raises:
         TransportError: a rank is gone.
     """
-    if config.mode == "off" or runner.loaded.device.type != "cpu":
+    if config.mode == "off" or runner.loaded.device.type != "cpu" or not can_stay_compiled(runner.loaded):
         return
-    compiled = CompiledForward(runner, config, RankSlots(ranks))
+    grid = runner.loaded.grid
+    assert grid is not None
+    slots = None if grid.tensor is None else RankSlots(grid.tensor)
+    compiled = CompiledForward(runner, config, slots)
     while compiled.pending() and compiled.stage != CHECK_STAGE:
         compiled.run_next()
-    _share_fate(compiled, ranks)
+    _share_fate(compiled, grid)
     while compiled.pending():
         compiled.run_next()
-    _share_fate(compiled, ranks)
+    _share_fate(compiled, grid)
     runner.graphs = compiled
 
 
-def _share_fate(compiled: CompiledForward, ranks: RankGroup) -> None:
-    """Give up when another rank has, or would meet the others somewhere else."""
+def _share_fate(compiled: CompiledForward, grid: RankGrid) -> None:
+    """Give up when another rank has, or ranks of one stage would meet in different places."""
     own = f"{_FAILED}{compiled.failure}" if compiled.state == "failed" else _digest(compiled)
-    answers = [answer.decode(errors="replace") for answer in ranks.exchange(own.encode())]
+    answers = [answer.decode(errors="replace") for answer in grid.ranks.exchange(own.encode())]
     if compiled.state == "failed":
         return
     for rank, answer in enumerate(answers):
         if answer.startswith(_FAILED):
             compiled.give_up(f"rank {rank}: {answer.removeprefix(_FAILED)}")
             return
-        if answer != answers[0]:
-            compiled.give_up(f"rank {rank} computes something else than rank 0")
+    for rank, answer in enumerate(answers):
+        first = rank - rank % grid.width
+        if answer != answers[first]:
+            compiled.give_up(f"rank {rank} computes something else than rank {first}")
             return
 
 

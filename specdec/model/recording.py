@@ -65,7 +65,10 @@ class Recording:
     input_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
-    logits: torch.Tensor
+    output: torch.Tensor
+    """Logits, or hidden states of a stage before the last."""
+    incoming: torch.Tensor | None
+    """Hidden states of the stage before."""
     shards: Mapping[int, EmbeddingShard]
     """By address of the weight."""
 
@@ -224,19 +227,23 @@ def single_threaded() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-ModelCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
-"""(input_ids [1, T], positions [1, T], logit_rows [L], paged) -> logits [L, vocab]: one eager forward."""
+ModelCall = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, RecordingAttention, torch.Tensor | None], torch.Tensor
+]
+"""One eager forward: `runner.ModelRunner.call_model`."""
 
 
-def record(call_model: ModelCall) -> tuple[Recording, Recording]:
+def record(call_model: ModelCall, incoming: torch.Tensor | None = None) -> tuple[Recording, Recording]:
     """Run the model twice, with `NUM_ROWS` rows and `NUM_LOGIT_ROWS` logit rows.
+
+    `incoming` are made-up hidden states [1, max(NUM_ROWS), hidden_size] of the stage before, if there is one.
 
     Raises:
         CannotLower: the two runs did different things.
     """
     with single_threaded():
         first, second = (
-            _record_once(call_model, num_rows, num_logit_rows)
+            _record_once(call_model, num_rows, num_logit_rows, incoming)
             for num_rows, num_logit_rows in zip(NUM_ROWS, NUM_LOGIT_ROWS, strict=True)
         )
     names = [[call.name for call in recording.calls] for recording in (first, second)]
@@ -249,16 +256,22 @@ def record(call_model: ModelCall) -> tuple[Recording, Recording]:
 
 
 @torch.inference_mode()
-def _record_once(call_model: ModelCall, num_rows: int, num_logit_rows: int) -> Recording:
+def _record_once(
+    call_model: ModelCall, num_rows: int, num_logit_rows: int, incoming: torch.Tensor | None
+) -> Recording:
     input_ids = torch.arange(num_rows)[None]
     positions = torch.arange(num_rows)[None]
     logit_rows = torch.arange(num_logit_rows)
+    if incoming is not None:
+        incoming = incoming[:, :num_rows].clone()
     recorder = _active.recorder = Recorder()
     try:
         with recorder:
-            logits = call_model(input_ids, positions, logit_rows, RecordingAttention(recorder))
+            attention = RecordingAttention(recorder)
+            output = call_model(input_ids, positions, logit_rows, attention, incoming)
     finally:
         _active.recorder = None
+    output = recorder.current(output)
     return Recording(
-        tuple(recorder.calls), input_ids, positions, logit_rows, recorder.current(logits), recorder.shards
+        tuple(recorder.calls), input_ids, positions, logit_rows, output, incoming, recorder.shards
     )

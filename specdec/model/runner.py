@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -35,6 +35,8 @@ class ForwardInputs:
     metadata: AttentionMetadata
     shifted_positions: torch.Tensor | None = None
     """int64 [T]: position ids that the model is given, where they are not `metadata.positions`."""
+    incoming: torch.Tensor | None = None
+    """[1, T, hidden_size], in the model's dtype: what comes out of the layers before those that are here."""
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -51,7 +53,11 @@ class ForwardInputs:
             logit_rows=self.logit_rows.to(device),
             metadata=self.metadata.to(device),
             shifted_positions=None if shifted is None else shifted.to(device),
+            incoming=self.incoming,
         )
+
+
+Incoming = Callable[[], torch.Tensor]
 
 
 class ForwardGraphs(Protocol):
@@ -63,16 +69,24 @@ class ForwardGraphs(Protocol):
         ...
 
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
-        """Return logits [L, vocab], in any floating dtype, or None when this batch must run eagerly.
+        """Return what `call_model` does, in any floating dtype, or None when this batch must run eagerly.
 
         It must write the step's K/V into the runner's pool as the eager forward does.
         """
         ...
 
     def try_generate(
-        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+        self,
+        slices: Sequence[SequenceSlice],
+        num_more: Sequence[int],
+        chooser: NativeChooser,
+        incoming: Incoming | None = None,
     ) -> Generated | None:
-        """See `batch.GeneratingRunner.try_generate`."""
+        """See `batch.GeneratingRunner.try_generate`.
+
+        `incoming` is called, once, when it is certain that the answer is not None: it returns what
+        `ForwardInputs.incoming` would hold.
+        """
         ...
 
 
@@ -172,7 +186,7 @@ class ModelRunner:
     def forward_eager(self, inputs: ForwardInputs, pool: KvPool | None = None) -> torch.Tensor:
         """Run the model's own forward, on our pool unless another is given.
 
-        Returns logits [L, vocab] in the model's dtype.
+        Returns logits [L, vocab] in the model's dtype, or what comes out of the layers that are here.
         """
         inputs = inputs.to(self.loaded.device)
         metadata = inputs.metadata
@@ -183,15 +197,24 @@ class ModelRunner:
             metadata=metadata,
             plan=self.backend.begin(metadata),
         )
-        return self.call_model(inputs.input_ids, inputs.position_ids[None], inputs.logit_rows, paged)
+        return self.call_model(
+            inputs.input_ids, inputs.position_ids[None], inputs.logit_rows, paged, inputs.incoming
+        )
 
     def call_model(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, paged: Any
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        paged: Any,
+        incoming: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the model's own forward with `paged` as what its attention layers call.
 
-        `input_ids` and `positions` are int64 [1, T], `logit_rows` int64 [L]; returns [L, vocab].
+        `input_ids` and `positions` are int64 [1, T], `logit_rows` int64 [L], `incoming` is as in
+        `ForwardInputs`; returns [L, vocab], or what comes out of the layers that are here.
         """
+        assert incoming is None, "all layers are here"
         if self._keeps_logits:
             output = self._model(
                 input_ids=input_ids,

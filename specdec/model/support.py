@@ -22,13 +22,11 @@ def unsupported_reason(config: PretrainedConfig, model_class: type[PreTrainedMod
     """Return why this model cannot be run, or None."""
     if config.model_type in _REFUSED_MODEL_TYPES:
         return _REFUSED_MODEL_TYPES[config.model_type]
+    kind_reason = _kind_reason(config, model_class)
+    if kind_reason is not None:
+        return kind_reason  # of what is no language model nobody can say which part is the text's
     text_config = config.get_text_config()
-    reasons = (
-        _kind_reason(config, model_class),
-        _layer_reason(text_config),
-        _rope_reason(text_config),
-    )
-    return next((reason for reason in reasons if reason is not None), None)
+    return _layer_reason(text_config) or _rope_reason(text_config)
 
 
 def kind_of(config: PretrainedConfig) -> str:

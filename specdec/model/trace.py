@@ -109,7 +109,9 @@ class Trace:
         self.input_ids = first.input_ids
         self.positions = first.positions
         self.logit_rows = first.logit_rows
-        self.logits = first.logits
+        self.output = first.output
+        self.incoming: Value | None = None
+        """What comes out of the stage before."""
         self.shards = first.shards
         self._keep_alive = (first, second)
         self._storages: dict[int, tuple[Value, NDArray[np.int64] | None]] = {}
@@ -118,6 +120,10 @@ class Trace:
             kind: Kind = "position" if tensor is first.positions else "row"
             value = Value(kind, domain, tuple(tensor.shape), tensor.dim() - 1, tensor.dtype, tensor)
             self._register(tensor, value)
+        if first.incoming is not None:
+            shape = tuple(first.incoming.shape)
+            self.incoming = Value("row", "rows", shape, 1, first.incoming.dtype, first.incoming)
+            self._register(first.incoming, self.incoming)
         self.nodes: list[Node] = []
         for call, other in zip(first.calls, second.calls, strict=True):
             args, kwargs = _mark(call.args, other.args), _mark(dict(call.kwargs), dict(other.kwargs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from specdec.core.errors import ConfigError
 from specdec.core.ids import RequestId
@@ -94,3 +94,18 @@ class Proposer(Protocol):
     def close(self) -> None:
         """Free all resources. Idempotent."""
         ...
+
+
+@runtime_checkable
+class HasCounters(Protocol):
+    """A proposer that counts something worth exporting."""
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Counters since the start, by metric name without prefix."""
+        ...
+
+
+def counters_of(proposer: Proposer) -> Mapping[str, float]:
+    """Return what a proposer counts."""
+    return proposer.counters if isinstance(proposer, HasCounters) else {}

@@ -124,7 +124,6 @@ class DraftModelProposer:
         max_context: int | None = None,
         eos_token_ids: Sequence[int] = (),
         sampling: DraftSampling = SHARED_NOISE,
-        keeps_to_grammars: bool = True,
         fused_loop: FusedDraftLoop | None = None,
         idle_work: Sequence[IdleWork] = (),
         prefix_caching: bool = True,
@@ -141,8 +140,6 @@ class DraftModelProposer:
             max_context: longest prefix plus draft, in tokens; None: the runner's limit.
             eos_token_ids: tokens that min_tokens keeps from being drafted.
             sampling: how tokens are drawn, as the verification rule needs it.
-            keeps_to_grammars: whether drafts look at `SequenceView.constraint`. Not over ranks: only one of
-                them sees it.
             fused_loop: asked first to draft, with the same runner, sampler, vocabulary and noise stream.
             idle_work: what makes the runner faster (see `HasIdleWork`).
             prefix_caching: keep what was read of sequences, for others that begin with the same tokens.
@@ -156,7 +153,6 @@ class DraftModelProposer:
         self._stepwise_loop = StepwiseDraftLoop(runner, sampler, vocab_size, sampling.noise_stream)
         self._max_read_tokens = max_read_tokens
         self._eos_token_ids = tuple(eos_token_ids)
-        self._keeps_to_grammars = keeps_to_grammars
         limit = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
         self._max_context = limit if max_context is None else min(limit, max_context)
         self._cache = PrefixCache(runner.num_blocks, runner.block_size) if prefix_caching else None
@@ -179,6 +175,14 @@ class DraftModelProposer:
     def runner(self) -> Runner:
         """What runs the draft model, for measurements of the bare forward."""
         return self._runner
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """See `proposers.base.HasCounters`."""
+        return {
+            "draft_prefix_cache_queries": self.num_queried_tokens,
+            "draft_prefix_cache_hits": self.num_cached_tokens,
+        }
 
     def propose(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
@@ -299,7 +303,7 @@ class DraftModelProposer:
                 seed=seed,
                 shaper=self._shaper(drafting) if completes and params.shapes_logits else None,
                 shift=drafting.state.shift,
-                constraint=drafting.view.constraint if completes and self._keeps_to_grammars else None,
+                constraint=drafting.view.constraint if completes else None,
             )
             for drafting, num_tokens, completes in chunks
             for params, seed in (self._sampling.of(drafting.view),)

@@ -58,7 +58,7 @@ def load_draft_model(
         max_num_seqs=target.max_num_seqs,
         backend=attention_of(loaded, config.attention_backend),
     )
-    compile_over_ranks(runner, ranks, config.compile)
+    compile_over_ranks(runner, config.compile)
     return DraftModelProposer(
         runner,
         ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
@@ -68,7 +68,6 @@ def load_draft_model(
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=draft_sampling(config),
         rotary=loaded.rotary,
-        keeps_to_grammars=False,
     )
 
 

@@ -43,9 +43,15 @@ class GrammarState:
     """How far one stream has come in its grammar."""
 
     def __init__(
-        self, matcher: LLMatcher, eos_token_ids: Sequence[int], num_mask_bytes: int, mask_timeout_s: float
+        self,
+        grammar: Grammar,
+        matcher: LLMatcher,
+        eos_token_ids: Sequence[int],
+        num_mask_bytes: int,
+        mask_timeout_s: float,
     ) -> None:
-        """`matcher` is this state's own from now on."""
+        """`matcher`, made of `grammar`, is this state's own from now on."""
+        self.grammar = grammar
         self.failure: str | None = None
         """Why the stream cannot go on, if so."""
         self._matcher = matcher
@@ -108,9 +114,10 @@ class GrammarState:
         """Return what may come next: nothing, once there is a failure."""
         if self.failure is not None:
             return bytes(self._num_mask_bytes)
-        started_s = time.monotonic()
+        # This thread's own time: that the machine was busy elsewhere must not end a request.
+        started_s = time.thread_time()
         mask = bytearray(self._matcher.compute_bitmask()[: self._num_mask_bytes])
-        took_s = time.monotonic() - started_s
+        took_s = time.thread_time() - started_s
         self.failure = self._reason()
         if self.failure is None and took_s > self._mask_timeout_s:
             self.failure = f"finding the allowed tokens took {took_s:.2f} s"
@@ -198,6 +205,7 @@ class GrammarCompiler:
 
     def _make(self, grammar: Grammar, token_ids: tuple[int, ...]) -> GrammarState:
         state = GrammarState(
+            grammar,
             self._matcher(grammar).deep_copy(),
             self._eos_token_ids,
             -(-self._vocab_size // 8),

@@ -100,9 +100,9 @@ def _written(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
             choices: list[str] = json.loads(grammar.text)
-            return LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            )
+            texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            # One lexeme (capitals): as rules of a grammar no more than 2000 would go.
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         case "grammar":
             return LLMatcher.grammar_from_lark(_lark(grammar))
 

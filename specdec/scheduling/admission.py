@@ -85,11 +85,13 @@ def _require_integers(values: Iterable[object], param: str) -> None:
 
 def _check_length(request: Request, limits: AdmissionLimits) -> None:
     length = len(request.prompt_token_ids)
-    if length < limits.max_sequence_len:
+    num_generated = 0 if request.params.max_tokens == 0 else 1
+    room = limits.max_sequence_len - num_generated
+    if length <= room:
         return
-    room = limits.max_sequence_len - 1
     if limits.max_model_len <= limits.pool_tokens:
-        reason = f"the model's context is {limits.max_model_len} tokens and at least one is generated"
+        reason = f"the model's context is {limits.max_model_len} tokens"
+        reason += " and at least one is generated" if num_generated else ""
     else:
         reason = (
             f"the KV cache holds {limits.pool_tokens} tokens (cache.memory_bytes or cache.memory_fraction "

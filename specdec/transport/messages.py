@@ -26,7 +26,7 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import NoiseStream
 from specdec.core.request import Request
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import Grammar, SamplingParams
 
 PROTOCOL_VERSION = 1
 _MAGIC = b"DH"
@@ -84,6 +84,8 @@ class DraftOpening(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     num_prompt_tokens: int
     cache_salt: str | None = None
+    grammar: Grammar | None = None
+    """What the output must look like, in full (`params` has it without its text)."""
 
 
 class ProposeEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -131,6 +133,8 @@ class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):
     answers: tuple[ProposeAnswer, ...]
     draft_s: float = 0.0
     """Seconds the draft worker spent on them."""
+    counts: dict[str, int] | None = None
+    """What the draft worker counted since it last told any coordinator, by metric name without prefix."""
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag=22):

@@ -264,7 +264,12 @@ def test_body_that_is_no_object(door: Door, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"prompt": "a" * 300}, {"prompt": "a" * 250, "max_tokens": 7}, {"prompt": "a", "max_tokens": 1 << 70}],
+    [
+        {"prompt": "a" * 300},
+        {"prompt": "a" * 250, "max_tokens": 7},
+        {"prompt": "a", "max_tokens": 1 << 70},
+        {"prompt": "a" * 257, "max_tokens": 0, "echo": True},
+    ],
 )
 def test_context_too_long(door: Door, fields: dict[str, Any]) -> None:
     response = door.complete(**fields)
@@ -273,6 +278,7 @@ def test_context_too_long(door: Door, fields: dict[str, Any]) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert "256" in error["message"]
     assert door.complete(prompt="a" * 250, max_tokens=6).status_code == 200
+    assert door.complete(prompt="a" * 256, max_tokens=0, echo=True).status_code == 200
 
 
 def test_too_long_a_body_is_413() -> None:

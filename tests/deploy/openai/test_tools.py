@@ -266,12 +266,50 @@ def test_named_call_in_a_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].finish_reason == "tool_calls"
 
 
-def test_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI) -> None:
+RECURSIVE = {
+    "type": ["object", "null"],
+    "properties": {
+        "size": {"$ref": "#/$defs/size"},
+        "child": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        "same": {"$ref": "#/properties/size"},
+    },
+    "required": ["size", "child", "same"],
+    "additionalProperties": False,
+    "$defs": {"size": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+
+
+def create(client: openai.OpenAI, parameters: Any, **fields: Any) -> Any:
+    function = {"name": "f", "parameters": parameters}
+    return client.chat.completions.create(
+        model="bytes",
+        messages=[{"role": "user", "content": "x"}],
+        tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+        tool_choice="required",
+        **fields,
+    )
+
+
+def test_references_are_those_of_the_functions_schema(client: openai.OpenAI) -> None:
+    num_checked = 0
+    for seed in range(6):
+        (reply,) = create(client, RECURSIVE, seed=seed, max_completion_tokens=300).choices
+        for call in reply.message.tool_calls or ():
+            num_checked += 1
+            jsonschema.validate(json.loads(call.function.arguments), RECURSIVE)
+    assert num_checked >= 3
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "words"}}}, "tools"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}, "tools"),
+        ({"type": "string"}, "tools[0].function.parameters"),
+        ({"type": ["string", "null"]}, "tools[0].function.parameters"),
+    ],
+)
+def test_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI, parameters: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model="bytes",
-            messages=[{"role": "user", "content": "x"}],
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "words"}}}],
-            tool_choice="required",
-        )
-    assert caught.value.param == "tools"
+        create(client, parameters)
+    assert caught.value.param == param

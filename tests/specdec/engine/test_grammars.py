@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -141,6 +142,15 @@ def test_local_draft_model_keeps_to_the_grammar(models: GrammarModels) -> None:
         engine.generate(PROMPTS, params_of("schema"))
         metrics = engine.metrics()
     assert metrics.num_accepted_tokens > 0.9 * metrics.num_draft_tokens > 0
+
+
+def test_one_of_thousands_of_choices(models: GrammarModels) -> None:
+    choices = [f"item {number}" for number in range(4000)]
+    params = SamplingParams(grammar=Grammar("choice", json.dumps(choices)), max_tokens=20, seed=2)
+    with models.engine("ngram") as engine:
+        for result in engine.generate(PROMPTS, params):
+            assert result.choices[0].finish_reason == "stop"
+            assert result.text in choices
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
@@ -291,6 +301,29 @@ def test_bounds_are_kept(models: GrammarModels) -> None:
                 assert engine.generate([[1, 2]], fast)[0].text == "a"
 
 
+def test_a_busy_machine_ends_no_request() -> None:
+    """A mask that comes late because the process did not run is no grammar's fault."""
+
+    class Starved:
+        def compute_bitmask(self) -> bytes:
+            time.sleep(0.05)
+            return b"\xff"
+
+        def is_error(self) -> bool:
+            return False
+
+        def is_accepting(self) -> bool:
+            return True
+
+        def rollback(self, num_tokens: int) -> None:
+            assert num_tokens == 0
+
+    matcher: Any = Starved()
+    state = GrammarState(matcher, (), 1, mask_timeout_s=0.02)
+    assert state.allowed_after(()) == b"\xff"
+    assert state.failure is None
+
+
 def test_rounds_go_on_while_a_grammar_is_compiled(models: GrammarModels) -> None:
     slow = SamplingParams(grammar=Grammar("regex", "a{1000}{900}"), max_tokens=2)
     plain = SamplingParams(max_tokens=10, seed=1)
@@ -332,8 +365,15 @@ def random_value_schema(generator: random.Random) -> dict[str, Any]:
         [
             {"type": "integer", "minimum": low, "maximum": low + generator.randrange(0, 2000)},
             {"type": "number", "exclusiveMinimum": -1.5, "maximum": generator.randrange(1, 50)},
+            {"type": "integer", "minimum": low, "exclusiveMaximum": low + 100, "multipleOf": 7},
             {"type": "string", "minLength": generator.randrange(3), "maxLength": generator.randrange(3, 9)},
             {"type": "string", "pattern": generator.choice(["^[a-c]{2,5}$", "^(x|yy)-[0-9]{1,3}$"])},
+            {
+                "type": "string",
+                "pattern": generator.choice(["[a-c]{2}", "^a|b$", r'^\\?"\d$']),
+                "maxLength": 6,
+            },
+            {"type": ["string", "null"], "maxLength": 3},
             {"type": "string", "format": generator.choice(["date", "uuid", "ipv4"])},
             {"type": generator.choice(["boolean", "null"])},
             {"enum": generator.sample(["a", "b c", 1, -2.5, None, True, '\u00fc"\\', ["x"], {"y": 1}], 3)},
@@ -343,7 +383,7 @@ def random_value_schema(generator: random.Random) -> dict[str, Any]:
 
 
 def random_object_schema(generator: random.Random, depth: int) -> dict[str, Any]:
-    names = generator.sample(["id", "name", "a b", "\u00e4", "x1", "list"], generator.randrange(1, 4))
+    names = generator.sample(["id", "name", "a b", "\u00e4", 'x\\"1', "$ref", ""], generator.randrange(1, 4))
     return {
         "type": "object",
         "properties": {name: random_schema(generator, depth + 1) for name in names},
@@ -354,7 +394,7 @@ def random_object_schema(generator: random.Random, depth: int) -> dict[str, Any]
 
 def random_schema(generator: random.Random, depth: int = 0) -> dict[str, Any]:
     """A bounded schema."""
-    kinds = ["value", "object", "array", "tuple", "anyOf"]
+    kinds = ["value", "object", "array", "tuple", "anyOf", "oneOf"]
     match "value" if depth == 3 else generator.choice(kinds):
         case "object":
             return random_object_schema(generator, depth)
@@ -372,6 +412,8 @@ def random_schema(generator: random.Random, depth: int = 0) -> dict[str, Any]:
             return {"type": "array", "prefixItems": parts, "items": False, "minItems": len(parts)}
         case "anyOf":
             return {"anyOf": [random_schema(generator, depth + 1) for _ in range(2)]}
+        case "oneOf":
+            return {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"enum": ["a", None]}]}
         case _:
             return random_value_schema(generator)
 
@@ -398,7 +440,7 @@ def check_random_schemas(models: GrammarModels, first: int, count: int, drafter:
     params = [
         SamplingParams(
             grammar=Grammar("json_schema", json.dumps(schema)),
-            temperature=generator.choice([0.0, 0.7, 1.0, 1.5]),
+            temperature=generator.choice([0.0, 0.7, 1.0, 1.5, 3.0]),
             max_tokens=300,
             seed=seed,
         )

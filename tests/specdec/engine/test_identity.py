@@ -7,6 +7,7 @@ tokens, batch, chunking of prompts, preemption, replay.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,8 @@ class Models:
         key = (architecture, prompt)
         if key not in self._greedy:
             self.load(architecture)
-            generated = self._references[architecture, 0].generate(
+            # Of a model that has seen nothing: dynamic rotary tables remember the longest text they met.
+            generated = copy.deepcopy(self._references[architecture, 0]).generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 max_new_tokens=NUM_TOKENS,

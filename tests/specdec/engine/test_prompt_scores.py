@@ -95,6 +95,19 @@ def test_nothing_is_generated_where_no_token_is_wanted(engine: Engine, reference
         check_scores(result, reference[0], 0)
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context(
+    engine: Engine, reference: tuple[Any, Path]
+) -> None:
+    prompt = (PROMPT * 2)[: engine.max_sequence_len]
+    assert len(prompt) == engine.max_sequence_len == 256
+    (result,) = engine.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    check_scores(result, reference[0], 0)
+    with pytest.raises(InputError, match="at most 255 fit"):
+        engine.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    with pytest.raises(InputError, match="at most 256 fit"):
+        engine.generate([[*prompt, 5]], SamplingParams(max_tokens=0, prompt_logprobs=0))
+
+
 def test_preemption_scores_each_position_once() -> None:
     """Eight prompts in a pool that does not hold them; the toy model's scores depend on the whole prefix."""
     prompts = [[1 + (step * (index + 2)) % 14 for step in range(60)] for index in range(12)]

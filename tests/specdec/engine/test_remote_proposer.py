@@ -10,7 +10,7 @@ import pytest
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
-from specdec.core.sequence import Sequence
+from specdec.core.sequence import Sequence, TokenConstraint
 from specdec.engine.draft_server import DraftServer
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.transport.base import PeerId
@@ -26,8 +26,14 @@ from tests.specdec.engine.remote_cluster import (
 )
 
 
-def sequence(name: str, prompt: int = 6) -> Sequence:
-    return Sequence(
+class FreeSequence(Sequence):
+    """Without a grammar."""
+
+    constraint: TokenConstraint | None = None
+
+
+def sequence(name: str, prompt: int = 6) -> FreeSequence:
+    return FreeSequence(
         Request(
             request_id=RequestId(name),
             prompt_token_ids=tuple(index % VOCAB for index in range(prompt)),
@@ -316,7 +322,7 @@ def test_two_releases_and_a_late_question_leave_nothing_behind() -> None:
     rng = random.Random(1)
     for index in range(20):
         request = a_request(f"r{index}", rng)
-        one = Sequence(request)
+        one = FreeSequence(request)
         cluster.proposer.propose([one], budgets(one))
         cluster.proposer.release([one.request_id])
     cluster.network.faults = Faults()

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,8 +21,10 @@ import torch
 from scipy import stats
 
 from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
 from specdec.core.request import Request
 from specdec.core.sampling_params import Grammar, SamplingParams
+from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.toy_runner import ToyRunner
@@ -111,19 +113,37 @@ def runner_of(model: ToyModel) -> Any:
     return runner
 
 
+class BlindDrafter(DraftModelProposer):
+    """Sees no grammar."""
+
+    def propose(
+        self, sequences: Sequence[Any], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        return super().propose([_Unconstrained(one) for one in sequences], num_draft_tokens)
+
+
+class _Unconstrained:
+    constraint = None
+
+    def __init__(self, view: SequenceView) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
 def engine_with(drafter: str, num_draft_tokens: int, rule: str = "sample_and_match") -> Engine:
-    """`drafter`: "remote" is a draft model that sees no grammar."""
+    """`drafter`: "blind" is a draft model that sees no grammar, as when it could not be compiled for it."""
     proposer: Any = NoProposer()
     if drafter == "ngram":
         proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2)
-    elif drafter in ("draft_model", "remote"):
-        proposer = DraftModelProposer(
+    elif drafter in ("draft_model", "blind"):
+        proposer = (BlindDrafter if drafter == "blind" else DraftModelProposer)(
             cast(Any, ToyRunner(DRAFT)),
             Sampler(),
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
             sampling=DraftSampling.under(capabilities_of(rule)),
-            keeps_to_grammars=drafter != "remote",
         )
     return Engine.from_parts(
         target=LocalTarget(runner_of(TARGET), Sampler(), rule=rule_named(rule)),
@@ -224,7 +244,7 @@ def test_delivered_under_speculation_as_p_says(kind: str, drafter: str, num_draf
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "drafter"),
-    [("rejection", "remote"), ("block", "remote"), ("rejection", "draft_model"), ("block", "ngram")],
+    [("rejection", "blind"), ("block", "blind"), ("rejection", "draft_model"), ("block", "ngram")],
 )
 def test_grammars_under_other_rules(rule: str, drafter: str) -> None:
     """A drafter that sees no grammar drafts what is forbidden: the rule has to see that, and reject it."""
@@ -244,7 +264,7 @@ def test_control_a_sampled_draft_that_is_cut_is_noticed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(GrammarState, "constrain", cutting)
     params = params_of("grammar")
-    assert p_value(delivered("remote", 2, params, "rejection"), enumerated(params)) < 1e-6
+    assert p_value(delivered("blind", 2, params, "rejection"), enumerated(params)) < 1e-6
 
 
 @pytest.mark.full

@@ -246,8 +246,8 @@ def generation_config(content: str) -> Callable[[Path], None]:
         (config_of(num_attention_heads=3), r"config\.json .*not a multiple of the number of attention heads"),
         (config_of(num_attention_heads=0), r"config\.json describes no model"),
         (config_of(hidden_size="32"), r"config\.json .*hidden_size"),
-        (config_of(num_key_value_heads=0), r"the weights cannot be loaded: ZeroDivisionError"),
-        (config_of(pad_token_id=10**9), r"the weights cannot be loaded: .*Padding_idx"),
+        (config_of(num_key_value_heads=0), r"describes no llama that can be made: ZeroDivisionError"),
+        (config_of(pad_token_id=10**9), r"describes no llama that can be made: .*Padding_idx"),
         (config_of(num_hidden_layers=0), r"it has no layers"),
         (config_of(num_hidden_layers=40), r"they hold \d+ parameters, the model needs \d+"),
         (config_of(max_position_embeddings=1), r"max_position_embeddings is 1"),
@@ -317,6 +317,14 @@ SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers
         (transformers.Gemma3nTextConfig(**SMALL), "gemma3n_text cannot be served: its layers share K/V"),
         (transformers.T5Config(), "t5 is an encoder-decoder model, not a causal language model"),
         (transformers.WhisperConfig(), "whisper cannot be served: it is an encoder-decoder model"),
+        (
+            transformers.MusicgenConfig(
+                text_encoder=transformers.T5Config(),
+                audio_encoder=transformers.EncodecConfig(),
+                decoder=transformers.MusicgenDecoderConfig(),
+            ),
+            "musicgen cannot be served: it is an encoder-decoder model",
+        ),
         (transformers.Qwen2VLConfig(), "qwen2_vl is a multimodal model, not a causal language model"),
         (transformers.LlavaConfig(), "llava is a multimodal model, not a causal language model"),
         (
@@ -336,13 +344,15 @@ SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers
         (transformers.FalconConfig(**SMALL, alibi=True), "falcon cannot be served: .*ALiBi"),
     ],
 )
-def test_unsupported_architectures_are_refused_before_weights_are_read(
+def test_unsupported_architectures_are_refused_before_weights_are_looked_at(
     folder: Path, config: transformers.PretrainedConfig, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.model.loader._read_weights", None)
     config.save_pretrained(folder)
-    with pytest.raises(CheckpointError, match=message):
-        load(folder)
+    for damage in (lambda folder: None, garble_header, remove(WEIGHTS)):
+        damage(folder)
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
 
 
 # ----------------------------------------------------------------------- the look at a model's forward

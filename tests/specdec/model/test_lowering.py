@@ -74,7 +74,12 @@ class Model:
     table: torch.Tensor
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, paged: Any
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        paged: Any,
+        incoming: torch.Tensor | None = None,
     ) -> torch.Tensor:
         hidden = self.body(F.embedding(input_ids, self.table), positions)
         return hidden[:, logit_rows][0]
@@ -111,7 +116,7 @@ def lowered(
 ) -> Native:
     trace = Trace(*(recordings or record(model)))
     result = lower(trace)
-    results = [result.logits.value]
+    results = [result.output.value]
     operations = fuse(result.operations, results) if fused else result.operations
     steps = schedule(operations)
     values = {ref.value for operation in operations for ref in operation.inputs}
@@ -127,7 +132,7 @@ def lowered(
         steps,
         place(steps, results),
         tables,
-        logits=result.logits,
+        output=result.output,
         weights=PackedWeights(library, max_bytes),
         layers=layers,
         quantized_kernel=load_quantized_kernel(resolve_cache_dir(None)) if is_quantized else None,

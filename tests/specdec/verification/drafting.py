@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
 import torch
+from scipy import stats
 
 from specdec.tree.topology import ROOT, Topology, chain
 from specdec.verification.base import Draft, TargetRows, VerificationRule
@@ -116,6 +119,16 @@ def distance(target: MarkovModel, topology: Topology, emitted: dict[Tokens, floa
 def mean_length(emitted: dict[Tokens, float]) -> float:
     """Mean number of tokens that a round brings."""
     return sum(probability * len(tokens) for tokens, probability in emitted.items())
+
+
+def p_value_of_rounds(exact: dict[Tokens, float], draw_round: Callable[[random.Random], Tokens]) -> float:
+    """Chi-square of 20,000 sampled rounds (with the prefix) against the probabilities of what they bring."""
+    rng = random.Random(5)
+    num_rounds = 20_000
+    seen = Counter(draw_round(rng)[len(PREFIX) :] for _ in range(num_rounds))
+    assert set(seen) <= set(exact)
+    expected = [probability * num_rounds for probability in exact.values()]
+    return float(stats.chisquare([seen[tokens] for tokens in exact], expected).pvalue)
 
 
 def all_sequences(vocab_size: int, length: int) -> Iterator[Tokens]:

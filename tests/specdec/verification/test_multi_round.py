@@ -29,6 +29,7 @@ from tests.specdec.verification.drafting import (
     emitted_by,
     mean_length,
     most_likely,
+    p_value_of_rounds,
     tokens_after,
     trees,
     with_replacement,
@@ -113,22 +114,18 @@ def test_on_a_chain_it_is_rejection(seed: int) -> None:
 def test_the_oracle_agrees(replaced: bool) -> None:
     target, model = random_model(3, seed=8), random_model(3, seed=9)
     exact = emitted_by(RULE, target, model, SIBLINGS, with_replacement if replaced else without_replacement)
-    rng = random.Random(5)
-    num_rounds = 20_000
-    seen = Counter(
-        multi_round(
+
+    def draw_round(rng: random.Random) -> Tokens:
+        return multi_round(
             lambda prefix: target.row(prefix).tolist(),
             lambda prefix: model.row(prefix).tolist(),
             PREFIX,
             (2,),
             rng,
             replaced=replaced,
-        )[len(PREFIX) :]
-        for _ in range(num_rounds)
-    )
-    assert set(seen) <= set(exact)
-    expected = [probability * num_rounds for probability in exact.values()]
-    assert stats.chisquare([seen[tokens] for tokens in exact], expected).pvalue > 1e-4
+        )
+
+    assert p_value_of_rounds(exact, draw_round) > 1e-4
 
 
 def test_the_oracle_of_deeper_trees_is_exact() -> None:

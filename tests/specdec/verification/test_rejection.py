@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -16,23 +15,15 @@ from specdec.tree.topology import chain
 from specdec.verification.base import Draft, TargetRows
 from specdec.verification.chance import CounterChance
 from specdec.verification.ratio import acceptance, residual
-from specdec.verification.reference import draw, rejection_round
+from specdec.verification.reference import draw
 from specdec.verification.rejection import Rejection
 from tests.specdec.verification.drafting import (
-    CHAINS,
-    EXACT,
     PREFIX,
-    Drafter,
-    as_draft,
     distance,
-    emitted_by,
-    most_likely,
-    tokens_after,
     without_replacement,
 )
 from tests.specdec.verification.enumeration import (
     BranchingChance,
-    MarkovModel,
     Tokens,
     outcomes,
     random_model,
@@ -41,73 +32,7 @@ from tests.specdec.verification.enumeration import (
 RULE = Rejection()
 
 
-@pytest.mark.parametrize("num_drafted", range(len(CHAINS)))
-@pytest.mark.parametrize("drafter", [without_replacement, most_likely])
-@pytest.mark.parametrize("holes", [False, True])
-def test_chains_are_exact(num_drafted: int, drafter: Drafter, holes: bool) -> None:
-    target = random_model(3, seed=num_drafted, holes=holes)
-    model = random_model(3, seed=100 + num_drafted)  # all of it can be drawn
-    emitted = emitted_by(RULE, target, model, chain(num_drafted), drafter)
-    assert distance(target, chain(num_drafted), emitted) < EXACT
-
-
-def test_five_tokens_and_disjoint_supports_are_exact() -> None:
-    target = random_model(5, seed=1)
-    emitted = emitted_by(RULE, target, random_model(5, seed=2), chain(2), without_replacement)
-    assert distance(target, chain(2), emitted) < EXACT
-    halves = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], dtype=torch.float64)
-    disjoint, model = MarkovModel(halves[[0, 0, 0, 0]]), MarkovModel(halves[[1, 1, 1, 1]])
-    emitted = emitted_by(RULE, disjoint, model, chain(2), without_replacement)
-    assert distance(disjoint, chain(2), emitted) < EXACT
-
-
-def test_the_same_distributions_are_always_accepted() -> None:
-    model = random_model(4, seed=3)
-    emitted = emitted_by(RULE, model, model, chain(3), without_replacement)
-    assert sum(probability for tokens, probability in emitted.items() if len(tokens) < 4) < EXACT
-
-
-def test_the_first_draft_is_accepted_as_often_as_theory_says() -> None:
-    target, model = random_model(4, seed=8), random_model(4, seed=9)
-    emitted = emitted_by(RULE, target, model, chain(1), without_replacement)
-    accepted = sum(probability for tokens, probability in emitted.items() if len(tokens) == 2)
-    overlap = torch.minimum(target.row(PREFIX), model.row(PREFIX)).sum().item()
-    assert accepted == pytest.approx(overlap, abs=EXACT)
-
-
-def test_the_oracle_agrees() -> None:
-    target, model = random_model(3, seed=8), random_model(3, seed=9)
-    exact = emitted_by(RULE, target, model, chain(2), without_replacement)
-    rng = random.Random(5)
-    num_rounds = 20_000
-    seen = Counter(
-        rejection_round(
-            lambda prefix: target.row(prefix).tolist(),
-            lambda prefix: model.row(prefix).tolist(),
-            PREFIX,
-            2,
-            rng,
-        )[len(PREFIX) :]
-        for _ in range(num_rounds)
-    )
-    assert set(seen) <= set(exact)
-    expected = [probability * num_rounds for probability in exact.values()]
-    assert stats.chisquare([seen[tokens] for tokens in exact], expected).pvalue > 1e-4
-
-
 # ---- what must fail: the statistic sees every classic mistake -----------------------------------
-
-
-def test_control_q_at_another_temperature() -> None:
-    target, model = random_model(3, seed=8), random_model(3, seed=9)
-    sharper = MarkovModel(model.matrix.pow(2) / model.matrix.pow(2).sum(-1, keepdim=True))
-
-    def run(chance: BranchingChance) -> Tokens:
-        draft = without_replacement(model, chain(1), chance)
-        told = as_draft(chain(1), list(draft.token_ids), sharper.row(PREFIX)[None])
-        return tokens_after(RULE, target, told, chance)
-
-    assert distance(target, chain(1), outcomes(run)) > 0.01
 
 
 def test_control_a_stale_proposal() -> None:

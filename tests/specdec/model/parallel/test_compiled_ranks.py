@@ -86,7 +86,7 @@ def runner_of(group: RankGroup | None, folder: Path, way: Way) -> ModelRunner:
     cache = CacheConfig(block_size=4, num_blocks=70)
     runner = ModelRunner(load_model(config, None, group), cache, max_num_seqs=2)
     if group is not None:
-        compile_over_ranks(runner, group, config.compile)
+        compile_over_ranks(runner, config.compile)
     return runner
 
 
