@@ -75,7 +75,7 @@ def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
 def can_stay_compiled(loaded: LoadedModel) -> bool:
     """Whether, once compiled, nothing runs eagerly any more; true where eager forwards may be mixed in.
 
-    Batches in which one prompt exceeds the rotary tables run eagerly, and with `batch_invariant` all must then.
+    Batches in which one prompt exceeds the rotary tables run eagerly: with `batch_invariant` all must then.
     """
     return loaded.invariant is None or loaded.rotary is None or loaded.rotary.is_tabulated
 

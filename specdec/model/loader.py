@@ -145,7 +145,7 @@ def load_model(
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         invariant = invariant_forward(config, device, dtype)
-        if invariant is not None:
+        if invariant is not None and hf_config.model_type not in ADAPTED_MODEL_TYPES:
             run_experts_one_by_one(on_paper.model)
             inspect_on_paper(on_paper.model, folder.path, invariant)
         revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
