@@ -236,9 +236,10 @@ def _said(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPara
         (False, 2, 1, "none"),
         (False, 4, 1, "draft_model"),
         (False, 2, 2, "ngram"),
+        (True, 2, 2, "none"),
         (False, 4, 2, "none"),
     ],
-    ids=["tp2-compiled", "tp2", "tp4", "pp2", "tp2-pp2"],
+    ids=["tp2-compiled", "tp2", "tp4", "pp2", "pp2-compiled", "tp2-pp2"],
 )
 def test_same_bits_over_ranks(
     rank_pool: Callable[[int], RankPool],
