@@ -265,6 +265,25 @@ def save_model(
     return model
 
 
+def save_wide_model(folder: Path) -> None:
+    """Save a bf16 Llama with sums so long that PyTorch cuts some of them, where rows are few."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=512,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=MAX_POSITIONS,
+        eos_token_id=EOS_TOKEN_ID,
+        bos_token_id=1,
+        initializer_range=0.04,
+    )
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
 def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Return a tokenizer of `vocab_size` ids: <eos>, <bos>, single characters, then pairs."""
     characters = [chr(code) for code in range(32, 127)]

@@ -36,5 +36,6 @@ class DoorSettings:
 
     def system_fingerprint(self, description: TargetDescription) -> str:
         """Return what tokens depend on beside the request: weights, numbers, split and rule."""
-        numbers = "-".join(filter(None, (description.dtype, description.quantization)))
+        promised = "invariant" if description.batch_invariant else None
+        numbers = "-".join(filter(None, (description.dtype, description.quantization, promised)))
         return f"{description.revision[:12]}-{numbers}-{self.parallelism}-{description.rule}"

@@ -3,7 +3,7 @@
 The rows of a verification share each load of keys and values. Long contexts are cut into splits of fixed
 length that are computed side by side and put together in a fixed order (flash-decoding), so that a row's
 result depends neither on its company nor on how many rows its sequence has, as long as these are at most
-`MAX_SPLIT_ROWS` (longer chunks of prompts go through larger tiles without splits).
+`MAX_SPLIT_ROWS` (longer chunks of prompts go through larger tiles without splits, unless told not to).
 
 Shape letters as in `attention.base`; S sequences, W units of work.
 """
@@ -102,17 +102,18 @@ class TritonPagedAttention:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, *, max_context: int) -> None:
+    def __init__(self, device: torch.device, *, max_context: int, splits_all: bool = False) -> None:
         """Prepare for one device and model.
 
         Args:
             device: a CUDA device; the CPU only under Triton's interpreter (TRITON_INTERPRET=1).
             max_context: longest sequence in tokens.
+            splits_all: long chunks of prompts are computed as all others are, row by row with the same bits.
 
         Raises:
             TritonUnavailable: the package `triton` is missing, or there is no device that it can use.
         """
-        self._interpreted = _is_interpreted()
+        self._interpreted = is_interpreted()
         if device.type != "cuda" and not self._interpreted:
             raise TritonUnavailable(
                 f"the triton attention runs on CUDA devices, not on {device.type}; "
@@ -121,6 +122,7 @@ class TritonPagedAttention:
         self._kernels = _import_kernels()
         self._device = device
         self._shared_bytes, self._num_processors = _device_limits(device)
+        self._max_split_rows = None if splits_all else MAX_SPLIT_ROWS
         self.split_keys = split_keys_for(max_context)
         self.max_splits = -(-max_context // self.split_keys)
 
@@ -312,7 +314,7 @@ class TritonPagedAttention:
             out,
             *partials,
             work.places,
-            _row_sequences(plan),
+            _row_sequences(plan, self._max_split_rows),
             metadata.context_lens,
             metadata.query_start,
             work.first_row,
@@ -341,7 +343,11 @@ class TritonPagedAttention:
         works = []
         max_partials = _max_partials(kind.num_heads, kind.head_dim)
         for part in split_rounds(
-            query_lens, context_lens, split_keys=self.split_keys, max_partials=max_partials
+            query_lens,
+            context_lens,
+            split_keys=self.split_keys,
+            max_partials=max_partials,
+            max_rows=self._max_split_rows,
         ):
             units = work_units(
                 query_lens,
@@ -353,7 +359,8 @@ class TritonPagedAttention:
             )
             places = partial_places(query_lens, context_lens, part.sequences, self.split_keys)
             works.append(_work(units, places, kind, self._device, part))
-        long = [number for number, query_len in enumerate(query_lens) if query_len > MAX_SPLIT_ROWS]
+        longest = self._max_split_rows
+        long = [number for number, rows in enumerate(query_lens) if longest is not None and rows > longest]
         if long:
             units = work_units(
                 query_lens,
@@ -444,7 +451,8 @@ def _import_kernels() -> Any:
         ) from error
 
 
-def _is_interpreted() -> bool:
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run on the CPU here, for tests."""
     # Triton itself reads it when the kernels' module is imported.
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -482,12 +490,13 @@ def _work(
     )
 
 
-def _row_sequences(plan: _Plan) -> torch.Tensor:
+def _row_sequences(plan: _Plan, max_split_rows: int | None) -> torch.Tensor:
     """int32 [T], negative for padding and for rows that were not split."""
     if plan.row_sequences is None:
         metadata = plan.metadata
         lens = metadata.query_lens_host
-        numbers = [-1 if query_len > MAX_SPLIT_ROWS else number for number, query_len in enumerate(lens)]
+        longest = max(lens) if max_split_rows is None else max_split_rows
+        numbers = [-1 if query_len > longest else number for number, query_len in enumerate(lens)]
         rows_T = np.full(metadata.num_rows, -1, dtype=np.int32)
         rows_T[: sum(lens)] = np.repeat(np.array(numbers, dtype=np.int32), lens)
         plan.row_sequences = torch.from_numpy(rows_T).to(metadata.positions.device)

@@ -102,9 +102,14 @@ class SplitRound:
 
 
 def split_rounds(
-    query_lens: Sequence[int], context_lens: Sequence[int], *, split_keys: int, max_partials: int
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    split_keys: int,
+    max_partials: int,
+    max_rows: int | None = MAX_SPLIT_ROWS,
 ) -> Iterator[SplitRound]:
-    """Group sequences of at most MAX_SPLIT_ROWS rows, with at most `max_partials` partial results together.
+    """Group sequences of at most `max_rows` rows (None: all), with at most `max_partials` partial results.
 
     A sequence that exceeds it alone is a round of its own.
     """
@@ -122,7 +127,7 @@ def split_rounds(
 
     for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         row += query_len
-        if query_len > MAX_SPLIT_ROWS:
+        if max_rows is not None and query_len > max_rows:
             continue
         own = query_len * -(-context_len // split_keys)
         if members and partials + own > max_partials:

@@ -28,3 +28,5 @@ class TargetDescription:
     """Set when K/V depend on the length of a sequence."""
     quantization: str | None = None
     """How its weights are quantized; None: they are not."""
+    batch_invariant: bool = False
+    """Whether it is promised that what a request gets does not depend on what else is in the batch."""

@@ -166,6 +166,7 @@ def build_target_part(
     """
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.stage_target import StageTarget
+    from specdec.model.acceleration import settle
     from specdec.model.loader import load_model
     from specdec.model.rank_graphs import compile_over_ranks
 
@@ -173,6 +174,7 @@ def build_target_part(
     runner = _part_runner(loaded, config, reserved_bytes)
     _require_length(config, runner)
     compile_over_ranks(runner, config.target.compile)
+    settle(runner, config.target.compile)
     if loaded.stage is not None and not loaded.stage.is_last:
         return StageTarget(runner)
     return LocalTarget(runner, _chooser(loaded, config), rule=_rule_of(config))

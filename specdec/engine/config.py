@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Self
+
+from pydantic import model_validator
+
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
 from specdec.model.config import ModelConfig
@@ -23,3 +27,17 @@ class EngineConfig(StrictConfig):
     """Batching and queueing."""
     grammar: GrammarConfig = GrammarConfig()
     """Bounds of the grammars (JSON schemas, regular expressions, ...) that requests bring."""
+
+    @model_validator(mode="after")
+    def _check_invariance(self) -> Self:
+        rule = self.speculative_config.rejection_sample_method
+        if (
+            self.target.batch_invariant
+            and self.speculative_config.method != "none"
+            and rule != "sample_and_match"
+        ):
+            raise ValueError(
+                f"target.batch_invariant does not go with rejection_sample_method: {rule}, whose tokens "
+                "depend on what was drafted: write sample_and_match"
+            )
+        return self

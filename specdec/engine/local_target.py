@@ -98,6 +98,7 @@ class LocalTarget:
             rule=rule.capabilities.name,
             kv_variants=None if loaded.rotary is None else loaded.rotary.variants,
             quantization=loaded.quantization,
+            batch_invariant=loaded.invariant is not None,
         )
 
     @property

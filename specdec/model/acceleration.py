@@ -11,7 +11,7 @@ from specdec.core.idle_work import IdleWork
 from specdec.model.config import CompileConfig
 from specdec.model.cuda_graphs import CudaForward, recordable, recording_bytes
 from specdec.model.fused_norms import fuse_norms
-from specdec.model.graphs import CompiledForward, packed_weight_bytes
+from specdec.model.graphs import CompiledForward, can_stay_compiled, packed_weight_bytes
 from specdec.model.loader import LoadedModel
 from specdec.model.runner import ForwardGraphs, ModelRunner
 
@@ -20,7 +20,7 @@ def attention_of(loaded: LoadedModel, name: AttentionName) -> AttentionBackend:
     """Return the attention that a configuration names, for a loaded model.
 
     Raises:
-        ResourceError: it was asked for by name and cannot be used here.
+        ResourceError: it, or something batch-invariant, was asked for and cannot be used here.
     """
     return choose_backend(
         name,
@@ -28,6 +28,7 @@ def attention_of(loaded: LoadedModel, name: AttentionName) -> AttentionBackend:
         dtype=loaded.dtype,
         layers=loaded.layers,
         max_context=loaded.max_model_len,
+        batch_invariant=loaded.invariant is not None,
     )
 
 
@@ -43,13 +44,33 @@ class Acceleration(ForwardGraphs, IdleWork, Protocol):
 
 
 def accelerate(runner: ModelRunner, config: CompileConfig) -> Acceleration:
-    """Give the runner the form of its forward that suits its device; it is made while idle."""
+    """Give the runner the form of its forward that suits its device; it is made while idle.
+
+    A batch-invariant one on a CPU is made here and now: eager and compiled forwards round differently, and a
+    request must not see both.
+    """
     made: Acceleration
     if runner.loaded.device.type == "cuda":
         if recordable(runner, config) is not None:
             fuse_norms(runner.loaded.model)
         made = CudaForward(runner, config)
     else:
-        made = CompiledForward(runner, config)
+        made = compiled = CompiledForward(runner, config)
+        if runner.loaded.invariant is not None:
+            _compile_now(compiled, runner.loaded)
     runner.graphs = made
+    settle(runner, config)
     return made
+
+
+def _compile_now(compiled: CompiledForward, loaded: LoadedModel) -> None:
+    if not can_stay_compiled(loaded):
+        compiled.give_up("batch_invariant, and its rotary embedding has no table for the longest prompts")
+    compiled.warm_up()
+
+
+def settle(runner: ModelRunner, config: CompileConfig) -> None:
+    """Let a batch-invariant forward that is going to stay eager take memory to be faster."""
+    invariant = runner.loaded.invariant
+    if invariant is not None and not (runner.graphs is not None and runner.graphs.is_ready):
+        invariant.operations.prepare(config.max_frozen_bytes)

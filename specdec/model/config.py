@@ -68,8 +68,22 @@ class ModelConfig(StrictConfig):
     """Quantize the weights of linear layers while they are read, with torchao (the extra `quantization`).
     int8: one scale per output; int4-G: one for every G inputs of an output, and 8 bits for the layer that
     yields the logits; int4 is int4-32. None: weights stay as they are."""
+    batch_invariant: bool = False
+    """Promise that what a request gets is the same bit for bit whatever else is in the batch, however many
+    tokens are drafted for it and however its prompt is cut, in every dtype: sums have one order, kernels and
+    their tiles do not follow the batch. On a CPU the compiled forward keeps the promise at no cost, and is
+    made before the model is ready; what runs eagerly costs more. Refused at start where it cannot be kept."""
     compile: CompileConfig = CompileConfig()
     """Compilation of this model's forward."""
+
+    @model_validator(mode="after")
+    def _check_invariance(self) -> Self:
+        if self.batch_invariant and self.attention_backend == "sdpa":
+            raise ValueError(
+                "batch_invariant does not go with attention_backend: sdpa, whose products follow the batch: "
+                "leave attention_backend out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:

@@ -38,13 +38,7 @@ class ExpertWeights(NamedTuple):
 @contextmanager
 def recorded_experts(model: torch.nn.Module) -> Iterator[None]:
     """Within it, experts of `model` are noted by the active recorder as `EXPERTS` operations."""
-    configs: list[Any] = list(
-        {
-            id(module.config): module.config
-            for module in model.modules()
-            if hasattr(module, "_apply_gate") and hasattr(module, "config")
-        }.values()
-    )
+    configs = _configs_of_experts(model)
     before = [config._experts_implementation for config in configs]
     for config in configs:
         config._experts_implementation = _NAME
@@ -53,6 +47,22 @@ def recorded_experts(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for config, name in zip(configs, before, strict=True):
             config._experts_implementation = name
+
+
+def run_experts_one_by_one(model: torch.nn.Module) -> None:
+    """Let eager forwards take expert after expert, as the model's own code does, not grouped products."""
+    for config in _configs_of_experts(model):
+        config._experts_implementation = "eager"
+
+
+def _configs_of_experts(model: torch.nn.Module) -> list[Any]:
+    return list(
+        {
+            id(module.config): module.config
+            for module in model.modules()
+            if hasattr(module, "_apply_gate") and hasattr(module, "config")
+        }.values()
+    )
 
 
 def _record(

@@ -64,12 +64,20 @@ _Made = TypeVar("_Made")
 
 def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
     """Return about how much memory a compiled forward's packed weights are going to take."""
-    if config.mode == "off" or loaded.device.type != "cpu":
+    if loaded.device.type != "cpu" or (config.mode == "off" and loaded.invariant is None):
         return 0
     if loaded.quantization is not None:  # they are packed already
         return 0
     matrices = sum(one.nbytes for one in loaded.model.parameters() if one.dim() >= 2)
     return min(config.max_frozen_bytes, matrices)
+
+
+def can_stay_compiled(loaded: LoadedModel) -> bool:
+    """Whether, once compiled, nothing runs eagerly any more; true where eager forwards may be mixed in.
+
+    Batches in which one prompt exceeds the rotary tables run eagerly: with `batch_invariant` all must then.
+    """
+    return loaded.invariant is None or loaded.rotary is None or loaded.rotary.is_tabulated
 
 
 class WarmUpProgress(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from specdec.attention.metadata import build_metadata
 from specdec.attention.sdpa import SdpaAttention
 from specdec.core.errors import CheckpointError
 from specdec.kv.pool import KvPool, KvShape
+from specdec.model.invariance.operations import InvariantForward, UnsupportedInvariance
 from specdec.model.parallel.group import same_fate
 from specdec.model.parallel.stage import Stage
 
@@ -55,6 +57,8 @@ TESTED_MODEL_TYPES = frozenset(
 _NUM_TOKENS = 24
 _CHUNKS = (0, 11, 12, 13, _NUM_TOKENS)
 _BLOCK_SIZE = 4
+_LARGEST_INVARIANT_HEAD = 256
+"""Of the attention kernels in C++ and Triton alike."""
 _LARGEST_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 """Norm of the difference over norm of the logits around their mean. Forwards that differ only in rounding
 stay far below, a wrong position or a lost token lies far above."""
@@ -76,15 +80,22 @@ class ForwardFacts(NamedTuple):
     """Width of its logits."""
 
 
-def inspect_forward(model: PreTrainedModel, path: Path, stage: Stage | None = None) -> ForwardFacts:
+def inspect_forward(
+    model: PreTrainedModel,
+    path: Path,
+    stage: Stage | None = None,
+    invariant: InvariantForward | None = None,
+) -> ForwardFacts:
     """Run a few tokens through a model, or a stage of it, that was loaded with the paged attention.
+
+    With `invariant` it has to be a forward that runs so.
 
     Raises:
         CheckpointError: its layers ask for attention that is not supported, or (model types that no test
             covers) its paged forward is not the function that its own attention computes.
     """
     try:
-        facts = _probe(model, stage)
+        facts = _probe(model, stage, invariant)
         error = (
             0.0
             if model.config.model_type in TESTED_MODEL_TYPES
@@ -92,6 +103,8 @@ def inspect_forward(model: PreTrainedModel, path: Path, stage: Stage | None = No
         )
     except UnsupportedAttention as failure:
         raise _refusal(model, path, str(failure)) from failure
+    except UnsupportedInvariance as failure:
+        raise _variance(model, path, failure) from failure
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as failure:
         raise _refusal(model, path, f"its forward fails with paged attention: {failure}") from failure
     with same_fate(None if stage is None else stage.grid.ranks):
@@ -106,18 +119,23 @@ def inspect_forward(model: PreTrainedModel, path: Path, stage: Stage | None = No
     return facts
 
 
-def inspect_on_paper(model: PreTrainedModel, path: Path) -> None:
+def inspect_on_paper(model: PreTrainedModel, path: Path, invariant: InvariantForward | None = None) -> None:
     """Look at what the attention layers of a model on the meta device ask for: no weights are needed.
 
     What cannot run without numbers (a choice of experts, say) is looked at once the weights are there.
 
     Raises:
-        CheckpointError: its layers ask for attention that is not supported.
+        CheckpointError: its layers ask for attention that is not supported; or, with `invariant`, it computes
+            something that has no batch-invariant form.
     """
     try:
-        _probe(model, None)
+        facts = _probe(model, None, None if invariant is None else invariant.on_paper())
+        if invariant is not None:
+            _require_invariant_heads(facts.layers)
     except UnsupportedAttention as failure:
         raise _refusal(model, path, str(failure)) from failure
+    except UnsupportedInvariance as failure:
+        raise _variance(model, path, failure) from failure
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as failure:
         logger.debug("%s: the forward cannot run on paper: %s", path, failure)
 
@@ -126,7 +144,26 @@ def _refusal(model: PreTrainedModel, path: Path, reason: str) -> CheckpointError
     return CheckpointError(f"{path}: model type {model.config.model_type} cannot be served: {reason}")
 
 
-def _probe(model: PreTrainedModel, stage: Stage | None) -> ForwardFacts:
+def _variance(model: PreTrainedModel, path: Path, reason: UnsupportedInvariance) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: model type {model.config.model_type} cannot be served with batch_invariant: {reason}; "
+        "leave batch_invariant out"
+    )
+
+
+def _require_invariant_heads(layers: Sequence[LayerAttention]) -> None:
+    widest = max((layer.head_dim for layer in layers), default=0)
+    if widest > _LARGEST_INVARIANT_HEAD:
+        raise UnsupportedInvariance(
+            f"its heads are of {widest}, our attention kernels run up to {_LARGEST_INVARIANT_HEAD}"
+        )
+
+
+def _probe(
+    model: PreTrainedModel,
+    stage: Stage | None,
+    mode: AbstractContextManager[Any] | None,
+) -> ForwardFacts:
     probe = AttentionProbe()
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     # Any: transformers types its forward too narrowly.
@@ -138,7 +175,7 @@ def _probe(model: PreTrainedModel, stage: Stage | None) -> ForwardFacts:
         ).logits
         return logits
 
-    with torch.inference_mode():
+    with torch.inference_mode(), nullcontext() if mode is None else mode:
         if stage is None:
             num_layers = model.config.get_text_config().num_hidden_layers
             vocab_size = int(forward().shape[-1])

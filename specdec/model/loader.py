@@ -38,7 +38,10 @@ from specdec.model.checkpoint import (
     revision_of,
 )
 from specdec.model.config import ModelConfig, QuantizationName
+from specdec.model.experts import run_experts_one_by_one
 from specdec.model.inspection import inspect_forward, inspect_on_paper
+from specdec.model.invariance.choose import invariant_forward
+from specdec.model.invariance.operations import InvariantForward
 from specdec.model.parallel.cuts import VocabShard
 from specdec.model.parallel.grid import RankGrid
 from specdec.model.parallel.group import RankGroup, same_fate
@@ -97,6 +100,8 @@ class LoadedModel:
     """How its rotary embedding depends on the length of a sequence; None: it does not."""
     quantization: QuantizationName | None = None
     """How the weights of linear layers are quantized; None: they are not."""
+    invariant: InvariantForward | None = None
+    """What its forward runs in so that rows do not depend on the batch; None: that was not asked for."""
 
     @property
     def ranks(self) -> RankGroup | None:
@@ -116,8 +121,8 @@ def load_model(
         CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind; the
             text names it and the cause.
         ConfigError: max_model_len exceeds what the model was made for, or is needed and missing; or
-            quantization needs a package that is not installed.
-        ResourceError: the device does not exist.
+            quantization needs a package that is not installed; or batch_invariant cannot be kept so.
+        ResourceError: the device does not exist, or batch_invariant needs what is not here.
         TransportError: another rank is gone.
     """
     _require_ranks(config, ranks)
@@ -135,6 +140,10 @@ def load_model(
         device = _resolve_device(config.device) if ranks is None else ranks.device
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        invariant = invariant_forward(config, device, dtype)
+        if invariant is not None and hf_config.model_type not in ADAPTED_MODEL_TYPES:
+            run_experts_one_by_one(on_paper.model)
+            inspect_on_paper(on_paper.model, checkpoint.path, invariant)
         revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
         read = (
             _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, grid, stages)
@@ -144,10 +153,12 @@ def load_model(
         model = read.model
         torch.nn.Module.eval(torch.nn.Module.to(model, device)).requires_grad_(requires_grad=False)
         _install_rotary(checkpoint, model, rotary)
+        if invariant is not None:
+            _make_invariant(model, invariant, grid)
         eos_token_ids = _eos_token_ids(checkpoint, hf_config)
     if ranks is not None:
         revision = _same_revision(checkpoint, revision, ranks)
-    layers, num_logits = inspect_forward(model, checkpoint.path, read.stage)
+    layers, num_logits = inspect_forward(model, checkpoint.path, read.stage, invariant)
     if progress is not None:
         progress("probe", 1, 1)
     return LoadedModel(
@@ -166,6 +177,7 @@ def load_model(
         stage=read.stage,
         rotary=rotary,
         quantization=config.quantization,
+        invariant=invariant,
     )
 
 
@@ -173,6 +185,8 @@ def load_model(
 class ModelOnPaper:
     """What is known of a model without its weights."""
 
+    model: PreTrainedModel
+    """On the meta device."""
     config: PretrainedConfig
     max_model_len: int
     rotary: RotaryRule | None
@@ -196,12 +210,20 @@ def check_servable(config: ModelConfig) -> ModelOnPaper:
     rotary = rule_of(hf_config, max_model_len)
     model = _model_on_paper(folder, hf_config, config, rotary)
     return ModelOnPaper(
+        model=model,
         config=hf_config,
         max_model_len=max_model_len,
         rotary=rotary,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         stages=_divided_on_paper(folder, model, config),
     )
+
+
+def _make_invariant(model: PreTrainedModel, invariant: InvariantForward, grid: RankGrid | None) -> None:
+    invariant.operations.adopt(model)
+    run_experts_one_by_one(model)
+    if grid is not None and grid.tensor is not None:
+        grid.tensor.adds_in_order = True
 
 
 def _require_quantization(name: QuantizationName, ranks: RankGroup | None) -> None:

@@ -8,6 +8,7 @@ right, and slow.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 from specdec.kv.huge_pages import huge_zeros
 
 Bits = Literal[4, 8]
+_Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PANEL_COLUMNS = 32
 """Outputs that lie side by side."""
@@ -137,29 +139,35 @@ def quantized_linear(
     bias: torch.Tensor | None,
     num_columns: int,
     bits: Bits,
+    *,
+    multiply: _Multiply = torch.mm,
 ) -> torch.Tensor:
     """The operation `drafthouse::quantized_linear`, which is what a recording of a forward shows of it.
 
     Numbers are those of torchao's eager layers: 8 bits multiply the integers and scale the product; 4 bits
     scale the integers, round them to the dtype of `x`, and multiply. Only scale and bias of 8 bits are not
-    rounded in between.
+    rounded in between. `multiply` is the product of two matrices.
     """
     weight = QuantizedWeight(bits=bits, num_columns=num_columns, panels=panels, scales=scales)
     step = max(_CHUNK_ELEMENTS // (weight.num_inputs * PANEL_COLUMNS), 1)
     rows = x.reshape(-1, weight.num_inputs)
-    parts = [_product(rows, weight, first, first + step) for first in range(0, panels.shape[0], step)]
+    parts = [
+        _product(rows, weight, first, first + step, multiply) for first in range(0, panels.shape[0], step)
+    ]
     product = torch.cat(parts, 1)[:, :num_columns]
     if bias is not None:
         product = product + bias.float()
     return product.to(x.dtype).view(*x.shape[:-1], num_columns)
 
 
-def _product(x: torch.Tensor, weight: QuantizedWeight, first: int, end: int) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, weight: QuantizedWeight, first: int, end: int, multiply: _Multiply
+) -> torch.Tensor:
     values, scales = weight.rows(first, end)
     if weight.bits == 8 and x.dtype is not torch.float16:  # in which sums of integers would overflow
-        return torch.mm(x, values.to(x.dtype).t()).float() * scales.float().t()
+        return multiply(x, values.to(x.dtype).t()).float() * scales.float().t()
     grouped = values.view(*scales.shape, -1).float() * scales.float()[..., None]
-    return torch.mm(x, grouped.view(values.shape).to(x.dtype).t()).float()
+    return multiply(x, grouped.view(values.shape).to(x.dtype).t()).float()
 
 
 def _packed8(values: torch.Tensor) -> torch.Tensor:

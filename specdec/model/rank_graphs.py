@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from specdec.model.config import CompileConfig
-from specdec.model.graphs import CHECK_STAGE, CompiledForward
+from specdec.model.graphs import CHECK_STAGE, CompiledForward, can_stay_compiled
 from specdec.model.parallel.grid import RankGrid
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.runner import ModelRunner
@@ -24,7 +24,7 @@ def compile_over_ranks(runner: ModelRunner, config: CompileConfig) -> None:
     Raises:
         TransportError: a rank is gone.
     """
-    if config.mode == "off" or runner.loaded.device.type != "cpu":
+    if config.mode == "off" or runner.loaded.device.type != "cpu" or not can_stay_compiled(runner.loaded):
         return
     grid = runner.loaded.grid
     assert grid is not None

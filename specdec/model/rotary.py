@@ -45,6 +45,11 @@ class RotaryRule:
         has_others = self.kind == "longrope" and self.variants.original_len < self.stride
         return 2 * self.stride if has_others else self.stride
 
+    @property
+    def is_tabulated(self) -> bool:
+        """Whether all ids that may occur are among them."""
+        return self.kind == "longrope" or self.variants.original_len >= self.stride
+
     def shift(self, variant: int, num_prompt_tokens: int) -> PositionShift | None:
         """Return what is added to the position ids of a sequence whose K/V are of this variant."""
         if variant == 0:

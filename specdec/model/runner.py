@@ -124,7 +124,7 @@ class ModelRunner:
         self.block_size = cache.block_size
         self.backend: AttentionBackend = SdpaAttention() if backend is None else backend
         # Any: transformers' forward is typed too narrowly for keywords that travel to the attention.
-        self._model: Any = loaded.model
+        self._model: Any = loaded.model if loaded.invariant is None else loaded.invariant.around(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         demand = PoolDemand(
             max_num_seqs=max_num_seqs,

@@ -9,6 +9,7 @@
 #include "experts.h"
 #include "layout.h"
 #include "linear.h"
+#include "operations.h"
 #include "paged_attention.h"
 #include "pool.h"
 #include "quantized_linear.h"
@@ -515,6 +516,20 @@ int drafthouse_program_generate(Program* program, const dh::Layer* layers, const
   seconds[1] = generation.choose_s();
   return failed;
 }
+
+void drafthouse_linear(const dh::LinearCall* call) {
+  call->is_bf16 ? dh::run_linear<bf16>(*call) : dh::run_linear<float>(*call);
+}
+
+void drafthouse_rows(const dh::RowCall* call) { dh::run_rows(*call); }
+
+void drafthouse_quantized(const dh::QuantizedCall* call, dh::QuantizedLinearKernel* kernel, int num_threads) {
+  dh::run_quantized(*call, kernel, num_threads);
+}
+
+int drafthouse_linear_size() { return sizeof(dh::LinearCall); }
+int drafthouse_rows_size() { return sizeof(dh::RowCall); }
+int drafthouse_quantized_size() { return sizeof(dh::QuantizedCall); }
 
 void drafthouse_pack_f32(const float* weight, int64_t columns, int64_t inner, uint32_t* panels) {
   dh::pack_panels(weight, inner, columns, inner / dh::Packing<float>::per, panels);

@@ -104,6 +104,9 @@ class RankGroup:
         self._commands = commands
         self._store = store  # it ends with its last reference
         self._num_parts = 0
+        self.adds_in_order = False
+        """Whether `sum_` adds rank after rank, in fp32, whatever the size of the tensor, by which collectives
+        choose their order. It costs as much as sending everyone's tensor to everyone."""
 
     @classmethod
     def join(cls, spec: RankSpec, device: torch.device, store: TCPStore | None = None) -> RankGroup:
@@ -167,8 +170,16 @@ class RankGroup:
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous `tensor` by its sum over the ranks, the same bits on all; return it."""
+        if self.adds_in_order:
+            return self._sum_in_order_(tensor)
         self._wait(self._data.allreduce([tensor]))
         return tensor
+
+    def _sum_in_order_(self, tensor: torch.Tensor) -> torch.Tensor:
+        first, *others = self.gather(tensor).to(torch.float32).unbind(0)
+        for other in others:
+            first.add_(other)
+        return tensor.copy_(first)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return everyone's `tensor` (equal shapes), stacked: [size, *tensor.shape]."""

@@ -10,6 +10,7 @@ import torch
 
 from specdec.attention import registry
 from specdec.attention.base import LayerAttention
+from specdec.attention.native import NativeUnavailable
 from specdec.attention.registry import choose_backend
 from specdec.attention.triton import TritonUnavailable
 from specdec.core.errors import ResourceError
@@ -23,14 +24,15 @@ class FakeTriton:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, *, max_context: int) -> None:
+    def __init__(self, device: torch.device, *, max_context: int, splits_all: bool) -> None:
         self.made_for = (device.type, max_context)
+        self.splits_all = splits_all
 
     def supports(self, dtype: torch.dtype, head_dim: int) -> bool:
         return head_dim <= 256
 
 
-def missing(device: torch.device, *, max_context: int) -> None:
+def missing(device: torch.device, *, max_context: int, splits_all: bool) -> None:
     raise TritonUnavailable("no triton here")
 
 
@@ -45,6 +47,7 @@ def test_a_gpu_gets_triton(name: Any, expected: str, monkeypatch: pytest.MonkeyP
     assert backend.name == expected
     if isinstance(backend, FakeTriton):
         assert backend.made_for == ("cuda", 64)
+        assert not backend.splits_all
 
 
 @pytest.mark.parametrize("reason", ["missing", "heads"])
@@ -68,6 +71,38 @@ def test_a_cpu_cannot_have_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ResourceError, match="runs on CUDA devices, not on cpu"):
         choose_backend("triton", device=torch.device("cpu"), **FACTS)
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_batch_invariant_on_a_gpu(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "TritonPagedAttention", FakeTriton)
+    backend = choose_backend(name, device=torch.device("cuda"), **FACTS, batch_invariant=True)
+    assert isinstance(backend, FakeTriton)
+    assert backend.splits_all
+    monkeypatch.setattr(registry, "TritonPagedAttention", missing)
+    with pytest.raises(ResourceError, match="batch_invariant: no triton here"):
+        choose_backend(name, device=torch.device("cuda"), **FACTS, batch_invariant=True)
+
+
+def test_batch_invariant_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Native:
+        name = "cpu"
+
+        def supports(self, dtype: torch.dtype, head_dim: int) -> bool:
+            return head_dim <= 256
+
+    monkeypatch.setattr(registry, "CpuPagedAttention", Native)
+    cpu = torch.device("cpu")
+    assert choose_backend("auto", device=cpu, **FACTS, batch_invariant=True).name == "cpu"
+    with pytest.raises(ResourceError, match="heads of 512"):
+        choose_backend("auto", device=cpu, **{**FACTS, "layers": [large_heads()]}, batch_invariant=True)
+
+    def unavailable() -> None:
+        raise NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(registry, "CpuPagedAttention", unavailable)
+    with pytest.raises(ResourceError, match="batch_invariant: no compiler"):
+        choose_backend("auto", device=cpu, **FACTS, batch_invariant=True)
 
 
 def large_heads() -> LayerAttention:

@@ -6,7 +6,7 @@ On a machine with a GPU the same suite runs compiled, in tests/gpu.
 from __future__ import annotations
 
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hypothesis
 import numpy as np
@@ -48,6 +48,21 @@ class TestInterpretedTriton(AttentionContract):
 
     def test_half_precision(self, backend: AttentionBackend) -> None:
         self.check(backend, make_case([(1, 70), (4, 9)], dtype=torch.float16))
+
+    def test_long_chunks_in_splits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As `batch_invariant` has it: one kind of tile for all chunks."""
+        tiles = []
+        tile_of = TritonPagedAttention._tile
+
+        def noted(self: TritonPagedAttention, kind: Any, *, is_split: bool) -> Any:
+            tiles.append(is_split)
+            return tile_of(self, kind, is_split=is_split)
+
+        monkeypatch.setattr(TritonPagedAttention, "_tile", noted)
+        backend = TritonPagedAttention(CPU, max_context=4096, splits_all=True)
+        self.check(backend, make_case([(MAX_SPLIT_ROWS + 2, 500), (1, 70)]))
+        assert tiles
+        assert all(tiles)
 
     @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
     def test_windows_over_several_splits(self, backend: AttentionBackend, trees: bool) -> None:
