@@ -634,11 +634,11 @@ class NativeForward:
         plan = (layer.num_heads, layer.num_kv_heads, layer.sliding_window)
         query, key, value = (self._heads(ref) for ref in operation.inputs)
         instruction.layer = operation.layer_idx - self._layers[0].layer_idx
+        instruction.plan = self._plans.setdefault(plan, len(self._plans))
         write = _Instruction.from_buffer_copy(instruction)
         write.kind, write.cut = _WRITE_KV, _CUTS["rows"]
         write.a, write.b = key, value
         instruction.kind, instruction.sync = _ATTENTION, True
-        instruction.plan = self._plans.setdefault(plan, len(self._plans))
         instruction.out, instruction.a = self._heads(operation.out), query
         return [write, instruction]
 

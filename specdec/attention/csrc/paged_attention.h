@@ -113,13 +113,40 @@ struct Units<bf16> {
   static f32x16 multiply_add(f32x16 acc, u32x16 keys, uint32_t query) { return dot_pairs(acc, keys, query); }
 };
 
-// The query rows of one work item and the state of their softmax.
+// The query rows of one work item.
 struct RowBlock {
   int sequence;
   int kv_head;
   int first;  // first folded row: query row * group + head in group
   int count;  // folded rows
 };
+
+// Keys [first, last) of a sequence, of one head.
+struct Keys {
+  int sequence = 0;
+  int kv_head = 0;
+  int first = 0;
+  int last = 0;
+};
+
+// Offsets in the pool of the first kStep keys; returns how many these are.
+inline int locate_step(const Step& step, const Layer& layer, const Keys& keys, int64_t* offsets) {
+  const int32_t* table = step.block_tables + int64_t(keys.sequence) * step.table_width;
+  const int count = std::min(kStep, keys.last - keys.first);
+  for (int t = 0; t < count;) {
+    const int key = keys.first + t, at = key % layer.block_size;
+    const int64_t block = table[key / layer.block_size], stride = layer.head_dim;
+    const int64_t first = ((block * layer.num_kv_heads + keys.kv_head) * layer.block_size + at) * stride;
+    const int here = std::min(layer.block_size - at, count - t);
+    for (int i = 0; i < here; ++i) offsets[t + i] = first + i * stride;
+    t += here;
+  }
+  return count;
+}
+
+inline void prefetch_bytes(const void* data, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) prefetch_line(static_cast<const char*>(data) + at);
+}
 
 template <typename T>
 class BlockAttention {
@@ -140,7 +167,6 @@ class BlockAttention {
     row_start_ = step_.query_start[block.sequence];
     context_ = step_.context_lens[block.sequence];
     base_ = context_ - (step_.query_start[block.sequence + 1] - row_start_);
-    table_ = step_.block_tables + int64_t(block.sequence) * step_.table_width;
     for (int r = 0; r < block.count; ++r) {
       uint32_t* target = query_ + r * num_units_;
       std::memset(target, 0, num_units_ * sizeof(uint32_t));
@@ -148,11 +174,11 @@ class BlockAttention {
     }
   }
 
-  // Attends to keys [first, last) chunk by chunk and writes the rows.
-  void attend_and_write(int first, int last) {
+  // Attends to keys [first, last) chunk by chunk and writes the rows. Then `after` is attended to.
+  void attend_and_write(int first, int last, const Keys& after) {
     if (first / kChunk == (last - 1) / kChunk) {
       reset();
-      attend(first, last);
+      attend(first, last, after);
       for (int r = 0; r < block_.count; ++r) write(r, total_[r], weighted_ + r * padded_dim_);
       return;
     }
@@ -160,8 +186,9 @@ class BlockAttention {
     std::fill(merged_total_, merged_total_ + block_.count, 0.0f);
     std::fill(merged_weighted_, merged_weighted_ + block_.count * padded_dim_, 0.0f);
     for (int chunk = first / kChunk; chunk * kChunk < last; ++chunk) {
+      const int end = std::min(last, (chunk + 1) * kChunk);
       reset();
-      attend(std::max(first, chunk * kChunk), std::min(last, (chunk + 1) * kChunk));
+      attend(std::max(first, chunk * kChunk), end, end < last ? Keys{block_.sequence, block_.kv_head, end, last} : after);
       for (int r = 0; r < block_.count; ++r)
         merge(merged_maximum_ + r, merged_total_ + r, merged_weighted_ + r * padded_dim_, maximum_[r], total_[r],
               weighted_ + r * padded_dim_, padded_dim_);
@@ -172,9 +199,9 @@ class BlockAttention {
   // Attends to keys [first, last) of one chunk and leaves row r's partial result at `target(r)`:
   // the maximum, the total, and from float kLanes on the weighted sum.
   template <typename Target>
-  void attend_and_keep(int first, int last, const Target& target) {
+  void attend_and_keep(int first, int last, const Keys& after, const Target& target) {
     reset();
-    attend(first, last);
+    attend(first, last, after);
     for (int r = 0; r < block_.count; ++r) {
       float* partial = target(r);
       partial[0] = maximum_[r];
@@ -211,14 +238,13 @@ class BlockAttention {
   }
 
   // Adds keys [first, last), which lie in one chunk and start at a step, to the state. Blocks lie anywhere in
-  // the pool and hardware does not guess where the next ones are: while a step is computed, the keys and
-  // values of the next are asked for.
-  void attend(int first, int last) {
-    locate(first, std::min(kStep, last - first), here_);
+  // the pool and hardware does not guess where the next ones are: a step's values are asked for while its keys
+  // are looked at, and while they are added up, the keys of the next step, or of what is attended to after this.
+  void attend(int first, int last, const Keys& after) {
+    locate({block_.sequence, block_.kv_head, first, last}, here_);
     for (int key = first; key < last; key += kStep) {
       const int count = std::min(kStep, last - key);
-      num_next_ = std::clamp(last - key - kStep, 0, kStep);
-      locate(key + kStep, num_next_, next_);
+      num_next_ = locate(key + kStep < last ? Keys{block_.sequence, block_.kv_head, key + kStep, last} : after, next_);
       score(key, count);
       update(count);
       accumulate(count);
@@ -226,43 +252,23 @@ class BlockAttention {
     }
   }
 
-  // Offsets in the pool of keys [key, key + count).
-  void locate(int key, int count, int64_t* offsets) const {
-    for (int t = 0; t < count;) {
-      const int64_t first = pool_offset(key + t), stride = layer_.head_dim;
-      const int here = std::min(layer_.block_size - (key + t) % layer_.block_size, count - t);
-      for (int i = 0; i < here; ++i) offsets[t + i] = first + i * stride;
-      t += here;
-    }
+  // Offsets in the pool of the first step of keys; returns how many these are.
+  int locate(const Keys& keys, int64_t* offsets) const {
+    return locate_step(step_, layer_, keys, offsets);
   }
 
-  // Asks for the next step's keys and values number [first, last).
-  void prefetch_next(int first, int last) const {
-    const size_t bytes = layer_.head_dim * sizeof(T);
-    for (int t = first; t < std::min(last, num_next_); ++t) {
-      const char* key = reinterpret_cast<const char*>(static_cast<const T*>(layer_.key_pool) + next_[t]);
-      const char* value = reinterpret_cast<const char*>(static_cast<const T*>(layer_.value_pool) + next_[t]);
-      for (size_t at = 0; at < bytes; at += 64) {
-        prefetch_line(key + at);
-        prefetch_line(value + at);
-      }
-    }
+  void prefetch_row(const void* pool, int64_t offset) const {
+    prefetch_bytes(static_cast<const T*>(pool) + offset, layer_.head_dim * sizeof(T));
   }
 
   int query_row(int r) const { return (block_.first + r) / group_; }
   int64_t row(int r) const { return row_start_ + query_row(r); }
   int64_t head(int r) const { return int64_t(block_.kv_head) * group_ + (block_.first + r) % group_; }
 
-  int64_t pool_offset(int key) const {
-    const int64_t block = table_[key / layer_.block_size];
-    return ((block * layer_.num_kv_heads + block_.kv_head) * layer_.block_size + key % layer_.block_size) *
-           layer_.head_dim;
-  }
-
   // Scores of keys [key, key + count) for every row, masked, in scores_[row][kStep].
   void score(int key, int count) {
     for (int tile = 0; tile < count; tile += kLanes) {
-      prefetch_next(tile, tile + kLanes);
+      for (int t = tile; t < std::min(count, tile + kLanes); ++t) prefetch_row(layer_.value_pool, here_[t]);
       load_columns(tile, std::min(kLanes, count - tile));
       in_tiles<kScoreRows>(block_.count, [&](auto rows, int r) { score_rows<rows.value>(r, tile); });
     }
@@ -368,6 +374,8 @@ class BlockAttention {
   void accumulate(int count) {
     const T* pool = static_cast<const T*>(layer_.value_pool);
     for (int t = 0; t < count; ++t) values_[t] = pool + here_[t];
+    for (int t = count; t < num_next_; ++t) prefetch_row(layer_.key_pool, next_[t]);
+    num_next_ = std::min(num_next_, count);
     int d = 0;
     for (; d + 4 * kLanes <= layer_.head_dim; d += 4 * kLanes) accumulate_columns<4>(d, count);
     for (; d + kLanes <= layer_.head_dim; d += kLanes) accumulate_columns<1>(d, count);
@@ -385,7 +393,9 @@ class BlockAttention {
     float* weighted = weighted_ + r * padded_dim_ + d;
     for (int i = 0; i < R; ++i)
       for (int v = 0; v < V; ++v) sum[i][v] = load16(weighted + i * padded_dim_ + v * kLanes);
+    const int num_asked = r == 0 && d == 0 ? num_next_ : 0;
     for (int t = 0; t < count; ++t) {
+      if (t < num_asked) prefetch_row(layer_.key_pool, next_[t]);
       f32x16 value[V];
       for (int v = 0; v < V; ++v) value[v] = load16(values_[t] + d + v * kLanes);
       for (int i = 0; i < R; ++i) {
@@ -418,7 +428,6 @@ class BlockAttention {
   int64_t row_start_ = 0;
   int context_ = 0;
   int base_ = 0;  // cached tokens older than this step
-  const int32_t* table_ = nullptr;
   const T* values_[kStep];
   int64_t offsets_[2][kStep];
   int64_t* here_ = offsets_[0];  // of the step's keys and values in the pool
@@ -444,6 +453,8 @@ struct WorkItem {
   int64_t cost;
   int split;        // which split block this is a chunk of; -1: it is a whole block
   int64_t partial;  // chunk: index of the first of its rows among the partial results
+
+  Keys keys() const { return {block.sequence, block.kv_head, first_key, last_key}; }
 };
 
 // A block whose chunks are separate items. Whoever finishes the last of them merges them all.
@@ -561,6 +572,18 @@ void merge_chunks(BlockAttention<T>& attention, const AttentionPlan& plan, const
   }
 }
 
+// Asks for the keys that `paged_attention` will look at first.
+inline void prefetch_first_keys(const Share& share, const Step& step, const Layer& layer, const AttentionPlan& plan,
+                                int64_t element_size) {
+  const int item = plan.share_start[share.index];
+  if (item == plan.share_start[share.index + 1]) return;
+  int64_t offsets[kStep];
+  const int count = locate_step(step, layer, plan.items[item].keys(), offsets);
+  for (int t = 0; t < count; ++t)
+    prefetch_bytes(static_cast<const char*>(layer.key_pool) + offsets[t] * element_size,
+                   layer.head_dim * element_size);
+}
+
 // Attends to what `write_kv` has put into the pool, once all of it is there.
 template <typename T>
 void paged_attention(const Share& share, const Step& step, const Layer& layer, const Operands<T>& op,
@@ -568,12 +591,14 @@ void paged_attention(const Share& share, const Step& step, const Layer& layer, c
   BlockAttention<T> attention(step, layer, op);
   for (int i = plan.share_start[share.index]; i < plan.share_start[share.index + 1]; ++i) {
     const WorkItem& item = plan.items[i];
+    const Keys after = i + 1 < plan.share_start[share.index + 1] ? plan.items[i + 1].keys() : Keys{};
     attention.begin(item.block);
     if (item.split < 0) {
-      attention.attend_and_write(item.first_key, item.last_key);
+      attention.attend_and_write(item.first_key, item.last_key, after);
       continue;
     }
-    attention.attend_and_keep(item.first_key, item.last_key, [&](int r) { return partials.at(item.partial + r); });
+    attention.attend_and_keep(item.first_key, item.last_key, after,
+                              [&](int r) { return partials.at(item.partial + r); });
     Split& split = plan.splits[item.split];
     if (split.finished.fetch_add(1, std::memory_order_acq_rel) == split.num_chunks - 1) {
       split.finished.store(0, std::memory_order_relaxed);  // for the next layer

@@ -115,6 +115,17 @@ std::vector<int> find_phases(const std::vector<Instruction>& instructions) {
   return starts;
 }
 
+// Of each instruction, the next linear layer whose floats are packed; -1: there is none.
+std::vector<int> find_next_linear(const std::vector<Instruction>& instructions) {
+  std::vector<int> next(instructions.size(), -1);
+  for (int i = int(instructions.size()) - 2; i >= 0; --i) {
+    const Instruction& in = instructions[i + 1];
+    const bool is_packed = in.kind == Kind::kLinear && in.is_packed && in.weight_format == WeightFormat::kFloat;
+    next[i] = is_packed ? i + 1 : next[i + 1];
+  }
+  return next;
+}
+
 class Program : public dh::Phased {
  public:
   Program(std::vector<Instruction> instructions, int64_t num_buffers, int64_t num_plans, Logits logits)
@@ -154,6 +165,7 @@ class Program : public dh::Phased {
       : Phased(int(phases.size()) - 1),
         phases_(std::move(phases)),
         instructions_(std::move(instructions)),
+        next_linear_(find_next_linear(instructions_)),
         buffers_(num_buffers, nullptr),
         plans_(num_plans),
         logits_(logits) {}
@@ -309,9 +321,9 @@ class Program : public dh::Phased {
     }
     if (!is_rowwise) {
       if (in.a.dtype == Dtype::kFloat)
-        products<float>(in, num_rows, int(first), int(last));
+        products<float>(share, in, num_rows, int(first), int(last));
       else
-        products<bf16>(in, num_rows, int(first), int(last));
+        products<bf16>(share, in, num_rows, int(first), int(last));
       return;
     }
     const int begin = int(first) * dh::kPanelColumns, end = std::min(num_columns, int(last) * dh::kPanelColumns);
@@ -326,8 +338,8 @@ class Program : public dh::Phased {
   }
 
   template <typename T>
-  void products(const Instruction& in, int64_t num_rows, int first, int last) {
-    if (in.kind == Kind::kLinear) return linear<T>(in, num_rows, first, last);
+  void products(const Share& share, const Instruction& in, int64_t num_rows, int first, int last) {
+    if (in.kind == Kind::kLinear) return linear<T>(in, num_rows, first, last, next_panels(share, in));
     const dh::ExpertCall call = {in.op, in.num_experts, in.num_indices, in.expert_stride, in.is_packed != 0,
                                  in.weight_stride, in.num_units, in.num_columns, num_rows,
                                  reinterpret_cast<const int64_t*>(at(in.b, 0)), in.b.row_stride};
@@ -341,13 +353,24 @@ class Program : public dh::Phased {
                           in.out.row_stride, first, last);
   }
 
+  // Where this share of the next linear layer begins.
+  dh::Panels next_panels(const Share& share, const Instruction& in) const {
+    const int index = next_linear_[&in - instructions_.data()];
+    if (index < 0) return {};
+    const Instruction& next = instructions_[index];
+    int64_t first, last;
+    share.of(dh::num_panels(next.num_columns), &first, &last);
+    const int64_t size = int64_t(next.num_units) * dh::kPanelColumns;
+    return {reinterpret_cast<const uint32_t*>(buffers_[next.weight]) + first * size, size};
+  }
+
   template <typename T>
-  void linear(const Instruction& in, int64_t num_rows, int first, int last) {
+  void linear(const Instruction& in, int64_t num_rows, int first, int last, const dh::Panels& next) {
     const void* weight = buffers_[in.weight];
     const dh::Linear linear = {in.is_packed ? static_cast<const uint32_t*>(weight) : nullptr,
                                weight, in.weight_stride, at(in.b, 0), in.num_units, in.num_columns};
     dh::linear<T>(linear, reinterpret_cast<const T*>(at(in.a, 0)), in.a.row_stride,
-                  reinterpret_cast<T*>(at(in.out, 0)), in.out.row_stride, num_rows, first, last);
+                  reinterpret_cast<T*>(at(in.out, 0)), in.out.row_stride, num_rows, first, last, next);
   }
 
   void quantized_linear(const Instruction& in, int64_t num_rows, int first, int last) {
@@ -367,6 +390,7 @@ class Program : public dh::Phased {
   void write_kv(const Share& share, const Instruction& in) const {
     const dh::Operands<T> op = {{}, heads<const T>(in.a), heads<const T>(in.b), {}};
     dh::write_kv(share, step_, layers_[in.layer], op);
+    dh::prefetch_first_keys(share, step_, layers_[in.layer], plans_[in.plan], sizeof(T));
   }
 
   void attention(const Share& share, const Instruction& in) {
@@ -381,6 +405,7 @@ class Program : public dh::Phased {
 
   const std::vector<int> phases_;
   const std::vector<Instruction> instructions_;
+  const std::vector<int> next_linear_;
   std::vector<char*> buffers_;
   std::vector<dh::AttentionPlan> plans_;
   dh::PartialResults partials_;

@@ -27,8 +27,15 @@ constexpr int kRowTile = 2;
 constexpr int kRowTileOfTwo = 0;
 #endif
 
-// How far ahead weights are asked for, in units. The processor's own prefetching ends at every page.
+// How far ahead weights are asked for, in units. The processor's own prefetching ends at every page, and knows
+// nothing of what is read next.
 constexpr int kUnitsAhead = 16;
+
+// Packed panels, one behind the other: what is read after those at hand. Null: nobody knows.
+struct Panels {
+  const uint32_t* data = nullptr;
+  int64_t size = 0;  // of a panel
+};
 
 template <typename T>
 struct Packing;
@@ -87,22 +94,27 @@ void pack_panels(const T* weight, int64_t row_stride, int64_t columns, int64_t n
 // Sums of R rows times P panels, row after row. Out of line: where compilers see the sums being used, they
 // keep them in memory instead of registers, and store each of them at every unit.
 template <typename T, int R, int P>
-[[gnu::noinline]] void sum_tile(const uint32_t* __restrict panels, int64_t panel_size, int num_units,
-                                const T* __restrict x, int64_t x_stride, f32x16* __restrict sums) {
+[[gnu::noinline]] void sum_tile(const Panels& panels, const Panels& next, int num_units, const T* __restrict x,
+                                int64_t x_stride, f32x16* __restrict sums) {
   constexpr int V = P * kPanelVectors;
   f32x16 sum[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) sum[r][v] = f32x16{};
-  for (int64_t unit = 0; unit < num_units; ++unit) {
+  const uint32_t *at = panels.data, *ahead = at + kUnitsAhead * kPanelColumns;
+  int64_t size_ahead = panels.size;
+  for (int64_t unit = 0; unit < num_units; ++unit, at += kPanelColumns, ahead += kPanelColumns) {
+    if (unit == num_units - kUnitsAhead) {
+      ahead = next.data;
+      size_ahead = next.size;
+    }
     u32x16 w[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
-      const uint32_t* at =
-          panels + (v / kPanelVectors) * panel_size + unit * kPanelColumns + (v % kPanelVectors) * kLanes;
-      prefetch_line(at + kUnitsAhead * kPanelColumns);
-      w[v] = load_as<u32x16>(at);
+      const int64_t column = v % kPanelVectors * kLanes;
+      prefetch_line(ahead + v / kPanelVectors * size_ahead + column);
+      w[v] = load_as<u32x16>(at + v / kPanelVectors * panels.size + column);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -139,26 +151,27 @@ inline void store_tile(const f32x16* sums, const T* bias, int num_columns, int p
 }
 
 template <typename T, int R, int P>
-inline void linear_tile(const Linear& linear, const uint32_t* panels, int panel, const T* x, int64_t x_stride, T* y,
-                        int64_t y_stride) {
+inline void linear_tile(const Linear& linear, const Panels& panels, const Panels& next, int panel, const T* x,
+                        int64_t x_stride, T* y, int64_t y_stride) {
   f32x16 sums[R * P * kPanelVectors];
-  sum_tile<T, R, P>(panels, linear.panel_size(), linear.num_units, x, x_stride, sums);
+  sum_tile<T, R, P>(panels, next, linear.num_units, x, x_stride, sums);
   store_tile<T, R, P>(sums, static_cast<const T*>(linear.bias), linear.num_columns, panel, y, y_stride);
 }
 
-// Panels [panel, panel + P), which lie at `panels`, for all rows.
+// Panels [panel, panel + P), which are `panels`, for all rows; then `next` is read.
 template <typename T, int P>
-inline void linear_panels(const Linear& linear, const uint32_t* panels, int panel, const T* x, int64_t x_stride, T* y,
-                          int64_t y_stride, int64_t rows) {
+inline void linear_panels(const Linear& linear, const Panels& panels, const Panels& next, int panel, const T* x,
+                          int64_t x_stride, T* y, int64_t y_stride, int64_t rows) {
   in_tiles<P == 1 ? kRowTile : kRowTileOfTwo>(int(rows), [&](auto n, int row) {
-    linear_tile<T, n.value, P>(linear, panels, panel, x + row * x_stride, x_stride, y + row * y_stride, y_stride);
+    linear_tile<T, n.value, P>(linear, panels, next, panel, x + row * x_stride, x_stride, y + row * y_stride,
+                               y_stride);
   });
 }
 
-// y [rows, columns] = x [rows, inner] W^T + bias for panels [first, last).
+// y [rows, columns] = x [rows, inner] W^T + bias for panels [first, last); after them `next` is read.
 template <typename T>
 void linear(const Linear& linear, const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows, int first,
-            int last) {
+            int last, const Panels& next = {}) {
   int panel = first;
   if (linear.panels == nullptr) {
     // Packed panel by panel, each time: memory is slower than the transposition.
@@ -167,17 +180,19 @@ void linear(const Linear& linear, const T* x, int64_t x_stride, T* y, int64_t y_
     for (; panel < last; ++panel) {
       pack_panel(static_cast<const T*>(linear.rows), linear.row_stride, linear.num_columns, linear.num_units, panel,
                  packed.data());
-      linear_panels<T, 1>(linear, packed.data(), panel, x, x_stride, y, y_stride, rows);
+      linear_panels<T, 1>(linear, {packed.data(), 0}, {packed.data(), 0}, panel, x, x_stride, y, y_stride, rows);
     }
     return;
   }
-  const auto at = [&](int p) { return linear.panels + p * linear.panel_size(); };
+  const auto at = [&](int p) { return Panels{linear.panels + p * linear.panel_size(), linear.panel_size()}; };
+  const auto after = [&](int p) { return p < last ? at(p) : next; };
   if constexpr (kRowTileOfTwo > 0) {
     if (rows <= kRowTileOfTwo)
       for (; panel + 2 <= last; panel += 2)
-        linear_panels<T, 2>(linear, at(panel), panel, x, x_stride, y, y_stride, rows);
+        linear_panels<T, 2>(linear, at(panel), after(panel + 2), panel, x, x_stride, y, y_stride, rows);
   }
-  for (; panel < last; ++panel) linear_panels<T, 1>(linear, at(panel), panel, x, x_stride, y, y_stride, rows);
+  for (; panel < last; ++panel)
+    linear_panels<T, 1>(linear, at(panel), after(panel + 1), panel, x, x_stride, y, y_stride, rows);
 }
 
 }  // namespace dh
