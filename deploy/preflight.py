@@ -90,7 +90,7 @@ def check_models(engine: EngineConfig) -> None:
     """Check that the model folders are complete, the target long enough, and that tokenizers agree.
 
     Whether the models are of a kind that can be run is left to the workers, which load them: their answer
-    is reported as well.
+    is reported as well. Only where the target's weights are damaged or missing it is told here, and first.
 
     Raises:
         CheckpointError, ConfigError: naming the folder or file and the cause.
@@ -98,7 +98,13 @@ def check_models(engine: EngineConfig) -> None:
     folders = [Path(engine.target.model)]
     if engine.speculative_config.model is not None:
         folders.append(Path(engine.speculative_config.model))
-    checkpoints = [open_checkpoint(folder) for folder in folders]
+    try:
+        checkpoints = [open_checkpoint(folder) for folder in folders]
+    except CheckpointError:
+        from specdec.model.loader import check_servable  # seconds, which nobody else has to wait for
+
+        check_servable(engine.target)
+        raise
     _check_length(engine.target, checkpoints[0])
     vocabularies = [_vocabulary(folder) for folder in folders]
     if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):

@@ -120,6 +120,10 @@ def build_target(
     from specdec.engine.rank_launch import leading
     from specdec.engine.rank_leader import LeadingTarget
 
+    if ranks is None:
+        from specdec.model.loader import check_servable
+
+        check_servable(config.target)  # starting ranks takes long, for an error that all of them would have
     size, device = config.target.num_ranks, config.target.device
     with leading("target", config, size, device, ranks) as (group, followers):
         part = build_target_part(config, group, progress, reserved_bytes=reserved_bytes)
@@ -242,6 +246,11 @@ def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -
     from specdec.engine.rank_launch import leading
     from specdec.engine.rank_leader import LeadingProposer
 
+    if ranks is None:
+        from specdec.model.loader import check_servable
+        from specdec.proposers.draft_model_factory import draft_model_config
+
+        check_servable(draft_model_config(speculative, _facts_of_folder(config)))
     size = speculative.draft_tensor_parallel_size
     with leading("draft", config, size, speculative.device, ranks) as (group, followers):
         return LeadingProposer(build_draft_part(config, group), group, followers)

@@ -142,6 +142,8 @@ def rank_devices(name: str, size: int) -> list[torch.device]:
     if name not in {"auto", kind}:
         raise ResourceError(f"device {name} is one GPU: {size} ranks need one each; write device: {kind}")
     available = torch.cuda.device_count()
+    if size == 1 and available == 0:
+        raise ResourceError(f"device {name} needs a GPU, and this process sees none")
     if available < size:
         raise ResourceError(f"{size} ranks need {size} GPUs, here are {available}")
     return [torch.device(kind, rank) for rank in range(size)]

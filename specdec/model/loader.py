@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import (
@@ -131,13 +131,9 @@ def load_model(
         if config.quantization is not None:
             _require_quantization(config.quantization, ranks)
         # What cannot be served says so by name, even where the weights are damaged or not there yet.
-        folder = open_folder(config.model)
-        hf_config = _load_config(folder, trust_remote_code=config.trust_remote_code)
-        _refuse_unsupported(folder, hf_config, config)
-        max_model_len = _resolve_max_model_len(config, hf_config)
-        rotary = rule_of(hf_config, max_model_len)
-        on_paper = _check_model_on_paper(folder, hf_config, config, rotary)
-        stages = on_paper.stages
+        on_paper = check_servable(config)
+        hf_config, max_model_len = on_paper.config, on_paper.max_model_len
+        rotary, stages = on_paper.rotary, on_paper.stages
         checkpoint = open_checkpoint(config.model)
         _check_size(checkpoint, on_paper.num_parameters)
         dtype = _resolve_dtype(config, checkpoint, hf_config)
@@ -147,7 +143,7 @@ def load_model(
         invariant = invariant_forward(config, device, dtype)
         if invariant is not None and hf_config.model_type not in ADAPTED_MODEL_TYPES:
             run_experts_one_by_one(on_paper.model)
-            inspect_on_paper(on_paper.model, folder.path, invariant)
+            inspect_on_paper(on_paper.model, checkpoint.path, invariant)
         revision = revision_of(checkpoint, progress) if ranks is None or ranks.rank == 0 else ""
         read = (
             _read_weights(checkpoint, hf_config, dtype, config.trust_remote_code, progress, grid, stages)
@@ -182,6 +178,44 @@ def load_model(
         rotary=rotary,
         quantization=config.quantization,
         invariant=invariant,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOnPaper:
+    """What is known of a model without its weights."""
+
+    config: PretrainedConfig
+    model: PreTrainedModel
+    """On the meta device."""
+    max_model_len: int
+    rotary: RotaryRule | None
+    num_parameters: int
+    stages: StagePlan | None
+    """None: it is not divided into stages."""
+
+
+def check_servable(config: ModelConfig) -> ModelOnPaper:
+    """Check all that can be told of a model, and how `config` divides it, without looking at its weights.
+
+    Raises:
+        CheckpointError: the folder has no readable config.json, or describes a model that cannot be served,
+            divided or quantized as `config` says; the text names its type and the cause.
+        ConfigError: as `load_model`.
+    """
+    folder = open_folder(config.model)
+    hf_config = _load_config(folder, trust_remote_code=config.trust_remote_code)
+    _refuse_unsupported(folder, hf_config, config)
+    max_model_len = _resolve_max_model_len(config, hf_config)
+    rotary = rule_of(hf_config, max_model_len)
+    model = _model_on_paper(folder, hf_config, config, rotary)
+    return ModelOnPaper(
+        config=hf_config,
+        model=model,
+        max_model_len=max_model_len,
+        rotary=rotary,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        stages=_divided_on_paper(folder, model, config),
     )
 
 
@@ -425,38 +459,21 @@ def _install_rotary(folder: ModelFolder, model: PreTrainedModel, rotary: RotaryR
         )
 
 
-class _OnPaper(NamedTuple):
-    """What a model's code says of it without weights."""
-
-    model: PreTrainedModel
-    """On the meta device."""
-    num_parameters: int
-    stages: StagePlan | None
-    """None: it is not divided into stages."""
-
-
-def _check_model_on_paper(
+def _model_on_paper(
     folder: ModelFolder, hf_config: PretrainedConfig, config: ModelConfig, rotary: RotaryRule | None
-) -> _OnPaper:
-    """Refuse what can be told of the model before its weights are looked at.
-
-    Rotary embeddings and attention that are not supported, and a model that cannot be cut, or quantized, as
-    `config` says.
-    """
-    with _foreign_files(
-        f"{folder.path / 'config.json'} describes no {hf_config.model_type} that can be made"
-    ):
-        with torch.device("meta"):
-            model = _AUTO_MODEL.from_config(
-                copy.deepcopy(hf_config),
-                trust_remote_code=config.trust_remote_code,
-                attn_implementation=_attention_of(hf_config),
-            )
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+) -> PreTrainedModel:
+    """Return the model without numbers, after refusing rotary embeddings and attention not supported."""
+    made_of = f"{folder.path / 'config.json'} describes no {hf_config.model_type} that can be made"
+    with _foreign_files(made_of), torch.device("meta"):
+        model: PreTrainedModel = _AUTO_MODEL.from_config(
+            copy.deepcopy(hf_config),
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation=_attention_of(hf_config),
+        )
     _install_rotary(folder, model, rotary)
     if hf_config.model_type not in ADAPTED_MODEL_TYPES:
         inspect_on_paper(model, folder.path)
-    return _OnPaper(model, num_parameters, _divided_on_paper(folder, model, config))
+    return model
 
 
 def _check_size(checkpoint: Checkpoint, num_needed: int) -> None:

@@ -37,18 +37,7 @@ def load_draft_model(
     assert config.model is not None, "checked by SpeculativeConfig"
     if target.model is not None:
         require_same_tokenizer(config.model, target.model)
-    model_config = ModelConfig.model_validate(
-        {
-            "model": config.model,
-            "dtype": target.dtype if config.dtype == "auto" else config.dtype,
-            "device": config.device,
-            "quantization": config.quantization,
-            "num_threads": config.num_threads,
-            "tensor_parallel_size": config.draft_tensor_parallel_size,
-            "compile": config.compile,
-        }
-    )
-    loaded = load_model(model_config, None, ranks)
+    loaded = load_model(draft_model_config(config, target), None, ranks)
     if ranks is None:
         return make_draft_model_proposer(loaded, config, target)
     assert loaded.vocab is not None
@@ -68,6 +57,21 @@ def load_draft_model(
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=draft_sampling(config),
         rotary=loaded.rotary,
+    )
+
+
+def draft_model_config(config: SpeculativeConfig, target: TargetFacts) -> ModelConfig:
+    """Return how the draft model is loaded."""
+    return ModelConfig.model_validate(
+        {
+            "model": config.model,
+            "dtype": target.dtype if config.dtype == "auto" else config.dtype,
+            "device": config.device,
+            "quantization": config.quantization,
+            "num_threads": config.num_threads,
+            "tensor_parallel_size": config.draft_tensor_parallel_size,
+            "compile": config.compile,
+        }
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.core.errors import ResourceError, TransportError
+from specdec.core.errors import CheckpointError, ResourceError, TransportError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
@@ -260,6 +260,19 @@ def test_a_dead_rank_ends_the_group(folder_of: Callable[[str], Path], tmp_path: 
         failure = failure_after_a_death(pool, config_of(folder_of("llama"), 2), 1, tmp_path)
         assert isinstance(failure.error, TransportError)
         assert "lost a peer" in failure.text
+
+
+def test_what_cannot_be_divided_starts_no_ranks(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many: each would take seconds to say the same."""
+    monkeypatch.setattr("specdec.engine.rank_launch.launch", None)
+    folder = folder_of("llama")
+    with pytest.raises(CheckpointError, match="4 attention heads cannot be divided over 64 ranks"):
+        Engine(config_of(folder, 64))
+    draft = {"method": "draft_model", "model": str(folder), "draft_tensor_parallel_size": 3}
+    with pytest.raises(CheckpointError, match="4 attention heads cannot be divided over 3 ranks"):
+        Engine(config_of(folder, 1, **draft))
 
 
 def test_devices_of_ranks() -> None:
