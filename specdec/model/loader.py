@@ -188,6 +188,8 @@ class ModelOnPaper:
     model: PreTrainedModel
     """On the meta device."""
     config: PretrainedConfig
+    model: PreTrainedModel
+    """On the meta device."""
     max_model_len: int
     rotary: RotaryRule | None
     num_parameters: int
@@ -212,6 +214,7 @@ def check_servable(config: ModelConfig) -> ModelOnPaper:
     return ModelOnPaper(
         model=model,
         config=hf_config,
+        model=model,
         max_model_len=max_model_len,
         rotary=rotary,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
