@@ -185,8 +185,6 @@ def load_model(
 class ModelOnPaper:
     """What is known of a model without its weights."""
 
-    model: PreTrainedModel
-    """On the meta device."""
     config: PretrainedConfig
     model: PreTrainedModel
     """On the meta device."""
@@ -212,7 +210,6 @@ def check_servable(config: ModelConfig) -> ModelOnPaper:
     rotary = rule_of(hf_config, max_model_len)
     model = _model_on_paper(folder, hf_config, config, rotary)
     return ModelOnPaper(
-        model=model,
         config=hf_config,
         model=model,
         max_model_len=max_model_len,
