@@ -166,8 +166,11 @@ def test_a_model_that_cannot_be_cut_is_refused_in_the_users_words(
 
 @pytest.mark.parametrize(
     ("width", "stages", "fate"),
-    [(2, 1, "kill"), (1, 2, "stop"), (2, 2, "kill")],
-    ids=["tp2", "pp2-stopped", "tp2-pp2"],
+    [
+        pytest.param(2, 1, "kill", id="tp2", marks=pytest.mark.full),
+        pytest.param(1, 2, "stop", id="pp2-stopped", marks=pytest.mark.full),
+        pytest.param(2, 2, "kill", id="tp2-pp2"),
+    ],
 )
 def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], width: int, stages: int, fate: str) -> None:
     """In a process of its own: a Ray cluster of two nodes beside the one of this session."""
