@@ -209,6 +209,7 @@ SHAPED = SamplingParams(
     bad_words=((5, 5), (9,), (120, 64)),
     min_tokens=12,
     max_tokens=16,
+    ignore_eos=True,  # what was drafted behind an end is not accepted
 )
 
 

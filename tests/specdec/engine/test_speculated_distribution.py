@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -29,6 +28,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel, ToyTokenizer
+from specdec.model.loader import LoadedModel
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.ngram import NgramProposer
@@ -102,13 +102,18 @@ class LetterTokenizer(ToyTokenizer):
 
 def runner_of(model: ToyModel) -> Any:
     runner = ToyRunner(model)
-    runner.loaded = SimpleNamespace(  # type: ignore[attr-defined]
+    nothing: Any = None
+    runner.loaded = LoadedModel(  # type: ignore[attr-defined]
         path=Path("toy"),
-        revision="toy",
+        model=nothing,
+        config=nothing,
         dtype=torch.float32,
+        device=torch.device("cpu"),
+        vocab_size=VOCAB,
+        max_model_len=1 << 20,
         eos_token_ids=(EOS,),
-        rotary=None,
-        quantization=None,
+        revision="toy",
+        layers=(),
     )
     return runner
 
