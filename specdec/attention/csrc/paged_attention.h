@@ -94,25 +94,6 @@ void write_kv(const Share& share, const Step& step, const Layer& layer, const Op
   }
 }
 
-// How keys and queries of one dtype meet: keys as columns of 32-bit units (a float, or two bf16), queries
-// as the same units to broadcast.
-template <typename T>
-struct Units;
-
-template <>
-struct Units<float> {
-  static constexpr int per = 1;
-  static f32x16 multiply_add(f32x16 acc, u32x16 keys, uint32_t query) {
-    return acc + (f32x16)keys * load_as<float>(&query);
-  }
-};
-
-template <>
-struct Units<bf16> {
-  static constexpr int per = 2;
-  static f32x16 multiply_add(f32x16 acc, u32x16 keys, uint32_t query) { return dot_pairs(acc, keys, query); }
-};
-
 // The query rows of one work item.
 struct RowBlock {
   int sequence;

@@ -220,4 +220,21 @@ inline f32x16 dot_pairs(f32x16 acc, u32x16 a, uint32_t b) {
 #endif
 }
 
+// Numbers along an inner dimension, as units of 32 bits: a float, or two neighbouring bf16. acc[lane] += the products
+// of unit a[lane] with unit b, the same in all lanes.
+template <typename T>
+struct Units;
+
+template <>
+struct Units<float> {
+  static constexpr int per = 1;
+  static f32x16 multiply_add(f32x16 acc, u32x16 a, uint32_t b) { return acc + (f32x16)a * load_as<float>(&b); }
+};
+
+template <>
+struct Units<bf16> {
+  static constexpr int per = 2;
+  static f32x16 multiply_add(f32x16 acc, u32x16 a, uint32_t b) { return dot_pairs(acc, a, b); }
+};
+
 }  // namespace dh

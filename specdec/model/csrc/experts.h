@@ -107,7 +107,7 @@ void experts_up(const ExpertCall& call, const char* gate, const char* up, const 
   if (first == last) return;
   ExpertScratch<T>& mine = ExpertScratch<T>::mine();
   mine.rows.build(call);
-  const int64_t inner = int64_t(call.num_units) * Packing<T>::per;
+  const int64_t inner = int64_t(call.num_units) * Units<T>::per;
   const int64_t width = int64_t(last - first) * kPanelColumns;
   const int64_t begin = int64_t(first) * kPanelColumns;
   const int64_t end = std::min<int64_t>(call.num_columns, int64_t(last) * kPanelColumns);
@@ -142,7 +142,7 @@ void experts_down(const ExpertCall& call, const char* down, const T* x, int64_t 
   if (first == last) return;
   ExpertScratch<T>& mine = ExpertScratch<T>::mine();
   mine.rows.build(call);
-  const int64_t inner = int64_t(call.num_units) * Packing<T>::per;
+  const int64_t inner = int64_t(call.num_units) * Units<T>::per;
   const int64_t width = int64_t(last - first) * kPanelColumns;
   const int64_t begin = int64_t(first) * kPanelColumns;
   const int64_t end = std::min<int64_t>(call.num_columns, int64_t(last) * kPanelColumns);

@@ -557,11 +557,11 @@ int drafthouse_rows_size() { return sizeof(dh::RowCall); }
 int drafthouse_quantized_size() { return sizeof(dh::QuantizedCall); }
 
 void drafthouse_pack_f32(const float* weight, int64_t columns, int64_t inner, uint32_t* panels) {
-  dh::pack_panels(weight, inner, columns, inner / dh::Packing<float>::per, panels);
+  dh::pack_panels(weight, inner, columns, inner / dh::Units<float>::per, panels);
 }
 
 void drafthouse_pack_bf16(const bf16* weight, int64_t columns, int64_t inner, uint32_t* panels) {
-  dh::pack_panels(weight, inner, columns, inner / dh::Packing<bf16>::per, panels);
+  dh::pack_panels(weight, inner, columns, inner / dh::Units<bf16>::per, panels);
 }
 }
 #pragma GCC visibility pop

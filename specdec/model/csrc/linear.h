@@ -37,23 +37,6 @@ struct Panels {
   int64_t size = 0;  // of a panel
 };
 
-template <typename T>
-struct Packing;
-
-template <>
-struct Packing<float> {
-  static constexpr int per = 1;
-  static f32x16 multiply_add(f32x16 acc, u32x16 weights, uint32_t x) {
-    return acc + (f32x16)weights * load_as<float>(&x);
-  }
-};
-
-template <>
-struct Packing<bf16> {
-  static constexpr int per = 2;
-  static f32x16 multiply_add(f32x16 acc, u32x16 weights, uint32_t x) { return dot_pairs(acc, weights, x); }
-};
-
 struct Linear {
   const uint32_t* panels;  // null: not packed
   const void* rows;        // not packed: W [columns, inner]
@@ -78,7 +61,7 @@ void pack_panel(const T* weight, int64_t row_stride, int64_t columns, int64_t nu
       u32x16 tile[kLanes] = {};
       const int64_t here = std::min<int64_t>(kLanes, num_units - unit);
       for (int c = 0; c < kLanes && column + c < columns; ++c)
-        std::memcpy(&tile[c], weight + (column + c) * row_stride + unit * Packing<T>::per, here * 4);
+        std::memcpy(&tile[c], weight + (column + c) * row_stride + unit * Units<T>::per, here * 4);
       transpose16(tile);
       for (int64_t i = 0; i < here; ++i) store_as(target + (unit + i) * kPanelColumns + v * kLanes, tile[i]);
     }
@@ -118,9 +101,9 @@ template <typename T, int R, int P>
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const uint32_t value = load_as<uint32_t>(x + r * x_stride + unit * Packing<T>::per);
+      const uint32_t value = load_as<uint32_t>(x + r * x_stride + unit * Units<T>::per);
 #pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) sum[r][v] = Packing<T>::multiply_add(sum[r][v], w[v], value);
+      for (int v = 0; v < V; ++v) sum[r][v] = Units<T>::multiply_add(sum[r][v], w[v], value);
     }
   }
 #pragma GCC unroll 16

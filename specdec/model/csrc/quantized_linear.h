@@ -47,7 +47,7 @@ inline u32x16 bf16_pairs(i32x16 low, i32x16 high) {
   return (low_bits >> 16) | (high_bits & 0xffff0000u);
 }
 
-// A format says how a chunk of 16 columns, kDepth long and kBytes large, becomes the units that `Packing<T>`
+// A format says how a chunk of 16 columns, kDepth long and kBytes large, becomes the units that `Units<T>`
 // multiplies: unit<T>(chunk, u) is the u-th of them.
 
 // Chunks [16 columns][2].
@@ -124,7 +124,7 @@ template <typename Format, typename T, int R, int P>
                                           int64_t x_stride, f32x16* __restrict sums) {
   using Scale = typename Format::template Scale<T>;
   constexpr int V = P * kPanelVectors;
-  constexpr int kUnits = Format::kDepth / Packing<T>::per;
+  constexpr int kUnits = Format::kDepth / Units<T>::per;
   constexpr int kChunkBytes = Format::kBytes * kPanelVectors;
   const int64_t panel_size = panel_bytes<Format>(linear.inner);
   const char* __restrict weights = linear.panels + panel * panel_size;
@@ -151,9 +151,9 @@ template <typename Format, typename T, int R, int P>
               weights + (v / kPanelVectors) * panel_size + (v % kPanelVectors) * Format::kBytes, u);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const uint32_t value = load_as<uint32_t>(x + r * x_stride + u * Packing<T>::per);
+          const uint32_t value = load_as<uint32_t>(x + r * x_stride + u * Units<T>::per);
 #pragma GCC unroll 16
-          for (int v = 0; v < V; ++v) sum[r][v] = Packing<T>::multiply_add(sum[r][v], w[v], value);
+          for (int v = 0; v < V; ++v) sum[r][v] = Units<T>::multiply_add(sum[r][v], w[v], value);
         }
       }
       weights += kChunkBytes;
