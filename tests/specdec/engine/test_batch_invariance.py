@@ -232,14 +232,13 @@ def _said(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPara
 @pytest.mark.parametrize(
     ("compiled", "size", "stages", "method"),
     [
-        (True, 2, 1, "ngram"),
-        (False, 2, 1, "none"),
-        (False, 4, 1, "draft_model"),
-        (False, 2, 2, "ngram"),
-        (True, 2, 2, "none"),
-        (False, 4, 2, "none"),
+        pytest.param(True, 2, 1, "ngram", id="tp2-compiled"),
+        pytest.param(False, 2, 1, "none", id="tp2", marks=pytest.mark.full),
+        pytest.param(False, 4, 1, "draft_model", id="tp4", marks=pytest.mark.full),
+        pytest.param(False, 2, 2, "ngram", id="pp2"),
+        pytest.param(True, 2, 2, "none", id="pp2-compiled", marks=pytest.mark.full),
+        pytest.param(False, 4, 2, "none", id="tp2-pp2"),
     ],
-    ids=["tp2-compiled", "tp2", "tp4", "pp2", "pp2-compiled", "tp2-pp2"],
 )
 def test_same_bits_over_ranks(
     rank_pool: Callable[[int], RankPool],

@@ -238,7 +238,7 @@ def test_the_last_stage_chooses_in_one_call_with_its_forward(rank_pool: Pools, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", ["2", "2x2"])
+@pytest.mark.parametrize("grid", ["2", pytest.param("2x2", marks=pytest.mark.full)])
 def test_an_engine_starts_its_stages(rank_pool: Pools, folder_of: Folders, grid: str) -> None:
     size, stages = GRIDS[grid]
     folder = folder_of("llama")
@@ -253,8 +253,10 @@ def test_an_engine_starts_its_stages(rank_pool: Pools, folder_of: Folders, grid:
 
 @pytest.mark.parametrize(
     ("grid", "victim"),
-    [("3", 1), ("2x2", 2)],
-    ids=["stage between", "in the first stage"],
+    [
+        pytest.param("3", 1, id="stage between", marks=pytest.mark.full),
+        pytest.param("2x2", 2, id="in the first stage"),
+    ],
 )
 def test_a_dead_rank_ends_the_group(folder_of: Folders, tmp_path: Path, grid: str, victim: int) -> None:
     size, stages = GRIDS[grid]

@@ -231,8 +231,11 @@ def test_an_engine_starts_its_stages(folder_of: Folders, grid: str) -> None:
 
 @pytest.mark.parametrize(
     ("grid", "victim"),
-    [("4", 2), ("2x2", 1), ("2x2", 2)],
-    ids=["stage between", "beside the leader", "in the first stage"],
+    [
+        pytest.param("4", 2, id="stage between"),
+        pytest.param("2x2", 1, id="beside the leader", marks=pytest.mark.full),
+        pytest.param("2x2", 2, id="in the first stage", marks=pytest.mark.full),
+    ],
 )
 def test_a_dead_rank_ends_the_group(folder_of: Folders, tmp_path: Path, grid: str, victim: int) -> None:
     size, stages = GRIDS[grid]

@@ -60,7 +60,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return make
 
 
-@pytest.fixture(autouse=True, params=[1, 3], ids=["1 thread", "3 threads"])
+@pytest.fixture(
+    autouse=True, params=[1, pytest.param(3, marks=pytest.mark.full)], ids=["1 thread", "3 threads"]
+)
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

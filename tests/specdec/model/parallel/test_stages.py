@@ -324,7 +324,12 @@ def attempt_with_weights_gone(group: RankGroup, folder: Path, stages: int) -> No
     ("stages", "size", "message"),
     [
         (4, 4, "llama cannot be served with pipeline_parallel_size 4: its 3 layers cannot be divided"),
-        (2, 6, "llama cannot be served with tensor_parallel_size 3: its 4 attention heads"),
+        pytest.param(
+            2,
+            6,
+            "llama cannot be served with tensor_parallel_size 3: its 4 attention heads",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_refusals_come_before_weights_are_read_and_from_all_ranks(
