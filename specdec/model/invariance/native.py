@@ -19,7 +19,6 @@ from specdec.model.invariance.operations import (
     Replacement,
     UnsupportedInvariance,
     last_dimension,
-    product,
 )
 from specdec.model.native_forward import PackedWeights, load_forward_library, load_quantized_kernel
 from specdec.model.quantized_linear import Bits, QuantizedWeight
@@ -132,14 +131,14 @@ class NativeOperations(InvariantOperations):
             _ATEN.mm.default: self.matmul,
             _ATEN.bmm.default: self.matmul,
             _ATEN.matmul.default: self.matmul,
-            _ATEN.addmm.default: self._addmm,
+            _ATEN.addmm.default: self.addmm,
             _ATEN.gelu.default: self._gelu,
             _ATEN.cos.default: lambda x: self._elements(_COS, 0, x),
             _ATEN.sin.default: lambda x: self._elements(_SIN, 0, x),
             _ATEN.pow.Tensor_Scalar: self._pow,
             _ATEN.pow.Tensor_Tensor: self._pow_of_tensors,
-            _ATEN.mean.dim: self._mean,
-            _ATEN.sum.dim_IntList: self._sum,
+            _ATEN.mean.dim: self.mean,
+            _ATEN.sum.dim_IntList: self.sum,
             _ATEN.softmax.int: self._softmax,
             _ATEN._softmax.default: lambda x, dim, _: self._softmax(x, dim),
             _ATEN.layer_norm.default: self._layer_norm,
@@ -149,7 +148,7 @@ class NativeOperations(InvariantOperations):
         }
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., inner], weight [columns, inner], bias [columns] -> [..., columns], all of one dtype."""
+        """See `InvariantOperations`."""
         _check(x, weight, bias)
         columns, inner = weight.shape
         rows = x.reshape(-1, inner).contiguous()
@@ -171,10 +170,6 @@ class NativeOperations(InvariantOperations):
         self._library.drafthouse_linear(ctypes.byref(call))
         return y.view(*x.shape[:-1], columns)
 
-    def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """As `torch.matmul`, of at least two dimensions each."""
-        return product(self.linear, a, b)
-
     def _panels(self, weight: torch.Tensor) -> torch.Tensor | None:
         if self._packed is None or weight.untyped_storage().data_ptr() not in self._constants:
             return None
@@ -182,11 +177,6 @@ class NativeOperations(InvariantOperations):
             return self._packed.pack(weight)
         except CannotLower:  # no room for it, and it is not read as it is: turned around at each use
             return None
-
-    def _addmm(self, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> torch.Tensor:
-        if bias.dim() == 1:
-            return self.linear(a, b.t(), bias)
-        return self.matmul(a, b) + bias
 
     def _unary_of(self, op: int) -> Replacement:
         return lambda x: self._elements(_UNARY, op, x)
@@ -214,24 +204,11 @@ class NativeOperations(InvariantOperations):
         self._run(kind, x, out, op=op, y=y, row_size=_PIECE, scalar=scalar)
         return out
 
-    def _mean(
-        self, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return self._reduced("mean", x.to(dtype or x.dtype), dim, keepdim, float(x.shape[-1]))
-
-    def _sum(
-        self, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        if not (dtype or x.dtype).is_floating_point:
-            return torch.sum(x, dim, keepdim, dtype=dtype)
-        return self._reduced("sum", x.to(dtype or x.dtype), dim, keepdim, 1.0)
-
-    def _reduced(self, name: str, x: torch.Tensor, dim: Any, keepdim: bool, divisor: float) -> torch.Tensor:
-        last_dimension(name, x, dim)
-        x = x.contiguous()
+    def add_up(self, x: torch.Tensor, divisor: float) -> torch.Tensor:
+        """See `InvariantOperations`."""
         out = torch.empty((*x.shape[:-1], 1), dtype=x.dtype)
         self._run(_MEAN, x, out, row_size=x.shape[-1], scalar=divisor)
-        return out if keepdim else out.squeeze(-1)
+        return out
 
     def _softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         last_dimension("softmax", x, dim)

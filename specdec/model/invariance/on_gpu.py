@@ -19,7 +19,6 @@ from specdec.model.invariance.operations import (
     Replacement,
     UnsupportedInvariance,
     last_dimension,
-    product,
 )
 from specdec.model.quantized_linear import Bits, quantized_linear
 
@@ -89,9 +88,9 @@ class GpuOperations(InvariantOperations):
             _ATEN.mm.default: self.matmul,
             _ATEN.bmm.default: self.matmul,
             _ATEN.matmul.default: self.matmul,
-            _ATEN.addmm.default: self._addmm,
-            _ATEN.mean.dim: self._mean,
-            _ATEN.sum.dim_IntList: self._sum,
+            _ATEN.addmm.default: self.addmm,
+            _ATEN.mean.dim: self.mean,
+            _ATEN.sum.dim_IntList: self.sum,
             _ATEN.softmax.int: self._softmax,
             _ATEN._softmax.default: lambda x, dim, _: self._softmax(x, dim),
             _ATEN.layer_norm.default: self._layer_norm,
@@ -101,7 +100,7 @@ class GpuOperations(InvariantOperations):
         }
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., inner], weight [columns, inner], bias [columns] -> [..., columns], all of one dtype."""
+        """See `InvariantOperations`."""
         tile = _TILES.get(x.dtype)
         if tile is None or weight.dtype != x.dtype:
             raise UnsupportedInvariance(f"a product of {x.dtype} with {weight.dtype}")
@@ -135,30 +134,8 @@ class GpuOperations(InvariantOperations):
         )
         return out.view(*x.shape[:-1], columns)
 
-    def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """As `torch.matmul`, of at least two dimensions each."""
-        return product(self.linear, a, b)
-
-    def _addmm(self, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> torch.Tensor:
-        if bias.dim() == 1:
-            return self.linear(a, b.t(), bias)
-        return self.matmul(a, b) + bias
-
-    def _mean(
-        self, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return self._reduced("mean", x.to(dtype or x.dtype), dim, keepdim, float(x.shape[-1]))
-
-    def _sum(
-        self, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        if not (dtype or x.dtype).is_floating_point:
-            return torch.sum(x, dim, keepdim, dtype=dtype)
-        return self._reduced("sum", x.to(dtype or x.dtype), dim, keepdim, 1.0)
-
-    def _reduced(self, name: str, x: torch.Tensor, dim: Any, keepdim: bool, divisor: float) -> torch.Tensor:
-        last_dimension(name, x, dim)
-        x = x.contiguous()
+    def add_up(self, x: torch.Tensor, divisor: float) -> torch.Tensor:
+        """See `InvariantOperations`."""
         out = torch.empty((*x.shape[:-1], 1), dtype=x.dtype, device=x.device)
         if out.numel():
             launch(
@@ -168,7 +145,7 @@ class GpuOperations(InvariantOperations):
                 BLOCK=_SUM_BLOCK,
                 num_warps=4,
             )
-        return out if keepdim else out.squeeze(-1)
+        return out
 
     def _softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         last_dimension("softmax", x, dim)

@@ -68,6 +68,43 @@ class InvariantOperations(ABC):
     def prepare(self, max_bytes: int) -> None:
         """This is how the model is going to run: take up to `max_bytes` to make it faster."""
 
+    @abstractmethod
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., inner], weight [columns, inner], bias [columns] -> [..., columns], all of one dtype."""
+
+    @abstractmethod
+    def add_up(self, x: torch.Tensor, divisor: float) -> torch.Tensor:
+        """Sums over the last dimension, which stays, divided by `divisor`: [..., inner] -> [..., 1]."""
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """As `torch.matmul`, of at least two dimensions each."""
+        return product(self.linear, a, b)
+
+    def addmm(self, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> torch.Tensor:
+        """As `torch.addmm` without factors."""
+        if bias.dim() == 1:
+            return self.linear(a, b.t(), bias)
+        return self.matmul(a, b) + bias
+
+    def mean(
+        self, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """As `torch.mean`, over the last dimension."""
+        return self._reduced("mean", x.to(dtype or x.dtype), dim, keepdim, float(x.shape[-1]))
+
+    def sum(
+        self, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """As `torch.sum`, over the last dimension; of integers any."""
+        if not (dtype or x.dtype).is_floating_point:
+            return torch.sum(x, dim, keepdim, dtype=dtype)
+        return self._reduced("sum", x.to(dtype or x.dtype), dim, keepdim, 1.0)
+
+    def _reduced(self, name: str, x: torch.Tensor, dim: Any, keepdim: bool, divisor: float) -> torch.Tensor:
+        last_dimension(name, x, dim)
+        out = self.add_up(x.contiguous(), divisor)
+        return out if keepdim else out.squeeze(-1)
+
 
 class InvariantForward(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, operations are replaced. One thread at a time."""
