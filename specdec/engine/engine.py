@@ -165,7 +165,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would bring anything."""
-        return bool(self._ended) or len(self._roster) > 0 or len(self._preparation) > 0
+        return (
+            bool(self._ended)
+            or len(self._roster) > 0
+            or len(self._preparation) > 0
+            or self._rounds.num_in_flight > 0
+        )
 
     @property
     def is_lost(self) -> bool:
@@ -249,7 +254,7 @@ class Engine:
             self._end_overdue()
         if len(self._preparation) > 0:
             self._take_prepared()
-        if len(self._roster) > 0:
+        if len(self._roster) > 0 or self._rounds.num_in_flight > 0:
             try:
                 outputs = self._rounds.run()
             except TransportError as error:
@@ -344,6 +349,7 @@ class Engine:
 
     def _lose_target(self, error: TransportError) -> None:
         self._lost = error
+        self._rounds.abandon()
         self.end_all(Finish(reason="error", error=f"the target was lost: {error}", error_code="target_lost"))
 
     def _require_target(self) -> None:

@@ -39,6 +39,7 @@ class LiveRequest:
         "finish",
         "generates",
         "grammar",
+        "is_in_flight",
         "is_known_to_target",
         "kv_variant",
         "num_given_up",
@@ -85,6 +86,8 @@ class LiveRequest:
         """Sampling parameters as whoever samples needs them: that there is a grammar, not its text."""
         self.is_known_to_target = False
         """Whether the target keeps state of this request, which it has to be told to forget."""
+        self.is_in_flight = False
+        """Whether a round with it is being verified."""
         self.num_given_up = 0
         """Computed tokens lost by the last preemption, until it runs again."""
         self.generates = text.max_generated > 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.core.clock import Clock, MonotonicClock
@@ -19,9 +19,10 @@ from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
-from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.transport.base import Channel, Envelope, PeerAddress, PeerId, PeerLost
 from specdec.transport.messages import (
+    DraftBranch,
     DraftOpening,
     ProposeAnswer,
     ProposeEntry,
@@ -50,6 +51,26 @@ class _Registration:
     """Leading tokens that it has answered for."""
 
 
+class _Awaited(NamedTuple):
+    """An answer that is due."""
+
+    key: _PrefixKey
+    budget: int
+    prepared: _Prepared | None = None
+    """Where its branches go; None: a proposal is due."""
+    most_branches: int = 0
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What has been drafted for the verdicts that one round may bring a sequence."""
+
+    committed_len: int
+    """Before that round."""
+    branches: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """By committed_len and prefix_hash after it."""
+
+
 @dataclass(slots=True)
 class _Asked:
     """The latest round sent to one worker."""
@@ -58,6 +79,8 @@ class _Asked:
     asked_s: float
     num_entries: int
     num_new_tokens: int
+    is_ahead: bool
+    """Whether the coordinator did something else than wait for the answer."""
 
 
 @dataclass(slots=True)
@@ -72,9 +95,15 @@ class _Round:
     """What one call of `propose` still waits for, and what it has got."""
 
     def __init__(self) -> None:
-        self.pending: dict[PeerId, dict[RequestId, tuple[_PrefixKey, int]]] = defaultdict(dict)
+        self.pending: dict[PeerId, dict[RequestId, _Awaited]] = defaultdict(dict)
         self.give_up_s: dict[PeerId, float] = {}
         self.proposals: dict[RequestId, Proposal] = {}
+
+    def forget(self, request_id: RequestId, worker: PeerId) -> None:
+        """Wait no longer for what one sequence would have got."""
+        its = self.pending.get(worker)
+        if its is not None and its.pop(request_id, None) is not None and not its:
+            self.abandon(worker)
 
     def abandon(self, worker: PeerId) -> None:
         """Wait no longer for one worker."""
@@ -113,6 +142,9 @@ class RemoteProposer:
         self._meanwhile = meanwhile
         self._links: dict[PeerId, _Link] = {}
         self._registrations: dict[RequestId, _Registration] = {}
+        self._prepared: dict[RequestId, _Prepared] = {}
+        self._ahead = _Round()
+        """Answers to the last `look_ahead` that have not come yet."""
         self._next_epoch = 0
         self._next_round = 0
         self._wanted: Sequence[PeerAddress] | None = None
@@ -127,7 +159,9 @@ class RemoteProposer:
     @property
     def counters(self) -> Mapping[str, float]:
         """Counters since the start: `draft_wait_seconds`, `draft_deadline_misses`, `stale_drafts_dropped`,
-        `invalid_drafts_dropped`, `fallback_requests` (sequences that went without drafts, per round), and
+        `invalid_drafts_dropped`, `fallback_requests` (sequences that went without drafts, per round),
+        `draft_compute_seconds` (as the workers measure it), `speculation_cache_hits` and
+        `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for), and
         what the draft workers count themselves (`DraftServer.counters`).
         """
         return dict(self._counters)
@@ -151,28 +185,48 @@ class RemoteProposer:
     ) -> dict[RequestId, Proposal]:
         """Ask the draft workers and wait for them, each at most for its deadline.
 
-        Sequences without a budget are sent as well, for the workers to read ahead, but not waited for.
+        Sequences without a budget are sent as well, for the workers to read ahead, but not waited for. For
+        those that `look_ahead` has named, only what it asked for is waited for.
         """
         self._follow_membership()
-        this_round = _Round()
-        self._take_late_arrivals()
-        for worker, group in self._by_worker(sequences).items():
-            self._ask(this_round, self._links[worker], group, num_draft_tokens)
+        this_round, self._ahead = self._ahead, _Round()
+        for worker in this_round.pending.keys() - self._links.keys():
+            this_round.abandon(worker)
+        self._take_arrivals(this_round)
+        prepared = {
+            sequence.request_id: its
+            for sequence in sequences
+            if (its := self._prepared.pop(sequence.request_id, None)) is not None
+            and its.committed_len < sequence.committed_len
+        }
+        unprepared = [sequence for sequence in sequences if sequence.request_id not in prepared]
+        for worker, group in self._by_worker(unprepared).items():
+            self._ask(this_round, self._links[worker], self._wishes(group, num_draft_tokens))
         started_s = self._clock.now_s()
         if self._meanwhile is not None:
             self._meanwhile()
         self._wait(this_round)
-        self._counters["draft_wait_seconds"] += self._clock.now_s() - started_s  # type: ignore[assignment]
+        self._count("draft_wait_seconds", self._clock.now_s() - started_s)
+        self._look_up(sequences, num_draft_tokens, prepared, this_round)
         num_wanted = sum(1 for budget in num_draft_tokens.values() if budget > 0)
         self._counters["fallback_requests"] += num_wanted - len(this_round.proposals)
         return this_round.proposals
+
+    def look_ahead(self, wishes: Sequence[AheadWish]) -> None:
+        """Send the wishes to those who draft for these sequences; see `proposers.base.AsksAhead`."""
+        self._follow_membership()
+        by_id = {wish.view.request_id: wish for wish in wishes}
+        for worker, group in self._by_worker([wish.view for wish in wishes]).items():
+            self._ask(self._ahead, self._links[worker], [by_id[view.request_id] for view in group])
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
         by_worker: dict[PeerId, list[tuple[RequestId, int]]] = defaultdict(list)
         for request_id in request_ids:
+            self._prepared.pop(request_id, None)
             registration = self._registrations.pop(request_id, None)
             if registration is not None and registration.worker in self._links:
+                self._ahead.forget(request_id, registration.worker)
                 self._links[registration.worker].num_registered -= 1
                 by_worker[registration.worker].append((request_id, registration.epoch))
         for worker, released in by_worker.items():
@@ -230,33 +284,40 @@ class RemoteProposer:
         self._links[worker].num_registered += 1
         return registration
 
-    def _ask(
-        self,
-        this_round: _Round,
-        link: _Link,
-        sequences: Sequence[SequenceView],
-        num_draft_tokens: Mapping[RequestId, int],
-    ) -> None:
+    def _wishes(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> list[_Wish]:
+        """Return what to ask for behind committed tokens, leaving out what would tell nobody anything."""
+        return [
+            _Wish(sequence, budget)
+            for sequence in sequences
+            if (budget := num_draft_tokens.get(sequence.request_id, 0)) > 0
+            or self._registrations[sequence.request_id].sent_len < sequence.committed_len
+        ]
+
+    def _ask(self, this_round: _Round, link: _Link, wishes: Sequence[_Wish | AheadWish]) -> None:
+        if not wishes:
+            return
         worker = link.address.peer_id
         entries = []
         num_new = 0
-        for sequence in sequences:
+        for wish in wishes:
+            sequence, budget = wish.view, wish.num_draft_tokens
             registration = self._registrations[sequence.request_id]
-            budget = num_draft_tokens.get(sequence.request_id, 0)
-            if budget == 0 and registration.sent_len == sequence.committed_len:
-                continue
-            entry = _entry(sequence, registration, budget)
+            entry = _entry(wish, registration)
             entries.append(entry)
             registration.sent_len = sequence.committed_len
             num_new += sequence.committed_len - registration.confirmed_len
             if budget > 0:
                 key = _PrefixKey(entry.request_id, entry.epoch, entry.committed_len, entry.prefix_hash)
-                this_round.pending[worker][sequence.request_id] = (key, budget)
-        if not entries:
-            return
+                awaited = _Awaited(key, budget)
+                if isinstance(wish, AheadWish):
+                    prepared = self._prepared[sequence.request_id] = _Prepared(sequence.committed_len)
+                    awaited = _Awaited(key, budget, prepared, sum(wish.fan_out))
+                this_round.pending[worker][sequence.request_id] = awaited
         now_s = self._clock.now_s()
         self._channel.send(worker, ProposeRequest(self._next_round, tuple(entries)))
-        link.asked = _Asked(self._next_round, now_s, len(entries), num_new)
+        link.asked = _Asked(self._next_round, now_s, len(entries), num_new, this_round is self._ahead)
         self._next_round += 1
         if worker in this_round.pending and link.patience.is_waited_for(now_s):
             this_round.give_up_s[worker] = now_s + link.patience.deadline_s(len(entries), num_new)
@@ -264,6 +325,31 @@ class RemoteProposer:
             # Reading ahead, or an attempt to reach a silent worker: the answer is heard in a later round.
             this_round.abandon(worker)
         link.patience.asked(now_s)
+
+    def _look_up(
+        self,
+        sequences: Sequence[SequenceView],
+        num_draft_tokens: Mapping[RequestId, int],
+        prepared: Mapping[RequestId, _Prepared],
+        this_round: _Round,
+    ) -> None:
+        """Find the continuations of what has become of the sequences that were looked ahead for."""
+        for sequence in sequences:
+            its = prepared.get(sequence.request_id)
+            budget = num_draft_tokens.get(sequence.request_id, 0)
+            if its is None or budget <= 0:
+                continue
+            token_ids = its.branches.get((sequence.committed_len, sequence.prefix_hash))
+            self._counters["speculation_cache_misses" if token_ids is None else "speculation_cache_hits"] += 1
+            if token_ids:
+                this_round.proposals[sequence.request_id] = Proposal(
+                    request_id=sequence.request_id,
+                    committed_len=sequence.committed_len,
+                    prefix_hash=sequence.prefix_hash,
+                    token_ids=token_ids[:budget],
+                    noise_stream=self._capabilities.noise_stream if self._capabilities.sampled else None,
+                    method=self._capabilities.name,
+                )
 
     def _wait(self, this_round: _Round) -> None:
         while this_round.pending:
@@ -280,14 +366,13 @@ class RemoteProposer:
                 continue
             self._take(envelope, this_round)
 
-    def _take_late_arrivals(self) -> None:
-        """Hear what arrived since the last round, if an answer was due: it is stale, but its sender lives."""
+    def _take_arrivals(self, this_round: _Round) -> None:
+        """Hear what arrived since the last call, if an answer was due: even a stale one tells of its sender."""
         if all(link.asked is None for link in self._links.values()):
             return
-        nothing_awaited = _Round()
         while True:
             try:
-                self._take(self._channel.receive(0), nothing_awaited)
+                self._take(self._channel.receive(0), this_round)
             except ChannelTimeout:
                 return
 
@@ -305,12 +390,14 @@ class RemoteProposer:
         link.patience.heard()
         if reply.counts is not None:
             self._counters.update(reply.counts)
+        self._count("draft_compute_seconds", reply.draft_s)
         pending = this_round.pending.get(link.address.peer_id)
         for answer in reply.answers:
             self._take_answer(answer, pending, this_round.proposals)
         asked = link.asked
         if asked is not None and asked.round_id == reply.round_id and not pending:
-            elapsed_s = self._clock.now_s() - asked.asked_s if pending is not None else reply.draft_s
+            is_fresh = pending is not None and not asked.is_ahead
+            elapsed_s = self._clock.now_s() - asked.asked_s if is_fresh else reply.draft_s
             link.patience.measured(elapsed_s, asked.num_entries, asked.num_new_tokens)
             link.asked = None
         if pending is not None and not pending:
@@ -320,7 +407,7 @@ class RemoteProposer:
     def _take_answer(
         self,
         answer: ProposeAnswer,
-        pending: dict[RequestId, tuple[_PrefixKey, int]] | None,
+        pending: dict[RequestId, _Awaited] | None,
         proposals: dict[RequestId, Proposal],
     ) -> None:
         registration = self._registrations.get(answer.request_id)
@@ -331,31 +418,53 @@ class RemoteProposer:
                 registration.confirmed_len = max(registration.confirmed_len, answer.committed_len)
         key = _PrefixKey(answer.request_id, answer.epoch, answer.committed_len, answer.prefix_hash)
         expected = pending.get(answer.request_id) if pending is not None else None
-        if expected is None or expected[0] != key:
-            self._counters["stale_drafts_dropped"] += bool(answer.token_ids)
+        if expected is None or expected.key != key:
+            self._counters["stale_drafts_dropped"] += bool(answer.token_ids or answer.branches)
             return
         assert pending is not None
         del pending[answer.request_id]
         if answer.needs_start:
             return
-        if len(answer.token_ids) > expected[1] or not all(
-            0 <= t < self._vocab_size for t in answer.token_ids
-        ):
-            self._counters["invalid_drafts_dropped"] += 1
-            return
-        proposals[answer.request_id] = Proposal(
-            request_id=answer.request_id,
-            committed_len=answer.committed_len,
-            prefix_hash=answer.prefix_hash,
-            token_ids=answer.token_ids,
-            parents=answer.parents,
-            noise_stream=answer.noise_stream,
-            q_rows=answer.q_rows,
-            method=self._capabilities.name,
-        )
+        if expected.prepared is not None:
+            self._take_branches(answer.branches, expected, expected.prepared)
+        elif self._is_valid(answer.token_ids, expected.budget):
+            proposals[answer.request_id] = Proposal(
+                request_id=answer.request_id,
+                committed_len=answer.committed_len,
+                prefix_hash=answer.prefix_hash,
+                token_ids=answer.token_ids,
+                parents=answer.parents,
+                noise_stream=answer.noise_stream,
+                q_rows=answer.q_rows,
+                method=self._capabilities.name,
+            )
+
+    def _take_branches(
+        self, branches: Sequence[DraftBranch], expected: _Awaited, prepared: _Prepared
+    ) -> None:
+        for branch in branches[: expected.most_branches]:
+            if self._is_valid(branch.token_ids, expected.budget):
+                prepared.branches[branch.committed_len, branch.prefix_hash] = branch.token_ids
+
+    def _is_valid(self, token_ids: Sequence[int], budget: int) -> bool:
+        if len(token_ids) <= budget and all(0 <= t < self._vocab_size for t in token_ids):
+            return True
+        self._counters["invalid_drafts_dropped"] += 1
+        return False
+
+    def _count(self, name: str, seconds: float) -> None:
+        self._counters[name] += seconds  # type: ignore[assignment]
 
 
-def _entry(sequence: SequenceView, registration: _Registration, budget: int) -> ProposeEntry:
+class _Wish(NamedTuple):
+    """A proposal behind the committed tokens of a sequence, or, with no budget, that it be read."""
+
+    view: SequenceView
+    num_draft_tokens: int
+
+
+def _entry(wish: _Wish | AheadWish, registration: _Registration) -> ProposeEntry:
+    sequence = wish.view
     base_len = registration.sent_len
     opening = None
     if base_len == 0:
@@ -371,8 +480,10 @@ def _entry(sequence: SequenceView, registration: _Registration, budget: int) -> 
         epoch=registration.epoch,
         committed_len=sequence.committed_len,
         prefix_hash=sequence.prefix_hash,
-        num_draft_tokens=budget,
+        num_draft_tokens=wish.num_draft_tokens,
         base_len=base_len,
         token_ids=tuple(sequence.token_ids[base_len:]),
         opening=opening,
+        pending=wish.pending if isinstance(wish, AheadWish) else (),
+        fan_out=wish.fan_out if isinstance(wish, AheadWish) else None,
     )

@@ -52,7 +52,7 @@ class RemoteTarget:
             incarnation: greater than that of anybody who had the worker before.
             times: how long to wait.
             clock: of these times.
-            meanwhile: called once a round has been sent: what may be done while it runs. Quick.
+            meanwhile: called before an answer is waited for: what may be done while a round runs. Quick.
 
         Raises:
             ChannelTimeout: the worker did not answer in time.
@@ -82,8 +82,6 @@ class RemoteTarget:
         self._next_sequence += 1
         self._in_flight.append(message)
         self._channel.send(self._worker.peer_id, message)
-        if self._meanwhile is not None:
-            self._meanwhile()
 
     def collect(self) -> TargetResult:
         """Wait for the answer to the oldest round in flight.
@@ -92,6 +90,8 @@ class RemoteTarget:
             TransportError: the worker died, was taken over, or does not answer.
         """
         assert self._in_flight, "collect without a submitted step"
+        if self._meanwhile is not None:
+            self._meanwhile()
         sequence = self._in_flight[0].sequence
         give_up_s = self._clock.now_s() + self._times.step_timeout_s
         while sequence not in self._done:

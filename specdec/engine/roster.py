@@ -59,21 +59,40 @@ class Roster:
         """Share of the KV blocks that are held, 0 to 1."""
         return self._allocator.num_used / self._allocator.num_usable
 
+    @property
+    def cohort_size(self) -> int:
+        """Half of the running requests, rounded up: what one of two rounds in flight takes."""
+        return -(-len(self.running) // 2)
+
     def new_table(self) -> BlockTable:
         """Return an empty block table over the target's pool."""
         return BlockTable(self._allocator, self.block_size)
 
-    def plan(self, controller: SpeculationController) -> RoundPlan:
-        """Decide who runs in the next round."""
+    def plan(self, controller: SpeculationController, most: int | None = None) -> RoundPlan:
+        """Decide who runs in the next round, of those whose last round is over, at most so many of them."""
+        present = [live for live in self.running.values() if not live.is_in_flight]
+        if most is not None and len(present) > most:
+            present = sorted(present, key=lambda live: live.service_key)[:most]
         limits = RoundLimits(
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             block_size=self.block_size,
             num_free_blocks=self._allocator.num_free,
             num_usable_blocks=self._allocator.num_usable,
+            num_elsewhere=len(self.running) - len(present),
         )
-        sharing = None if self._cache is None else self
-        return plan_round(tuple(self.running.values()), self.waiting, limits, controller, sharing)
+        if self._cache is None:
+            return plan_round(present, self.waiting, limits, controller)
+        return plan_round(present, self.waiting, limits, controller, self, self._coming())
+
+    def _coming(self) -> set[Hashable]:
+        """Names of the blocks of prompts that rounds in flight are reading."""
+        return {
+            name
+            for live in self.running.values()
+            if live.is_in_flight and not live.sequence.is_decoding
+            for name in self.unread_blocks(live.request_id)
+        }
 
     def apply(self, plan: RoundPlan, now_s: float) -> Applied:
         """Preempt, admit and hand out blocks as planned."""

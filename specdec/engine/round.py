@@ -1,9 +1,15 @@
-"""One round: plan, propose, pack, verify, commit."""
+"""One round: plan, propose, pack, verify, commit.
+
+A round is in flight between `_launch` and `_land`. With one flight at a time that is lockstep; with two, over
+disjoint cohorts of requests, one cohort is drafted for while the other is verified.
+"""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from specdec.core.clock import Clock
 from specdec.core.distributions import rows_fault
@@ -18,14 +24,32 @@ from specdec.engine.roster import Roster
 from specdec.engine.service import GRAMMAR_FAILED
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
-from specdec.proposers.base import Proposer, require_verifiable
+from specdec.proposers.base import AheadWish, AsksAhead, Proposer, require_verifiable
 from specdec.sampling.grammar import GrammarState
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
+from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import RoundPlan
 from specdec.verification.registry import capabilities_of
 from specdec.verification.sample_and_match import match
 
 Proposals = dict[RequestId, Proposal]
+
+_DEPTHS: Mapping[OverlapMode, int] = {"lockstep": 1, "ping_pong": 2, "draft_ahead": 1}
+"""Rounds in flight at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A round between its launch and its landing."""
+
+    mode: OverlapMode
+    step: TargetStep
+    lives: Sequence[LiveRequest]
+    """By work. Some may have ended when the answer comes."""
+    proposals: Proposals
+    launched_s: float
+    draft_s: float
+    submitted_s: float
 
 
 class RoundLoop:
@@ -55,34 +79,85 @@ class RoundLoop:
         self._vocab_size = target.description.vocab_size
         self._rule = capabilities_of(target.description.rule)
         require_verifiable(proposer.capabilities, self._rule)
+        # What is drafted ahead carries no q.
+        self._ahead = proposer if isinstance(proposer, AsksAhead) and not self._rule.needs_p_rows else None
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
+        self._flights: deque[_Flight] = deque()
+        self._landed_s = 0.0
+        self._waited_s = 0.0
+        """During the present call: for drafts and for the target."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Rounds that have been launched and not landed."""
+        return len(self._flights)
 
     def run(self) -> list[RequestOutput]:
-        """Run one round and return what is new.
+        """Launch what there is to launch, land the oldest flight and return what it brought.
 
         Raises:
-            TransportError: the target is lost. No sequence has advanced.
+            TransportError: the target is lost. No sequence of a flight that has not landed has advanced.
         """
         started_s = self._clock.now_s()
-        plan = self._plan(started_s)
+        self._waited_s = 0.0
+        mode = self._mode()
+        while len(self._flights) < _DEPTHS[mode] and self._launch(mode):
+            pass
+        outputs = self._land(self._flights.popleft())
+        self._metrics.coordinator_s += self._clock.now_s() - started_s - self._waited_s
+        return outputs
+
+    def abandon(self) -> None:
+        """Forget what is in flight: the target is lost."""
+        self._flights.clear()
+
+    def _mode(self) -> OverlapMode:
+        """Return the controller's mode, where the proposer is of a kind that it works with."""
+        mode, capabilities = self._controller.mode, self._proposer.capabilities
+        if mode == "draft_ahead" and self._ahead is None:
+            return "lockstep"
+        return mode if capabilities.remote else "lockstep"
+
+    def _launch(self, mode: OverlapMode) -> bool:
+        """Plan a round, get its drafts and send it off; return False when there is nothing to plan."""
+        started_s = self._clock.now_s()
+        plan = self._plan(started_s, mode)
+        if plan is None:
+            return False
         planned_s = self._clock.now_s()
         proposals = self._propose(plan)
         proposed_s = self._clock.now_s()
         step = self._pack(plan, proposals)
+        lives = [self._roster.running[work.request_id] for work in step.works]
+        for live in lives:
+            live.is_in_flight = True
         submitted_s = self._clock.now_s()
-        result = self._verify(step)
+        self._target.submit(step)
+        draft_s = proposed_s - planned_s
+        self._waited_s += draft_s
+        self._flights.append(_Flight(mode, step, lives, proposals, started_s, draft_s, submitted_s))
+        if mode == "draft_ahead":
+            self._look_ahead(step, lives, proposals)
+        return True
+
+    def _land(self, flight: _Flight) -> list[RequestOutput]:
+        """Wait for the answer to a flight and commit it."""
+        awaited_s = self._clock.now_s()
+        result = self._collect(flight.step)
         verified_s = self._clock.now_s()
-        outputs, outcomes = self._commit(step, result, proposals, verified_s)
-        draft_s, verify_s = proposed_s - planned_s, verified_s - submitted_s
-        self._metrics.target_forward_s += result.forward_s
-        self._metrics.target_sample_s += result.sample_s
-        self._observe(step, outputs, outcomes, draft_s, verify_s)
-        self._metrics.coordinator_s += self._clock.now_s() - started_s - draft_s - verify_s
+        self._waited_s += verified_s - awaited_s
+        outputs, outcomes = self._commit(flight, result, verified_s)
+        self._observe(flight, result, outputs, outcomes, verified_s)
         return outputs
 
-    def _plan(self, now_s: float) -> RoundPlan:
-        plan = self._roster.plan(self._controller)
+    def _plan(self, now_s: float, mode: OverlapMode) -> RoundPlan | None:
+        roster = self._roster
+        plan = roster.plan(self._controller, roster.cohort_size if mode == "ping_pong" else None)
+        if self._flights and (plan.preempted or not plan.num_tokens):
+            return None  # what is in flight may free what is missing
+        if plan.preempted or not plan.num_tokens:
+            plan = roster.plan(self._controller)
         assert plan.num_tokens, "a round without work: the planner must always let the first in order go on"
         applied = self._roster.apply(plan, now_s)
         self._metrics.num_recomputed_tokens += applied.num_recomputed
@@ -206,8 +281,25 @@ class RoundLoop:
         q_rows = None if proposal.q_rows is None else proposal.q_rows[: len(token_ids)]
         return replace(proposal, token_ids=token_ids, q_rows=q_rows), masks
 
-    def _verify(self, step: TargetStep) -> TargetResult:
-        self._target.submit(step)
+    def _look_ahead(
+        self, step: TargetStep, lives: Sequence[LiveRequest], proposals: Mapping[RequestId, Proposal]
+    ) -> None:
+        """Ask for continuations of what the round in flight may bring."""
+        assert self._ahead is not None
+        wishes = []
+        for work, live in zip(step.works, lives, strict=True):
+            if work.num_sampled_rows == 0:
+                continue
+            proposal = proposals.get(work.request_id)
+            pending = proposal.token_ids if proposal is not None else ()
+            budget, fan_out = self._controller.look_ahead(live, len(pending))
+            if budget > 0 and any(fan_out):
+                wishes.append(
+                    AheadWish(view=live, pending=pending, num_draft_tokens=budget, fan_out=tuple(fan_out))
+                )
+        self._ahead.look_ahead(wishes)
+
+    def _collect(self, step: TargetStep) -> TargetResult:
         result = self._target.collect()
         if result.step_id != step.step_id or len(result.results) != len(step.works):
             raise ProtocolError(f"the target answered step {result.step_id} instead of {step.step_id}")
@@ -222,7 +314,7 @@ class RoundLoop:
         return result
 
     def _commit(
-        self, step: TargetStep, result: TargetResult, proposals: Proposals, now_s: float
+        self, flight: _Flight, result: TargetResult, now_s: float
     ) -> tuple[list[RequestOutput], list[DraftOutcome]]:
         if result.kv_generation != self._kv_generation:
             if self._kv_generation is not None:
@@ -230,8 +322,10 @@ class RoundLoop:
             self._kv_generation = result.kv_generation
         outputs: list[RequestOutput] = []
         outcomes: list[DraftOutcome] = []
-        for work, answer in zip(step.works, result.results, strict=True):
-            live = self._roster.running[work.request_id]
+        for work, live, answer in zip(flight.step.works, flight.lives, result.results, strict=True):
+            live.is_in_flight = False
+            if self._roster.running.get(work.request_id) is not live:
+                continue  # it has ended meanwhile
             if answer.prompt_logprobs is not None:
                 live.note_prompt_logprobs(work.start, answer.prompt_logprobs)
             if answer.error is not None and not answer.token_ids:
@@ -243,27 +337,37 @@ class RoundLoop:
                 if not live.generates and live.num_computed == live.committed_len:
                     outputs.append(self._retire(live, live.end(Finish(reason="length"), now_s)))
             else:
-                proposal = proposals.get(work.request_id)
-                drafted = proposal.token_ids if proposal is not None else ()
-                verdict = match(drafted[: len(answer.token_ids) - 1], None, answer.token_ids)
-                num_kept = live.commit(verdict.token_ids, answer.logprobs, now_s)
-                self._roster.note_computed(live)
-                if drafted:
-                    if not self._rule.exact and not live.params.is_greedy:
-                        self._metrics.num_lossy_tokens += num_kept
-                        live.stats.speculation.num_lossy_tokens += num_kept
-                    outcomes.append(
-                        self._count_draft(live, len(drafted), min(verdict.num_accepted, num_kept))
-                    )
-                output = live.take_output(now_s)
-                if output.finish_reason is not None:
-                    self._retire(live, output)
-                elif live.has_outgrown_cache:
-                    self._roster.send_back(live.request_id)
-                else:
-                    live.table.trim(live.committed_len)
-                outputs.append(output)
+                outcome = self._advance(live, answer, flight.proposals.get(work.request_id), now_s)
+                if outcome is not None:
+                    outcomes.append(outcome)
+                outputs.append(self._settle(live, now_s))
         return outputs, outcomes
+
+    def _advance(
+        self, live: LiveRequest, answer: WorkResult, proposal: Proposal | None, now_s: float
+    ) -> DraftOutcome | None:
+        """Commit what the target says; return what became of the draft, if there was one."""
+        drafted = proposal.token_ids if proposal is not None else ()
+        verdict = match(drafted[: len(answer.token_ids) - 1], None, answer.token_ids)
+        num_kept = live.commit(verdict.token_ids, answer.logprobs, now_s)
+        self._roster.note_computed(live)
+        if not drafted:
+            return None
+        if not self._rule.exact and not live.params.is_greedy:
+            self._metrics.num_lossy_tokens += num_kept
+            live.stats.speculation.num_lossy_tokens += num_kept
+        return self._count_draft(live, len(drafted), min(verdict.num_accepted, num_kept))
+
+    def _settle(self, live: LiveRequest, now_s: float) -> RequestOutput:
+        """Return what is new of a request that has advanced; give back what it does not need any more."""
+        output = live.take_output(now_s)
+        if output.finish_reason is not None:
+            self._retire(live, output)
+        elif live.has_outgrown_cache:
+            self._roster.send_back(live.request_id)
+        else:
+            live.table.trim(live.committed_len)
+        return output
 
     def _retire(self, live: LiveRequest, output: RequestOutput) -> RequestOutput:
         self._roster.remove(live.request_id)
@@ -284,28 +388,37 @@ class RoundLoop:
 
     def _observe(
         self,
-        step: TargetStep,
+        flight: _Flight,
+        result: TargetResult,
         outputs: list[RequestOutput],
         outcomes: list[DraftOutcome],
-        draft_s: float,
-        verify_s: float,
+        verified_s: float,
     ) -> None:
         num_committed = sum(len(output.token_ids) for output in outputs)
+        verify_s = verified_s - flight.submitted_s
+        works = flight.step.works
         metrics = self._metrics
         metrics.num_rounds += 1
         metrics.generation_tokens += num_committed
-        metrics.draft_s += draft_s
+        metrics.draft_s += flight.draft_s
         metrics.verify_s += verify_s
+        metrics.target_forward_s += result.forward_s
+        metrics.target_sample_s += result.sample_s
         self._controller.observe(
             RoundObservation(
-                num_rows=sum(len(work.token_ids) for work in step.works),
-                num_sequences=len(step.works),
+                mode=flight.mode,
+                num_rows=sum(len(work.token_ids) for work in works),
+                num_sequences=len(works),
+                num_context_tokens=sum(work.start for work in works),
                 num_committed=num_committed,
-                draft_s=draft_s,
+                draft_s=flight.draft_s,
                 verify_s=verify_s,
+                target_s=result.forward_s + result.sample_s,
+                elapsed_s=verified_s - max(self._landed_s, flight.launched_s),
                 outcomes=outcomes,
             )
         )
+        self._landed_s = verified_s
 
 
 def _failure(live: LiveRequest, answer: WorkResult) -> Finish:

@@ -96,6 +96,33 @@ class Proposer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadWish:
+    """What to prepare for one sequence while a chain behind it is being verified."""
+
+    view: SequenceView
+    """What is committed."""
+    pending: tuple[int, ...]
+    """The chain; () when the round has no drafts for it."""
+    num_draft_tokens: int
+    """Longest continuation wanted behind an assumed verdict."""
+    fan_out: tuple[int, ...]
+    """Entry a of len(pending) + 1: for how many tokens to prepare that may follow if exactly the first a
+    pending ones stand."""
+
+
+@runtime_checkable
+class AsksAhead(Protocol):
+    """A proposer whose drafting goes on elsewhere while the target verifies."""
+
+    def look_ahead(self, wishes: Sequence[AheadWish]) -> None:
+        """Have continuations prepared for what the round in flight may bring; do not wait for them.
+
+        The next `propose` finds the right one for each sequence, or nothing: it does not ask again then.
+        """
+        ...
+
+
 @runtime_checkable
 class HasCounters(Protocol):
     """A proposer that counts something worth exporting."""

@@ -43,24 +43,31 @@ def plan_round(
     limits: RoundLimits,
     controller: SpeculationController,
     sharing: BlockSharing | None = None,
+    coming: Iterable[Hashable] = (),
 ) -> RoundPlan:
     """Decide who runs in the next round.
 
     Args:
-        running: admitted requests, in any order; each holds blocks for all its computed tokens.
+        running: admitted requests, in any order; each holds blocks for all its computed tokens. Those of a
+            round that is still being verified are not among them.
         waiting: requests in the queue, in order of service.
         limits: what the round may use.
         controller: says how many draft tokens each decoding sequence should have.
         sharing: knows about shared and cached blocks; None: there are none.
+        coming: names of blocks that are being computed elsewhere.
     """
-    return _Planner(running, limits, sharing).plan(waiting, controller)
+    return _Planner(running, limits, sharing, coming).plan(waiting, controller)
 
 
 class _Planner:
     """The plan in the making."""
 
     def __init__(
-        self, running: Sequence[Schedulable], limits: RoundLimits, sharing: BlockSharing | None
+        self,
+        running: Sequence[Schedulable],
+        limits: RoundLimits,
+        sharing: BlockSharing | None,
+        coming: Iterable[Hashable],
     ) -> None:
         self._limits = limits
         self._sharing = sharing
@@ -75,7 +82,7 @@ class _Planner:
         """Blocks that decoding requests get for their next row."""
         self._reading: deque[Schedulable] = deque()
         """Prompts being read, in order, whose blocks are not among those below yet."""
-        self._coming: set[Hashable] = set()
+        self._coming: set[Hashable] = set(coming)
         """Names of blocks that are about to be computed."""
         self._admitted: list[RequestId] = []
         self._num_cached: dict[RequestId, int] = {}
@@ -175,7 +182,7 @@ class _Planner:
 
     def _has_room(self, request: Schedulable, without: Sequence[Schedulable]) -> bool:
         """Whether a request fits when these running ones have gone."""
-        num_running = len(self._running) - len(self._preempted) - len(without) + len(self._admitted)
+        num_running = self._num_running - len(self._preempted) - len(without)
         if num_running >= self._limits.max_num_seqs:
             return False
         num_blocks = self._num_blocks_for(request.committed_len) + self._num_spare_blocks(num_running)
@@ -246,8 +253,7 @@ class _Planner:
 
     def _try_admit(self, request: Schedulable, cached: CachedPrefix) -> bool:
         num_blocks = self._num_blocks_for(request.committed_len) - cached.num_held_blocks
-        num_running = len(self._running) + len(self._admitted)
-        if num_blocks + self._num_spare_blocks(num_running) > self._num_free_blocks:
+        if num_blocks + self._num_spare_blocks(self._num_running) > self._num_free_blocks:
             return False
         self._admit(request, cached, num_blocks)
         return True
@@ -279,8 +285,12 @@ class _Planner:
         return max(1, self._limits.num_usable_blocks // _SPARE_SHARE) if num_running else 0
 
     def _has_place(self) -> bool:
-        num_running = len(self._running) + len(self._admitted)
-        return self._num_free_rows > 0 and num_running < self._limits.max_num_seqs
+        return self._num_free_rows > 0 and self._num_running < self._limits.max_num_seqs
+
+    @property
+    def _num_running(self) -> int:
+        """Running requests, those that are elsewhere and those just admitted included."""
+        return self._limits.num_elsewhere + len(self._running) + len(self._admitted)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self._limits.block_size)

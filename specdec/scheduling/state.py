@@ -97,6 +97,8 @@ class RoundLimits:
     num_free_blocks: int
     num_usable_blocks: int
     """Blocks of the whole pool, free or not."""
+    num_elsewhere: int = 0
+    """Running requests that are none of this round's business: they hold places and blocks, and keep them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

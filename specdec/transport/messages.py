@@ -102,6 +102,11 @@ class ProposeEntry(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     """Committed tokens base_len .. committed_len - 1."""
     opening: DraftOpening | None = None
+    pending: tuple[int, ...] = ()
+    """Drafted tokens that are being verified behind the committed ones, where `fan_out` is given."""
+    fan_out: tuple[int, ...] | None = None
+    """Entry a of len(pending) + 1: for how many tokens to prepare that may follow if exactly a pending ones
+    stand. None: propose behind the committed tokens."""
 
 
 class ProposeRequest(msgspec.Struct, frozen=True, array_like=True, tag=20):
@@ -109,6 +114,14 @@ class ProposeRequest(msgspec.Struct, frozen=True, array_like=True, tag=20):
 
     round_id: int
     entries: tuple[ProposeEntry, ...]
+
+
+class DraftBranch(msgspec.Struct, frozen=True, array_like=True):
+    """A continuation of a prefix that does not exist yet: of the committed one and an assumed verdict."""
+
+    committed_len: int
+    prefix_hash: int
+    token_ids: tuple[int, ...]
 
 
 class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +137,8 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     needs_start: bool = False
     q_rows: tuple[TokenDistribution, ...] | None = None
     """What each token was sampled from, for verification rules that need it."""
+    branches: tuple[DraftBranch, ...] = ()
+    """To an entry with `fan_out`, the most promising first."""
 
 
 class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):

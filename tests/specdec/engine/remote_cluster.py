@@ -20,6 +20,8 @@ from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController
+from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
 
@@ -82,6 +84,7 @@ class Cluster:
         capabilities: ProposerCapabilities = CAPABILITIES,
         make_drafter: Callable[[], Proposer] | None = None,
         judge: Judge | None = None,
+        mode: OverlapMode = "lockstep",
     ) -> None:
         """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities."""
         self.make_drafter = make_drafter
@@ -111,6 +114,7 @@ class Cluster:
             proposer=self.proposer,
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+            controller=FixedController(4, mode=mode),
             clock=self.clock,
         )
 

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
 from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
+
+MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong")
 
 
 def random_faults(rng: random.Random) -> Faults:
@@ -22,11 +25,15 @@ def random_faults(rng: random.Random) -> Faults:
     )
 
 
-def run_random_schedule(seed: int) -> tuple[Cluster, int]:
+def run_random_schedule(seed: int, mode: OverlapMode = "lockstep") -> tuple[Cluster, int]:
     """Run five requests through a random schedule; return the cluster and the number of accepted drafts."""
     rng = random.Random(seed)
     cluster = Cluster(
-        random_faults(rng), seed, num_drafters=rng.randint(0, 3), num_blocks=rng.choice([14, 24, 64])
+        random_faults(rng),
+        seed,
+        num_drafters=rng.randint(0, 3),
+        num_blocks=rng.choice([14, 24, 64]),
+        mode=mode,
     )
     requests = [a_request(f"r{index}", rng) for index in range(5)]
     tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
@@ -47,20 +54,22 @@ def run_random_schedule(seed: int) -> tuple[Cluster, int]:
     return cluster, cluster.engine.metrics().num_accepted_tokens
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", range(8))
-def test_random_schedules_never_change_a_token(block: int) -> None:
+def test_random_schedules_never_change_a_token(block: int, mode: OverlapMode) -> None:
     num_accepted = 0
     for seed in range(50 * block, 50 * block + 50):
-        num_accepted += run_random_schedule(seed)[1]
+        num_accepted += run_random_schedule(seed, mode)[1]
     assert num_accepted > 500, "the drafters hardly ever helped: these schedules prove nothing"
 
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", range(8, 72))
-def test_many_more_random_schedules(block: int) -> None:
+def test_many_more_random_schedules(block: int, mode: OverlapMode) -> None:
     for seed in range(100 * block, 100 * block + 100):
-        run_random_schedule(seed)
+        run_random_schedule(seed, mode)
 
 
 def test_the_schedules_would_catch_a_drafter_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
