@@ -367,7 +367,7 @@ class RemoteProposer:
             self._take(envelope, this_round)
 
     def _take_arrivals(self, this_round: _Round) -> None:
-        """Hear what arrived since the last call, if an answer was due: even a stale one tells of its sender."""
+        """Hear what arrived since the last call, if one was due: even a stale one tells of its sender."""
         if all(link.asked is None for link in self._links.values()):
             return
         while True:
