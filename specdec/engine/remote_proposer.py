@@ -16,7 +16,7 @@ from typing import NamedTuple
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
-from specdec.core.proposal import Proposal
+from specdec.core.proposal import NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
 from specdec.proposers.base import AheadWish, ProposerCapabilities
@@ -67,7 +67,8 @@ class _Prepared:
 
     committed_len: int
     """Before that round."""
-    branches: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    noise_stream: NoiseStream | None = None
+    branches: dict[tuple[int, int], DraftBranch] = field(default_factory=dict)
     """By committed_len and prefix_hash after it."""
 
 
@@ -313,7 +314,7 @@ class RemoteProposer:
                 awaited = _Awaited(key, budget)
                 if isinstance(wish, AheadWish):
                     prepared = self._prepared[sequence.request_id] = _Prepared(sequence.committed_len)
-                    awaited = _Awaited(key, budget, prepared, sum(wish.fan_out))
+                    awaited = _Awaited(key, budget, prepared, sum(wish.fan_out or ()))
                 this_round.pending[worker][sequence.request_id] = awaited
         now_s = self._clock.now_s()
         self._channel.send(worker, ProposeRequest(self._next_round, tuple(entries)))
@@ -339,15 +340,16 @@ class RemoteProposer:
             budget = num_draft_tokens.get(sequence.request_id, 0)
             if its is None or budget <= 0:
                 continue
-            token_ids = its.branches.get((sequence.committed_len, sequence.prefix_hash))
-            self._counters["speculation_cache_misses" if token_ids is None else "speculation_cache_hits"] += 1
-            if token_ids:
+            branch = its.branches.get((sequence.committed_len, sequence.prefix_hash))
+            self._counters["speculation_cache_misses" if branch is None else "speculation_cache_hits"] += 1
+            if branch is not None:
                 this_round.proposals[sequence.request_id] = Proposal(
                     request_id=sequence.request_id,
                     committed_len=sequence.committed_len,
                     prefix_hash=sequence.prefix_hash,
-                    token_ids=token_ids[:budget],
-                    noise_stream=self._capabilities.noise_stream if self._capabilities.sampled else None,
+                    token_ids=branch.token_ids[:budget],
+                    noise_stream=its.noise_stream,
+                    q_rows=None if branch.q_rows is None else branch.q_rows[:budget],
                     method=self._capabilities.name,
                 )
 
@@ -426,7 +428,7 @@ class RemoteProposer:
         if answer.needs_start:
             return
         if expected.prepared is not None:
-            self._take_branches(answer.branches, expected, expected.prepared)
+            self._take_branches(answer, expected, expected.prepared)
         elif self._is_valid(answer.token_ids, expected.budget):
             proposals[answer.request_id] = Proposal(
                 request_id=answer.request_id,
@@ -439,12 +441,11 @@ class RemoteProposer:
                 method=self._capabilities.name,
             )
 
-    def _take_branches(
-        self, branches: Sequence[DraftBranch], expected: _Awaited, prepared: _Prepared
-    ) -> None:
-        for branch in branches[: expected.most_branches]:
+    def _take_branches(self, answer: ProposeAnswer, expected: _Awaited, prepared: _Prepared) -> None:
+        prepared.noise_stream = answer.noise_stream
+        for branch in answer.branches[: expected.most_branches]:
             if self._is_valid(branch.token_ids, expected.budget):
-                prepared.branches[branch.committed_len, branch.prefix_hash] = branch.token_ids
+                prepared.branches[branch.committed_len, branch.prefix_hash] = branch
 
     def _is_valid(self, token_ids: Sequence[int], budget: int) -> bool:
         if len(token_ids) <= budget and all(0 <= t < self._vocab_size for t in token_ids):

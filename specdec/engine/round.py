@@ -79,8 +79,7 @@ class RoundLoop:
         self._vocab_size = target.description.vocab_size
         self._rule = capabilities_of(target.description.rule)
         require_verifiable(proposer.capabilities, self._rule)
-        # What is drafted ahead carries no q.
-        self._ahead = proposer if isinstance(proposer, AsksAhead) and not self._rule.needs_p_rows else None
+        self._ahead = proposer if isinstance(proposer, AsksAhead) else None
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
         self._flights: deque[_Flight] = deque()

@@ -103,10 +103,9 @@ class ProposeEntry(msgspec.Struct, frozen=True, array_like=True):
     """Committed tokens base_len .. committed_len - 1."""
     opening: DraftOpening | None = None
     pending: tuple[int, ...] = ()
-    """Drafted tokens that are being verified behind the committed ones, where `fan_out` is given."""
+    """Chain that the target verifies behind the committed tokens, when `fan_out` is given."""
     fan_out: tuple[int, ...] | None = None
-    """Entry a of len(pending) + 1: for how many tokens to prepare that may follow if exactly a pending ones
-    stand. None: propose behind the committed tokens."""
+    """As in `proposers.base.AheadWish`, one entry more than `pending`; None: an ordinary proposal."""
 
 
 class ProposeRequest(msgspec.Struct, frozen=True, array_like=True, tag=20):
@@ -117,11 +116,13 @@ class ProposeRequest(msgspec.Struct, frozen=True, array_like=True, tag=20):
 
 
 class DraftBranch(msgspec.Struct, frozen=True, array_like=True):
-    """A continuation of a prefix that does not exist yet: of the committed one and an assumed verdict."""
+    """Proposed tokens for a prefix that may come to be committed; (committed_len, prefix_hash) name it."""
 
     committed_len: int
     prefix_hash: int
     token_ids: tuple[int, ...]
+    q_rows: tuple[TokenDistribution, ...] | None = None
+    """As in `ProposeAnswer`."""
 
 
 class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -138,7 +139,7 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     q_rows: tuple[TokenDistribution, ...] | None = None
     """What each token was sampled from, for verification rules that need it."""
     branches: tuple[DraftBranch, ...] = ()
-    """To an entry with `fan_out`, the most promising first."""
+    """Of an entry with `fan_out`, the most promising first; all of them of `noise_stream`."""
 
 
 class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):
