@@ -20,7 +20,7 @@ from specdec.engine.rank_leader import LeadingTarget
 from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
-from specdec.model.runner import ModelRunner
+from specdec.model.runner import ForwardInputs, ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.noise import choice_seed
@@ -197,6 +197,18 @@ def bare_forward_s(runner: ModelRunner, *, batch: int, rows: int, context: int, 
     `batch` sequences of `context` cached tokens each run `rows` new rows, all of which yield logits.
     It writes to the runner's pool, so the engine must have no request meanwhile.
     """
+    inputs = bare_inputs(runner, batch=batch, rows=rows, context=context)
+    seconds = []
+    for number in range(repeats + 5):
+        started_s = time.perf_counter()
+        runner.forward_packed(inputs)
+        if number >= 5:
+            seconds.append(time.perf_counter() - started_s)
+    return statistics.median(seconds)
+
+
+def bare_inputs(runner: ModelRunner, *, batch: int, rows: int, context: int) -> ForwardInputs:
+    """Lay out `batch` sequences of `context` cached tokens and `rows` new rows, all of which yield logits."""
     blocks_each = -(-(context + rows) // runner.block_size)
     slices = [
         SequenceSlice(
@@ -207,14 +219,7 @@ def bare_forward_s(runner: ModelRunner, *, batch: int, rows: int, context: int, 
         )
         for index in range(batch)
     ]
-    inputs = runner.pack(slices)
-    seconds = []
-    for number in range(repeats + 5):
-        started_s = time.perf_counter()
-        runner.forward_packed(inputs)
-        if number >= 5:
-            seconds.append(time.perf_counter() - started_s)
-    return statistics.median(seconds)
+    return runner.pack(slices)
 
 
 def _counters(engine: Engine) -> tuple[float, ...]:
