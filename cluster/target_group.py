@@ -20,6 +20,7 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
+from specdec.engine.synthetic import require_real
 from specdec.engine.tokenizer import Tokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.registry import create_proposer
@@ -42,6 +43,12 @@ class TargetGroup:
     """
 
     def __init__(self, engine: EngineConfig, cluster: ClusterConfig, peer_id: PeerId, keys: KeyPair) -> None:
+        """Serve this engine.
+
+        Raises:
+            ConfigError: its output would be made up (`engine.synthetic`).
+        """
+        require_real(engine)
         self._config = engine
         self._cluster = cluster
         self._peer_id = peer_id

@@ -48,7 +48,7 @@ def run_offline(
         _check_place(json_file)
     console = Console(stderr=True)
     with shown(console, f"loading {as_typed(config.target.model)}") as show:
-        engine = Engine(config)
+        engine = Engine(config, is_measuring=True)
         show("compiling the forward (the first time takes half a minute)")
         engine.warm_up()
     measurements = []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
+from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, require_real
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
 from specdec.model.checkpoint import LoadProgress
@@ -50,12 +51,18 @@ class EngineParts:
     grammar: GrammarConfig
 
 
-def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
+def build_parts(
+    config: EngineConfig, progress: LoadProgress | None = None, *, is_measuring: bool = False
+) -> EngineParts:
     """Load models and tokenizer; `progress` hears of the target's.
+
+    Only who `is_measuring` gets an engine whose output is made up (`synthetic_acceptance`).
 
     Raises:
         UserError: a checkpoint, a device or the memory is not as the configuration says.
     """
+    if not is_measuring:
+        require_real(config)
     target = build_target(config, progress, reserved_bytes=draft_bytes(config.speculative_config))
     speculative = config.speculative_config
     try:
@@ -63,10 +70,12 @@ def build_parts(config: EngineConfig, progress: LoadProgress | None = None) -> E
     except BaseException:
         target.close()
         raise
+    made_up = speculative.synthetic_acceptance
+    tokenizer = build_tokenizer(config)
     return EngineParts(
-        target=target,
+        target=target if made_up is None else SyntheticTarget(target, made_up),
         proposer=proposer,
-        tokenizer=build_tokenizer(config),
+        tokenizer=tokenizer if made_up is None else SilentTokenizer(tokenizer),
         scheduler=config.scheduler,
         controller=controller_for(speculative),
         prefix_caching=config.cache.enable_prefix_caching,

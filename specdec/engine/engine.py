@@ -53,13 +53,17 @@ class Engine:
     Every request that was accepted ends in exactly one output with a finish reason, whatever happens.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: LoadProgress | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, progress: LoadProgress | None = None, is_measuring: bool = False
+    ) -> None:
         """Load what `config` names; `progress` hears how far the target's loading is.
+
+        Only who `is_measuring` may have output that is made up (`speculative_config.synthetic_acceptance`).
 
         Raises:
             UserError: a checkpoint, a device or the memory is not as the configuration says.
         """
-        self._set_up(build_parts(config, progress), MonotonicClock())
+        self._set_up(build_parts(config, progress, is_measuring=is_measuring), MonotonicClock())
 
     @classmethod
     def from_parts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,31 @@ Method = Literal["none", "ngram", "draft_model"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
 """Names that other engines give to rules."""
+
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class SyntheticAcceptance(StrictConfig):
+    """How often a made-up target agrees with the draft model; see `engine.synthetic`."""
+
+    acceptance: tuple[Probability, ...] = Field(min_length=1)
+    """Entry i: probability that draft token i stands, given that those before it do; the last entry goes for
+    all further ones."""
+    bonus_after_miss: tuple[Probability, ...] = (0.35, 0.50, 0.63)
+    """Entry F - 1: probability that what takes the place of a rejected token is among the drafter's next F
+    guesses."""
+    bonus_after_all: tuple[Probability, ...] = (0.50, 0.64, 0.72, 0.78)
+    """Entry F - 1: probability that the token behind a draft that stands as a whole, or behind none, is among
+    the drafter's first F guesses."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("bonus_after_miss", "bonus_after_all"):
+            hits = getattr(self, name)
+            if list(hits) != sorted(hits):
+                raise ValueError(f"{name}: more guesses cannot be right less often: write rising numbers")
+        return self
 
 
 class SpeculativeConfig(StrictConfig):
@@ -61,6 +86,8 @@ class SpeculativeConfig(StrictConfig):
     """CPU threads of the draft model's process; None: all cores of the process."""
     compile: CompileConfig = CompileConfig()
     """Compilation of the draft model's forward."""
+    synthetic_acceptance: SyntheticAcceptance | None = None
+    """For benchmarks alone: tokens are made up so that drafts stand this often. Nothing else takes it."""
     cache: CacheConfig = CacheConfig(memory_bytes=_CACHE_BYTES)
     """The draft model's own KV cache; 256 MiB unless a size is given."""
 
@@ -109,6 +136,19 @@ class SpeculativeConfig(StrictConfig):
             )
         if rule == "typical" and self.method == "none":
             raise ValueError("method none drafts nothing that typical could verify: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_synthetic(self) -> Self:
+        if self.synthetic_acceptance is None:
+            return self
+        if self.method != "draft_model" or self.rejection_sample_method != "sample_and_match":
+            raise ValueError(
+                "synthetic_acceptance makes up the drafts of method draft_model, and verdicts of "
+                "rejection_sample_method sample_and_match: write both, or leave it out"
+            )
+        if self.draft_tensor_parallel_size > 1:
+            raise ValueError("synthetic_acceptance: not with draft_tensor_parallel_size: leave one out")
         return self
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.target_facts import TargetFacts
+from specdec.sampling.made_up import MadeUpChooser
 from specdec.sampling.parallel import ParallelSampler
 from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
@@ -87,7 +88,8 @@ def make_draft_model_proposer(
         backend=attention_of(loaded, config.attention_backend),
     )
     graphs = accelerate(runner, config.compile)
-    sampler = Sampler(config.compile.cache_dir)
+    kind = Sampler if config.synthetic_acceptance is None else MadeUpChooser
+    sampler = kind(config.compile.cache_dir)
     sampler.warm_up()
     sampling = draft_sampling(config)
     fused_loop: FusedDraftLoop

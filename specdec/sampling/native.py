@@ -33,9 +33,8 @@ class NativeTokenFunction:
             NativeUnavailable: no compiler, a failed build, or a folder that cannot be written.
         """
         library = load_library(SOURCE, resolve_cache_dir(cache_dir))
-        choose = ctypes.cast(library.drafthouse_choose, ctypes.c_void_p).value
-        assert choose is not None
-        self._choose = choose
+        self._choose = _address(library.drafthouse_choose)
+        self._choose_made_up = _address(library.drafthouse_choose_made_up)
         self._sample_rows = library.drafthouse_sample_rows
         self._sample_rows.restype = None
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -65,9 +64,14 @@ class NativeTokenFunction:
         return token_ids_R, finite_R
 
     def chooser(
-        self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream
+        self,
+        sequences: Sequence[SequenceSampling],
+        vocab_size: int,
+        stream: NoiseStream,
+        *,
+        is_made_up: bool = False,
     ) -> NativeChooser:
-        """Return the function for other compiled code to call; see `Sampler.chooser`."""
+        """Return the function for other compiled code to call; see `Sampler.chooser`, and `made_up`."""
         parameters = array(
             "b",
             b"".join(
@@ -80,4 +84,11 @@ class NativeTokenFunction:
             ),
         )
         given = array("Q", (parameters.buffer_info()[0], vocab_size, STREAM_TAGS[stream]))
-        return NativeChooser(self._choose, given.buffer_info()[0], (given, parameters))
+        choose = self._choose_made_up if is_made_up else self._choose
+        return NativeChooser(choose, given.buffer_info()[0], (given, parameters))
+
+
+def _address(function: object) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None
+    return address

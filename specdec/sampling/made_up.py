@@ -1,0 +1,54 @@
+"""Tokens that are made up, for measurements: what a drafter guesses, and whether the target agrees.
+
+The forwards, the noise, the kernels and the messages are real; only which token comes out is decided by a
+seeded generator (`noise`), so that speed can be measured at any acceptance without a drafter that has it.
+
+At position t of a stream the drafter guesses, the best first, (b + r) mod 256 for r = 0, 1, ..., where b
+is a hash of seed and t. The target answers with one of them, or with none; see `engine.synthetic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specdec.core.proposal import NoiseStream
+from specdec.model.batch import NativeChooser
+from specdec.sampling.noise import row_key
+from specdec.sampling.rows import SamplingRows, SequenceSampling
+from specdec.sampling.sampler import SampledRows, Sampler
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_TOKENS = 256
+"""Ids below this one are made up: `drafthouse_choose_made_up` in csrc/token_function.cpp knows it too."""
+
+
+def guess(seed: int, position: int, rank: int = 0) -> int:
+    """Return the drafter's guess number `rank` (0: what it drafts) at an absolute position."""
+    return (row_key(seed, position, "draft") + rank) % NUM_TOKENS
+
+
+class MadeUpChooser(Sampler):
+    """A sampler that goes through the motions, and then guesses."""
+
+    def sample(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target"
+    ) -> SampledRows:
+        """Return each row's best guess."""
+        sampled = super().sample(logits_RV, rows, stream)
+        guesses = [guess(seed, position) for seed, position in _places(rows)]
+        return SampledRows(sampled.token_ids.new_tensor(guesses), sampled.finite)
+
+    def chooser(
+        self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream = "target"
+    ) -> NativeChooser | None:
+        """See `TokenChooser`."""
+        native = self._native
+        return None if native is None else native.chooser(sequences, vocab_size, stream, is_made_up=True)
+
+
+def _places(rows: SamplingRows) -> list[tuple[int, int]]:
+    """Return seed and position of each row."""
+    return list(zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True))
