@@ -9,7 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -54,12 +54,13 @@ class ChosenController(FixedController):
 
 
 @dataclass(frozen=True, slots=True)
-class BareForward:
-    """An order to a group: measure its compiled forward, as `in_process.bare_forward_s` does."""
+class BareForwards:
+    """An order to a group: time compiled forwards alone, one after the other, again and again."""
 
-    batch: int
-    rows: int
+    shapes: tuple[tuple[int, int], ...]
+    """(sequences, new rows of each) of every forward."""
     context: int
+    """Cached tokens of every sequence."""
     for_s: float
     """Seconds to go on for."""
 
@@ -121,6 +122,7 @@ class TwoGroups:
         from specdec.engine.engine import Engine
         from specdec.engine.remote_proposer import RemoteProposer
         from specdec.engine.remote_target import RemoteTarget
+        from specdec.engine.synthetic import SyntheticTarget
         from specdec.proposers.base import ProposerCapabilities
 
         self.controller = ChosenController()
@@ -135,6 +137,9 @@ class TwoGroups:
             group.order(channels[name].address)
             group.answer()
         target = RemoteTarget(channels["target"], addresses["target"], incarnation=1)
+        made_up = config.speculative_config.synthetic_acceptance
+        self.synthetic = None if made_up is None else SyntheticTarget(target, made_up)
+        """Decides what is accepted, where that is made up."""
         self.proposer = RemoteProposer(
             channels["draft"],
             capabilities=ProposerCapabilities(name="draft_model", sampled=True, kv="own", remote=True),
@@ -142,7 +147,7 @@ class TwoGroups:
         )
         self.proposer.set_workers([addresses["draft"]])
         self.engine = Engine.from_parts(
-            target=target,
+            target=self.synthetic or target,
             proposer=self.proposer,
             tokenizer=build_tokenizer(config),
             scheduler=config.scheduler,
@@ -150,7 +155,7 @@ class TwoGroups:
             prefix_caching=config.cache.enable_prefix_caching,
         )
 
-    def bare_s(self, orders: dict[Role, BareForward]) -> dict[Role, list[float]]:
+    def bare_s(self, orders: Mapping[Role, BareForwards]) -> dict[Role, list[float]]:
         """Have groups run bare forwards at the same time; return seconds of each."""
         for role, order in orders.items():
             self.groups[role].order(order)
@@ -237,13 +242,17 @@ def _finish(works: Sequence[Any]) -> None:
             work.run_next()
 
 
-def _bare_forwards(runner: ModelRunner, order: BareForward) -> list[float]:
+def _bare_forwards(runner: ModelRunner, order: BareForwards) -> list[float]:
+    """Return the seconds of every pass, but for the first quarter of them."""
     from benchmarks.in_process import bare_inputs
 
-    inputs = bare_inputs(runner, batch=order.batch, rows=order.rows, context=order.context)
+    inputs = [
+        bare_inputs(runner, batch=batch, rows=rows, context=order.context) for batch, rows in order.shapes
+    ]
     seconds = []
     end_s = time.perf_counter() + order.for_s
     while (started_s := time.perf_counter()) < end_s:
-        runner.forward_packed(inputs)
+        for one in inputs:
+            runner.forward_packed(one)
         seconds.append(time.perf_counter() - started_s)
     return seconds[len(seconds) // 4 :]

@@ -135,50 +135,54 @@ class InProcess:
 
     def run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int, k: int) -> RunRecord:
         """Generate `num_tokens` greedy tokens for every prompt, all submitted at once."""
-        metrics = self.engine.metrics()
-        before = _counters(self.engine)
         self._num_runs += 1
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        requests = batch_requests(prompts, params, k, f"run-{self._num_runs}")
-        started_s = time.perf_counter()
-        for request in requests:
-            self.engine.add_request(request)
-        tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
-        num_waiting = len(tokens)
-        prefill_s = 0.0
-        while self.engine.has_work:
-            for output in self.engine.step():
-                num_waiting -= not tokens[output.request_id] and bool(output.token_ids)
-                tokens[output.request_id].extend(output.token_ids)
-            if num_waiting == 0 and prefill_s == 0.0:
-                prefill_s = time.perf_counter() - started_s
-        seconds = time.perf_counter() - started_s
-        after = _counters(self.engine)
-        rounds, draft_s, verify_s, coordinator_s, drafts, accepted = (
-            end - start for start, end in zip(before, after, strict=True)
-        )
-        assert metrics.num_running == 0
-        return RunRecord(
-            token_ids=tuple(tuple(tokens[request.request_id]) for request in requests),
-            seconds=seconds,
-            prefill_s=prefill_s,
-            num_rounds=int(rounds),
-            draft_s=draft_s,
-            verify_s=verify_s,
-            coordinator_s=coordinator_s,
-            num_drafts=int(drafts),
-            num_accepted=int(accepted),
-        )
+        return run_batch(self.engine, batch_requests(prompts, params, k, f"run-{self._num_runs}"))
 
     def close(self) -> None:
         """Free everything."""
         self.engine.close()
 
 
+def run_batch(engine: Engine, requests: Sequence[Request]) -> RunRecord:
+    """Run requests, all submitted at once, on an engine that has no others."""
+    metrics = engine.metrics()
+    before = _counters(engine)
+    started_s = time.perf_counter()
+    for request in requests:
+        engine.add_request(request)
+    tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+    num_waiting = len(tokens)
+    prefill_s = 0.0
+    while engine.has_work:
+        for output in engine.step():
+            num_waiting -= not tokens[output.request_id] and bool(output.token_ids)
+            tokens[output.request_id].extend(output.token_ids)
+        if num_waiting == 0 and prefill_s == 0.0:
+            prefill_s = time.perf_counter() - started_s
+    seconds = time.perf_counter() - started_s
+    after = _counters(engine)
+    rounds, draft_s, verify_s, coordinator_s, drafts, accepted = (
+        end - start for start, end in zip(before, after, strict=True)
+    )
+    assert metrics.num_running == 0
+    return RunRecord(
+        token_ids=tuple(tuple(tokens[request.request_id]) for request in requests),
+        seconds=seconds,
+        prefill_s=prefill_s,
+        num_rounds=int(rounds),
+        draft_s=draft_s,
+        verify_s=verify_s,
+        coordinator_s=coordinator_s,
+        num_drafts=int(drafts),
+        num_accepted=int(accepted),
+    )
+
+
 def batch_requests(
-    prompts: Sequence[tuple[int, ...]], params: SamplingParams, k: int, name: str
+    prompts: Sequence[tuple[int, ...]], params: SamplingParams, k: int | None, name: str
 ) -> list[Request]:
-    """One request per prompt, with fixed seeds."""
+    """One request per prompt, with fixed seeds; k None leaves it to the controller."""
     return [
         Request(
             request_id=RequestId(f"{name}-{index}"),

@@ -52,7 +52,8 @@ class SyntheticTarget:
                 f"target knows {target.description.vocab_size}"
             )
         self._target = target
-        self._acceptance = acceptance
+        self.acceptance = acceptance
+        """May be changed at any time."""
         self._seeds: dict[RequestId, int] = {}
         self._steps: deque[TargetStep] = deque()
 
@@ -93,7 +94,7 @@ class SyntheticTarget:
         num_drafted = work.num_sampled_rows - 1
         first = work.start + len(work.token_ids) - num_drafted
         token_ids = [
-            verdict(self._acceptance, seed, first + row, row, num_drafted)
+            verdict(self.acceptance, seed, first + row, row, num_drafted)
             for row in range(len(answer.token_ids))
         ]
         return msgspec.structs.replace(answer, token_ids=tuple(token_ids))

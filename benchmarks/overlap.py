@@ -1,0 +1,362 @@
+"""Draft and target group on cores of their own: what overlapping them brings, and what it leaves.
+
+    python -m benchmarks.overlap --json benchmarks/results/overlap.json    # about half an hour
+    python -m benchmarks.overlap --quick                                   # under five minutes
+
+The draft group and the target group have one core each; the coordinator floats. The target is the demo target
+made as costly as 26 million parameters (bf16); the draft model is made as costly as each ratio of T_draft to
+T_verify asks for. What is accepted is made up (`specdec.engine.synthetic`); kernels, messages, rounds are real.
+
+Modes are measured in turn (ABBA), with another batch of prompts in every round of the benchmark, beside plain
+decoding by the target group alone and, at equal device count, both models in one process with both cores.
+T_draft and T_verify are the bare compiled forwards of the two processes, alone and while both run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.groups import BareForwards, Role, TwoGroups
+from benchmarks.in_process import RunRecord, batch_requests, engine_config, run_batch
+from benchmarks.inflate import inflate, layers_for_parameters
+from benchmarks.report import Spread, report_headlines, run_paired, write_results
+from benchmarks.workload import read_prompts, window
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.build import build_parts
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.synthetic import SyntheticTarget
+from specdec.proposers.config import SyntheticAcceptance
+from specdec.scheduling.speculation.modes import OverlapMode
+
+MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
+_BARE_S = 0.4
+_NUM_BRANCHES = 8
+_SURE = SyntheticAcceptance(acceptance=(1.0,), bonus_after_miss=(1.0,), bonus_after_all=(1.0,))
+"""Everything stands, and the token behind it is the drafter's first guess."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One situation."""
+
+    batch: int
+    temperature: float
+    acceptance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    draft_parameters: tuple[float, ...]
+    """Sizes of the draft model: the demo draft's, and larger ones."""
+    cells: tuple[Cell, ...]
+    rounds: int
+    num_tokens: int
+    k: int = 4
+    prompt_tokens: int = 64
+    max_model_len: int = 320
+    target_parameters: float = 26e6
+
+
+def _grid(batches: Sequence[int], temperatures: Sequence[float], rates: Sequence[float]) -> tuple[Cell, ...]:
+    return tuple(
+        Cell(batch=batch, temperature=temperature, acceptance=rate)
+        for batch in batches
+        for temperature in temperatures
+        for rate in rates
+    )
+
+
+FULL = Plan(
+    draft_parameters=(1.1e6, 4e6, 8e6, 16e6),
+    cells=_grid((1, 4, 16, 32), (0.0, 1.0), (0.5, 0.8, 0.95)),
+    rounds=5,
+    num_tokens=96,
+)
+QUICK = Plan(
+    draft_parameters=(8e6,),
+    cells=_grid((1, 16), (0.0,), (0.8,)),
+    rounds=3,
+    num_tokens=64,
+)
+
+_MISS_HITS = (0.35, 0.51, 0.63, 0.68, 0.72, 0.75, 0.78, 0.81)
+"""Given that the drafter's first guess is wrong: how often the right token is among the next 1, 2, ... ones.
+About what a trained pair shows at temperature 1."""
+
+
+def acceptance_of(rate: float) -> SyntheticAcceptance:
+    """Return a drafter whose first guess is right at this rate, wherever it is asked."""
+    after_all = (rate, *(rate + (1.0 - rate) * hit for hit in _MISS_HITS))
+    return SyntheticAcceptance(acceptance=(rate,), bonus_after_miss=_MISS_HITS, bonus_after_all=after_all)
+
+
+class Colocated:
+    """Both models in this process, with all its cores: the same devices, not divided."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        parts = build_parts(config, is_measuring=True)
+        assert isinstance(parts.target, SyntheticTarget)
+        self.synthetic = parts.target
+        self.engine = Engine.from_parts(
+            target=parts.target,
+            proposer=parts.proposer,
+            tokenizer=parts.tokenizer,
+            scheduler=parts.scheduler,
+            controller=parts.controller,
+            prefix_caching=parts.prefix_caching,
+        )
+        self.engine.warm_up()
+
+
+class Bench:
+    """One draft model beside the target, in groups and colocated."""
+
+    def __init__(self, plan: Plan, target: Path, draft: Path, texts: Sequence[str]) -> None:
+        self._plan = plan
+        cores = sorted(os.sched_getaffinity(0))[:2]
+        self._groups = TwoGroups(
+            _config(plan, target, draft, num_threads=1), target_cores=cores[:1], draft_cores=cores[1:]
+        )
+        torch.set_num_threads(len(cores))
+        self._colocated = Colocated(_config(plan, target, draft, num_threads=len(cores)))
+        tokenizer = self._groups.engine.tokenizer
+        self._text = [token for text in texts for token in tokenizer.encode(text)]
+        self._num_runs = 0
+
+    def close(self) -> None:
+        """End everything."""
+        self._groups.close()
+        self._colocated.engine.close()
+
+    def cell(self, cell: Cell, tick: Callable[[], None]) -> dict[str, Any]:
+        """Measure every mode in one situation."""
+        made_up = acceptance_of(cell.acceptance)
+        records: dict[str, list[RunRecord]] = {}
+        variants: dict[str, Callable[[int], RunRecord]] = {
+            "plain": partial(self._run_groups, cell, made_up, "lockstep", 0),
+            "colocated": partial(self._run_colocated, cell, made_up, self._plan.k),
+            "colocated_plain": partial(self._run_colocated, cell, made_up, 0),
+        }
+        for mode in MODES:
+            variants[mode] = partial(self._run_groups, cell, made_up, mode, self._plan.k)
+
+        def run(name: str) -> None:
+            # The same prompts for all, other ones in every round.
+            records.setdefault(name, []).append(variants[name](len(records.get(name, ()))))
+
+        run_paired({name: partial(run, name) for name in variants}, self._plan.rounds, tick)
+        return {"cell": cell, **summarise(records)}
+
+    def round_on_hits(self, batch: int, tick: Callable[[], None]) -> dict[str, Any]:
+        """Measure rounds of draft_ahead whose every prediction is right, and the bare forwards in them."""
+        cell = Cell(batch=batch, temperature=0.0, acceptance=1.0)
+        rounds_ms, lockstep_ms = [], []
+        for number in range(self._plan.rounds + 1):
+            ahead = self._run_groups(cell, _SURE, "draft_ahead", self._plan.k, number, num_branches=1)
+            lockstep = self._run_groups(cell, _SURE, "lockstep", self._plan.k, number)
+            rounds_ms.append(1e3 * ahead.decode_s / ahead.num_rounds)
+            lockstep_ms.append(1e3 * lockstep.decode_s / lockstep.num_rounds)
+            tick()
+        k = self._plan.k
+        bare = self._bare(target=((batch, k + 1),), draft=((batch, k + 1), *((batch, 1),) * k), batch=batch)
+        return {
+            "batch": batch,
+            "round_ms": Spread(tuple(rounds_ms[1:])),
+            "lockstep_round_ms": Spread(tuple(lockstep_ms[1:])),
+            "bare_ms": bare,
+            "round_over_max": statistics.median(rounds_ms[1:]) / max(bare["overlapped"].values()),
+        }
+
+    def coordinator_ms(self, batch: int) -> float:
+        """Return what is neither draft nor verify of a round, in lockstep."""
+        cell = Cell(batch=batch, temperature=0.0, acceptance=0.8)
+        runs = [
+            self._run_groups(cell, acceptance_of(0.8), "lockstep", self._plan.k, number)
+            for number in range(4)
+        ]
+        return statistics.median(1e3 * run.coordinator_s / run.num_rounds for run in runs[1:])
+
+    def _bare(
+        self, *, target: tuple[tuple[int, int], ...], draft: tuple[tuple[int, int], ...], batch: int
+    ) -> dict[str, dict[Role, float]]:
+        context = self._plan.prompt_tokens + self._plan.num_tokens // 2
+        orders: dict[Role, BareForwards] = {
+            "target": BareForwards(target, context, _BARE_S),
+            "draft": BareForwards(draft, context, _BARE_S),
+        }
+        alone = {
+            role: seconds
+            for one in orders
+            for role, seconds in self._groups.bare_s({one: orders[one]}).items()
+        }
+        both = self._groups.bare_s(orders)
+        return {
+            name: {role: 1e3 * statistics.median(seconds) for role, seconds in measured.items()}
+            for name, measured in (("alone", alone), ("overlapped", both))
+        }
+
+    def _run_groups(
+        self,
+        cell: Cell,
+        made_up: SyntheticAcceptance,
+        mode: OverlapMode,
+        k: int,
+        number: int,
+        num_branches: int = _NUM_BRANCHES,
+    ) -> RunRecord:
+        assert self._groups.synthetic is not None
+        self._groups.synthetic.acceptance = made_up
+        self._groups.controller.set(k, mode, num_branches)
+        return self._run(self._groups.engine, cell, k, number)
+
+    def _run_colocated(self, cell: Cell, made_up: SyntheticAcceptance, k: int, number: int) -> RunRecord:
+        self._colocated.synthetic.acceptance = made_up
+        return self._run(self._colocated.engine, cell, k, number)
+
+    def _run(self, engine: Engine, cell: Cell, k: int, number: int) -> RunRecord:
+        self._num_runs += 1
+        prompts = window(self._text, cell.batch, self._plan.prompt_tokens, number)
+        params = SamplingParams(
+            temperature=cell.temperature, max_tokens=self._plan.num_tokens, ignore_eos=True
+        )
+        return run_batch(engine, batch_requests(prompts, params, k, f"run-{self._num_runs}"))
+
+
+def _config(plan: Plan, target: Path, draft: Path, *, num_threads: int) -> EngineConfig:
+    most = max(64, *(cell.batch for cell in plan.cells))
+    config = engine_config(
+        target,
+        draft,
+        "bfloat16",
+        max_num_seqs=most,
+        num_draft_tokens=plan.k,
+        num_threads=num_threads,
+        max_model_len=plan.max_model_len,
+    )
+    made_up = {"synthetic_acceptance": _SURE}
+    return config.model_copy(
+        update={"speculative_config": config.speculative_config.model_copy(update=made_up)}
+    )
+
+
+def summarise(records: Mapping[str, list[RunRecord]]) -> dict[str, Any]:
+    """Compare runs of the same prompts; the first of each variant is not counted."""
+    counted = {name: runs[1:] for name, runs in records.items()}
+    speeds = {
+        name: [sum(map(len, run.token_ids)) / run.seconds for run in runs] for name, runs in counted.items()
+    }
+
+    def ratio(fast: str, slow: str) -> Spread:
+        return Spread(tuple(a / b for a, b in zip(speeds[fast], speeds[slow], strict=True)))
+
+    best = max(MODES, key=lambda mode: statistics.median(speeds[mode]))
+    return {
+        "tokens_per_s": {name: Spread(tuple(its)) for name, its in speeds.items()},
+        "vs_lockstep": {mode: ratio(mode, "lockstep") for mode in MODES[1:]},
+        "vs_plain": {mode: ratio(mode, "plain") for mode in MODES},
+        "best_mode": best,
+        "vs_colocated": ratio(best, "colocated"),
+        "vs_colocated_plain": ratio(best, "colocated_plain"),
+        "rounds": {name: _per_round(runs) for name, runs in counted.items()},
+    }
+
+
+def _per_round(runs: Sequence[RunRecord]) -> dict[str, float]:
+    return {name: statistics.median(run.summary()[name] for run in runs) for name in runs[0].summary()}
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="One draft model, two situations, three rounds.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
+        "models/demo"
+    ),
+) -> None:
+    """Measure lockstep, ping_pong and draft_ahead over two groups of one core each.
+
+    Example: python -m benchmarks.overlap --quick --json runs/overlap.json
+    """
+    plan = QUICK if quick else FULL
+    results: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        progress = stack.enter_context(_progress())
+        target = folder / "target"
+        inflate(models / "target", target, layers_for_parameters(models / "target", plan.target_parameters))
+        for size in plan.draft_parameters:
+            draft = folder / f"draft-{size:g}"
+            inflate(models / "draft", draft, layers_for_parameters(models / "draft", size))
+            starting = progress.add_task(f"starting, draft of {size / 1e6:g} M", total=1)
+            with contextlib.closing(
+                Bench(plan, target, draft, read_prompts(models / "prompts.jsonl"))
+            ) as bench:
+                progress.advance(starting)
+                results.append({"draft_parameters": size, **_measure(bench, plan, progress)})
+    headlines = headlines_of(results)
+    write_results(json, {"plan": plan, "drafts": results, "headlines": headlines})
+    report_headlines(headlines)
+
+
+def _measure(bench: Bench, plan: Plan, progress: Progress) -> dict[str, Any]:
+    batches = sorted({cell.batch for cell in plan.cells})
+    hits_task = progress.add_task("rounds on hits", total=len(batches) * (plan.rounds + 1))
+    hits = [bench.round_on_hits(batch, lambda: progress.advance(hits_task)) for batch in batches]
+    cells = []
+    for cell in plan.cells:
+        name = f"batch {cell.batch}, temperature {cell.temperature:g}, acceptance {cell.acceptance:g}"
+        task = progress.add_task(name, total=6 * (plan.rounds + 1))
+        cells.append(bench.cell(cell, partial(progress.advance, task)))
+    coordinator = {batch: bench.coordinator_ms(batch) for batch in (1, 64)}
+    return {"on_hits": hits, "cells": cells, "coordinator_ms": coordinator}
+
+
+def headlines_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Quote the draft model whose T_draft is nearest to T_verify at batch 1."""
+
+    def distance(result: Mapping[str, Any]) -> float:
+        bare = result["on_hits"][0]["bare_ms"]["alone"]
+        return abs(1.0 - bare["draft"] / bare["target"])
+
+    nearest = min(results, key=distance)
+    cells = {
+        (one["cell"].batch, one["cell"].temperature, one["cell"].acceptance): one for one in nearest["cells"]
+    }
+    alone, many = cells[1, 0.0, 0.8], cells[16, 0.0, 0.8]
+    return {
+        "round_over_max_hit": nearest["on_hits"][0]["round_over_max"],
+        "draft_ahead_vs_lockstep": alone["vs_lockstep"]["draft_ahead"].median,
+        "ping_pong_vs_lockstep_b16": many["vs_lockstep"]["ping_pong"].median,
+        "vs_colocated_equal_devices": alone["vs_colocated"].median,
+        "coordinator_ms_b1": nearest["coordinator_ms"][1],
+        "coordinator_ms_b64": nearest["coordinator_ms"][64],
+    }
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
