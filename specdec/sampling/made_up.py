@@ -41,6 +41,13 @@ class MadeUpChooser(Sampler):
         guesses = [guess(seed, position) for seed, position in _places(rows)]
         return SampledRows(sampled.token_ids.new_tensor(guesses), sampled.finite)
 
+    def ranked(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None = "target"
+    ) -> list[list[int]]:
+        """Return each row's best guesses."""
+        super().ranked(logits_RV, rows, num, stream)
+        return [[guess(seed, position, rank) for rank in range(num)] for seed, position in _places(rows)]
+
     def chooser(
         self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream = "target"
     ) -> NativeChooser | None:
