@@ -142,7 +142,9 @@ class TwoGroups:
         """Decides what is accepted, where that is made up."""
         self.proposer = RemoteProposer(
             channels["draft"],
-            capabilities=ProposerCapabilities(name="draft_model", sampled=True, kv="own", remote=True),
+            capabilities=ProposerCapabilities(
+                name="draft_model", sampled=True, kv="own", remote=True, looks_ahead=True
+            ),
             vocab_size=target.description.vocab_size,
         )
         self.proposer.set_workers([addresses["draft"]])

@@ -5,7 +5,7 @@
 
 The draft group and the target group have one core each; the coordinator floats. The target is the demo target
 made as costly as 26 million parameters (bf16); the draft model is made as costly as each ratio of T_draft to
-T_verify asks for. What is accepted is made up (`specdec.engine.synthetic`); kernels, messages, rounds are not.
+T_verify asks for. What is accepted is made up (`specdec.engine.synthetic`), kernels and messages are not.
 
 Modes are measured in turn (ABBA), with another batch of prompts in every round of the benchmark, beside plain
 decoding by the target group alone and, at equal device count, both models in one process with both cores.

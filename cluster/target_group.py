@@ -185,6 +185,7 @@ class TargetGroup:
                 gives_q_rows=rule.needs_q_rows,
                 kv="own",
                 remote=True,
+                looks_ahead=speculative.draft_tensor_parallel_size == 1,
                 max_context=speculative.max_model_len,
             ),
             vocab_size=description.vocab_size,

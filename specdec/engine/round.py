@@ -79,7 +79,9 @@ class RoundLoop:
         self._vocab_size = target.description.vocab_size
         self._rule = capabilities_of(target.description.rule)
         require_verifiable(proposer.capabilities, self._rule)
-        self._ahead = proposer if isinstance(proposer, AsksAhead) else None
+        self._ahead: AsksAhead | None = None
+        if proposer.capabilities.looks_ahead and isinstance(proposer, AsksAhead):
+            self._ahead = proposer
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
         self._flights: deque[_Flight] = deque()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
+from specdec.core.prefix_hash import extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
-from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -28,7 +29,7 @@ from specdec.transport.memory import Faults, MemoryNetwork
 VOCAB = 11
 MODEL = ToyModel(VOCAB, seed=1)
 OTHER_MODEL = ToyModel(VOCAB, seed=1, perturbation=0.2)
-CAPABILITIES = ProposerCapabilities(name="toy", sampled=True, kv="own", remote=True)
+CAPABILITIES = ProposerCapabilities(name="toy", sampled=True, kv="own", remote=True, looks_ahead=True)
 TARGET = PeerId("target")
 PATIENT = RemoteTargetTimes(step_timeout_s=1e6, lost_link_grace_s=1e6, attach_timeout_s=1e6)
 
@@ -64,11 +65,37 @@ class ToyDrafter:
             if (budget := num_draft_tokens[sequence.request_id])
         }
 
+    def propose_ahead(self, wishes: Sequence[AheadWish]) -> dict[RequestId, list[Proposal]]:
+        """Prepare for the tokens that the model like the target's says, and for some others."""
+        self.num_calls += 1
+        self.clock.advance(self.busy_s)
+        self.known.update(wish.view.request_id for wish in wishes)
+        return {wish.view.request_id: list(_branches(wish)) for wish in wishes}
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         self.known.difference_update(request_ids)
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def _branches(wish: AheadWish) -> Iterator[Proposal]:
+    view, k = wish.view, wish.num_draft_tokens
+    for num_kept, fan_out in enumerate(wish.fan_out or ()):
+        kept = [*view.token_ids, *wish.pending[:num_kept]]
+        first = OTHER_MODEL.continuation(kept, view.params, view.seed, 1)
+        refused = wish.pending[num_kept : num_kept + 1]
+        guesses = [token for token in dict.fromkeys([*first, *range(VOCAB)]) if token not in refused]
+        for token in guesses[:fan_out]:
+            assumed = (*wish.pending[:num_kept], token)
+            chain = OTHER_MODEL.continuation([*view.token_ids, *assumed], view.params, view.seed, k)
+            yield Proposal(
+                request_id=view.request_id,
+                committed_len=view.committed_len + len(assumed),
+                prefix_hash=extend_prefix_hash(view.prefix_hash, assumed),
+                token_ids=tuple(chain),
+                noise_stream="target",
+            )
 
 
 class Cluster:

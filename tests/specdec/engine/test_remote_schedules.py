@@ -12,7 +12,7 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
 from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
 
-MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong")
+MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
 
 
 def random_faults(rng: random.Random) -> Faults:
