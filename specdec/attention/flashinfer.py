@@ -109,9 +109,10 @@ class _Planned:
         metadata = step.metadata
         mask = step.mask(kind.sliding_window)
         self._wrapper.plan(**plan_arguments(step.pages, kind, block_size=metadata.block_size, mask=mask))
-        if metadata.positions.device.type == "cuda":
+        device = metadata.positions.device
+        if device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(device))
 
 
 class FlashInferAttention:
