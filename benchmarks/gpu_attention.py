@@ -6,8 +6,8 @@
 One layer of an 8 B Llama in bf16 (32 query heads, 8 of keys and values, 128 lanes), decoding (1 row) and
 verifying 4 drafts (5 rows), over pages in random order, with nothing in the L2 cache. The floor is the K/V of
 all sequences over the bandwidth measured in the same run. Beside it: PyTorch's own attention over the same
-K/V, contiguous and unpaged, and what other lengths of splits would give (`specdec/attention/triton_work.py`
-has the one that is used).
+K/V, contiguous and unpaged, FlashInfer where it is installed and agrees with the reference, and what other
+lengths of splits would give (`specdec/attention/triton_work.py` has the one that is used).
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.gpu_device import bandwidth, device_facts, device_seconds, require_cuda
 from benchmarks.report import report_headlines, write_results
-from specdec.attention.base import LayerAttention
+from specdec.attention.base import AttentionBackend, LayerAttention
 from specdec.attention.metadata import build_metadata
+from specdec.attention.registry import choose_backend
 from specdec.attention.triton import TritonPagedAttention
+from specdec.core.errors import UserError
 from specdec.model.batch import SequenceSlice
 
 _BLOCK_SIZE = 16
+_MAX_CONTEXT = 16384 + _BLOCK_SIZE
 _DTYPE = torch.bfloat16
 _LAYER = LayerAttention(layer_idx=0, num_heads=32, num_kv_heads=8, head_dim=128, scaling=128**-0.5)
 _BYTES_PER_KEY = 2 * _LAYER.num_kv_heads * _LAYER.head_dim * _DTYPE.itemsize
@@ -78,8 +81,11 @@ class Cell:
         ]
         self.num_bytes = batch * (context + rows) * _BYTES_PER_KEY
 
-    def ours(self, backend: TritonPagedAttention) -> Callable[[], torch.Tensor]:
-        """The paged attention, recorded: a launch from Python takes longer than a small kernel."""
+    def paged(self, backend: AttentionBackend) -> Callable[[], torch.Tensor]:
+        """A paged attention, recorded: a launch from Python takes longer than a small kernel.
+
+        What a backend does once per step, FlashInfer's planning say, is left out.
+        """
         query, key, value = self.inputs
         plan = backend.begin(self.metadata)
 
@@ -122,19 +128,34 @@ def recorded(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
+def flashinfer(device: torch.device) -> AttentionBackend | None:
+    """Return FlashInfer's attention, or None and one line that says why not."""
+    try:
+        return choose_backend(
+            "flashinfer", device=device, dtype=_DTYPE, layers=[_LAYER], max_context=_MAX_CONTEXT
+        )
+    except UserError as error:
+        Console(stderr=True).print(f"left out: {error}", markup=False)
+        return None
+
+
 def measure(
-    shape: tuple[int, int], rows: int, plan: Plan, bytes_per_s: float, device: torch.device
+    cell: Cell, shape: tuple[int, int], plan: Plan, bytes_per_s: float, other: AttentionBackend | None
 ) -> dict[str, Any]:
-    """Ours, other splits and PyTorch's for one batch."""
+    """Ours, other splits, PyTorch's and (`other`) FlashInfer's for one batch."""
     batch, context = shape
-    cell = Cell(batch, context, rows, device)
-    backend = TritonPagedAttention(device, max_context=16384 + _BLOCK_SIZE)
-    ways = {"ours": cell.ours(backend), "torch_sdpa_dense": cell.dense()}
+    device = cell.keys.device
+    ways = {
+        "ours": cell.paged(TritonPagedAttention(device, max_context=_MAX_CONTEXT)),
+        "torch_sdpa_dense": cell.dense(),
+    }
+    if other is not None:
+        ways[other.name] = cell.paged(other)
     for split_keys in plan.split_keys:
-        other = TritonPagedAttention(device, max_context=16384 + _BLOCK_SIZE)
-        other.split_keys = split_keys
-        other.max_splits = -(-(16384 + _BLOCK_SIZE) // split_keys)
-        ways[f"split_{split_keys}"] = cell.ours(other)
+        backend = TritonPagedAttention(device, max_context=_MAX_CONTEXT)
+        backend.split_keys = split_keys
+        backend.max_splits = -(-_MAX_CONTEXT // split_keys)
+        ways[f"split_{split_keys}"] = cell.paged(backend)
     seconds = {
         name: device_seconds(run, repeats=plan.repeats, cold=True).median for name, run in ways.items()
     }
@@ -142,7 +163,7 @@ def measure(
     return {
         "batch": batch,
         "context": context,
-        "rows": rows,
+        "rows": cell.rows,
         "us": {name: 1e6 * value for name, value in seconds.items()},
         "floor_us": 1e6 * floor_s,
         "times_floor": seconds["ours"] / floor_s,
@@ -157,7 +178,7 @@ def headlines(cells: list[dict[str, Any]], bytes_per_s: float) -> dict[str, floa
         for cell in cells
         if (cell["batch"], cell["context"]) == (largest["batch"], largest["context"])
     }
-    return {
+    numbers = {
         "gpu_bandwidth_tb_s": bytes_per_s / 1e12,
         "gpu_attention_times_floor_long": largest["times_floor"],
         "gpu_attention_verify_over_decode": of_size[max(of_size)] / of_size[min(of_size)],
@@ -165,6 +186,10 @@ def headlines(cells: list[dict[str, Any]], bytes_per_s: float) -> dict[str, floa
             cell["us"]["ours"] / cell["us"]["torch_sdpa_dense"] for cell in cells
         ),
     }
+    ratios = [cell["us"]["ours"] / cell["us"]["flashinfer"] for cell in cells if "flashinfer" in cell["us"]]
+    if ratios:
+        numbers["gpu_attention_times_flashinfer_median"] = statistics.median(ratios)
+    return numbers
 
 
 def main(
@@ -181,11 +206,12 @@ def main(
     speeds = bandwidth(device)
     bytes_per_s = max(speeds.values())
     cells: list[dict[str, Any]] = []
+    other = flashinfer(device)
     with torch.inference_mode(), Progress(*columns, console=Console(stderr=True)) as progress:
         for shape, rows in progress.track(
             list(itertools.product(plan.shapes, plan.rows)), description="attention"
         ):
-            cells.append(measure(shape, rows, plan, bytes_per_s, device))
+            cells.append(measure(Cell(*shape, rows, device), shape, plan, bytes_per_s, other))
             torch.cuda.empty_cache()
     numbers = headlines(cells, bytes_per_s)
     results = {"device": device_facts(device), "plan": plan, "bandwidth": speeds, "cells": cells}

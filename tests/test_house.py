@@ -131,7 +131,7 @@ def test_ranges_admit_the_pins(project: dict[str, Any], pins: dict[str, str]) ->
     groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
     for requirement in (Requirement(text) for group in groups for text in group):
         name = canonicalize_name(requirement.name)
-        if name in {"drafthouse", "triton"}:
+        if name in {"drafthouse", "triton", "flashinfer-python"}:  # the last two need CUDA, and are not here
             continue
         assert Version(pins[name]) in requirement.specifier, f"{requirement} does not admit {pins[name]}"
 

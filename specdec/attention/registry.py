@@ -7,13 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.attention.agreement import LARGEST_DIFFERENCE, largest_difference
 from specdec.attention.base import AttentionBackend, LayerAttention
-from specdec.attention.config import AttentionName
+from specdec.attention.config import AttentionName, flashinfer_refusal
 from specdec.attention.cpu import CpuPagedAttention
+from specdec.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferUnavailable,
+    MakeWrapper,
+    load_flashinfer,
+)
+from specdec.attention.flashinfer_steps import LayerKind
 from specdec.attention.native import NativeUnavailable
 from specdec.attention.sdpa import SdpaAttention
 from specdec.attention.triton import TritonPagedAttention, TritonUnavailable
-from specdec.core.errors import ResourceError
+from specdec.core.errors import ConfigError, ResourceError
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +40,15 @@ def choose_backend(
     With `batch_invariant` a row's result is the same bits in every batch: C++ on a CPU, Triton on a GPU.
 
     Raises:
-        ResourceError: `triton` was asked for by name, or something batch-invariant, and cannot be used; the
-            text says why.
+        ConfigError: `flashinfer` does not go with this device, dtype or these layers.
+        ResourceError: `triton` or `flashinfer` was asked for by name, or something batch-invariant, and
+            cannot be used; the text says why.
     """
     if batch_invariant:
         return _invariant(device, dtype, layers, max_context)
+    if name == "flashinfer":
+        make_wrapper = require_flashinfer(device, dtype, [layer.head_dim for layer in layers])
+        return _flashinfer(device, dtype, layers, make_wrapper)
     if name == "sdpa" or (name == "auto" and device.type != "cuda"):
         return SdpaAttention()
     try:
@@ -46,6 +58,44 @@ def choose_backend(
             raise ResourceError(f"attention_backend triton: {error}") from error
         logger.warning("attention runs on plain tensor operations, which is much slower: %s", error)
         return SdpaAttention()
+
+
+def require_flashinfer(device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]) -> MakeWrapper:
+    """Return what makes FlashInfer's wrappers, for a model that it can run.
+
+    Raises:
+        ConfigError: it does not go with the device, the dtype or the head sizes.
+        ResourceError: the library is not there.
+    """
+    name = str(dtype).removeprefix("torch.")
+    reason = flashinfer_refusal(device=device.type, dtype=name, head_dims=head_dims)
+    if reason is not None:
+        raise ConfigError(f"attention_backend flashinfer: {reason}")
+    try:
+        return load_flashinfer(device)
+    except FlashInferUnavailable as error:
+        raise ResourceError(f"attention_backend flashinfer: {error}") from error
+
+
+def _flashinfer(
+    device: torch.device, dtype: torch.dtype, layers: Sequence[LayerAttention], make_wrapper: MakeWrapper
+) -> FlashInferAttention:
+    backend = FlashInferAttention(device, make_wrapper)
+    for layer in {LayerKind.of(layer, dtype): layer for layer in layers}.values():
+        try:
+            difference = largest_difference(backend, layer, dtype=dtype, device=device)
+        except Exception as error:  # of its compilers, loaders and launches, in many classes
+            raise ResourceError(
+                "attention_backend flashinfer: its kernels, which it compiles with nvcc unless the package "
+                f"flashinfer-jit-cache is installed, do not run here: {type(error).__name__}: {error}"
+            ) from error
+        if not difference <= LARGEST_DIFFERENCE:  # a NaN is refused too
+            raise ResourceError(
+                f"attention_backend flashinfer: on {device} its result for heads of {layer.head_dim} (window "
+                f"{layer.sliding_window}, soft cap {layer.softcap}) differs from the reference's by "
+                f"{difference:.2g} of its size: leave attention_backend out"
+            )
+    return backend
 
 
 def _invariant(

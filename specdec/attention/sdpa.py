@@ -16,6 +16,7 @@ import torch
 
 from specdec.attention.base import LayerAttention
 from specdec.attention.metadata import AttentionMetadata
+from specdec.attention.slots import PoolSlots
 
 _MAX_GATHERED_KEYS = 1 << 17
 """Keys gathered at once: they are copied, so this bounds the memory that a step needs beside the pool."""
@@ -47,10 +48,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    slot_blocks: torch.Tensor
-    """int64 [T]"""
-    slot_offsets: torch.Tensor
-    """int64 [T]"""
+    slots: PoolSlots
     groups: tuple[_Group, ...]
 
 
@@ -67,11 +65,9 @@ class SdpaAttention:
         ):
             num_blocks = -(-context_len // metadata.block_size)
             members_of.setdefault((query_len, _size_class(num_blocks)), []).append(index)
-        block_size = metadata.block_size
         parts = [part for members in members_of.values() for part in _affordable(metadata, members)]
         return _Plan(
-            slot_blocks=torch.div(metadata.slot_mapping, block_size, rounding_mode="floor"),
-            slot_offsets=torch.remainder(metadata.slot_mapping, block_size),
+            slots=PoolSlots.of(metadata),
             groups=tuple(_make_group(metadata, part) for part in parts),
         )
 
@@ -88,8 +84,7 @@ class SdpaAttention:
         layer: LayerAttention,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        key_cache.transpose(1, 2)[plan.slot_blocks, plan.slot_offsets] = key
-        value_cache.transpose(1, 2)[plan.slot_blocks, plan.slot_offsets] = value
+        plan.slots.write(key, value, key_cache, value_cache)
         groups = plan.groups
         if len(groups) == 1 and len(groups[0].context_lens) * groups[0].query_len == query.shape[0]:
             hidden = _hidden(groups[0], metadata, layer.sliding_window)

@@ -149,13 +149,14 @@ def _build_whole_target(
     from specdec.sampling.sampler import Sampler
 
     loaded = load_model(config.target, progress)
+    backend = attention_of(loaded, config.target.attention_backend)
     runner = ModelRunner(
         loaded,
         config.cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile),
-        backend=attention_of(loaded, config.target.attention_backend),
+        reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile, backend),
+        backend=backend,
     )
     _require_length(config, runner)
     graphs = accelerate(runner, config.target.compile)

@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from specdec.attention.config import flashinfer_refusal
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
 from specdec.model.config import ModelConfig
@@ -40,4 +41,16 @@ class EngineConfig(StrictConfig):
                 f"target.batch_invariant does not go with rejection_sample_method: {rule}, whose tokens "
                 "depend on what was drafted: write sample_and_match"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        target, draft = self.target, self.speculative_config
+        dtype = target.dtype if draft.dtype == "auto" else draft.dtype
+        for name, block, numbers in (("target", target, target.dtype), ("speculative_config", draft, dtype)):
+            if block.attention_backend != "flashinfer":
+                continue
+            reason = flashinfer_refusal(device=block.device, dtype=numbers)
+            if reason is not None:
+                raise ValueError(f"{name}.attention_backend: flashinfer cannot be had: {reason}")
         return self

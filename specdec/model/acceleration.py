@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from specdec.attention.base import AttentionBackend
@@ -9,18 +10,20 @@ from specdec.attention.config import AttentionName
 from specdec.attention.registry import choose_backend
 from specdec.core.idle_work import IdleWork
 from specdec.model.config import CompileConfig
-from specdec.model.cuda_graphs import CudaForward, recordable, recording_bytes
+from specdec.model.cuda_graphs import CudaForward, can_be_recorded, recordable, recording_bytes
 from specdec.model.fused_norms import fuse_norms
 from specdec.model.graphs import CompiledForward, can_stay_compiled, packed_weight_bytes
 from specdec.model.loader import LoadedModel
 from specdec.model.runner import ForwardGraphs, ModelRunner
+
+logger = logging.getLogger(__name__)
 
 
 def attention_of(loaded: LoadedModel, name: AttentionName) -> AttentionBackend:
     """Return the attention that a configuration names, for a loaded model.
 
     Raises:
-        ResourceError: it, or something batch-invariant, was asked for and cannot be used here.
+        ConfigError, ResourceError: it, or something batch-invariant, was asked for and cannot be used here.
     """
     return choose_backend(
         name,
@@ -32,10 +35,10 @@ def attention_of(loaded: LoadedModel, name: AttentionName) -> AttentionBackend:
     )
 
 
-def later_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
+def later_bytes(loaded: LoadedModel, config: CompileConfig, backend: AttentionBackend) -> int:
     """Return about how much memory `accelerate` is going to take beside the model and its cache."""
     if loaded.device.type == "cuda":
-        return recording_bytes(loaded, config)
+        return recording_bytes(loaded, config) if can_be_recorded(backend) else 0
     return packed_weight_bytes(loaded, config)
 
 
@@ -53,6 +56,13 @@ def accelerate(runner: ModelRunner, config: CompileConfig) -> Acceleration:
     if runner.loaded.device.type == "cuda":
         if recordable(runner, config) is not None:
             fuse_norms(runner.loaded.model)
+        elif config.mode == "auto" and config.cuda_graph_max_rows > 0:
+            logger.warning(
+                "%s runs eagerly, without CUDA graphs, which is slower where batches are small: steps with "
+                "attention_backend %s cannot be recorded",
+                runner.loaded.path.name,
+                runner.backend.name,
+            )
         made = CudaForward(runner, config)
     else:
         made = compiled = CompiledForward(runner, config)

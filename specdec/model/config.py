@@ -63,7 +63,8 @@ class ModelConfig(StrictConfig):
     attention_backend: AttentionName = "auto"
     """auto: our Triton kernels on a GPU (plain tensor operations, and a warning, where the package triton is
     missing), C++ on a CPU; triton: an error at start where they cannot be used; sdpa: plain tensor
-    operations."""
+    operations; flashinfer: the library FlashInfer (extra `flashinfer`) on a GPU in bfloat16 or float16, heads
+    of 64, 128 or 256, without CUDA graphs, or an error at start. No GPU has run it with this engine yet."""
     quantization: QuantizationName | None = None
     """Quantize the weights of linear layers while they are read, with torchao (the extra `quantization`).
     int8: one scale per output; int4-G: one for every G inputs of an output, and 8 bits for the layer that
@@ -78,10 +79,11 @@ class ModelConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_invariance(self) -> Self:
-        if self.batch_invariant and self.attention_backend == "sdpa":
+        followers = {"sdpa": "products", "flashinfer": "splits"}
+        if self.batch_invariant and self.attention_backend in followers:
             raise ValueError(
-                "batch_invariant does not go with attention_backend: sdpa, whose products follow the batch: "
-                "leave attention_backend out"
+                f"batch_invariant does not go with attention_backend: {self.attention_backend}, whose "
+                f"{followers[self.attention_backend]} follow the batch: leave attention_backend out"
             )
         return self
 

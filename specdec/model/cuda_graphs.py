@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
+from specdec.attention.base import AttentionBackend
 from specdec.attention.triton import MAX_PARTIAL_BYTES, TritonPagedAttention, TritonUnavailable
 from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
@@ -263,10 +264,15 @@ class CudaForward(GraphRecording):
             raise CannotRecord(f"its logits differ from the eager ones by {difference:.1e} (relative)")
 
 
+def can_be_recorded(backend: AttentionBackend) -> TypeGuard[TritonPagedAttention]:
+    """Whether steps with this attention can be recorded: it must not lay out each of them on the host."""
+    return isinstance(backend, TritonPagedAttention)
+
+
 def recordable(runner: ModelRunner, config: CompileConfig) -> TritonPagedAttention | None:
     """Return the runner's attention where graphs are wanted and it can be recorded."""
     backend = runner.backend
-    return backend if isinstance(backend, TritonPagedAttention) and config.mode == "auto" else None
+    return backend if can_be_recorded(backend) and config.mode == "auto" else None
 
 
 def recording_bytes(loaded: LoadedModel, config: CompileConfig) -> int:

@@ -25,7 +25,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.attention.base import LayerAttention
+from specdec.attention.config import flashinfer_refusal
 from specdec.attention.hf import ATTENTION_NAME
+from specdec.attention.registry import require_flashinfer
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapt
 from specdec.model.checkpoint import (
@@ -121,8 +123,9 @@ def load_model(
         CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind; the
             text names it and the cause.
         ConfigError: max_model_len exceeds what the model was made for, or is needed and missing; or
-            quantization needs a package that is not installed; or batch_invariant cannot be kept so.
-        ResourceError: the device does not exist, or batch_invariant needs what is not here.
+            quantization needs a package that is not installed; or batch_invariant cannot be kept so; or
+            FlashInfer cannot run the model.
+        ResourceError: the device does not exist, or batch_invariant or FlashInfer needs what is not here.
         TransportError: another rank is gone.
     """
     _require_ranks(config, ranks)
@@ -138,6 +141,8 @@ def load_model(
         _check_size(checkpoint, on_paper.num_parameters)
         dtype = _resolve_dtype(config, checkpoint, hf_config)
         device = _resolve_device(config.device) if ranks is None else ranks.device
+        if config.attention_backend == "flashinfer":
+            require_flashinfer(device, dtype, _head_dims(hf_config))
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         invariant = invariant_forward(config, device, dtype)
@@ -206,6 +211,7 @@ def check_servable(config: ModelConfig) -> ModelOnPaper:
     folder = open_folder(config.model)
     hf_config = _load_config(folder, trust_remote_code=config.trust_remote_code)
     _refuse_unsupported(folder, hf_config, config)
+    _refuse_attention(folder, hf_config, config)
     max_model_len = _resolve_max_model_len(config, hf_config)
     rotary = rule_of(hf_config, max_model_len)
     model = _model_on_paper(folder, hf_config, config, rotary)
@@ -300,6 +306,26 @@ def _refuse_unsupported(folder: ModelFolder, hf_config: PretrainedConfig, config
     reason = unsupported_reason(hf_config, _model_class(hf_config))
     if reason is not None:
         raise CheckpointError(f"{folder.path}: model type {hf_config.model_type} cannot be served: {reason}")
+
+
+def _refuse_attention(folder: ModelFolder, hf_config: PretrainedConfig, config: ModelConfig) -> None:
+    """Raise ConfigError where FlashInfer was asked for, for a model that it cannot run."""
+    if config.attention_backend != "flashinfer":
+        return
+    head_dims = _head_dims(hf_config)
+    reason = flashinfer_refusal(device=config.device, dtype=config.dtype, head_dims=head_dims)
+    if reason is not None:
+        raise ConfigError(f"{folder.path} does not go with attention_backend: flashinfer: {reason}")
+
+
+def _head_dims(hf_config: PretrainedConfig) -> tuple[int, ...]:
+    """Head sizes that a configuration states; what they really are, the probe of the loaded model tells."""
+    text_config: Any = hf_config.get_text_config()
+    stated = getattr(text_config, "head_dim", None)
+    if stated is not None:
+        return (int(stated),)
+    width, num_heads = (getattr(text_config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return (width // num_heads,) if width and num_heads else ()
 
 
 def _has_own_code(hf_config: PretrainedConfig, *, trust_remote_code: bool) -> bool:

@@ -174,6 +174,8 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError(
                 f"method {self.method} has no model to divide: leave out draft_tensor_parallel_size"
             )
+        if self.method != "draft_model" and self.attention_backend != "auto":
+            raise ValueError(f"method {self.method} runs no model: leave out attention_backend")
         if self.method != "draft_model" and self.quantization is not None:
             raise ValueError(f"method {self.method} has no weights to quantize: leave out quantization")
         if self.quantization is not None and self.draft_tensor_parallel_size > 1:

@@ -71,6 +71,7 @@ def draft_model_config(config: SpeculativeConfig, target: TargetFacts) -> ModelC
             "quantization": config.quantization,
             "num_threads": config.num_threads,
             "tensor_parallel_size": config.draft_tensor_parallel_size,
+            "attention_backend": config.attention_backend,
             "compile": config.compile,
         }
     )
@@ -80,12 +81,13 @@ def make_draft_model_proposer(
     loaded: LoadedModel, config: SpeculativeConfig, target: TargetFacts
 ) -> DraftModelProposer:
     """Return the proposer over a draft model that is loaded already."""
+    backend = attention_of(loaded, config.attention_backend)
     runner = ModelRunner(
         loaded,
         config.cache,
         max_num_seqs=target.max_num_seqs,
-        reserved_bytes=later_bytes(loaded, config.compile),
-        backend=attention_of(loaded, config.attention_backend),
+        reserved_bytes=later_bytes(loaded, config.compile, backend),
+        backend=backend,
     )
     graphs = accelerate(runner, config.compile)
     kind = Sampler if config.synthetic_acceptance is None else MadeUpChooser

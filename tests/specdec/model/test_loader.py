@@ -20,7 +20,7 @@ from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.checkpoint import open_checkpoint, revision_of
 from specdec.model.config import ModelConfig
 from specdec.model.inspection import TESTED_MODEL_TYPES, paged_forward_error
-from specdec.model.loader import check_same_tokenizer, load_model, load_tokenizer
+from specdec.model.loader import _head_dims, check_same_tokenizer, load_model, load_tokenizer
 from tests.architectures import ARCHITECTURES, VOCAB_SIZE, make_tokenizer, save_model
 
 WEIGHTS = "model.safetensors"
@@ -401,6 +401,44 @@ def test_max_model_len(original: Path) -> None:
 def test_an_unusable_device(original: Path) -> None:
     with pytest.raises(ResourceError, match="device 'no-such-device' cannot be used"):
         load(original, device="no-such-device")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "message"),
+    [
+        ({}, {"dtype": "bfloat16"}, "attention_backend: flashinfer: it runs heads of 64, .* are of 8"),
+        ({"head_dim": 64}, {"dtype": "float32"}, "attention_backend: flashinfer: it does not run float32"),
+        ({"head_dim": 64}, {"device": "cpu"}, "attention_backend: flashinfer: it runs on CUDA devices"),
+        # What `auto` stands for is only known later, and still before the weights.
+        (
+            {"head_dim": 64, "dtype": "float32"},
+            {"device": "auto"},
+            "attention_backend flashinfer: it runs on",
+        ),
+    ],
+)
+def test_flashinfer_is_refused_before_weights_are_read(
+    folder: Path,
+    sizes: dict[str, Any],
+    settings: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specdec.model.loader._read_weights", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("specdec.model.loader._check_size", lambda *sizes: None)
+    edit_config(folder, **sizes)
+    with pytest.raises(ConfigError, match=message):
+        load(folder, attention_backend="flashinfer", **settings)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"), [("llama", 8), ("qwen3", 16), ("gpt2", 8), ("falcon", 8), ("gemma3", 16)]
+)
+def test_head_sizes_on_paper_are_those_of_the_model(tmp_path: Path, architecture: str, head_dim: int) -> None:
+    save_model(tmp_path, architecture)
+    assert _head_dims(transformers.AutoConfig.from_pretrained(tmp_path)) == (head_dim,)
+    assert {layer.head_dim for layer in load(tmp_path).layers} == {head_dim}
 
 
 # ------------------------------------------------------------------------------------------ tokenizers

@@ -1,0 +1,83 @@
+"""What an engine's configuration refuses across its blocks, by the full name of the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+import pytest
+
+from specdec.engine.config import EngineConfig
+from specdec.proposers.draft_model_factory import draft_model_config
+from specdec.proposers.target_facts import TargetFacts
+
+FLASHINFER = {"attention_backend": "flashinfer"}
+DRAFT = {"method": "draft_model", "model": "draft"}
+
+
+def engine_config(target: dict[str, Any], draft: dict[str, Any] | None = None) -> EngineConfig:
+    data: dict[str, Any] = {"target": {"model": "target", **target}}
+    if draft is not None:
+        data["speculative_config"] = draft
+    return EngineConfig.model_validate(data)
+
+
+def test_target_and_draft_choose_their_attention_apart() -> None:
+    config = engine_config({**FLASHINFER, "device": "cuda"}, {**DRAFT, "attention_backend": "triton"})
+    assert config.target.attention_backend == "flashinfer"
+    assert config.speculative_config.attention_backend == "triton"
+    config = engine_config({}, {**DRAFT, **FLASHINFER})
+    assert config.target.attention_backend == "auto"
+    facts = TargetFacts(vocab_size=8, dtype="bfloat16", max_num_seqs=1, model=None)
+    loaded_as = draft_model_config(config.speculative_config, facts)
+    assert loaded_as.attention_backend == "flashinfer"  # so that loading it refuses what it cannot run
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "message"),
+    [
+        (
+            {"device": "cpu", **FLASHINFER},
+            None,
+            r"target\.attention_backend: flashinfer .*, and the device is cpu: set device to cuda",
+        ),
+        (
+            {"dtype": "float32", **FLASHINFER},
+            None,
+            r"target\.attention_backend: flashinfer .*not run float32: set dtype to bfloat16 or float16",
+        ),
+        (
+            {},
+            {"device": "cpu", **DRAFT, **FLASHINFER},
+            r"speculative_config\.attention_backend: flashinfer .*the device is cpu",
+        ),
+        (
+            {"dtype": "float32"},  # which the draft model takes over
+            {**DRAFT, **FLASHINFER},
+            r"speculative_config\.attention_backend: flashinfer .*not run float32",
+        ),
+        (
+            {"batch_invariant": True, **FLASHINFER},
+            None,
+            "batch_invariant does not go with attention_backend: flashinfer, whose splits follow the batch",
+        ),
+        ({}, {"method": "ngram", **FLASHINFER}, "method ngram runs no model: leave out attention_backend"),
+        ({"attention_backend": "flash"}, None, "(?s)target.attention_backend.*'triton' or 'flashinfer'"),
+        (
+            {},
+            {**DRAFT, "attention_backend": "FLASHINFER"},
+            "(?s)speculative_config.attention_backend.*'triton' or 'flashinfer'",
+        ),
+    ],
+)
+def test_attention_that_cannot_be_had(
+    target: dict[str, Any], draft: dict[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        engine_config(target, draft)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_attention_that_can_be_had(dtype: str) -> None:
+    engine_config({"dtype": dtype, **FLASHINFER}, {**DRAFT, **FLASHINFER})
+    engine_config({"dtype": "float32"}, {"dtype": "bfloat16", **DRAFT, **FLASHINFER})
