@@ -42,9 +42,19 @@ class KvPool:
         assert num_blocks > FIRST_BLOCK, "a pool needs a block beside the scratch block"
         self.num_blocks = num_blocks
         self.block_size = block_size
-        sizes = [(num_blocks, shape.num_kv_heads, block_size, shape.head_dim) for shape in shapes]
-        self.keys = tuple(_zeros(size, dtype, device) for size in sizes)
-        self.values = tuple(_zeros(size, dtype, device) for size in sizes)
+        # Layers of one shape are one tensor, so that a block of all of them is copied in one operation.
+        self._stacks: list[torch.Tensor] = []
+        keys: dict[int, torch.Tensor] = {}
+        values: dict[int, torch.Tensor] = {}
+        for shape in dict.fromkeys(shapes):
+            layers = [layer for layer, its in enumerate(shapes) if its == shape]
+            size = (2 * len(layers), num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+            stack = _zeros(size, dtype, device)
+            self._stacks.append(stack)
+            keys.update(zip(layers, stack[: len(layers)], strict=True))
+            values.update(zip(layers, stack[len(layers) :], strict=True))
+        self.keys = tuple(keys[layer] for layer in range(len(shapes)))
+        self.values = tuple(values[layer] for layer in range(len(shapes)))
 
     @property
     def num_bytes(self) -> int:
@@ -59,8 +69,8 @@ class KvPool:
         device = self.keys[0].device
         source_index = torch.tensor(sources, dtype=torch.long, device=device)
         destination_index = torch.tensor(destinations, dtype=torch.long, device=device)
-        for tensor in (*self.keys, *self.values):
-            tensor.index_copy_(0, destination_index, tensor.index_select(0, source_index))
+        for stack in self._stacks:
+            stack.index_copy_(1, destination_index, stack.index_select(1, source_index))
 
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
