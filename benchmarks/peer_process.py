@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -60,12 +61,15 @@ class PeerProcess:
     def close(self) -> None:
         """End the program."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, with a request unread
+            self._process.stdin.close()
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
