@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ class Paired:
 
 def run_paired(variants: Mapping[str, Callable[[], object]], rounds: int, tick: Callable[[], None]) -> Paired:
     """Run every variant once unmeasured, then `rounds` times in alternating order (ABBA)."""
+    return run_in_turn({name: partial(_seconds_of, run) for name, run in variants.items()}, rounds, tick)
+
+
+def run_in_turn(variants: Mapping[str, Callable[[], float]], rounds: int, tick: Callable[[], None]) -> Paired:
+    """As `run_paired`, for variants that return the seconds they took."""
     paired = Paired({name: [] for name in variants})
     for run in variants.values():
         run()
@@ -64,11 +70,15 @@ def run_paired(variants: Mapping[str, Callable[[], object]], rounds: int, tick: 
     for number in range(rounds):
         order = list(variants)[:: 1 if number % 2 == 0 else -1]
         for name in order:
-            started = time.perf_counter()
-            variants[name]()
-            paired.seconds[name].append(time.perf_counter() - started)
+            paired.seconds[name].append(variants[name]())
             tick()
     return paired
+
+
+def _seconds_of(run: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    run()
+    return time.perf_counter() - started_s
 
 
 def environment() -> dict[str, Any]:
