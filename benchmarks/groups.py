@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from specdec.core.errors import DrafthouseError
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.controller import FixedController
+from specdec.scheduling.speculation.guesses import share_guesses
 from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.state import Schedulable
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.zmq import KeyPair, ZmqChannel
 
@@ -45,12 +47,20 @@ class ChosenController(FixedController):
 
     def __init__(self) -> None:
         super().__init__(0)
+        self._num_branches = 8
+        self._acceptance = 0.8
 
-    def set(self, num_draft_tokens: int, mode: OverlapMode, num_branches: int = 8) -> None:
-        """Draft so many tokens in this mode."""
+    def set(self, num_draft_tokens: int, mode: OverlapMode, num_branches: int, acceptance: float) -> None:
+        """Draft so many tokens in this mode; ahead, for so many verdicts, shared out by this acceptance."""
         self._num_draft_tokens = num_draft_tokens
         self._mode = mode
         self._num_branches = num_branches
+        self._acceptance = acceptance
+
+    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
+        """Prepare for the likeliest verdicts."""
+        accepted = (self._acceptance,) * (num_pending + 1)
+        return share_guesses(accepted, self._ranks.rates, min(max_branches, self._num_branches))
 
 
 @dataclass(frozen=True, slots=True)

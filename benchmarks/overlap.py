@@ -222,7 +222,7 @@ class Bench:
     ) -> RunRecord:
         assert self._groups.synthetic is not None
         self._groups.synthetic.acceptance = made_up
-        self._groups.controller.set(k, mode, num_branches)
+        self._groups.controller.set(k, mode, num_branches, cell.acceptance)
         return self._run(self._groups.engine, cell, k, number)
 
     def _run_colocated(self, cell: Cell, made_up: SyntheticAcceptance, k: int, number: int) -> RunRecord:

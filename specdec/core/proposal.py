@@ -53,3 +53,20 @@ class Verdict:
     def num_accepted(self) -> int:
         """Number of drafted tokens that were accepted."""
         return len(self.accepted_nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadOutcome:
+    """What became of the continuations that were prepared for one verdict."""
+
+    request_id: RequestId
+    num_pending: int
+    """Draft tokens that were being verified; 0 when the round had none for this request."""
+    num_accepted: int
+    """Of these, how many stood: a."""
+    num_prepared: int
+    """Tokens that a continuation was prepared for, in case exactly a stand; at most `fan_out[a]`."""
+    rank: int | None
+    """Which of these the target chose, 0 for the first; None: it chose another one."""
+    is_late: bool = False
+    """Whether the continuation was prepared, but did not come in time."""

@@ -146,6 +146,21 @@ class LiveRequest:
         return self.request.cache_salt
 
     @property
+    def class_name(self) -> str:
+        """What kind of request it is."""
+        return self.request.class_name
+
+    @property
+    def itl_s(self) -> float | None:
+        """Longest time between two of its rounds that its client wants, in seconds; None: any."""
+        return _seconds(None if self.request.slo is None else self.request.slo.itl_ms)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """How soon its first token is wanted, in seconds; None: no matter."""
+        return _seconds(None if self.request.slo is None else self.request.slo.ttft_ms)
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks held."""
         return self.table.num_blocks
@@ -163,6 +178,11 @@ class LiveRequest:
     def has_outgrown_cache(self) -> bool:
         """Whether its K/V in the target's cache are of no use for a sequence of its length."""
         return self._kv_variants is not None and self._present_variant() != self.kv_variant
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all but its last committed token is in the target's cache."""
+        return self.sequence.is_decoding
 
     @property
     def awaits_drafts(self) -> bool:
@@ -276,6 +296,10 @@ class LiveRequest:
             num_generated_tokens=sequence.num_generated,
             stats=self.stats if finish else None,
         )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000.0
 
 
 def _without_text(params: SamplingParams) -> SamplingParams:

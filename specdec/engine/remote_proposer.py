@@ -16,7 +16,7 @@ from typing import NamedTuple
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
-from specdec.core.proposal import NoiseStream, Proposal
+from specdec.core.proposal import AheadOutcome, NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
 from specdec.proposers.base import AheadWish, ProposerCapabilities
@@ -67,6 +67,8 @@ class _Prepared:
 
     committed_len: int
     """Before that round."""
+    num_pending: int
+    is_answered: bool = False
     noise_stream: NoiseStream | None = None
     branches: dict[tuple[int, int], DraftBranch] = field(default_factory=dict)
     """By committed_len and prefix_hash after it."""
@@ -146,6 +148,8 @@ class RemoteProposer:
         self._prepared: dict[RequestId, _Prepared] = {}
         self._ahead = _Round()
         """Answers to the last `look_ahead` that have not come yet."""
+        self._ahead_outcomes: list[AheadOutcome] = []
+        self._draft_s: float | None = None
         self._next_epoch = 0
         self._next_round = 0
         self._wanted: Sequence[PeerAddress] | None = None
@@ -219,6 +223,16 @@ class RemoteProposer:
         by_id = {wish.view.request_id: wish for wish in wishes}
         for worker, group in self._by_worker([wish.view for wish in wishes]).items():
             self._ask(self._ahead, self._links[worker], [by_id[view.request_id] for view in group])
+
+    def take_ahead_outcomes(self) -> Sequence[AheadOutcome]:
+        """See `AsksAhead`."""
+        outcomes, self._ahead_outcomes = self._ahead_outcomes, []
+        return outcomes
+
+    @property
+    def draft_s(self) -> float | None:
+        """See `AsksAhead`."""
+        return self._draft_s
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
@@ -313,7 +327,9 @@ class RemoteProposer:
                 key = _PrefixKey(entry.request_id, entry.epoch, entry.committed_len, entry.prefix_hash)
                 awaited = _Awaited(key, budget)
                 if isinstance(wish, AheadWish):
-                    prepared = self._prepared[sequence.request_id] = _Prepared(sequence.committed_len)
+                    prepared = self._prepared[sequence.request_id] = _Prepared(
+                        sequence.committed_len, len(wish.pending)
+                    )
                     awaited = _Awaited(key, budget, prepared, sum(wish.fan_out or ()))
                 this_round.pending[worker][sequence.request_id] = awaited
         now_s = self._clock.now_s()
@@ -342,6 +358,7 @@ class RemoteProposer:
                 continue
             branch = its.branches.get((sequence.committed_len, sequence.prefix_hash))
             self._counters["speculation_cache_misses" if branch is None else "speculation_cache_hits"] += 1
+            self._ahead_outcomes.append(_outcome(sequence, its))
             if branch is not None:
                 this_round.proposals[sequence.request_id] = Proposal(
                     request_id=sequence.request_id,
@@ -393,6 +410,7 @@ class RemoteProposer:
         if reply.counts is not None:
             self._counters.update(reply.counts)
         self._count("draft_compute_seconds", reply.draft_s)
+        self._draft_s = reply.draft_s
         pending = this_round.pending.get(link.address.peer_id)
         for answer in reply.answers:
             self._take_answer(answer, pending, this_round.proposals)
@@ -442,6 +460,7 @@ class RemoteProposer:
             )
 
     def _take_branches(self, answer: ProposeAnswer, expected: _Awaited, prepared: _Prepared) -> None:
+        prepared.is_answered = True
         prepared.noise_stream = answer.noise_stream
         for branch in answer.branches[: expected.most_branches]:
             if self._is_valid(branch.token_ids, expected.budget):
@@ -462,6 +481,20 @@ class _Wish(NamedTuple):
 
     view: SequenceView
     num_draft_tokens: int
+
+
+def _outcome(sequence: SequenceView, prepared: _Prepared) -> AheadOutcome:
+    """Say which of the tokens prepared for has come true, among those behind as many accepted ones."""
+    alike = [key for key in prepared.branches if key[0] == sequence.committed_len]
+    true = (sequence.committed_len, sequence.prefix_hash)
+    return AheadOutcome(
+        request_id=sequence.request_id,
+        num_pending=prepared.num_pending,
+        num_accepted=sequence.committed_len - prepared.committed_len - 1,
+        num_prepared=len(alike),
+        rank=alike.index(true) if true in prepared.branches else None,
+        is_late=not prepared.is_answered,
+    )
 
 
 def _entry(wish: _Wish | AheadWish, registration: _Registration) -> ProposeEntry:

@@ -73,26 +73,35 @@ class Roster:
         present = [live for live in self.running.values() if not live.is_in_flight]
         if most is not None and len(present) > most:
             present = sorted(present, key=lambda live: live.service_key)[:most]
+        num_elsewhere = len(self.running) - len(present)
         limits = RoundLimits(
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             block_size=self.block_size,
             num_free_blocks=self._allocator.num_free,
             num_usable_blocks=self._allocator.num_usable,
-            num_elsewhere=len(self.running) - len(present),
+            num_elsewhere=num_elsewhere,
         )
-        if self._cache is None:
-            return plan_round(present, self.waiting, limits, controller)
-        return plan_round(present, self.waiting, limits, controller, self, self._coming())
+        elsewhere: list[LiveRequest] = []
+        if num_elsewhere:
+            here = {live.request_id for live in present}
+            elsewhere = [live for live in self.running.values() if live.request_id not in here]
+        return plan_round(
+            present,
+            self.waiting,
+            limits,
+            controller,
+            None if self._cache is None else self,
+            elsewhere=[live for live in elsewhere if live.sequence.is_decoding],
+            coming=self._coming(elsewhere),
+        )
 
-    def _coming(self) -> set[Hashable]:
+    def _coming(self, elsewhere: Sequence[LiveRequest]) -> set[Hashable]:
         """Names of the blocks of prompts that rounds in flight are reading."""
-        return {
-            name
-            for live in self.running.values()
-            if live.is_in_flight and not live.sequence.is_decoding
-            for name in self.unread_blocks(live.request_id)
-        }
+        if self._cache is None:
+            return set()
+        reading = [live for live in elsewhere if live.is_in_flight and not live.sequence.is_decoding]
+        return {name for live in reading for name in self.unread_blocks(live.request_id)}
 
     def apply(self, plan: RoundPlan, now_s: float) -> Applied:
         """Preempt, admit and hand out blocks as planned."""

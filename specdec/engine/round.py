@@ -17,7 +17,7 @@ from specdec.core.errors import ProtocolError, TransportError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
-from specdec.core.proposal import Proposal
+from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import DropReason, EngineMetrics
 from specdec.engine.roster import Roster
@@ -38,7 +38,7 @@ _DEPTHS: Mapping[OverlapMode, int] = {"lockstep": 1, "ping_pong": 2, "draft_ahea
 """Rounds in flight at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Flight:
     """A round between its launch and its landing."""
 
@@ -47,7 +47,10 @@ class _Flight:
     lives: Sequence[LiveRequest]
     """By work. Some may have ended when the answer comes."""
     proposals: Proposals
-    launched_s: float
+    budgets: Mapping[RequestId, int]
+    ahead: Sequence[AheadOutcome]
+    num_prompt_rows: int
+    num_context_tokens: int
     draft_s: float
     submitted_s: float
 
@@ -64,8 +67,9 @@ class RoundLoop:
         controller: SpeculationController,
         metrics: EngineMetrics,
         clock: Clock,
+        max_branches: int = 8,
     ) -> None:
-        """Run rounds of these parts.
+        """Run rounds of these parts; continuations are drafted for `max_branches` verdicts of a request.
 
         Raises:
             ConfigError: the target verifies by a rule that cannot work with what the proposer gives.
@@ -76,6 +80,7 @@ class RoundLoop:
         self._controller = controller
         self._metrics = metrics
         self._clock = clock
+        self._max_branches = max_branches
         self._vocab_size = target.description.vocab_size
         self._rule = capabilities_of(target.description.rule)
         require_verifiable(proposer.capabilities, self._rule)
@@ -85,7 +90,8 @@ class RoundLoop:
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
         self._flights: deque[_Flight] = deque()
-        self._landed_s = 0.0
+        self._landed_s: float | None = None
+        """When the last round ended, if there has been work since."""
         self._waited_s = 0.0
         """During the present call: for drafts and for the target."""
 
@@ -137,9 +143,21 @@ class RoundLoop:
         self._target.submit(step)
         draft_s = proposed_s - planned_s
         self._waited_s += draft_s
-        self._flights.append(_Flight(mode, step, lives, proposals, started_s, draft_s, submitted_s))
+        flight = _Flight(
+            mode=mode,
+            step=step,
+            lives=lives,
+            proposals=proposals,
+            budgets=plan.num_draft_tokens,
+            ahead=() if self._ahead is None else self._ahead.take_ahead_outcomes(),
+            num_prompt_rows=_num_prompt_rows(step, lives),
+            num_context_tokens=sum(live.committed_len for live in lives),
+            draft_s=draft_s,
+            submitted_s=submitted_s,
+        )
+        self._flights.append(flight)
         if mode == "draft_ahead":
-            self._look_ahead(step, lives, proposals)
+            self._look_ahead(flight)
         return True
 
     def _land(self, flight: _Flight) -> list[RequestOutput]:
@@ -282,22 +300,20 @@ class RoundLoop:
         q_rows = None if proposal.q_rows is None else proposal.q_rows[: len(token_ids)]
         return replace(proposal, token_ids=token_ids, q_rows=q_rows), masks
 
-    def _look_ahead(
-        self, step: TargetStep, lives: Sequence[LiveRequest], proposals: Mapping[RequestId, Proposal]
-    ) -> None:
+    def _look_ahead(self, flight: _Flight) -> None:
         """Ask for continuations of what the round in flight may bring."""
         assert self._ahead is not None
         wishes = []
-        for work, live in zip(step.works, lives, strict=True):
-            if work.num_sampled_rows == 0:
+        for work, live in zip(flight.step.works, flight.lives, strict=True):
+            budget = flight.budgets.get(work.request_id, 0)
+            if budget == 0 or work.num_sampled_rows == 0:
                 continue
-            proposal = proposals.get(work.request_id)
+            proposal = flight.proposals.get(work.request_id)
             pending = proposal.token_ids if proposal is not None else ()
-            budget, fan_out = self._controller.look_ahead(live, len(pending))
-            if budget > 0 and any(fan_out):
-                wishes.append(
-                    AheadWish(view=live, pending=pending, num_draft_tokens=budget, fan_out=tuple(fan_out))
-                )
+            fan_out = self._controller.fan_out(live, len(pending), self._max_branches)
+            if any(fan_out):
+                wish = AheadWish(view=live, pending=pending, num_draft_tokens=budget, fan_out=fan_out)
+                wishes.append(wish)
         self._ahead.look_ahead(wishes)
 
     def _collect(self, step: TargetStep) -> TargetResult:
@@ -410,16 +426,27 @@ class RoundLoop:
                 mode=flight.mode,
                 num_rows=sum(len(work.token_ids) for work in works),
                 num_sequences=len(works),
-                num_context_tokens=sum(work.start for work in works),
                 num_committed=num_committed,
+                num_decoding=sum(work.num_sampled_rows > 0 for work in works),
+                num_prompt_rows=flight.num_prompt_rows,
+                context_tokens=flight.num_context_tokens,
+                budgets=flight.budgets,
                 draft_s=flight.draft_s,
+                draft_ready_s=None if self._ahead is None else self._ahead.draft_s,
                 verify_s=verify_s,
-                target_s=result.forward_s + result.sample_s,
-                elapsed_s=verified_s - max(self._landed_s, flight.launched_s),
+                target_s=result.forward_s + result.sample_s or None,
+                round_s=None if self._landed_s is None else verified_s - self._landed_s,
+                num_elsewhere=sum(len(other.lives) for other in self._flights),
                 outcomes=outcomes,
+                ahead=flight.ahead,
             )
         )
-        self._landed_s = verified_s
+        self._landed_s = verified_s if self._flights or len(self._roster) > 0 else None
+
+
+def _num_prompt_rows(step: TargetStep, lives: Sequence[LiveRequest]) -> int:
+    pairs = zip(step.works, lives, strict=True)
+    return sum(len(work.token_ids) for work, live in pairs if not live.is_decoding)
 
 
 def _failure(live: LiveRequest, answer: WorkResult) -> Finish:

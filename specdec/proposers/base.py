@@ -8,7 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from specdec.core.errors import ConfigError
 from specdec.core.ids import RequestId
-from specdec.core.proposal import NoiseStream, Proposal
+from specdec.core.proposal import AheadOutcome, NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
 from specdec.verification.base import RuleCapabilities
 
@@ -149,6 +149,15 @@ class AsksAhead(Protocol):
 
         The next `propose` finds the right one for each sequence, or nothing: it does not ask again then.
         """
+        ...
+
+    def take_ahead_outcomes(self) -> Sequence[AheadOutcome]:
+        """Return what became of the continuations that the last `propose` has looked among, once."""
+        ...
+
+    @property
+    def draft_s(self) -> float | None:
+        """Seconds that the last answer took whoever drafted; None before the first."""
         ...
 
 
