@@ -32,6 +32,8 @@ class ProposerCapabilities:
     """Whether proposing crosses a process border (and may therefore be late)."""
     max_context: int | None = None
     """Longest prefix it can continue, in tokens; None for no limit."""
+    looks_ahead: bool = False
+    """Whether it, or whoever is behind it, implements `LooksAhead`."""
 
 
 def require_verifiable(proposer: ProposerCapabilities, rule: RuleCapabilities) -> None:
@@ -93,6 +95,48 @@ class Proposer(Protocol):
 
     def close(self) -> None:
         """Free all resources. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadWish:
+    """What to prepare for one sequence while the target verifies a chain behind its committed prefix."""
+
+    view: SequenceView
+    pending: tuple[int, ...] = ()
+    """The chain that is being verified."""
+    num_draft_tokens: int
+    """Longest continuation wanted behind an assumed verdict."""
+    fan_out: tuple[int, ...] | None
+    """One entry more than `pending`. [a]: how many tokens b to prepare for as the target's own, if exactly
+    the first a pending tokens stand. None: nothing is assumed, the wish is for what `propose` would give."""
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the wish is for what `propose` would give."""
+        return self.fan_out is None
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A proposer that prepares continuations for verdicts that are not known yet.
+
+    It changes nothing about what `propose` answers, and what it answers is, for each assumed prefix, what
+    `propose` would answer once that prefix is committed.
+    """
+
+    def propose_ahead(self, wishes: Sequence[AheadWish]) -> dict[RequestId, list[Proposal]]:
+        """Continue assumed prefixes, those of one sequence with the most promising first.
+
+        Each proposal names the prefix that it assumes: the committed tokens, a of the pending ones and a
+        token b. That is never the next pending one, and never a token that ends the text. There may be fewer
+        proposals than asked for: where memory is short, where the request has no room for more tokens, and
+        where the draft model has not caught up with the committed tokens there are fewer, or none at all.
+        Ordinary wishes are answered by one proposal at most, as by `propose`.
+
+        Whatever is asked next about a sequence ends what was prepared for it: what has turned out true is
+        kept as its own, the rest is forgotten.
+        """
         ...
 
 

@@ -102,6 +102,10 @@ class ProposeEntry(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     """Committed tokens base_len .. committed_len - 1."""
     opening: DraftOpening | None = None
+    pending: tuple[int, ...] = ()
+    """Chain that the target verifies behind the committed tokens, when `fan_out` is given."""
+    fan_out: tuple[int, ...] | None = None
+    """As in `proposers.base.AheadWish`, one entry more than `pending`; None: an ordinary proposal."""
 
 
 class ProposeRequest(msgspec.Struct, frozen=True, array_like=True, tag=20):
@@ -109,6 +113,16 @@ class ProposeRequest(msgspec.Struct, frozen=True, array_like=True, tag=20):
 
     round_id: int
     entries: tuple[ProposeEntry, ...]
+
+
+class DraftBranch(msgspec.Struct, frozen=True, array_like=True):
+    """Proposed tokens for a prefix that may come to be committed; (committed_len, prefix_hash) name it."""
+
+    committed_len: int
+    prefix_hash: int
+    token_ids: tuple[int, ...]
+    q_rows: tuple[TokenDistribution, ...] | None = None
+    """As in `ProposeAnswer`."""
 
 
 class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +138,8 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     needs_start: bool = False
     q_rows: tuple[TokenDistribution, ...] | None = None
     """What each token was sampled from, for verification rules that need it."""
+    branches: tuple[DraftBranch, ...] = ()
+    """Of an entry with `fan_out`, the most promising first; all of them of `noise_stream`."""
 
 
 class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):

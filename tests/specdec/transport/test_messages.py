@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from specdec.core.description import TargetDescription
+from specdec.core.distributions import TokenDistribution
 from specdec.core.errors import ProtocolError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
@@ -79,6 +80,19 @@ EXAMPLES: list[m.Message] = [
     ),
     m.ProposeRequest(4, (m.ProposeEntry(ID, 1, 9, BIG, 4, 0, (1, 2), m.DraftOpening(PARAMS, BIG, 2)),)),
     m.ProposeReply(4, (m.ProposeAnswer(ID, 1, 9, BIG, (3, 4), "target"),), 0.25),
+    m.ProposeRequest(5, (m.ProposeEntry(ID, 1, 9, BIG, 4, 9, (), None, (3, 4), (1, 0, 3)),)),
+    m.ProposeReply(
+        5,
+        (
+            m.ProposeAnswer(
+                *(ID, 1, 9, BIG, (), "draft"),
+                branches=(
+                    m.DraftBranch(12, BIG, (3, 4)),
+                    m.DraftBranch(10, 0, (5,), (TokenDistribution(bytes(8), bytes(8)),)),
+                ),
+            ),
+        ),
+    ),
     m.Release(((ID, 3),)),
     m.SubmitRequest(Request(request_id=ID, prompt_token_ids=(1, 2, 3), params=PARAMS, seed=BIG)),
     m.Admitted(ID, Epoch(1)),
@@ -116,6 +130,44 @@ def test_fields_added_by_a_newer_peer_are_ignored() -> None:
     frame = m.encode(m.Ping(1))
     tag_and_fields = msgspec.msgpack.decode(frame[3:])
     assert m.decode(frame[:3] + msgspec.msgpack.encode([*tag_and_fields, "new"])) == m.Ping(1)
+
+
+ENTRY = [ID, 1, 9, 7, 4, 0, [1, 2], None]
+ANSWER = [ID, 1, 9, 7, [3], None, None, False, None]
+
+
+def frame_of(tag: int, *fields: object) -> bytes:
+    return m.encode(m.Ping(1))[:3] + msgspec.msgpack.encode([tag, *fields])
+
+
+def test_peers_that_know_nothing_of_looking_ahead_are_understood() -> None:
+    request = m.decode(frame_of(20, 4, [ENTRY]))
+    assert request == m.ProposeRequest(4, (m.ProposeEntry(ID, 1, 9, 7, 4, 0, (1, 2)),))
+    assert request.entries[0].fan_out is None
+    assert m.decode(frame_of(21, 4, [ANSWER])) == m.ProposeReply(4, (m.ProposeAnswer(ID, 1, 9, 7, (3,)),))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        frame_of(20, 4, [[*ENTRY, 3]]),
+        frame_of(20, 4, [[*ENTRY, ["a"], [1, 1]]]),
+        frame_of(20, 4, [[*ENTRY, [3], 2]]),
+        frame_of(20, 4, [[*ENTRY, [3], [1, 0.5]]]),
+        frame_of(20, 4, [[*ENTRY, [3], [1, None]]]),
+        frame_of(21, 4, [[*ANSWER, 1]]),
+        frame_of(21, 4, [[*ANSWER, [[10, 5]]]]),
+        frame_of(21, 4, [[*ANSWER, [[10, 5, ["a"]]]]]),
+        frame_of(21, 4, [[*ANSWER, [[10, 5, [1], [[[1], ["x"]]]]]]]),
+    ],
+    ids=[
+        *("pending is no list", "pending of no numbers", "fan-out is no list", "half a guess", "no number"),
+        *("branches are no list", "a branch without tokens", "tokens of no numbers", "q of no numbers"),
+    ],
+)
+def test_malformed_ahead_fields_are_protocol_errors(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match="malformed"):
+        m.decode(frame)
 
 
 @hypothesis.given(st.binary(max_size=200))
