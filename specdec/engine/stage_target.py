@@ -30,6 +30,9 @@ class _NoLogits:
     def sample(self, *args: object, **kwargs: object) -> NoReturn:
         raise AssertionError("logits come out of the last stage")
 
+    def ranked(self, *args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("logits come out of the last stage")
+
     def distributions(self, *args: object, **kwargs: object) -> NoReturn:
         raise AssertionError("logits come out of the last stage")
 

@@ -42,6 +42,14 @@ class ToyRunner:
             return torch.empty(0, self.vocab_size)
         return torch.from_numpy(np.stack(rows)).float()
 
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """See `model.batch.Runner.copy_blocks`."""
+        assert not set(sources) & set(destinations), "a block is copied from and to"
+        size = self.block_size
+        for source, destination in zip(sources, destinations, strict=True):
+            copied = self._slots[source * size : (source + 1) * size]
+            self._slots[destination * size : (destination + 1) * size] = copied
+
     def _run(self, one: SequenceSlice) -> list[NDArray[np.float64]]:
         assert one.parents is None, "the toy runner runs chains"
         slots = [
@@ -53,7 +61,9 @@ class ToyRunner:
         rows = []
         for row, token_id in enumerate(one.token_ids):
             position = one.start + row
-            value = slot_value(total, position, token_id)
+            is_shifted = one.shift is not None and position < one.shift.end
+            shift = one.shift.offset if is_shifted and one.shift is not None else 0
+            value = slot_value(total, position + shift, token_id)
             self._slots[slots[position]] = value
             total = (total + value) & MASK_64
             if row >= len(one.token_ids) - one.num_logit_rows:

@@ -59,6 +59,17 @@ class BlockTable:
         assert not self._block_ids
         self._block_ids.extend(block_ids)
 
+    def fork(self, num_tokens: int) -> BlockTable:
+        """Return a table that holds those of these blocks, too, that the first `num_tokens` tokens fill.
+
+        What is behind them in the last of their blocks is not in it: to be copied, if it shall be.
+        """
+        shared = self._block_ids[: num_tokens // self.block_size]
+        self._allocator.share(shared)
+        other = BlockTable(self._allocator, self.block_size)
+        other._block_ids.extend(shared)
+        return other
+
     def grow(self, num_tokens: int) -> None:
         """Hold blocks for at least `num_tokens` tokens. The caller has looked at `num_missing`."""
         missing = num_blocks_for(num_tokens, self.block_size) - len(self._block_ids)

@@ -78,6 +78,10 @@ class Runner(Protocol):
         """
         ...
 
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy K and V of block `sources[i]` to block `destinations[i]`; no block is in both lists."""
+        ...
+
 
 class GeneratingRunner(Runner, Protocol):
     """A runner that may choose tokens itself, and go on with them."""

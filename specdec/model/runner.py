@@ -162,6 +162,11 @@ class ModelRunner:
         """See `model.batch.GeneratingRunner.try_generate`: None while the forward runs eagerly."""
         return None if self.graphs is None else self.graphs.try_generate(slices, num_more, chooser)
 
+    @torch.inference_mode()
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """See `model.batch.Runner.copy_blocks`; of a part of a model, its part of K and V."""
+        self.pool.copy_blocks(sources, destinations)
+
     @property
     def kv_generation(self) -> int:
         """See `core.plan.TargetResult.kv_generation`: 0 while the forward runs eagerly, 1 once compiled."""

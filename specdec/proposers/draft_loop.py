@@ -40,6 +40,8 @@ class ChainStart(NamedTuple):
     """As in `SequenceSlice`."""
     constraint: TokenConstraint | None = None
     """What the request's grammar allows."""
+    assumed: Sequence[int] = ()
+    """Tokens before the first draft token of which `shaper` and `constraint` have not been told."""
 
     @property
     def changes_logits(self) -> bool:
@@ -149,12 +151,35 @@ class StepwiseDraftLoop:
         logits_RV = logits_RV.clone()
         first_token_id = self._sampler.first_token_id
         for row, (start, chain) in enumerate(ends):
-            if start.shaper is not None:
-                start.shaper.shape(logits_RV[row : row + 1], [chain], first_token_id=first_token_id)
-            mask = None if start.constraint is None else start.constraint.allowed_after(chain)
-            if mask is not None:
-                apply_masks(logits_RV[row : row + 1], [mask], first_token_id=first_token_id)
+            path = [*start.assumed, *chain] if start.assumed else chain
+            shape_rows(logits_RV[row : row + 1], start.shaper, start.constraint, [path], first_token_id)
         return logits_RV
+
+
+def shape_rows(
+    logits_RV: torch.Tensor,
+    shaper: LogitShaper | None,
+    constraint: TokenConstraint | None,
+    paths: Sequence[Sequence[int]],
+    first_token_id: int,
+) -> None:
+    """Change, in place, the logits of one sequence as its request wants it.
+
+    Args:
+        logits_RV: its rows, fp32.
+        shaper: what the request does to logits, if anything.
+        constraint: what its grammar allows, if it has one.
+        paths: tokens between the last committed one and each row's position.
+        first_token_id: token id of the first column.
+    """
+    if shaper is not None:
+        shaper.shape(logits_RV, paths, first_token_id=first_token_id)
+    if constraint is None:
+        return
+    for row, path in enumerate(paths):
+        mask = constraint.allowed_after(path)
+        if mask is not None:
+            apply_masks(logits_RV[row : row + 1], [mask], first_token_id=first_token_id)
 
 
 class NativeDraftLoop:

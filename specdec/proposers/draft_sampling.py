@@ -39,11 +39,15 @@ class DraftSampling:
         """Whether tokens are the token function's of the drafter's distribution."""
         return self.noise_stream == "target"
 
-    def of(self, sequence: SequenceView) -> SequenceSampling:
-        """Return what decides the next draft of a sequence, beside logits."""
+    def of(self, sequence: SequenceView, num_assumed: int = 0) -> SequenceSampling:
+        """Return what decides the next draft of a sequence, beside logits.
+
+        `num_assumed` tokens are taken to be committed beside those that are.
+        """
         if self.shares_noise:
             return SequenceSampling(sequence.params, sequence.seed)
-        return SequenceSampling(self._cut(sequence.params), round_seed(sequence.seed, sequence.committed_len))
+        committed_len = sequence.committed_len + num_assumed
+        return SequenceSampling(self._cut(sequence.params), round_seed(sequence.seed, committed_len))
 
     def stream_of(self, params: SamplingParams) -> NoiseStream | None:
         """Return the stream to report for a draft: without temperature none matters to rules that ask."""

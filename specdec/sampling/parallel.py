@@ -11,7 +11,7 @@ id, across shards too. What travels, per row:
     min-p                  the largest logit, then (score, id)
     logprobs               each rank's largest logits, their log-sum-exp and the chosen token's logit
     logprobs, processed    the rows in full
-    distributions          the rows in full
+    distributions, ranked  the rows in full
 
 Thresholds and ids are rank 0's: exp and log of different machines may differ in the last bit.
 R rows, V token ids here, N ranks.
@@ -34,12 +34,21 @@ from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.surgery import gather_columns
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
 from specdec.sampling.rows import SamplingRows, SequenceSampling
-from specdec.sampling.sampler import SampledRows, logprobs_of, most_likely, sample_eager, target_distribution
+from specdec.sampling.sampler import (
+    SampledRows,
+    logprobs_of,
+    most_likely,
+    ranked_tokens,
+    sample_eager,
+    target_distribution,
+)
 
 _NEVER = float("-inf")
 _NUM_LISTED = 256
 """Logits that each rank lists for a top-p cut."""
 _LARGEST_EXACT_FLOAT = 1 << 24
+_NOTHING = -1
+"""Stands behind the last of a row's ranked tokens."""
 
 
 class ParallelSampler:
@@ -81,6 +90,17 @@ class ParallelSampler:
     ) -> NativeChooser | None:
         """Return None: ranks have to talk to each other before they can choose."""
         return None
+
+    def ranked(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None = "target"
+    ) -> list[list[int]]:
+        """Return each row's most promising tokens, from the rows in full; the same in every rank."""
+        ranked = ranked_tokens(self._in_full(self._known(logits_RV)), rows, num, stream)
+        told = [[*ids, *([_NOTHING] * (num - len(ids)))] for ids in ranked]
+        # Scores of different machines may differ in the last bit.
+        told_RN = torch.tensor(told, dtype=torch.int64, device=logits_RV.device).view(len(ranked), num)
+        agreed: list[list[int]] = self._group.broadcast_(told_RN).tolist()
+        return [[token_id for token_id in ids if token_id != _NOTHING] for ids in agreed]
 
     def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Return what each row is sampled from, over the whole vocabulary."""

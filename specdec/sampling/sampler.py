@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -39,6 +40,7 @@ __all__ = [
     "logprobs_of",
     "most_likely",
     "noisy_scores",
+    "ranked_tokens",
     "target_distribution",
 ]
 
@@ -66,6 +68,12 @@ class TokenChooser(Protocol):
         self, logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream = "target"
     ) -> SampledRows:
         """Return each row's token."""
+        ...
+
+    def ranked(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None = "target"
+    ) -> list[list[int]]:
+        """Return each row's most promising tokens, as `ranked_tokens` does."""
         ...
 
     def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -152,6 +160,12 @@ class Sampler:
             logits_RV = logits_RV.contiguous()
         return SampledRows(*self._native(logits_RV, rows, stream))
 
+    def ranked(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None = "target"
+    ) -> list[list[int]]:
+        """See `ranked_tokens`."""
+        return ranked_tokens(logits_RV, rows, num, stream)
+
     def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See `target_distribution`."""
         return target_distribution(logits_RV, rows)
@@ -212,6 +226,46 @@ def noisy_scores(logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStrea
     if rows.has_greedy:
         noise_RV.masked_fill_(rows.temperature[:, None] == 0.0, 0.0)
     return scores_RV.add_(noise_RV)
+
+
+def ranked_tokens(
+    logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None = "target"
+) -> list[list[int]]:
+    """Return each row's `num` most promising tokens, the best first and equal ones by rising id.
+
+    On a drafter's logits they are guesses at what the target chooses. Tokens that a cut (top-k, top-p, min-p)
+    leaves out come after all others: the target may cut elsewhere. Tokens whose logit is -inf never come, and
+    a row whose logits are not finite has none.
+
+    Args:
+        logits_RV: any floating dtype, not written to.
+        rows: as many rows, on the same device.
+        num: most tokens per row.
+        stream: by what the token function compares, noise of this stream included; None: by probability.
+    """
+    _check_shapes(logits_RV, rows)
+    logits_RV = logits_RV.float()
+    finite = logits_RV.amax(-1).isfinite().tolist()
+    ranked = _by_score(logits_RV, rows, num, stream)
+    has_cuts = bool(rows.largest_top_k or rows.has_top_p or rows.has_min_p)
+    if has_cuts and min(map(len, ranked), default=num) < num:
+        uncut = replace(rows, largest_top_k=0, has_top_p=False, has_min_p=False)
+        for ids, others in zip(ranked, _by_score(logits_RV, uncut, num, stream), strict=True):
+            ids += [one for one in others if one not in ids][: num - len(ids)]
+    return [ids if is_finite else [] for ids, is_finite in zip(ranked, finite, strict=True)]
+
+
+def _by_score(
+    logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None
+) -> list[list[int]]:
+    has_noise = stream is not None and rows.has_sampled
+    scores_RV = noisy_scores(logits_RV, rows, stream or "target") if has_noise else scores_of(logits_RV, rows)
+    ids_RN = most_likely(scores_RV, num)
+    can_be_RN = scores_RV.gather(1, ids_RN) > float("-inf")
+    return [
+        [token_id for token_id, can_be in zip(*row, strict=True) if can_be]
+        for row in zip(ids_RN.tolist(), can_be_RN.tolist(), strict=True)
+    ]
 
 
 def target_distribution(logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

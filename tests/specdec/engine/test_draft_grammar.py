@@ -287,8 +287,8 @@ def test_coordinators_hear_of_the_draft_side_prefix_cache(
         cluster.engine.generate([prompt], params)
     told = cluster.proposer.counters
     drafter: Any = cluster.server._proposer
-    assert told["draft_prefix_cache_queries"] == drafter.num_queried_tokens == 80
-    assert told["draft_prefix_cache_hits"] == drafter.num_cached_tokens == 32
+    assert told["draft_prefix_cache_queries"] == drafter.counters["draft_prefix_cache_queries"] == 80
+    assert told["draft_prefix_cache_hits"] == drafter.counters["draft_prefix_cache_hits"] == 32
     with models.engine("same model") as engine:
         for _ in range(2):
             engine.generate([prompt], params)

@@ -26,6 +26,7 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.rows import SequenceSampling
 from specdec.sampling.sampler import Sampler
 from tests.architectures import VOCAB_SIZE, save_model
+from tests.specdec.proposers.ahead_contract import EOS, AheadContract
 from tests.specdec.proposers.contract import ProposerContract, view
 
 BLOCK_SIZE = 4
@@ -300,3 +301,19 @@ class TestFusedProposer(ProposerContract):
             name: proposal.token_ids for name, proposal in stepwise.items()
         }
         assert {name: proposal.num_tokens for name, proposal in fused.items()} == {"b": 5, "c": 5}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stepwise"])
+class TestFusedAhead(AheadContract):
+    """Branches of a compiled model, in one native call or step by step."""
+
+    has_room = None
+
+    @pytest.fixture(autouse=True)
+    def _parts(self, runner_of: RunnerOf, sampler: Sampler, fused: bool) -> None:
+        self._runner_of, self._sampler, self._fused = runner_of, sampler, fused
+
+    def make(self) -> DraftModelProposer:
+        runner = self._runner_of("float32")
+        loop = MustBeFused(runner, self._sampler, 24) if self._fused else None
+        return DraftModelProposer(runner, self._sampler, vocab_size=24, eos_token_ids=(EOS,), fused_loop=loop)

@@ -149,7 +149,7 @@ class TestMemory:
         views = {name: view(name, range(first, first + 8)) for first, name in enumerate("abc")}
         for one in views.values():
             assert propose_one(proposer, one, 3)  # 11 tokens: 3 blocks each
-        assert set(proposer._states) == {"b", "c"}
+        assert proposer.sequences.known == {"b", "c"}
         assert propose_one(proposer, views["a"], 3) == propose_one(make(), views["a"], 3)
 
     def test_who_does_not_fit_beside_the_others_gets_nothing(self, proposer: Checked) -> None:
@@ -163,8 +163,8 @@ class TestMemory:
             assert propose_one(proposer, view(name, range(9)), 3) == propose_one(
                 make(), view(name, range(9)), 3
             )
-        assert set(proposer._states) == set("abcd")
-        assert proposer._allocator.num_used == 2 + 4
+        assert proposer.sequences.known == set("abcd")
+        assert proposer.sequences.num_held_blocks == 2 + 4
 
     def test_context_limit(self) -> None:
         proposer = make(max_context=10)
@@ -175,9 +175,9 @@ class TestMemory:
 
     def test_release_frees_blocks(self, proposer: Checked) -> None:
         propose_one(proposer, view("a", range(8)))
-        assert proposer._allocator.num_used == 3
+        assert proposer.sequences.num_held_blocks == 3
         proposer.release([RequestId("a")])
-        assert proposer._allocator.num_used == 0
+        assert proposer.sequences.num_held_blocks == 0
 
 
 class TestPrefixCache:
@@ -190,7 +190,10 @@ class TestPrefixCache:
         num_read = runner.num_tokens_read
         propose_one(proposer, view("b", (*range(16), 3, 2, 1)), 1)
         assert runner.num_tokens_read - num_read == 3
-        assert (proposer.num_queried_tokens, proposer.num_cached_tokens) == (39, 16)
+        assert (
+            proposer.counters["draft_prefix_cache_queries"],
+            proposer.counters["draft_prefix_cache_hits"],
+        ) == (39, 16)
 
     def test_a_released_sequence_is_found_again(self) -> None:
         runner = ToyRunner(MODEL, block_size=4)
@@ -219,7 +222,7 @@ class TestPrefixCache:
         proposer = make(**options)  # type: ignore[arg-type]
         propose_one(proposer, view("a", range(20)))
         propose_one(proposer, dataclasses.replace(view("b", range(20)), cache_salt="x"))
-        assert proposer.num_cached_tokens == 0
+        assert proposer.counters["draft_prefix_cache_hits"] == 0
 
     def test_a_prefix_that_changes_is_written_into_other_blocks(self) -> None:
         """The blocks of the former prefix may be in others' hands by then."""
@@ -262,7 +265,7 @@ class TestVocabularies:
             budgets = {one.request_id: 4 for one in (foreign, good)}
             assert set(proposer.propose([foreign, good], budgets)) == {"good"}
             foreign = view("foreign", (*foreign.token_ids, 5))
-        assert proposer._states[RequestId("foreign")].table.num_blocks == 0
+        assert proposer.sequences.num_held_blocks == 2, "those of the good one"
 
     def test_one_that_comes_later_ends_drafting_until_it_is_taken_back(self) -> None:
         proposer = make(self.strict_runner(), vocab_size=VOCAB_SIZE + 8)

@@ -1,0 +1,275 @@
+"""What a draft model has read of which sequences, and the blocks that hold it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from specdec.core.distributions import TokenDistribution
+from specdec.core.ids import BlockId, RequestId
+from specdec.core.sequence import SequenceView
+from specdec.kv.block_allocator import BlockAllocator
+from specdec.kv.block_table import BlockTable
+from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
+from specdec.model.batch import PositionShift, Runner
+from specdec.proposers.bonus import Outlook
+from specdec.proposers.branches import BranchStore
+from specdec.proposers.prefix import SeenPrefix
+from specdec.sampling.shaping import LogitShaper
+
+if TYPE_CHECKING:
+    from specdec.model.rotary import RotaryRule
+
+
+class DraftSequence:
+    """What the draft model has read of one sequence."""
+
+    __slots__ = (
+        "drafted",
+        "is_foreign",
+        "kv_variant",
+        "num_read",
+        "seen",
+        "shaper",
+        "shift",
+        "table",
+        "trail",
+    )
+
+    def __init__(self, table: BlockTable, salt: str | None) -> None:
+        self.table = table
+        self.shaper: LogitShaper | None = None
+        self.trail = PrefixTrail(salt)
+        """Names of the blocks of the prefix `seen`."""
+        self.kv_variant = 0
+        self.shift: PositionShift | None = None
+        self.seen = SeenPrefix()
+        self.is_foreign = False
+        """Whether that prefix holds a token that the draft model does not have."""
+        self.num_read = 0
+        """Tokens of the prefix `seen` whose K/V are in the cache."""
+        self.drafted: tuple[int, ...] = ()
+        """Tokens read behind that prefix (only when all of it was read)."""
+
+    def follow(self, sequence: SequenceView, vocab_size: int) -> None:
+        """Keep the K/V of what was read and has since been committed, and no more."""
+        if not self.seen.continues_in(sequence):
+            self.forget()
+            self.seen = SeenPrefix()
+            self.trail = PrefixTrail(sequence.cache_salt, self.kv_variant)
+            self.is_foreign = False
+            self.shaper = None
+        committed = sequence.token_ids[self.seen.length :]
+        self.is_foreign = self.is_foreign or max(committed, default=0) >= vocab_size
+        if self.num_read == self.seen.length:
+            for drafted, token_id in zip(self.drafted, committed, strict=False):
+                if drafted != token_id:
+                    break
+                self.num_read += 1
+        # The last committed token is always read again: its row gives the first draft token.
+        self.num_read = min(self.num_read, sequence.committed_len - 1)
+        self.drafted = ()
+        self.seen.update(sequence)
+
+    def forget(self) -> None:
+        """Give all blocks back. They are never written again: others may have them by now."""
+        self.table.release()
+        self.trail.reset(self.kv_variant)
+        self.num_read = 0
+        self.drafted = ()
+
+
+@dataclass(slots=True)
+class Drafting:
+    """One sequence during one call."""
+
+    view: SequenceView
+    state: DraftSequence
+    budget: int
+    token_ids: list[int] = field(default_factory=list)
+    q_rows: list[TokenDistribution] = field(default_factory=list)
+    outlook: Outlook | None = None
+    """What is guessed about the verdict that is waited for; the budget is of each branch then."""
+
+
+class Chunk(NamedTuple):
+    """Committed tokens to read first; `completes` when none are left after them."""
+
+    drafting: Drafting
+    num_tokens: int
+    completes: bool
+
+
+class DraftSequences:
+    """The sequences that share one draft model's KV pool."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_read_tokens: int,
+        max_context: int,
+        prefix_caching: bool,
+        rotary: RotaryRule | None,
+    ) -> None:
+        """Hold nothing yet; for the arguments see `DraftModelProposer`."""
+        self._rotary = rotary
+        self._vocab_size = runner.vocab_size
+        self._block_size = runner.block_size
+        self._max_read_tokens = max_read_tokens
+        self._max_context = max_context
+        self._cache = PrefixCache(runner.num_blocks, runner.block_size) if prefix_caching else None
+        self._allocator = BlockAllocator(runner.num_blocks) if self._cache is None else self._cache.allocator
+        self._states: OrderedDict[RequestId, DraftSequence] = OrderedDict()
+        self.branches = BranchStore(self._allocator, runner.block_size)
+        self._num_queried_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_true_branches = 0
+
+    @property
+    def known(self) -> frozenset[RequestId]:
+        """Sequences that something is known of."""
+        return frozenset(self._states)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of the pool that somebody holds."""
+        return self._allocator.num_used
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """By metric name: tokens of sequences that were opened, those of them that were found in the cache
+        and so not read, and branches whose assumed tokens were committed.
+        """
+        return {
+            "draft_prefix_cache_queries": self._num_queried_tokens,
+            "draft_prefix_cache_hits": self._num_cached_tokens,
+            "draft_ahead_branches_true": self._num_true_branches,
+        }
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        """Free the blocks of these sequences."""
+        for request_id in request_ids:
+            state = self._states.pop(request_id, None)
+            if state is not None:
+                self.branches.drop(request_id)
+                state.table.release()
+
+    def check_integrity(self) -> None:
+        """Assert that all blocks held are held by a sequence known here, or by a branch of one."""
+        self._allocator.check_integrity()
+        self.branches.check_integrity(self._states)
+        holders: Counter[BlockId] = Counter()
+        for state in self._states.values():
+            state.table.check_integrity()
+            assert state.num_read + len(state.drafted) <= state.table.capacity
+            assert state.trail.num_offered * self._block_size <= state.num_read
+            holders.update(state.table.block_ids)
+        for held in self.branches:
+            holders.update(held.table.block_ids)
+        assert len(holders) == self._allocator.num_used
+        for block, num_holders in holders.items():
+            assert self._allocator.reference_count(block) == num_holders
+
+    def open(self, sequence: SequenceView, budget: int, in_use: set[RequestId]) -> Drafting | None:
+        """Hold blocks for a sequence and its draft; None when it has no room or cannot be read.
+
+        Models of one tokenizer may be padded to different vocabularies: a token id beyond the draft model's
+        can come in a prompt of token ids, and a target that was not trained well can sample one.
+        """
+        committed_len = sequence.committed_len
+        budget = min(budget, self._max_context - committed_len)
+        state = self._states.get(sequence.request_id)
+        if committed_len > self._max_context:
+            return None
+        if state is None:
+            state = self._states[sequence.request_id] = DraftSequence(
+                BlockTable(self._allocator, self._block_size), sequence.cache_salt
+            )
+        elif sequence.request_id in self.branches:
+            self._settle(state, sequence)
+        self._states.move_to_end(sequence.request_id)
+        state.follow(sequence, self._vocab_size)
+        if self._rotary is not None:
+            self._rotate(state, sequence, self._rotary)
+        if state.is_foreign:
+            state.forget()
+            return None
+        if self._cache is not None and state.table.num_blocks == 0:
+            self._borrow(self._cache, state, sequence)
+        if not self._make_room(state.table.num_missing(committed_len + budget), in_use):
+            # What it holds is worth nothing if it can never be completed, but blocks others.
+            self.release((sequence.request_id,))
+            return None
+        state.table.grow(committed_len + budget)
+        return Drafting(sequence, state, budget)
+
+    def num_left_in_variant(self, committed_len: int) -> int | None:
+        """Return how many tokens may be committed before all K/V change; None: any number."""
+        return None if self._rotary is None else self._rotary.variants.num_tokens_left(committed_len)
+
+    def chunks(self, draftings: list[Drafting]) -> list[Chunk]:
+        """Share out what may be read: first to those who have least to catch up on."""
+        chunks: list[Chunk] = []
+        left = self._max_read_tokens
+        for drafting in sorted(draftings, key=lambda one: one.view.committed_len - one.state.num_read):
+            missing = drafting.view.committed_len - drafting.state.num_read
+            if drafting.budget <= 0:
+                missing -= 1  # the last token is read when there is something to draft behind it
+            num_tokens = min(missing, left)
+            if num_tokens > 0:
+                chunks.append(Chunk(drafting, num_tokens, num_tokens == missing))
+                left -= num_tokens
+        return chunks
+
+    def note_read(self, drafting: Drafting, num_tokens: int, behind: tuple[int, ...]) -> None:
+        """Note that so many more committed tokens were read, and `behind` if that is all of them.
+
+        Others may find them from now on, but for the last committed one: it is read again.
+        """
+        state, view = drafting.state, drafting.view
+        state.num_read += num_tokens
+        state.drafted = behind
+        if self._cache is not None:
+            num_read = min(state.num_read, view.committed_len - 1)
+            self._cache.offer(state.trail, state.table, view.token_ids, num_read)
+
+    def _settle(self, state: DraftSequence, sequence: SequenceView) -> None:
+        """Keep of a sequence's branches the one that turned out true, if any, as the sequence's own."""
+        goes_on = state.seen.continues_in(sequence)
+        committed = sequence.token_ids[state.seen.length :] if goes_on else None
+        true = self.branches.take(sequence.request_id, committed)
+        if true is not None:
+            self._num_true_branches += 1
+            state.table.release()
+            state.table, state.drafted = true.table, true.read
+
+    def _borrow(self, cache: PrefixCache, state: DraftSequence, sequence: SequenceView) -> None:
+        """Begin with what has been read of other sequences."""
+        blocks = cache.find(state.trail, sequence.token_ids)
+        cache.lend(blocks, state.trail, state.table)
+        state.num_read = len(blocks) * self._block_size
+        self._num_queried_tokens += sequence.committed_len
+        self._num_cached_tokens += state.num_read
+
+    def _rotate(self, state: DraftSequence, sequence: SequenceView, rotary: RotaryRule) -> None:
+        """Read everything again when the sequence has got a length with other K/V."""
+        num_prompt_tokens = sequence.num_prompt_tokens
+        variant = rotary.variants.of(num_prompt_tokens=num_prompt_tokens, num_tokens=sequence.committed_len)
+        if variant != state.kv_variant:
+            state.kv_variant = variant
+            state.shift = rotary.shift(variant, num_prompt_tokens)
+            state.forget()
+
+    def _make_room(self, num_blocks: int, in_use: set[RequestId]) -> bool:
+        """Free that many blocks: at the cost of branches, then of sequences not asked for for longest."""
+        while self._allocator.num_free < num_blocks:
+            if self.branches.drop_one_beside(in_use):
+                continue
+            victim = next((request_id for request_id in self._states if request_id not in in_use), None)
+            if victim is None:
+                return False
+            self.release((victim,))
+        return True
