@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.core.clock import Clock, MonotonicClock
@@ -15,9 +15,10 @@ from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
 from specdec.engine.draft_grammar import DraftGrammars
-from specdec.proposers.base import Proposer, counters_of
+from specdec.proposers.base import AheadWish, LooksAhead, Proposer, counters_of
 from specdec.transport.base import Channel, Envelope, PeerId
 from specdec.transport.messages import (
+    DraftBranch,
     DraftOpening,
     ProposeAnswer,
     ProposeEntry,
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 _PREFILL_TOKENS = 64
 """An entry with more unseen tokens than this is served after, not with, those that are quick."""
+
+_MAX_PENDING = 64
+_MAX_BRANCHES = 256
+"""Of one entry. Nobody's wishes may take all of the drafter's time."""
 
 _FORGET_AFTER_S = 600.0
 """A sequence that nobody has asked about for so long is forgotten: its release was lost."""
@@ -88,6 +93,9 @@ class DraftServer:
         """Serve `proposer`; with `grammars`, its drafts keep to the grammars of requests."""
         self._channel = channel
         self._proposer = proposer
+        self._ahead: LooksAhead | None = None
+        if proposer.capabilities.looks_ahead and isinstance(proposer, LooksAhead):
+            self._ahead = proposer
         self._grammars = grammars
         self._told: Counter[str] = Counter()
         self._clock = clock or MonotonicClock()
@@ -95,7 +103,9 @@ class DraftServer:
         self._members: frozenset[PeerId] | None = None
         self._next_sweep_s = 0.0
         self.counters: Counter[str] = Counter()
-        """rounds, entries, stale_entries, restarts_asked; and by metric name what coordinators are told:
+        """rounds, entries, ahead_entries (of these, with a fan-out), stale_entries, invalid_entries,
+        unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads the tokens, no
+        more), restarts_asked; and by metric name what coordinators are told:
         `draft_grammar_failures` and what the proposer counts (`proposers.base.HasCounters`)."""
 
     @property
@@ -153,6 +163,9 @@ class DraftServer:
         restarts: dict[PeerId, list[ProposeAnswer]],
     ) -> None:
         """Bring the mirror up to date and note the wish; only the newest wish of a sequence is served."""
+        if entry.fan_out is not None and not _is_valid(entry.pending, entry.fan_out):
+            self.counters["invalid_entries"] += 1
+            return
         name = (coordinator, entry.request_id)
         mirror = self._mirrors.get(name)
         if mirror is not None and (
@@ -178,21 +191,45 @@ class DraftServer:
 
     def _draft(self, wishes: Sequence[_Wish], rounds: dict[PeerId, int]) -> None:
         started_s = self._clock.now_s()
-        proposals = self._proposer.propose(
-            [wish.mirror for wish in wishes],
-            {wish.mirror.request_id: wish.entry.num_draft_tokens for wish in wishes},
-        )
+        proposals = self._propose(wishes)
         draft_s = self._clock.now_s() - started_s
         self.counters["rounds"] += 1
         self.counters["entries"] += len(wishes)
         answers: dict[PeerId, list[ProposeAnswer]] = defaultdict(list)
         for wish in wishes:
-            answers[wish.coordinator].append(_answer(wish.entry, proposals.get(wish.mirror.request_id)))
+            answers[wish.coordinator].append(_answer(wish.entry, proposals.get(wish.mirror.request_id, ())))
         counts = self._new_counts()
         for coordinator, its_answers in answers.items():
             reply = ProposeReply(rounds[coordinator], tuple(its_answers), draft_s, counts)
             self._channel.send(coordinator, reply)
             counts = None
+
+    def _propose(self, wishes: Sequence[_Wish]) -> Mapping[RequestId, Sequence[Proposal]]:
+        """Ask for everything at once. Entries with a fan-out have several answers, others one at most."""
+        num_ahead = sum(wish.entry.fan_out is not None for wish in wishes)
+        if num_ahead and self._ahead is not None:
+            self.counters["ahead_entries"] += num_ahead
+            return self._ahead.propose_ahead(
+                [
+                    AheadWish(
+                        view=wish.mirror,
+                        pending=wish.entry.pending,
+                        num_draft_tokens=wish.entry.num_draft_tokens,
+                        fan_out=wish.entry.fan_out,
+                    )
+                    for wish in wishes
+                ]
+            )
+        if num_ahead:
+            self.counters["unsupported_entries"] += num_ahead
+        proposals = self._proposer.propose(
+            [wish.mirror for wish in wishes],
+            {
+                wish.mirror.request_id: wish.entry.num_draft_tokens if wish.entry.fan_out is None else 0
+                for wish in wishes
+            },
+        )
+        return {request_id: (proposal,) for request_id, proposal in proposals.items()}
 
     def _new_counts(self) -> dict[str, int] | None:
         """What was counted since the last call: for one coordinator, since all of them are added up."""
@@ -238,9 +275,22 @@ def _catch_up(mirror: _Mirror, entry: ProposeEntry) -> bool:
     return mirror.prefix_hash == entry.prefix_hash
 
 
+def _is_valid(pending: Sequence[int], fan_out: Sequence[int]) -> bool:
+    """Return whether these can be looked ahead of, at a bounded cost."""
+    return (
+        len(fan_out) == len(pending) + 1 <= _MAX_PENDING + 1
+        and min(pending, default=0) >= 0
+        and min(fan_out) >= 0
+        and sum(fan_out) <= _MAX_BRANCHES
+    )
+
+
 def _answer(
-    entry: ProposeEntry, proposal: Proposal | None = None, *, needs_start: bool = False
+    entry: ProposeEntry, proposals: Sequence[Proposal] = (), *, needs_start: bool = False
 ) -> ProposeAnswer:
+    if entry.fan_out is not None:
+        return _ahead_answer(entry, proposals, needs_start=needs_start)
+    proposal = proposals[0] if proposals else None
     return ProposeAnswer(
         request_id=entry.request_id,
         epoch=entry.epoch,
@@ -251,4 +301,19 @@ def _answer(
         parents=proposal.parents if proposal is not None else None,
         needs_start=needs_start,
         q_rows=proposal.q_rows if proposal is not None else None,
+    )
+
+
+def _ahead_answer(entry: ProposeEntry, proposals: Sequence[Proposal], *, needs_start: bool) -> ProposeAnswer:
+    return ProposeAnswer(
+        request_id=entry.request_id,
+        epoch=entry.epoch,
+        committed_len=entry.committed_len,
+        prefix_hash=entry.prefix_hash,
+        token_ids=(),
+        noise_stream=proposals[0].noise_stream if proposals else None,
+        needs_start=needs_start,
+        branches=tuple(
+            [DraftBranch(one.committed_len, one.prefix_hash, one.token_ids, one.q_rows) for one in proposals]
+        ),
     )

@@ -117,7 +117,7 @@ class OutlookRead:
 
     outlook: Outlook
     start: int
-    """Tokens whose K/V are there."""
+    """Position from which tokens are read: K/V of those before are there."""
     block_table: Sequence[int]
     shift: PositionShift | None
     shaper: LogitShaper | None
@@ -137,7 +137,10 @@ class OutlookRead:
         """Return the tokens to read; rows with logits are those behind which there are guesses."""
         view, shift = self.outlook.wish.view, self.shift
         return SequenceSlice(
-            token_ids=[*view.token_ids[self.start :], *self.outlook.pending],
+            token_ids=[
+                *view.token_ids[self.start :],
+                *self.outlook.pending[max(0, self.start - view.committed_len) :],
+            ],
             start=self.start,
             block_table=self.block_table,
             num_logit_rows=self.outlook.num_rows,

@@ -89,17 +89,24 @@ class BranchStore:
             yield from branches
 
     def try_hold(
-        self, request_id: RequestId, table: BlockTable, num_committed: int, branch: Branch
+        self,
+        request_id: RequestId,
+        table: BlockTable,
+        num_committed: int,
+        branch: Branch,
+        in_use: Collection[RequestId],
     ) -> HeldBranch | None:
         """Hold blocks for a branch and its draft, but for the last token.
 
-        Only blocks that nobody holds are taken, and no more of them than all branches may have.
+        Only blocks that nobody holds are taken, and no more of them than all branches may have. Older
+        branches make room: they have been answered, and what is lost with them can be read again.
 
         Args:
             request_id: the sequence's.
             table: its own blocks; K/V of the pending tokens that the branch keeps are there.
             num_committed: its committed tokens.
             branch: what is assumed.
+            in_use: sequences whose branches are not given up for it.
 
         Returns:
             None, when there is no room.
@@ -108,8 +115,11 @@ class BranchStore:
         num_shared = num_common // self._block_size
         num_tokens = num_common + branch.budget  # b and the draft, without its last token
         num_own = num_blocks_for(num_tokens, self._block_size) - num_shared
-        if num_own > min(self._allocator.num_free, self._most_own_blocks - self._num_own_blocks):
+        if num_own > self._most_own_blocks:
             return None
+        while num_own > min(self._allocator.num_free, self._most_own_blocks - self._num_own_blocks):
+            if not self.drop_oldest(in_use):
+                return None
         forked = table.fork(num_common)
         forked.grow(num_tokens)
         held = HeldBranch(branch, forked, num_own)
@@ -140,12 +150,12 @@ class BranchStore:
         """End all branches of a sequence."""
         self.take(request_id, None)
 
-    def drop_one_beside(self, kept: Collection[RequestId]) -> bool:
-        """End the branches of the sequence that has had them for longest; those of `kept` go last.
+    def drop_oldest(self, kept: Collection[RequestId] = ()) -> bool:
+        """End the branches of the sequence that has had them for longest, those of `kept` left out.
 
         Return whether there were any.
         """
-        oldest = next((one for one in self._held if one not in kept), next(iter(self._held), None))
+        oldest = next((one for one in self._held if one not in kept), None)
         if oldest is None:
             return False
         self.drop(oldest)

@@ -10,6 +10,7 @@ asks (`DraftSampling`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from specdec.core.distributions import TokenDistribution
@@ -151,7 +152,7 @@ class DraftModelProposer:
                 guessed.append(chunk.drafting)
             else:
                 plain.append(chunk)
-        self._draft(plain, self._branch_out(guessed))
+        self._draft(plain, self._branch_out(guessed, in_use))
         answers = {one.view.request_id: [self._proposal(one)] for one in draftings if one.token_ids}
         for drafting in guessed:
             if kept := self._sequences.branches.drop_empty(drafting.view.request_id):
@@ -231,7 +232,9 @@ class DraftModelProposer:
             drafting.budget = 0 if outlook is None else wish.num_draft_tokens
         return drafting
 
-    def _branch_out(self, draftings: Sequence[Drafting]) -> list[tuple[Drafting, HeldBranch]]:
+    def _branch_out(
+        self, draftings: Sequence[Drafting], in_use: set[RequestId]
+    ) -> list[tuple[Drafting, HeldBranch]]:
         """Read what is pending; return the branches that there is room for, the most promising first."""
         if not draftings:
             return []
@@ -250,7 +253,9 @@ class DraftModelProposer:
             self._sequences.note_read(drafting, num_tokens, drafting.outlook.pending)
         for drafting, branch in wanted:
             view, table = drafting.view, drafting.state.table
-            held = self._sequences.branches.try_hold(view.request_id, table, view.committed_len, branch)
+            held = self._sequences.branches.try_hold(
+                view.request_id, table, view.committed_len, branch, in_use
+            )
             if held is None:
                 self._num_branches_left_out += 1
                 continue
@@ -262,10 +267,16 @@ class DraftModelProposer:
         return branched
 
     def _outlook_read(self, drafting: Drafting) -> OutlookRead:
-        assert drafting.outlook is not None
+        """Begin to read where there are no K/V, or at the first row behind which a token is to be guessed."""
+        outlook, standing = drafting.outlook, drafting.state.standing
+        assert outlook is not None
+        start = drafting.state.num_read
+        if standing is not None:
+            there = takewhile(lambda pair: pair[0] == pair[1], zip(standing, outlook.pending, strict=False))
+            start = min(start + outlook.first, drafting.view.committed_len + sum(1 for _ in there))
         return OutlookRead(
-            outlook=drafting.outlook,
-            start=drafting.state.num_read,
+            outlook=outlook,
+            start=start,
             block_table=drafting.state.table.block_ids,
             shift=drafting.state.shift,
             shaper=self._shaper(drafting) if drafting.view.params.shapes_logits else None,

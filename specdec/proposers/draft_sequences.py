@@ -34,6 +34,7 @@ class DraftSequence:
         "seen",
         "shaper",
         "shift",
+        "standing",
         "table",
         "trail",
     )
@@ -52,6 +53,9 @@ class DraftSequence:
         """Tokens of the prefix `seen` whose K/V are in the cache."""
         self.drafted: tuple[int, ...] = ()
         """Tokens read behind that prefix (only when all of it was read)."""
+        self.standing: tuple[int, ...] | None = None
+        """Of these, tokens behind what has now been committed whose K/V, as those of all that is committed,
+        are still there; None: K/V of the last committed token are not."""
 
     def follow(self, sequence: SequenceView, vocab_size: int) -> None:
         """Keep the K/V of what was read and has since been committed, and no more."""
@@ -63,11 +67,14 @@ class DraftSequence:
             self.shaper = None
         committed = sequence.token_ids[self.seen.length :]
         self.is_foreign = self.is_foreign or max(committed, default=0) >= vocab_size
+        self.standing = None
         if self.num_read == self.seen.length:
             for drafted, token_id in zip(self.drafted, committed, strict=False):
                 if drafted != token_id:
                     break
                 self.num_read += 1
+            if self.num_read == sequence.committed_len:
+                self.standing = self.drafted[len(committed) :]
         # The last committed token is always read again: its row gives the first draft token.
         self.num_read = min(self.num_read, sequence.committed_len - 1)
         self.drafted = ()
@@ -79,6 +86,7 @@ class DraftSequence:
         self.trail.reset(self.kv_variant)
         self.num_read = 0
         self.drafted = ()
+        self.standing = None
 
 
 @dataclass(slots=True)
@@ -266,7 +274,7 @@ class DraftSequences:
     def _make_room(self, num_blocks: int, in_use: set[RequestId]) -> bool:
         """Free that many blocks: at the cost of branches, then of sequences not asked for for longest."""
         while self._allocator.num_free < num_blocks:
-            if self.branches.drop_one_beside(in_use):
+            if self.branches.drop_oldest(in_use) or self.branches.drop_oldest():
                 continue
             victim = next((request_id for request_id in self._states if request_id not in in_use), None)
             if victim is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -240,6 +241,24 @@ class TestReading:
         assert again.token_ids == proposals[0].token_ids
         assert runner.num_tokens_read == 4
 
+    @pytest.mark.parametrize("block_size", [1, 4, 64])
+    def test_after_a_hit_nothing_is_read_twice_if_only_a_full_acceptance_is_prepared_for(
+        self, block_size: int
+    ) -> None:
+        runner = ToyRunner(MODEL, block_size=block_size)
+        proposer, fresh = make(runner), make()
+        tokens, pending = self.TOKENS, (1, 2, 3)
+        (proposals,) = proposer.propose_ahead([wish(tokens, pending, (0, 0, 0, 1))]).values()
+        for _ in range(3):
+            tokens = (*tokens, *assumed_of(proposals[0], view("a", tokens), pending))
+            pending = proposals[0].token_ids
+            runner.num_tokens_read = 0
+            asked = wish(tokens, pending, (0, 0, 0, 0, 1))
+            (proposals,) = proposer.propose_ahead([asked]).values()
+            assert runner.num_tokens_read == 1 + 4  # the last pending token, then b and what follows it
+            assert fresh.propose_ahead([asked])["a"] == proposals
+            fresh.release([RequestId("a")])
+
     def test_after_a_miss_what_stands_of_the_pending_tokens_is_kept(self) -> None:
         runner = ToyRunner(MODEL)
         proposer = make(runner)
@@ -302,7 +321,7 @@ class TestMemory:
         proposer = self.proposer()
         proposer.propose_ahead([wish(range(8), (1, 2), (1, 1, 1), name="a")])
         proposer.propose_ahead([wish(range(9), (1, 2), (1, 1, 1), name="b")])
-        assert proposer.sequences.num_held_blocks == 3 + 3 + 2
+        assert proposer.sequences.num_held_blocks == 3 + 2 + 4, "one block in common, the rest branches"
         large = view("c", [7] * 35)
         assert proposer.propose([large], {large.request_id: 1})
         proposer.check_integrity()
@@ -317,6 +336,15 @@ class TestMemory:
         assert proposer.sequences.known == {"x", "y", "z", "a"}
         assert answers == {}
         assert proposer.counters["draft_ahead_branches_left_out"] == 8
+
+    def test_branches_of_a_sequence_that_nobody_asks_about_make_room(self) -> None:
+        """A coordinator that has gone silent keeps nobody else from looking ahead."""
+        proposer = self.proposer()
+        asked = wish(range(8), (1, 2), (3, 3, 3), name="a", params=GREEDY)
+        silent = proposer.propose_ahead([asked])["a"]
+        others = proposer.propose_ahead([dataclasses.replace(asked, view=view("b", range(8)))])["b"]
+        assert [one.token_ids for one in others] == [one.token_ids for one in silent]
+        proposer.check_integrity()
 
     def test_release_and_close_give_everything_back(self) -> None:
         proposer = self.proposer()

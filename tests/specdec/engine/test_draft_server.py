@@ -1,0 +1,197 @@
+"""A draft worker that looks ahead: for several coordinators at once, and within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import pytest
+
+from specdec.core.clock import ManualClock
+from specdec.core.errors import ChannelTimeout
+from specdec.core.ids import RequestId
+from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.draft_server import DraftServer
+from specdec.engine.toy_runner import ToyRunner
+from specdec.engine.toy_target import ToyModel
+from specdec.proposers.base import AheadWish, Proposer
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.ngram import NgramProposer
+from specdec.sampling.sampler import Sampler
+from specdec.transport.base import PeerId
+from specdec.transport.memory import MemoryNetwork
+from specdec.transport.messages import (
+    DraftBranch,
+    DraftOpening,
+    ProposeAnswer,
+    ProposeEntry,
+    ProposeReply,
+    ProposeRequest,
+    Release,
+)
+from tests.specdec.proposers.contract import FrozenView
+
+VOCAB = 24
+MODEL = ToyModel(VOCAB, seed=3)
+PARAMS = SamplingParams(temperature=0.9)
+TOKENS = (1, 2, 3, 4, 5, 6)
+
+
+def draft_model(runner: ToyRunner | None = None) -> DraftModelProposer:
+    return DraftModelProposer(runner or ToyRunner(MODEL), Sampler(), vocab_size=VOCAB)
+
+
+class Bench:
+    """A draft server, and coordinators played by the test."""
+
+    def __init__(self, proposer: Proposer, num_coordinators: int = 2) -> None:
+        self.network = MemoryNetwork(seed=0, clock=ManualClock())
+        channel = self.network.open(PeerId("draft"))
+        self.server = DraftServer(channel, proposer, clock=self.network.clock)
+        self.channels = [self.network.open(PeerId(f"c{index}")) for index in range(num_coordinators)]
+        channel.admit([one.address for one in self.channels])
+        for one in self.channels:
+            one.connect(channel.address)
+
+    def send(self, coordinator: int, *entries: ProposeEntry) -> None:
+        self.channels[coordinator].send(PeerId("draft"), ProposeRequest(1, entries))
+
+    def serve(self) -> list[list[ProposeAnswer]]:
+        """Let the server take all that was sent; return the answers of each coordinator."""
+        self.network.run_for(0.1)
+        assert self.server.step(0)
+        self.network.run_for(0.1)
+        answers: list[list[ProposeAnswer]] = []
+        for channel in self.channels:
+            answers.append([])
+            with suppress(ChannelTimeout):
+                while True:
+                    message = channel.receive(0).message
+                    assert isinstance(message, ProposeReply)
+                    answers[-1] += message.answers
+        return answers
+
+
+def entry(
+    name: str,
+    tokens: Sequence[int] = TOKENS,
+    *,
+    base_len: int = 0,
+    pending: Sequence[int] = (),
+    fan_out: Sequence[int] | None = None,
+    num_draft_tokens: int = 3,
+) -> ProposeEntry:
+    return ProposeEntry(
+        request_id=RequestId(name),
+        epoch=1,
+        committed_len=len(tokens),
+        prefix_hash=extend_prefix_hash(EMPTY_PREFIX, tokens),
+        num_draft_tokens=num_draft_tokens,
+        base_len=base_len,
+        token_ids=tuple(tokens[base_len:]),
+        opening=DraftOpening(PARAMS, 7, 1) if base_len == 0 else None,
+        pending=tuple(pending),
+        fan_out=None if fan_out is None else tuple(fan_out),
+    )
+
+
+def expected(asked: ProposeEntry, tokens: Sequence[int] = TOKENS) -> tuple[DraftBranch, ...]:
+    one = FrozenView(asked.request_id, tuple(tokens), PARAMS, 7)
+    wish = AheadWish(
+        view=one, pending=asked.pending, num_draft_tokens=asked.num_draft_tokens, fan_out=asked.fan_out
+    )
+    return tuple(
+        DraftBranch(proposal.committed_len, proposal.prefix_hash, proposal.token_ids)
+        for proposal in draft_model().propose_ahead([wish])[one.request_id]
+    )
+
+
+def test_branches_of_all_coordinators_and_ordinary_drafts_are_made_together() -> None:
+    runner = ToyRunner(MODEL)
+    bench = Bench(draft_model(runner))
+    ahead = [entry("a", pending=(9, 8), fan_out=(2, 1, 2)), entry("a", (4, 3, 2), fan_out=(3,))]
+    bench.send(0, ahead[0], entry("plain"))
+    bench.send(1, ahead[1])
+    (first, plain), (second,) = bench.serve()
+    assert runner.num_forwards == 1 + 3
+    assert first.branches == expected(ahead[0])
+    assert len(first.branches) == 5
+    assert second.branches == expected(ahead[1], (4, 3, 2))
+    assert (first.token_ids, first.noise_stream) == ((), "target")
+    assert (first.committed_len, first.prefix_hash) == (ahead[0].committed_len, ahead[0].prefix_hash)
+    one = FrozenView(RequestId("x"), TOKENS, PARAMS, 7)
+    assert plain.token_ids == draft_model().propose([one], {one.request_id: 3})[one.request_id].token_ids
+    assert plain.branches == ()
+    assert bench.server.counters["ahead_entries"] == 2
+    assert bench.server.counters["entries"] == 3
+    assert bench.server.counters["rounds"] == 1
+
+
+def test_a_hit_goes_on_from_the_branch() -> None:
+    proposer = draft_model()
+    bench = Bench(proposer)
+    bench.send(0, entry("a", fan_out=(2,)))
+    branch = bench.serve()[0][0].branches[1]
+    token_id = next(t for t in range(VOCAB) if entry("a", (*TOKENS, t)).prefix_hash == branch.prefix_hash)
+    tokens = (*TOKENS, token_id)
+    asked = entry("a", tokens, base_len=len(TOKENS), pending=branch.token_ids, fan_out=(1, 1, 1, 1))
+    bench.send(0, asked)
+    assert bench.serve()[0][0].branches == expected(asked, tokens)
+    assert bench.server.counters["draft_ahead_branches"] == 6
+    assert bench.server.counters["draft_ahead_branches_true"] == 1
+    bench.channels[0].send(PeerId("draft"), Release(((RequestId("a"), 1),)))
+    bench.serve()
+    assert proposer.sequences.num_held_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("pending", "fan_out"),
+    [
+        ((9,), (1,)),
+        ((), ()),
+        ((9,), (1, -1)),
+        ((-9,), (1, 1)),
+        ((), (257,)),
+        ((9,) * 65, (1,) * 66),
+    ],
+    ids=["too short", "empty", "less than none", "no token", "too many branches", "too long a chain"],
+)
+def test_what_makes_no_sense_is_dropped_and_counted(
+    pending: tuple[int, ...], fan_out: tuple[int, ...]
+) -> None:
+    bench = Bench(draft_model())
+    bench.send(0, entry("bad", pending=pending, fan_out=fan_out), entry("good", fan_out=(1,)))
+    ((answer,), _) = bench.serve()
+    assert answer.request_id == "good"
+    assert bench.server.counters["invalid_entries"] == 1
+
+
+def test_a_proposer_that_cannot_look_ahead_says_nothing() -> None:
+    bench = Bench(NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2))
+    tokens = (1, 2, 3, 1, 2)
+    bench.send(0, entry("ahead", tokens, fan_out=(1,)), entry("plain", tokens))
+    ((ahead, plain), _) = bench.serve()
+    assert (ahead.token_ids, ahead.branches) == ((), ())
+    assert plain.token_ids == (3, 1, 2)
+    assert bench.server.counters["unsupported_entries"] == 1
+    assert bench.server.counters["ahead_entries"] == 0
+
+
+def test_a_sequence_that_is_not_known_is_asked_for() -> None:
+    bench = Bench(draft_model())
+    bench.send(0, entry("a", base_len=3, fan_out=(1,)))
+    ((answer,), _) = bench.serve()
+    assert answer.needs_start
+    assert answer.branches == ()
+
+
+def test_only_the_newest_wish_of_a_sequence_is_granted() -> None:
+    bench = Bench(draft_model())
+    bench.send(0, entry("a", fan_out=(2,)))
+    bench.send(0, entry("a", (*TOKENS, 7), base_len=len(TOKENS), fan_out=(1,)))
+    bench.send(0, entry("a", fan_out=(2,)))
+    ((answer,), _) = bench.serve()
+    assert answer.committed_len == len(TOKENS) + 1
+    assert len(answer.branches) == 1
+    assert bench.server.counters["stale_entries"] == 1
