@@ -179,6 +179,7 @@ class TargetGroup:
                 kv="own",
                 remote=True,
                 max_context=speculative.max_model_len,
+                looks_ahead=True,
             ),
             vocab_size=description.vocab_size,
             deadlines=self._cluster.draft_pool.deadlines,

@@ -62,7 +62,22 @@ class ReleaseDrafts(msgspec.Struct, frozen=True, array_like=True, tag=3):
     request_ids: tuple[RequestId, ...]
 
 
-Command = Stop | RunTarget | RunDraft | ReleaseDrafts
+class AheadEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One wish of a call of `LooksAhead.propose_ahead`."""
+
+    sequence: DraftEntry
+    """Its budget is the longest continuation wanted."""
+    pending: tuple[int, ...]
+    fan_out: tuple[int, ...] | None
+
+
+class RunAhead(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Call `LooksAhead.propose_ahead`."""
+
+    entries: tuple[AheadEntry, ...]
+
+
+Command = Stop | RunTarget | RunDraft | ReleaseDrafts | RunAhead
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

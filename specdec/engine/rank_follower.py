@@ -24,8 +24,10 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.rank_commands import (
+    AheadEntry,
     DraftEntry,
     ReleaseDrafts,
+    RunAhead,
     RunDraft,
     RunTarget,
     SequenceOpening,
@@ -34,7 +36,7 @@ from specdec.engine.rank_commands import (
 )
 from specdec.model.parallel.group import RankGroup, RankSpec
 from specdec.model.parallel.heartbeat import beating
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import AheadWish, LooksAhead, Proposer
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,9 @@ def follow_drafter(proposer: Proposer, group: RankGroup, grammars: DraftGrammars
                 views = [_update(sequences, entry, grammars) for entry in entries]
                 budgets = {one.request_id: one.budget for one in entries if one.budget is not None}
                 proposer.propose(views, budgets)
+            case RunAhead(entries=wishes):
+                assert isinstance(proposer, LooksAhead), "rank 0 asks it to"
+                proposer.propose_ahead([_wish(sequences, one, grammars) for one in wishes])
             case ReleaseDrafts(request_ids=request_ids):
                 for request_id in request_ids:
                     sequences.pop(request_id, None)
@@ -134,6 +139,12 @@ def _update(sequences: dict[RequestId, _Followed], entry: DraftEntry, grammars: 
     assert sequence.committed_len == entry.base_len, "rank 0 and this one disagree about a sequence"
     sequence.extend(entry.token_ids)
     return sequence
+
+
+def _wish(sequences: dict[RequestId, _Followed], entry: AheadEntry, grammars: DraftGrammars) -> AheadWish:
+    view, budget = _update(sequences, entry.sequence, grammars), entry.sequence.budget
+    assert budget is not None, "a wish says how much it wants"
+    return AheadWish(view=view, pending=entry.pending, num_draft_tokens=budget, fan_out=entry.fan_out)
 
 
 def main() -> None:

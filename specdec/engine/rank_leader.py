@@ -16,9 +16,11 @@ from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.local_target import LocalTarget, run_to_the_end
 from specdec.engine.rank_commands import (
+    AheadEntry,
     Command,
     DraftEntry,
     ReleaseDrafts,
+    RunAhead,
     RunDraft,
     RunTarget,
     SequenceOpening,
@@ -28,7 +30,7 @@ from specdec.engine.rank_commands import (
 from specdec.model.batch import Runner
 from specdec.model.parallel.group import RankGroup
 from specdec.model.runner import ModelRunner
-from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.prefix import SeenPrefix
 
@@ -113,7 +115,7 @@ class LeadingTarget:
 
 
 class LeadingProposer:
-    """Implements `Proposer` over a draft model that several ranks hold."""
+    """Implements `Proposer` and `LooksAhead` over a draft model that several ranks hold."""
 
     def __init__(
         self, proposer: DraftModelProposer, group: RankGroup, followers: Followers | None = None
@@ -154,6 +156,19 @@ class LeadingProposer:
         entries = tuple(self._entry(one, num_draft_tokens.get(one.request_id)) for one in sequences)
         self._leader.tell(RunDraft(entries))
         return self._proposer.propose(sequences, num_draft_tokens)
+
+    def propose_ahead(self, wishes: Sequence[AheadWish]) -> dict[RequestId, list[Proposal]]:
+        """Look ahead with all ranks.
+
+        Raises:
+            TransportError: a rank is gone.
+        """
+        entries = tuple(
+            AheadEntry(self._entry(wish.view, wish.num_draft_tokens), wish.pending, wish.fan_out)
+            for wish in wishes
+        )
+        self._leader.tell(RunAhead(entries))
+        return self._proposer.propose_ahead(wishes)
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget these sequences in all ranks."""

@@ -80,11 +80,13 @@ class Stream:
         return replace(one, constraint=constraint)
 
 
-def assumed_of(proposal: Proposal, one: FrozenView, pending: tuple[int, ...]) -> tuple[int, ...]:
+def assumed_of(
+    proposal: Proposal, one: FrozenView, pending: tuple[int, ...], vocab_size: int = VOCAB_SIZE
+) -> tuple[int, ...]:
     """Find out by the hash which verdict a proposal assumes."""
     a = proposal.committed_len - one.committed_len - 1
     assert 0 <= a <= len(pending)
-    for token_id in range(VOCAB_SIZE):
+    for token_id in range(vocab_size):
         assumed = (*pending[:a], token_id)
         if extend_prefix_hash(one.prefix_hash, assumed) == proposal.prefix_hash:
             assert token_id not in pending[a : a + 1], "that would be an acceptance"

@@ -13,7 +13,7 @@ from specdec.model.parallel.cuts import vocab_shard
 from specdec.model.parallel.group import RankGroup
 from specdec.sampling.parallel import ParallelSampler
 from specdec.sampling.rows import RowSpec, SamplingRows
-from specdec.sampling.sampler import SampledRows, logprobs_of, sample_eager
+from specdec.sampling.sampler import SampledRows, logprobs_of, ranked_tokens, sample_eager
 from tests.rank_pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -115,6 +115,24 @@ def test_ids_that_the_target_does_not_know_are_never_chosen(rank_pool: Pools) ->
 def test_hardly_any_ids_per_rank(rank_pool: Pools) -> None:
     rows = rows_of(KINDS["all"])
     check(rank_pool(4), logits_of(rows.num_rows, 5), rows)
+
+
+def ranked(group: RankGroup, logits: torch.Tensor, rows: SamplingRows, num: int, stream: Any) -> Any:
+    shard = vocab_shard(logits.shape[1], group.rank, group.size)
+    return ParallelSampler(group, shard).ranked(logits[:, shard.first : shard.end], rows, num, stream)
+
+
+@pytest.mark.parametrize("stream", ["target", None])
+@pytest.mark.parametrize("kind", ["plain and greedy", "all"])
+def test_ranked_tokens(rank_pool: Pools, kind: str, stream: Any) -> None:
+    """Every rank guesses the same; fewer where there are fewer, none where nothing is finite."""
+    rows = rows_of(KINDS[kind])
+    logits = logits_of(rows.num_rows, 23)
+    logits[1] = torch.nan
+    logits[2, 4:] = float("-inf")
+    expected = ranked_tokens(logits, rows, 9, stream)
+    assert [len(ids) for ids in expected[:4]] == [9, 0, 4, 9]
+    assert rank_pool(4).run(ranked, logits, rows, 9, stream) == [expected] * 4
 
 
 def listed(group: RankGroup, logits: torch.Tensor, rows: SamplingRows, ids: list[int], mode: Any) -> Any:
