@@ -1,4 +1,4 @@
-"""How often a verdict is among those that drafting ahead prepares for, by fan-out and by what ranks the guesses.
+"""How often a verdict is among those that drafting ahead prepares for, by fan-out and ranking of the guesses.
 
     python -m benchmarks.hit_rates --json benchmarks/results/hit-rates.json    # a few minutes
     python -m benchmarks.hit_rates --quick                                     # under a minute

@@ -17,6 +17,8 @@ from specdec.sampling.noise import STREAM_TAGS
 from specdec.sampling.rows import SamplingRows, SequenceSampling, log_min_p_of, top_k_of
 
 SOURCE = Path(__file__).parent / "csrc" / "token_function.cpp"
+_NOTHING = -1
+"""Stands behind the last of a row's ranked tokens."""
 _PARAMETERS = struct.Struct("=Qqddd")
 """`Parameters` in the C++ source."""
 _LOGITS_PER_THREAD = 1 << 19
@@ -44,15 +46,19 @@ class NativeTokenFunction:
             *(pointer, pointer, ctypes.c_uint64, ctypes.c_int32),
             *(pointer, pointer),
         )
+        self._rank_rows = library.drafthouse_rank_rows
+        self._rank_rows.restype = None
+        self._rank_rows.argtypes = (
+            *(pointer, integer, integer, integer),
+            *(pointer, pointer, ctypes.c_uint64, ctypes.c_int32),
+            *(integer, ctypes.c_int32, pointer),
+        )
 
     def __call__(
         self, logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (token ids int64 [R], finite bool [R]) of fp32 CPU logits whose rows are contiguous."""
-        assert logits_RV.dtype == torch.float32
-        assert logits_RV.stride(1) == 1
-        assert rows.integers.is_contiguous()
-        assert rows.reals.is_contiguous()
+        _check(logits_RV, rows)
         num_rows, vocab_size = logits_RV.shape
         num_threads = min(torch.get_num_threads(), 1 + num_rows * vocab_size // _LOGITS_PER_THREAD)
         token_ids_R = torch.empty(num_rows, dtype=torch.int64)
@@ -63,6 +69,22 @@ class NativeTokenFunction:
             *(token_ids_R.data_ptr(), finite_R.data_ptr()),
         )
         return token_ids_R, finite_R
+
+    def ranked(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None
+    ) -> list[list[int]]:
+        """Return what `sampler.ranked_tokens` does of fp32 CPU logits whose rows are contiguous."""
+        _check(logits_RV, rows)
+        num_rows, vocab_size = logits_RV.shape
+        num_threads = min(torch.get_num_threads(), 1 + num_rows * vocab_size // _LOGITS_PER_THREAD)
+        token_ids_RN = torch.empty((num_rows, num), dtype=torch.int64)
+        self._rank_rows(
+            *(logits_RV.data_ptr(), logits_RV.stride(0), num_rows, vocab_size),
+            *(rows.integers.data_ptr(), rows.reals.data_ptr()),
+            *(STREAM_TAGS[stream or "target"], stream is not None, num, num_threads, token_ids_RN.data_ptr()),
+        )
+        ranked: list[list[int]] = token_ids_RN.tolist()
+        return [ids[: ids.index(_NOTHING)] if _NOTHING in ids else ids for ids in ranked]
 
     def chooser(
         self, sequences: Sequence[SequenceSampling], vocab_size: int, stream: NoiseStream
@@ -81,3 +103,10 @@ class NativeTokenFunction:
         )
         given = array("Q", (parameters.buffer_info()[0], vocab_size, STREAM_TAGS[stream]))
         return NativeChooser(self._choose, given.buffer_info()[0], (given, parameters))
+
+
+def _check(logits_RV: torch.Tensor, rows: SamplingRows) -> None:
+    assert logits_RV.dtype == torch.float32
+    assert logits_RV.stride(1) == 1
+    assert rows.integers.is_contiguous()
+    assert rows.reals.is_contiguous()

@@ -155,16 +155,16 @@ class Sampler:
         _check_shapes(logits_RV, rows)
         if self._native is None or not logits_RV.is_cpu:
             return sample_eager(logits_RV, rows, stream)
-        logits_RV = logits_RV.float()
-        if logits_RV.stride(1) != 1:
-            logits_RV = logits_RV.contiguous()
-        return SampledRows(*self._native(logits_RV, rows, stream))
+        return SampledRows(*self._native(_as_native(logits_RV), rows, stream))
 
     def ranked(
         self, logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None = "target"
     ) -> list[list[int]]:
         """See `ranked_tokens`."""
-        return ranked_tokens(logits_RV, rows, num, stream)
+        _check_shapes(logits_RV, rows)
+        if self._native is None or not logits_RV.is_cpu:
+            return ranked_tokens(logits_RV, rows, num, stream)
+        return self._native.ranked(_as_native(logits_RV), rows, num, stream)
 
     def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See `target_distribution`."""
@@ -192,6 +192,11 @@ class Sampler:
         return None if self._native is None else self._native.chooser(sequences, vocab_size, stream)
 
 
+def _as_native(logits_RV: torch.Tensor) -> torch.Tensor:
+    logits_RV = logits_RV.float()
+    return logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
+
+
 def _agrees(native: NativeTokenFunction) -> bool:
     """Return whether compiled code and tensor ops choose the same tokens on a small batch of every kind."""
     params = (
@@ -204,7 +209,10 @@ def _agrees(native: NativeTokenFunction) -> bool:
     generator = torch.Generator().manual_seed(0)
     logits_RV = torch.randn(rows.num_rows, 1000, generator=generator) * 3
     expected = sample_eager(logits_RV, rows, "target")
-    return all(map(torch.equal, native(logits_RV, rows, "target"), expected))
+    return all(map(torch.equal, native(logits_RV, rows, "target"), expected)) and all(
+        native.ranked(logits_RV, rows, 5, stream) == ranked_tokens(logits_RV, rows, 5, stream)
+        for stream in (None, "target")
+    )
 
 
 def sample_eager(logits_RV: torch.Tensor, rows: SamplingRows, stream: NoiseStream) -> SampledRows:

@@ -199,6 +199,9 @@ struct Choice {
     float score;
     int64_t token;
 
+    // Less than this wins nothing.
+    float bar() const { return score; }
+
     void offer(float candidate, int64_t candidate_token) {
         if (candidate > score || (candidate == score && candidate_token < token)) {
             score = candidate;
@@ -207,9 +210,26 @@ struct Choice {
     }
 };
 
-// Tokens begin .. begin + kBlock - 1.
-void offer_block(const float* scores, int64_t begin, uint64_t key, float limit, Choice& choice) {
-    const float least = std::max(limit, choice.score - kLargestNoise - kSlack);
+// The best few of what is offered in the order of tokens: the best first, equal ones by rising token.
+struct Ranking {
+    Choice* best;
+    int64_t room;
+    int64_t count = 0;
+
+    float bar() const { return count < room ? kNever : best[count - 1].score; }
+
+    void offer(float candidate, int64_t candidate_token) {
+        if (count == room && !(candidate > best[count - 1].score)) return;
+        int64_t place = count < room ? count++ : count - 1;
+        for (; place > 0 && best[place - 1].score < candidate; --place) best[place] = best[place - 1];
+        best[place] = {candidate, candidate_token};
+    }
+};
+
+// Tokens begin .. begin + kBlock - 1. `Bids` is a Choice or a Ranking.
+template <typename Bids>
+void offer_block(const float* scores, int64_t begin, uint64_t key, float limit, Bids& bids) {
+    const float least = std::max(limit, bids.bar() - kLargestNoise - kSlack);
     uint32_t any = 0;
     for (int64_t j = 0; j < kBlock; ++j) any |= scores[begin + j] >= least;
     if (!any) return;
@@ -226,28 +246,39 @@ void offer_block(const float* scores, int64_t begin, uint64_t key, float limit, 
         const float f = static_cast<float>(hashes[j]) + 0.5f;
         const float log2_f = static_cast<float>(static_cast<int32_t>(bits_of(f)) - (127 << 23)) * 0x1p-23f;
         bounds[j] = scores[begin + j] + (0.69314718f * (32.0f - log2_f) + kSlack);
-        any |= bounds[j] >= choice.score;
+        any |= bounds[j] >= bids.bar();
     }
     if (!any) return;
     for (int64_t j = 0; j < kBlock; ++j) {
         const float score = scores[begin + j];
-        if (bounds[j] >= choice.score && score >= limit) {
-            choice.offer(score + noise(hashes[j]), begin + j);
+        if (bounds[j] >= bids.bar() && score >= limit) {
+            bids.offer(score + noise(hashes[j]), begin + j);
         }
     }
 }
 
-int64_t sample_row(const float* logits, int64_t size, float peak, int64_t peak_token, const Row& row) {
-    thread_local std::vector<float> buffer;
-    const int64_t padded = (size + kBlock - 1) / kBlock * kBlock;
-    buffer.resize(padded);
-    float* scores = buffer.data();
-    for (int64_t i = 0; i < size; ++i) scores[i] = (logits[i] - peak) / row.temperature;
-    std::fill(scores + size, scores + padded, kNever);
+// What no cut leaves out has at least this score.
+float limit_of(const float* scores, int64_t size, int64_t padded, const Row& row) {
     float limit = std::numeric_limits<float>::lowest();
     if (row.top_k < size) limit = std::max(limit, top_k_limit(scores, padded, row.top_k));
     if (row.top_p < 1.0) limit = top_p_limit(scores, padded, row.top_p, limit);
-    limit = std::max(limit, row.log_min_p);
+    return std::max(limit, row.log_min_p);
+}
+
+// Scores of temperature `temperature`, padded with -inf to whole blocks; valid until the thread's next call.
+float* scores_of(const float* logits, int64_t size, int64_t padded, float peak, float temperature) {
+    thread_local std::vector<float> buffer;
+    buffer.resize(padded);
+    float* scores = buffer.data();
+    for (int64_t i = 0; i < size; ++i) scores[i] = (logits[i] - peak) / temperature;
+    std::fill(scores + size, scores + padded, kNever);
+    return scores;
+}
+
+int64_t sample_row(const float* logits, int64_t size, float peak, int64_t peak_token, const Row& row) {
+    const int64_t padded = (size + kBlock - 1) / kBlock * kBlock;
+    const float* scores = scores_of(logits, size, padded, peak, row.temperature);
+    const float limit = limit_of(scores, size, padded, row);
     // The peak's own score is 0 and it survives every cut: a good first bid.
     Choice choice{noise(static_cast<uint32_t>(mix64(row.key + (peak_token + 1) * kWeyl) >> 32)), peak_token};
     for (int64_t begin = 0; begin < padded; begin += kBlock) offer_block(scores, begin, row.key, limit, choice);
@@ -260,6 +291,39 @@ int64_t choose(const float* logits, int64_t size, const Row& row) {
     if (!std::isfinite(peak)) return -1;
     const int64_t peak_token = first_at(logits, size, peak);
     return row.temperature == 0.0f ? peak_token : sample_row(logits, size, peak, peak_token, row);
+}
+
+void offer_all(const float* scores, int64_t padded, const Row& row, float limit, bool has_noise, Ranking& ranking) {
+    for (int64_t begin = 0; begin < padded; begin += kBlock) {
+        if (has_noise) {
+            offer_block(scores, begin, row.key, limit, ranking);
+            continue;
+        }
+        const float least = std::max(limit, ranking.bar());
+        for (int64_t i = begin; i < begin + kBlock; ++i) {
+            if (scores[i] >= least) ranking.offer(scores[i], i);
+        }
+    }
+}
+
+// The best tokens of one row, as sampler.ranked_tokens; returns how many there are.
+int64_t rank_row(const float* logits, int64_t size, const Row& row, bool with_noise, Choice* best, int64_t room) {
+    const float peak = peak_of(logits, size);
+    if (!std::isfinite(peak) || room == 0) return 0;
+    const bool is_greedy = row.temperature == 0.0f;
+    const bool has_noise = with_noise && !is_greedy;
+    const int64_t padded = (size + kBlock - 1) / kBlock * kBlock;
+    float* scores = scores_of(logits, size, padded, peak, is_greedy ? 1.0f : row.temperature);
+    constexpr float kLowest = std::numeric_limits<float>::lowest();
+    const float limit = is_greedy ? kLowest : limit_of(scores, size, padded, row);
+    Ranking kept{best, room};
+    offer_all(scores, padded, row, limit, has_noise, kept);
+    if (kept.count == room || limit == kLowest) return kept.count;
+    // What was cut comes behind.
+    for (int64_t i = 0; i < size; ++i) scores[i] = scores[i] >= limit ? kNever : scores[i];
+    Ranking cut{best + kept.count, room - kept.count};
+    offer_all(scores, padded, row, kLowest, has_noise, cut);
+    return kept.count + cut.count;
 }
 
 // What a request asks for; native.py packs it.
@@ -299,6 +363,21 @@ void drafthouse_sample_rows(const float* logits, int64_t row_stride, int64_t num
             choose(logits + r * row_stride, vocab_size, row_of(of, integers[num_rows + r], stream_tag));
         finite[r] = token_id >= 0;
         token_ids[r] = std::max<int64_t>(token_id, 0);
+    }
+}
+
+// As drafthouse_sample_rows; token_ids: [num_rows][num], -1 where there are no more.
+void drafthouse_rank_rows(const float* logits, int64_t row_stride, int64_t num_rows, int64_t vocab_size,
+                          const int64_t* integers, const double* reals, uint64_t stream_tag, int32_t with_noise,
+                          int64_t num, int32_t num_threads, int64_t* token_ids) {
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t r = 0; r < num_rows; ++r) {
+        const Parameters of = {static_cast<uint64_t>(integers[r]), integers[2 * num_rows + r], reals[r],
+                               reals[num_rows + r], reals[2 * num_rows + r]};
+        std::vector<Choice> best(num);
+        const int64_t count = rank_row(logits + r * row_stride, vocab_size, row_of(of, integers[num_rows + r], stream_tag),
+                                       with_noise != 0, best.data(), num);
+        for (int64_t i = 0; i < num; ++i) token_ids[r * num + i] = i < count ? best[i].token : -1;
     }
 }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from specdec.sampling.sampler import (
     SamplingRows,
     logprobs_of,
     noisy_scores,
+    ranked_tokens,
     sample_eager,
     target_distribution,
 )
+from specdec.sampling.transforms import scores_of
 
 GREEDY = SamplingParams(temperature=0.0)
 PARAMS = (
@@ -309,6 +312,48 @@ def test_noisy_scores_rank_the_choice_first() -> None:
     assert (scores.isfinite().sum(-1) == 20).all()
     greedy = noisy_scores(logits, rows_at(GREEDY, 8))
     assert torch.equal(greedy.argsort(stable=True, dim=-1), logits.argsort(stable=True, dim=-1))
+
+
+@pytest.mark.parametrize("stream", ["target", "draft", None])
+@pytest.mark.parametrize("params", PARAMS)
+def test_ranked_tokens_are_in_the_order_of_their_scores(
+    ready: Sampler, params: SamplingParams, stream: NoiseStream | None
+) -> None:
+    """Those that a cut leaves out come behind, in the same order; rank 0 is what is sampled."""
+    rows = rows_at(params, 6)
+    logits = torch.randn(6, 100) * 2
+    logits[1, 90:] = -math.inf
+    logits[2, 5] = math.nan
+    logits[3, ::3] = logits[3, 7]  # ties
+    ranked = ready.ranked(logits, rows, 97, stream)
+    assert [len(ids) for ids in ranked] == [97, 90, 0, 97, 97, 97]
+    plain = dataclasses.replace(rows, largest_top_k=0, has_top_p=False, has_min_p=False)
+    for row in (0, 1, 3, 4, 5):
+        if stream is None:
+            kept, scores = scores_of(logits, rows)[row], scores_of(logits, plain)[row]
+        else:
+            kept, scores = noisy_scores(logits, rows, stream)[row], noisy_scores(logits, plain, stream)[row]
+        order = sorted(range(100), key=lambda v: (-int(kept[v].isfinite()), -float(scores[v]), v))
+        assert ranked[row] == [v for v in order if logits[row, v] > -math.inf][:97]
+        assert [ids[:3] for ids in ready.ranked(logits, rows, 3, stream)] == [ids[:3] for ids in ranked]
+    if stream is not None:
+        sampled = ready.sample(logits, rows, stream)
+        firsts = [ids[0] if ids else 0 for ids in ranked]
+        assert firsts == sampled.token_ids.tolist()
+
+
+def test_compiled_code_ranks_as_the_tensor_ops(compiled: NativeTokenFunction) -> None:
+    """Rows of all kinds side by side, vocabularies that are no whole number of blocks, strided logits."""
+    specs = [RowSpec(one, 5 + i, 1000 * i, 4) for i, one in enumerate(PARAMS)]
+    rows = SamplingRows.build(specs)
+    for vocab_size in (1, 2, 63, 64, 65, 1000, 5003):
+        wide = torch.randn(rows.num_rows, vocab_size + 7) * 4
+        logits = wide.bfloat16().float()[:, :vocab_size]  # with ties
+        for stream in ("target", None):
+            for num in (0, 1, 3, 20, 70):
+                expected = ranked_tokens(logits, rows, num, stream)
+                assert compiled.ranked(logits, rows, num, stream) == expected
+    assert compiled.ranked(logits, rows, 9, "target") != compiled.ranked(logits, rows, 9, "draft")
 
 
 def test_raw_logprobs_ignore_the_transforms() -> None:
