@@ -24,6 +24,8 @@ from specdec.sampling.shaping import LogitShaper
 
 BonusBy = Literal["noise", "probability"]
 """What ranks the guesses: the drafter's noisy scores, or its probabilities alone (to compare with)."""
+_MAX_ENDS = 32
+"""A request that names more tokens that end it may get fewer guesses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,8 @@ class Outlook:
     def num_ranked(self) -> int:
         """Tokens to rank, so that enough are left without those that are no guesses."""
         assert self.wish.fan_out is not None
-        return max(self.wish.fan_out[self.first : self.last + 1]) + 1 + len(self.ends)
+        most = max(self.wish.fan_out[self.first : self.last + 1])
+        return most + 1 + min(len(self.ends), _MAX_ENDS)
 
     def branches(self, ranked: Sequence[Sequence[int]]) -> list[Branch]:
         """Return what to prepare for, given the ranked tokens of each row."""

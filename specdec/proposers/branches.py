@@ -139,7 +139,8 @@ class BranchStore:
         true: HeldBranch | None = None
         for held in self._held.pop(request_id, ()):
             assumed = held.branch.assumed
-            if true is None and committed is not None and tuple(committed[: len(assumed)]) == assumed:
+            # Without a draft it was never read: the call that was to do it has failed.
+            if held.chain and committed is not None and tuple(committed[: len(assumed)]) == assumed:
                 true = held
                 self._num_own_blocks -= held.num_own_blocks
             else:

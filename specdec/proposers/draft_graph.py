@@ -76,7 +76,23 @@ class GraphedDraftLoop(GraphRecording):
         super().__init__(runner, len(self._planned))
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
-        """See `FusedDraftLoop`; None until a graph that holds the batch is recorded."""
+        """See `FusedDraftLoop`; None until graphs that hold the batch are recorded.
+
+        More sequences than the largest graph holds (branches, say) are drafted in several launches. When one
+        of them is refused, what the others did is done again by whoever is asked next, to the same effect.
+        """
+        most = self._ready_sizes[-1] if self._ready_sizes else 0
+        if not 0 < most < len(starts):
+            return self._try_at_once(starts)
+        chains: list[list[int]] = []
+        for first in range(0, len(starts), most):
+            piece = self._try_at_once(starts[first : first + most])
+            if piece is None:
+                return None
+            chains += piece
+        return chains
+
+    def _try_at_once(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
         drafting = [start for start in starts if start.budget > 0]
         most = max((start.budget for start in drafting), default=0)
         if not 0 < most <= self._num_draft_tokens:

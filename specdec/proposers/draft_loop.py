@@ -72,7 +72,10 @@ class FusedDraftLoop(Protocol):
     """
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
-        """Return the chain of each start; None, with nothing drafted, when it cannot be done in one go."""
+        """Return the chain of each start; None when it cannot be done here: then it is for the other one.
+
+        K/V that were written all the same are those that the other one writes.
+        """
         ...
 
 

@@ -144,6 +144,7 @@ class DraftModelProposer:
         behind each pending token, then the draft loop, in which branches and ordinary wishes are alike.
         """
         in_use = {wish.view.request_id for wish in wishes}
+        assert len(in_use) == len(wishes), "one wish per sequence"
         draftings = [drafting for wish in wishes if (drafting := self._open_ahead(wish, in_use))]
         plain: list[Chunk] = []
         guessed: list[Drafting] = []

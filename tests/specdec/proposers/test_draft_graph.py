@@ -93,6 +93,8 @@ def test_chains_are_those_of_the_stepwise_loop(loaded: LoadedModel, monkeypatch:
         [start([4], 9, 1, 2, CUT)],
         [start([6, 8], 14, 11, 1, WARM)],
         [start([3, 4], 9, 1, 0, WARM), start([8], 14, 11, 3, CUT)],
+        # More than the largest graph holds: branches of the first one, over blocks of their own.
+        [start([4], 9, 1, 3, WARM), *(start([one], 0, 21 + 8 * one, 1 + one % 3, CUT) for one in range(4))],
         [start([POISON], 9, 1, 3, WARM), start([8], 14, 11, 3, WARM)],
     ]
     for batch in batches:
@@ -126,7 +128,7 @@ def test_what_it_leaves_to_the_stepwise_loop(loaded: LoadedModel, monkeypatch: p
     for refused in (
         [start([5, 6, 7], 0, 1, 1, GREEDY)],
         [start([5], 0, 1, 2, GREEDY)],
-        [start([5], 0, 1, 1, GREEDY), start([5], 0, 11, 1, GREEDY)],
+        [start([5], 0, 1, 1, GREEDY), start([5, 6, 7], 0, 11, 1, GREEDY)],
         [start([5], 0, 1, 1, SamplingParams(temperature=1.0, top_k=1000))],
         [start([5], 0, 1, 1, params, shaper=shaper)],
         [start([5], 0, 1, 1, GREEDY, shift=PositionShift(100, 50))],

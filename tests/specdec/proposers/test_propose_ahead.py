@@ -358,15 +358,21 @@ class TestMemory:
 
     def test_a_failing_draft_leaks_nothing(self) -> None:
         class Failing(ToyRunner):
+            has_failed = False
+
             def forward(self, slices):  # type: ignore[no-untyped-def]
-                if self.num_forwards == 2:
+                if self.num_forwards == 2 and not self.has_failed:
+                    self.has_failed = True
                     raise RuntimeError("out of order")
                 return super().forward(slices)
 
         proposer = make(Failing(MODEL, num_blocks=17))
         with pytest.raises(RuntimeError, match="out of order"):
-            proposer.propose_ahead([wish(range(8), (1, 2), (1, 1, 1))])
+            proposer.propose_ahead([wish(range(8), (1, 2), (20, 20, 20), params=GREEDY)])
         proposer.check_integrity()
+        true = view("a", (*range(8), 1, 2, *range(3, 6)))  # nothing is taken from what was not read
+        assert proposer.propose([true], {true.request_id: 3}) == make().propose([true], {true.request_id: 3})
+        assert proposer.counters["draft_ahead_branches_true"] == 0
         proposer.release([RequestId("a")])
         assert proposer.sequences.num_held_blocks == 0
 
