@@ -61,7 +61,7 @@ class DraftModelProposer:
             max_read_tokens: most committed tokens that one call reads. A sequence that has more to catch up
                 on than is left of it gets no proposal in that call.
             max_context: longest prefix plus draft, in tokens; None: the runner's limit.
-            eos_token_ids: tokens that min_tokens keeps from being drafted.
+            eos_token_ids: tokens that min_tokens keeps from being drafted; nothing is prepared behind them.
             sampling: how tokens are drawn, as the verification rule needs it.
             fused_loop: asked first to draft, with the same runner, sampler, vocabulary and noise stream.
             idle_work: what makes the runner faster (see `HasIdleWork`).

@@ -317,3 +317,10 @@ class TestFusedAhead(AheadContract):
         runner = self._runner_of("float32")
         loop = MustBeFused(runner, self._sampler, 24) if self._fused else None
         return DraftModelProposer(runner, self._sampler, vocab_size=24, eos_token_ids=(EOS,), fused_loop=loop)
+
+    def test_negative_control(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Blocks that are not copied show with real K/V too."""
+        fresh = AheadContract.fresh.__wrapped__(self)  # type: ignore[attr-defined]
+        monkeypatch.setattr(ModelRunner, "copy_blocks", lambda *_: None)
+        with pytest.raises(AssertionError):
+            self.test_random_life(0, fresh)
