@@ -295,6 +295,9 @@ def test_coordinators_hear_of_the_draft_side_prefix_cache(
         assert engine.draft_counters == {
             "draft_prefix_cache_queries": 80,
             "draft_prefix_cache_hits": 32,
+            "draft_ahead_branches": 0,
+            "draft_ahead_branches_true": 0,
+            "draft_ahead_branches_left_out": 0,
         }
 
 
