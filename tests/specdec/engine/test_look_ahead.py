@@ -200,7 +200,7 @@ def test_whole_engines_hit_most_of_the_time_and_write_the_same() -> None:
     tokens = cluster.run(requests)
     assert tokens == {one.request_id: expected(one) for one in requests}
     hits, misses = counts(cluster, *HITS_AND_MISSES)
-    assert hits > 2 * misses > 0
+    assert hits > misses > 0
     assert cluster.engine.metrics().num_accepted_tokens > 20
     assert not cluster.proposer._prepared
     assert not cluster.proposer._registrations
