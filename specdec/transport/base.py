@@ -7,13 +7,16 @@ late or doubled one does no harm. Who may speak is decided by public keys, not b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NewType, Protocol
+from typing import TYPE_CHECKING, NewType, Protocol
 
 import msgspec
 
 from specdec.transport.messages import Message
+
+if TYPE_CHECKING:  # whoever sends no tensors need not load torch
+    import torch
 
 PeerId = NewType("PeerId", str)
 """One process in one incarnation, as the directory knows it."""
@@ -45,6 +48,8 @@ class Envelope:
 
     sender: PeerId
     message: Message | PeerLost
+    tensors: Mapping[str, torch.Tensor] | None = None
+    """What came beside the message, by name, on the CPU; only over a `TensorChannel`."""
 
 
 @dataclass(slots=True)
@@ -115,4 +120,20 @@ class Channel(Protocol):
 
     def close(self, flush_s: float = 0.0) -> None:
         """Close all links, allowing `flush_s` for what is queued to leave. Idempotent."""
+        ...
+
+
+class TensorChannel(Channel, Protocol):
+    """A channel that carries tensors beside messages."""
+
+    def send_tensors(self, peer_id: PeerId, message: Message, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Queue a message and named tensors, as `send` does; what receives them gets all or nothing.
+
+        The tensors may change as soon as this returns.
+        dtypes: float32, float16, bfloat16, int64, int32, uint8.
+
+        Raises:
+            ChannelClosed: this end is closed.
+            ProtocolError: all together exceeds the size bound.
+        """
         ...

@@ -13,9 +13,10 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from specdec.core.clock import Clock, ManualClock, MonotonicClock
 from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError
@@ -27,7 +28,10 @@ from specdec.transport.base import (
     PeerId,
     PeerLost,
 )
-from specdec.transport.messages import Message, WrongVersion, decode, encode
+from specdec.transport.messages import Message, WrongVersion, decode, encode, is_frame
+
+if TYPE_CHECKING:  # whoever sends no tensors need not load torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +215,16 @@ class MemoryChannel:
 
     def send(self, peer_id: PeerId, message: Message) -> None:
         """Queue a message; see `Channel.send`."""
+        self._send(peer_id, encode(message))
+
+    def send_tensors(self, peer_id: PeerId, message: Message, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Queue a message with tensors; see `TensorChannel.send_tensors`."""
+        from specdec.transport.parcels import encode_parcel
+
+        self._send(peer_id, encode_parcel(message, tensors).numpy().tobytes())
+
+    def _send(self, peer_id: PeerId, frame: bytes) -> None:
         self._require_open()
-        frame = encode(message)
         if len(frame) > self._max_message_bytes:
             raise ProtocolError(f"a message of {len(frame)} bytes exceeds {self._max_message_bytes}")
         if peer_id not in self._links and peer_id not in self._callers:
@@ -265,10 +277,19 @@ class MemoryChannel:
             self._counters.dropped["too_large"] += 1
             return
         try:
-            message = decode(frame)
+            self._inbox.append(_opened(sender.peer_id, frame))
         except WrongVersion:
             self._counters.dropped["version"] += 1
         except ProtocolError:
             self._counters.dropped["malformed"] += 1
-        else:
-            self._inbox.append(Envelope(sender=sender.peer_id, message=message))
+
+
+def _opened(sender: PeerId, frame: bytes) -> Envelope:
+    if is_frame(frame):
+        return Envelope(sender=sender, message=decode(frame))
+    import torch
+
+    from specdec.transport.parcels import decode_parcel
+
+    message, tensors = decode_parcel(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
+    return Envelope(sender=sender, message=message, tensors=tensors)

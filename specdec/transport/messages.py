@@ -273,6 +273,11 @@ def encode(message: Message) -> bytes:
     return bytes(buffer)
 
 
+def is_frame(content: bytes) -> bool:
+    """Whether bytes are meant as a message alone; else they may be one with tensors (`transport.parcels`)."""
+    return content[: len(_MAGIC)] == _MAGIC
+
+
 def decode(frame: bytes | memoryview) -> Message:
     """Return the message in a frame.
 

@@ -1,4 +1,4 @@
-"""Both transports behind one face, for the contract suite."""
+"""All transports behind one face, for the contract suite."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from specdec.transport.base import Channel, PeerId
+from specdec.transport.gloo_link import TorchDistOptions
 from specdec.transport.memory import MemoryNetwork
+from specdec.transport.torch_dist import TorchDistChannel
 from specdec.transport.zmq import ZmqChannel, ZmqOptions
 
 OpenChannel = Callable[[str], Channel]
 MAX_BYTES = 1 << 20
 
 
-@pytest.fixture(params=["memory", "zmq"])
+@pytest.fixture(params=["memory", "zmq", "torch_dist"])
 def open_channel(request: pytest.FixtureRequest) -> Iterator[OpenChannel]:
     """Opens channels of one kind that can reach each other; closes them at the end."""
     network = MemoryNetwork()
@@ -24,6 +26,8 @@ def open_channel(request: pytest.FixtureRequest) -> Iterator[OpenChannel]:
         channel: Channel
         if request.param == "memory":
             channel = network.open(PeerId(name), max_message_bytes=MAX_BYTES)
+        elif request.param == "torch_dist":
+            channel = TorchDistChannel(PeerId(name), options=TorchDistOptions(max_message_bytes=MAX_BYTES))
         else:
             channel = ZmqChannel(PeerId(name), options=ZmqOptions(max_message_bytes=MAX_BYTES))
         opened.append(channel)

@@ -1,0 +1,307 @@
+"""Channels over `torch.distributed` (Gloo): messages, and messages with tensors beside them.
+
+Purpose: what is a tensor on the wire between groups, such as hidden states for remote drafters. Messages
+without tensors travel as well, so that this is a channel like the others; ZeroMQ is faster for them, and safe
+on a network that others share (see `transport.gloo_door` for who can do what here).
+
+Nothing is pickled: frames are those of `messages` and `parcels`, in uint8 tensors, from point to point.
+Tensors on accelerators are copied to the host, and arrive there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError
+from specdec.transport.base import ChannelCounters, Envelope, PeerAddress, PeerId, PeerLost
+from specdec.transport.gloo_door import (
+    GUEST_RANK,
+    HOST_RANK,
+    Door,
+    Knock,
+    endpoint_of,
+    knock_at,
+)
+from specdec.transport.gloo_link import FrameKind, GlooLink, TorchDistOptions
+from specdec.transport.messages import Message, WrongVersion, decode, encode
+from specdec.transport.parcels import decode_parcel, encode_parcel
+
+_FIRST_RETRY_S: Final = 0.05
+_MAX_RETRY_S: Final = 1.0
+
+
+class TorchDistChannel:
+    """A `TensorChannel` over Gloo. Its threads take in what arrives, whatever its owner does."""
+
+    def __init__(
+        self, peer_id: PeerId, *, host: str = "127.0.0.1", options: TorchDistOptions | None = None
+    ) -> None:
+        """Listen on `host` alone.
+
+        Raises:
+            ResourceError: the address cannot be bound.
+        """
+        self._options = options or TorchDistOptions()
+        self._counters = ChannelCounters()
+        self._changed = threading.Condition()
+        self._inbox: deque[Envelope] = deque()
+        self._woken = False
+        self._closed = False
+        self._admitted: dict[PeerId, str] = {}
+        self._links: dict[PeerId, _Dialled] = {}
+        self._callers: dict[PeerId, GlooLink] = {}
+        self._threads: list[threading.Thread] = []
+        self._door = Door(
+            host,
+            is_member=lambda name, key: self._admitted.get(name) == key,
+            let_in=self._let_in,
+            on_dropped=self._drop,
+            timeout_s=self._options.connect_timeout_s,
+        )
+        self._address = PeerAddress(
+            peer_id=peer_id, endpoint=endpoint_of(host, self._door.port), public_key=self._door.key
+        )
+        _open_channels.add(self)
+
+    @property
+    def address(self) -> PeerAddress:
+        """How others reach this channel."""
+        return self._address
+
+    @property
+    def counters(self) -> ChannelCounters:
+        """Live counters."""
+        return self._counters
+
+    def connect(self, peer: PeerAddress) -> None:
+        """Open a link; see `Channel.connect`."""
+        with self._changed:
+            self._require_open()
+            known = self._links.get(peer.peer_id)
+            if known is not None and known.address == peer:
+                return
+            self._links[peer.peer_id] = dialled = _Dialled(self, peer)
+        if known is not None:
+            known.close()
+        thread = threading.Thread(target=dialled.run, name=f"torch-dist-{peer.peer_id}", daemon=True)
+        self._note_thread(thread)
+        thread.start()
+
+    def disconnect(self, peer_id: PeerId) -> None:
+        """Close a link; see `Channel.disconnect`."""
+        with self._changed:
+            link = self._links.pop(peer_id, None)
+        if link is not None:
+            link.close()
+
+    def admit(self, peers: Iterable[PeerAddress]) -> None:
+        """Replace the set of peers that may open links (any thread)."""
+        self._admitted = {peer.peer_id: peer.public_key for peer in peers}
+
+    def send(self, peer_id: PeerId, message: Message) -> None:
+        """Queue a message; see `Channel.send`."""
+        self._send(peer_id, FrameKind.MESSAGE, memoryview(bytearray(encode(message))))
+
+    def send_tensors(self, peer_id: PeerId, message: Message, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Queue a message with tensors; see `TensorChannel.send_tensors`."""
+        self._send(peer_id, FrameKind.PARCEL, encode_parcel(message, tensors).numpy().data)
+
+    def receive(self, timeout_s: float | None) -> Envelope:
+        """Return the next arrival; see `Channel.receive`."""
+        with self._changed:
+            self._require_open()
+            if not self._inbox:
+                self._changed.wait_for(lambda: self._inbox or self._woken or self._closed, timeout_s)
+                self._require_open()
+            if self._inbox:
+                self._counters.received += 1
+                return self._inbox.popleft()
+            self._woken = False
+            raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return early (any thread)."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """Close all links; see `Channel.close`."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+            links: list[_Dialled | GlooLink] = [*self._links.values(), *self._callers.values()]
+            self._links.clear()
+            self._callers.clear()
+        until_s = time.monotonic() + flush_s
+        for link in links:
+            link.close(max(0.0, until_s - time.monotonic()))
+        self._door.close()
+        _open_channels.discard(self)
+
+    def join(self) -> None:
+        """After `close`: wait for its threads, each at most as long as a silent peer is waited for."""
+        for thread in self._threads:
+            thread.join(self._options.heartbeat_timeout_s + self._options.connect_timeout_s)
+
+    def _send(self, peer_id: PeerId, kind: FrameKind, content: memoryview) -> None:
+        limit = self._options.limit_bytes(kind)
+        if len(content) > limit:
+            raise ProtocolError(f"a message of {len(content)} bytes exceeds {limit}")
+        self._require_open()
+        link = self._links.get(peer_id) or self._callers.get(peer_id)
+        if link is None:
+            self._drop("unknown_peer")
+        elif link.send(kind, content):
+            self._counters.sent += 1
+        else:
+            self._drop("full")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"channel {self._address.peer_id} is closed")
+
+    def _note_thread(self, thread: threading.Thread) -> None:
+        with self._changed:
+            self._threads = [one for one in self._threads if one.is_alive()]
+            self._threads.append(thread)
+
+    def _drop(self, reason: str) -> None:
+        with self._changed:
+            self._counters.dropped[reason] += 1
+
+    def _let_in(self, knock: Knock, group: Any) -> None:
+        """Answer to a member on the link that it has opened; take in what it brings."""
+        self._note_thread(threading.current_thread())
+        link = GlooLink(group, HOST_RANK, self._options)
+        with self._changed:
+            if not self._closed:
+                self._callers[knock.peer_id] = link
+        if self._closed:
+            link.close()
+        self._hear(link, knock.peer_id, knock.public_key)
+        with self._changed:
+            if self._callers.get(knock.peer_id) is link:
+                del self._callers[knock.peer_id]
+
+    def _dial(self, peer: PeerAddress, given_up: Callable[[], bool]) -> GlooLink | None:
+        """Return a link to a peer; None when it cannot be reached, or refuses."""
+        group = knock_at(peer, self._address, timeout_s=self._options.connect_timeout_s, given_up=given_up)
+        return None if group is None else GlooLink(group, GUEST_RANK, self._options)
+
+    def _hear(self, link: GlooLink, sender: PeerId, public_key: str) -> None:
+        """Take in what a link brings, until it ends; as a caller, only while it is admitted."""
+
+        def take(kind: FrameKind, content: torch.Tensor) -> None:
+            dialled = self._links.get(sender)
+            is_ours = dialled is not None and dialled.link is link
+            if not is_ours and self._admitted.get(sender) != public_key:
+                self._drop("foreign")
+            elif (envelope := self._open(sender, kind, content)) is not None:
+                self._deliver(envelope)
+
+        link.listen(take, self._drop)
+
+    def _open(self, sender: PeerId, kind: FrameKind, content: torch.Tensor) -> Envelope | None:
+        try:
+            if kind is FrameKind.PARCEL:
+                message, tensors = decode_parcel(content)
+                return Envelope(sender=sender, message=message, tensors=tensors)
+            return Envelope(sender=sender, message=decode(content.numpy().data))
+        except WrongVersion:
+            self._drop("version")
+        except ProtocolError:
+            self._drop("malformed")
+        return None
+
+    def _deliver(self, envelope: Envelope) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            if len(self._inbox) >= self._options.max_queued_messages:
+                self._counters.dropped["full"] += 1
+                return
+            self._inbox.append(envelope)
+            self._changed.notify_all()
+
+
+class _Dialled:
+    """A link that this end opens, and opens again when it breaks, until it is closed."""
+
+    def __init__(self, channel: TorchDistChannel, address: PeerAddress) -> None:
+        self.address = address
+        self.link: GlooLink | None = None
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._unsent: deque[tuple[FrameKind, memoryview]] = deque()
+        self._closed = False
+
+    def run(self) -> None:
+        """Dial, listen, report the end, and begin again."""
+        retry_s = _FIRST_RETRY_S
+        while not self._closed:
+            link = self._channel._dial(self.address, lambda: self._closed)
+            if link is not None:
+                retry_s = _FIRST_RETRY_S
+                self._use(link)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, retry_s)
+            retry_s = min(2 * retry_s, _MAX_RETRY_S)
+
+    def _use(self, link: GlooLink) -> None:
+        with self._changed:
+            while self._unsent and not self._closed:
+                link.send(*self._unsent.popleft())
+            self.link = link
+            self._changed.notify_all()
+            if self._closed:
+                link.close()
+        self._channel._hear(link, self.address.peer_id, self.address.public_key)
+        with self._changed:
+            self.link = None
+        if not self._closed:
+            self._channel._deliver(Envelope(sender=self.address.peer_id, message=PeerLost()))
+
+    def send(self, kind: FrameKind, content: memoryview) -> bool:
+        """Send now, or once the link is up; False when too much is queued."""
+        with self._changed:
+            if self.link is not None:
+                return self.link.send(kind, content)
+            if len(self._unsent) >= self._channel._options.max_queued_messages:
+                return False
+            self._unsent.append((kind, content))
+            return True
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """End it, allowing `flush_s` for what is queued."""
+        with self._changed:
+            if flush_s > 0.0 and self._unsent:
+                self._changed.wait_for(lambda: not self._unsent, flush_s)
+            self._closed = True
+            self._changed.notify_all()
+            link = self.link
+        if link is not None:
+            link.close(flush_s)
+
+
+_open_channels: weakref.WeakSet[TorchDistChannel] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is inside torch when the interpreter ends would turn that end into an abort."""
+    channels = list(_open_channels)
+    for channel in channels:
+        channel.close()
+    for channel in channels:
+        channel.join()

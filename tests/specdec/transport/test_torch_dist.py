@@ -1,0 +1,194 @@
+"""What only channels with tensors have, and what only Gloo does: silent peers, dead ones, its open door."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from specdec.core.errors import ChannelTimeout, ProtocolError, ResourceError
+from specdec.transport.base import PeerAddress, PeerId, PeerLost, TensorChannel
+from specdec.transport.gloo_link import FrameKind, TorchDistOptions
+from specdec.transport.memory import MemoryNetwork
+from specdec.transport.messages import Ping, encode
+from specdec.transport.torch_dist import TorchDistChannel
+from tests.specdec.transport.echo_peer import echo_process
+
+SERVER, CLIENT, ECHO = PeerId("server"), PeerId("client"), PeerId("echo")
+
+
+@contextmanager
+def channels(*names: str, options: TorchDistOptions | None = None) -> Iterator[list[TorchDistChannel]]:
+    opened = [TorchDistChannel(PeerId(name), options=options) for name in names]
+    try:
+        yield opened
+    finally:
+        for channel in opened:
+            channel.close()
+
+
+@contextmanager
+def linked(options: TorchDistOptions | None = None) -> Iterator[tuple[TorchDistChannel, TorchDistChannel]]:
+    with channels("server", "client", options=options) as (server, client):
+        server.admit([client.address])
+        client.connect(server.address)
+        client.send(SERVER, Ping(0))
+        assert server.receive(10).message == Ping(0)
+        yield server, client
+
+
+def unheard(server: TorchDistChannel, seconds: float = 0.3) -> None:
+    with pytest.raises(ChannelTimeout):
+        server.receive(seconds)
+
+
+@pytest.mark.parametrize("transport", ["memory", "torch_dist"])
+def test_tensors_arrive_with_their_message_in_order(transport: str) -> None:
+    if transport == "memory":
+        network = MemoryNetwork()
+        exchange_tensors(network.open(SERVER), network.open(CLIENT))
+    else:
+        with channels("server", "client") as (server, client):
+            exchange_tensors(server, client)
+
+
+def exchange_tensors(server: TensorChannel, client: TensorChannel) -> None:
+    server.admit([client.address])
+    client.connect(server.address)
+    generator = torch.Generator().manual_seed(1)
+    for rows in (1, 0, 700, 40_000, 3):  # in one slot; without rows; two chunks; many chunks
+        hidden = torch.randn((rows, 48), generator=generator).bfloat16()
+        client.send_tensors(SERVER, Ping(rows), {"hidden": hidden, "rows": torch.arange(rows)})
+        client.send(SERVER, Ping(-1))
+        hidden_sent = hidden.clone()
+        hidden.zero_()
+        envelope = server.receive(10)
+        assert (envelope.sender, envelope.message) == (CLIENT, Ping(rows))
+        assert envelope.tensors is not None
+        assert torch.equal(envelope.tensors["hidden"], hidden_sent)
+        assert torch.equal(envelope.tensors["rows"], torch.arange(rows))
+        plain = server.receive(10)
+        assert (plain.message, plain.tensors) == (Ping(-1), None)
+    server.send_tensors(CLIENT, Ping(9), {"back": torch.ones(3)})
+    answer = client.receive(10)
+    assert answer.tensors is not None
+    assert torch.equal(answer.tensors["back"], torch.ones(3))
+
+
+def test_more_than_the_bound_is_an_error_at_its_sender() -> None:
+    options = TorchDistOptions(max_parcel_bytes=10_000)
+    with linked(options) as (_, client), pytest.raises(ProtocolError, match="exceeds"):
+        client.send_tensors(SERVER, Ping(1), {"x": torch.zeros(10_000)})
+
+
+def test_a_member_that_sends_rubbish_is_counted_and_harms_nobody() -> None:
+    with (
+        channels("client") as (client,),
+        channels("server", options=TorchDistOptions(max_parcel_bytes=1 << 16)) as (server,),
+    ):
+        server.admit([client.address])
+        client.connect(server.address)
+        old = bytearray(encode(Ping(1)))
+        old[2] = 9
+        for content in (b"rubbish", b"", bytes(old), bytes(5000)):
+            assert client._links[SERVER].send(FrameKind.MESSAGE, memoryview(bytearray(content)))
+        for content in (b"rubbish", encode(Ping(1)), bytes(5000)):
+            assert client._links[SERVER].send(FrameKind.PARCEL, memoryview(bytearray(content)))
+        client.send_tensors(
+            SERVER, Ping(1), {"x": torch.zeros(2_000_000)}
+        )  # over the server's bound, not ours
+        client.send(SERVER, Ping(5))
+        assert server.receive(10).message == Ping(5)
+        assert server.counters.dropped == {"malformed": 6, "version": 1, "too_large": 1}
+        assert client._links[SERVER].link is not None, "the link stands"
+
+
+def test_the_name_of_a_member_without_its_key_is_not_enough() -> None:
+    with channels("server", "member", "member") as (server, member, impostor):
+        server.admit([member.address])
+        impostor.connect(server.address)
+        impostor.send(SERVER, Ping(666))
+        unheard(server)
+        assert server.counters.dropped["refused_link"]
+        member.connect(server.address)
+        member.send(SERVER, Ping(1))
+        assert server.receive(10).message == Ping(1)
+
+
+def test_a_member_that_does_not_know_whom_it_calls_is_refused() -> None:
+    with channels("server", "client") as (server, client):
+        server.admit([client.address])
+        endpoint = server.address.endpoint
+        client.connect(PeerAddress(peer_id=SERVER, endpoint=endpoint, public_key="f" * 64))
+        client.send(SERVER, Ping(1))
+        unheard(server)
+        assert server.counters.dropped["refused_link"]
+
+
+def test_rubbish_at_the_door_does_not_shut_it() -> None:
+    with channels("server", "client") as (server, client):
+        host, port = server.address.endpoint.removeprefix("tcp://").split(":")
+        store = TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=5))
+        for knock in (b"", b"rubbish", b"\x94\x01\x02\x03\x04"):
+            store.queue_push("knocks", knock)  # type: ignore[attr-defined]
+        server.admit([client.address])
+        client.connect(server.address)
+        client.send(SERVER, Ping(1))
+        assert server.receive(10).message == Ping(1)
+        assert server.counters.dropped["malformed"] == 3
+
+
+def test_an_address_that_cannot_be_bound_is_a_clear_error() -> None:
+    with pytest.raises(ResourceError, match=r"cannot bind a channel to 203\.0\.113\.7"):
+        TorchDistChannel(PeerId("nowhere"), host="203.0.113.7")
+
+
+def test_an_idle_link_stays_up() -> None:
+    with linked(TorchDistOptions(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)) as (server, client):
+        unheard(client, 1.0)
+        client.send(SERVER, Ping(1))
+        assert server.receive(10).message == Ping(1)
+
+
+def test_nothing_is_left_of_a_closed_channel() -> None:
+    with linked() as (server, client):
+        pass
+    for channel in (server, client):
+        channel.join()
+        assert not any(thread.is_alive() for thread in channel._threads)
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_process_that_dies_or_hangs_is_noticed_and_nothing_waits_for_it(end: str) -> None:
+    """SIGKILL: its kernel closes the connection. SIGSTOP, as when a machine is gone: only silence tells."""
+    options = TorchDistOptions(heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0)
+    with channels("client", options=options) as (client,), echo_process(client.address) as (process, address):
+        client.connect(address)
+        hidden = torch.randn(3000, 64)
+        client.send_tensors(ECHO, Ping(1), {"hidden": hidden})
+        envelope = client.receive(30)
+        assert envelope.message == Ping(1)
+        assert envelope.tensors is not None
+        assert torch.equal(envelope.tensors["hidden"], hidden)
+        os.kill(process.pid, signal.SIGKILL if end == "killed" else signal.SIGSTOP)
+        for _ in range(5):
+            client.send_tensors(ECHO, Ping(2), {"hidden": hidden})  # never blocks
+        assert until_lost(client) == PeerLost()
+        client.send(ECHO, Ping(3))
+        started_s = time.monotonic()
+        unheard(client, 0.2)
+        assert time.monotonic() - started_s < 10
+
+
+def until_lost(channel: TorchDistChannel) -> object:
+    """Return the news; what was in flight when a peer ended may still arrive before it."""
+    while not isinstance(message := channel.receive(10).message, PeerLost):
+        pass
+    return message
