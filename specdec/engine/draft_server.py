@@ -163,7 +163,7 @@ class DraftServer:
             return
         if (mirror is None or entry.epoch > mirror.epoch) and entry.opening is not None:
             self._forget(name)
-            inner_id = RequestId(f"{coordinator}/{entry.request_id}/{entry.epoch}")
+            inner_id = sequence_name(coordinator, entry.request_id, entry.epoch)
             mirror = _Mirror(inner_id, entry.epoch, entry.opening, self._grammars)
             self._mirrors[name] = mirror
         if mirror is None or mirror.epoch != entry.epoch or not _catch_up(mirror, entry):
@@ -227,6 +227,11 @@ class DraftServer:
                 members is not None and name[0] not in members
             ):
                 self._forget(name)
+
+
+def sequence_name(coordinator: PeerId, request_id: RequestId, epoch: int) -> RequestId:
+    """Return the id by which a draft worker's proposer knows a coordinator's sequence."""
+    return RequestId(f"{coordinator}/{request_id}/{epoch}")
 
 
 def _catch_up(mirror: _Mirror, entry: ProposeEntry) -> bool:

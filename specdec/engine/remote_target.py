@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ChannelTimeout, TransportError
 from specdec.core.plan import TargetResult, TargetStep
-from specdec.transport.base import Channel, PeerAddress, PeerLost
-from specdec.transport.messages import Fatal, Fenced, Hello, RunStep, StepDone, Welcome
+from specdec.transport.base import Channel, PeerAddress, PeerId, PeerLost
+from specdec.transport.messages import (
+    Fatal,
+    Fenced,
+    Hello,
+    HiddenWish,
+    RunStep,
+    SendHidden,
+    StepDone,
+    Welcome,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +127,21 @@ class RemoteTarget:
         if now_s - self._lost_s >= self._times.lost_link_grace_s:
             raise TransportError(f"target worker {self._worker.peer_id} is gone")
         self._channel.send(self._worker.peer_id, Hello(self._incarnation))
+
+    def send_hidden(self, coordinator: PeerId, receiver: PeerAddress, wishes: Sequence[HiddenWish]) -> None:
+        """Have the worker send hidden states to a draft worker, who knows us as `coordinator`.
+
+        Best effort: rows that get lost cost the drafts that needed them.
+        """
+        order = SendHidden(
+            incarnation=self._incarnation,
+            coordinator=coordinator,
+            receiver=receiver.peer_id,
+            endpoint=receiver.endpoint,
+            public_key=receiver.public_key,
+            wishes=tuple(wishes),
+        )
+        self._channel.send(self._worker.peer_id, order)
 
     def close(self) -> None:
         """Close the channel. Idempotent."""

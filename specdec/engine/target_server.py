@@ -10,9 +10,19 @@ import msgspec
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
+from specdec.engine.hidden_sender import HiddenSender
 from specdec.engine.target import Target
 from specdec.transport.base import Channel, PeerId
-from specdec.transport.messages import Fatal, Fenced, Hello, Message, RunStep, StepDone, Welcome
+from specdec.transport.messages import (
+    Fatal,
+    Fenced,
+    Hello,
+    Message,
+    RunStep,
+    SendHidden,
+    StepDone,
+    Welcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +37,11 @@ class TargetServer:
     owner are forgotten before the new owner's first step.
     """
 
-    def __init__(self, channel: Channel, target: Target) -> None:
+    def __init__(self, channel: Channel, target: Target, *, hidden: HiddenSender | None = None) -> None:
+        """Serve `target`; with `hidden`, draft workers get hidden states as the owner wishes."""
         self._channel = channel
         self._target = target
+        self._hidden = hidden
         self._owner: PeerId | None = None
         self._incarnation = -1
         self._next_sequence = 0
@@ -53,6 +65,9 @@ class TargetServer:
                 self._attach(envelope.sender, incarnation)
             case RunStep() as message:
                 self._accept(envelope.sender, message)
+            case SendHidden() as order if self._hidden is not None:
+                if envelope.sender == self._owner and order.incarnation == self._incarnation:
+                    self._hidden.take(order)
             case _:
                 logger.debug("ignored %s from %s", type(envelope.message).__name__, envelope.sender)
         return True
@@ -72,6 +87,8 @@ class TargetServer:
             self._answers.clear()
             self._left_behind = tuple(self._known)
             self._known.clear()
+            if self._hidden is not None:
+                self._hidden.forget_all()
         self._channel.send(sender, Welcome(incarnation, self._target.description))
 
     def _accept(self, sender: PeerId, message: RunStep) -> None:
@@ -104,6 +121,8 @@ class TargetServer:
         while len(self._answers) > _NUM_KEPT_ANSWERS:
             self._answers.popitem(last=False)
         self._answer(sequence)
+        if self._hidden is not None:
+            self._hidden.step_done(self._known)
 
     def _answer(self, sequence: int) -> None:
         self._send_to_owner(StepDone(self._incarnation, sequence, self._answers[sequence]))

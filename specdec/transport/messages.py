@@ -7,6 +7,8 @@
     ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery
     coordinator -> ingress         Welcome, Admitted, Refused, OutputFrame, Pong, MetricsReply
     channel -> channel             LaneOffer, LaneMoved
+    coordinator -> target worker   SendHidden
+    target worker -> draft worker  HiddenStates, with a tensor
 
 A frame is three bytes (`DH`, protocol version) and a msgpack array whose first element is the message's tag.
 Fields may be added at the end of a message without a new version; anything else needs one.
@@ -235,6 +237,57 @@ class LaneMoved(msgspec.Struct, frozen=True, array_like=True, tag=51):
     name: str
 
 
+class HiddenWish(msgspec.Struct, frozen=True, array_like=True):
+    """Hidden states that a draft worker needs to continue a prefix, named as in its `ProposeEntry`.
+
+    The row of the token at position s is what the target made of it: it gave token s + 1. The last committed
+    token has none yet, so the rows wanted are first_row .. committed_len - 2.
+    """
+
+    request_id: RequestId
+    epoch: int
+    committed_len: int
+    prefix_hash: int
+    first_row: int
+
+
+class SendHidden(msgspec.Struct, frozen=True, array_like=True, tag=60):
+    """The target worker shall send rows to a draft worker, directly, as soon as it has computed them.
+
+    A later wish for the same sequence and draft worker takes the place of an earlier one that still waits,
+    and includes its rows.
+    """
+
+    incarnation: int
+    coordinator: str
+    """Name by which the draft worker knows the coordinator."""
+    receiver: str
+    """Name of the draft worker's tensor channel; `endpoint` and `public_key` are the rest of its address."""
+    endpoint: str
+    public_key: str
+    wishes: tuple[HiddenWish, ...]
+
+
+class HiddenRun(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive rows of one sequence that end with row committed_len - 2; fewer than wished if lost."""
+
+    request_id: RequestId
+    epoch: int
+    committed_len: int
+    prefix_hash: int
+    first_row: int
+    num_rows: int
+
+
+class HiddenStates(msgspec.Struct, frozen=True, array_like=True, tag=61):
+    """Comes with a tensor `hidden` [rows of all runs one after the other, len(layers) * hidden size]."""
+
+    coordinator: str
+    layers: tuple[int, ...]
+    """Target layers, in the order in which their hidden states are side by side in a row."""
+    runs: tuple[HiddenRun, ...]
+
+
 Message = (
     Hello
     | Welcome
@@ -256,6 +309,8 @@ Message = (
     | MetricsReply
     | LaneOffer
     | LaneMoved
+    | SendHidden
+    | HiddenStates
 )
 
 _encoder = msgspec.msgpack.Encoder()

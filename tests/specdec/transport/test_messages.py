@@ -91,6 +91,15 @@ EXAMPLES: list[m.Message] = [
     m.MetricsReply(1, {"x": 1.5}),
     m.LaneOffer("drafthouse-0", bytes(32)),
     m.LaneMoved("drafthouse-0"),
+    m.SendHidden(
+        incarnation=3,
+        coordinator="coordinator-1",
+        receiver="draft-1-tensors",
+        endpoint="tcp://10.0.0.3:41123",
+        public_key="ab" * 32,
+        wishes=(m.HiddenWish(RequestId("r1"), 2, 40, 1234567, 17),),
+    ),
+    m.HiddenStates("coordinator-1", (3, 17, 30), (m.HiddenRun(RequestId("r1"), 2, 40, 1234567, 17, 22),)),
 ]
 
 

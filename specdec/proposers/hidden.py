@@ -1,0 +1,62 @@
+"""Hidden states of the target, as proposers that declare `hidden_layers` get them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from specdec.core.ids import RequestId
+from specdec.core.sequence import SequenceView
+
+
+class HiddenRows:
+    """Rows of one sequence, without a gap, up to the one before its last committed token.
+
+    The row of the token at position s is what the target made of it, [len(hidden_layers) * hidden size]: it
+    gave token s + 1. Early rows may be missing: they were lost, or the target no longer keeps them.
+    """
+
+    def __init__(self, first_row: int) -> None:
+        self._chunks: list[torch.Tensor] = []
+        self.first_row = first_row
+        self.end_row = first_row
+        """One behind the last."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are."""
+        return self.end_row - self.first_row
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Add the rows that follow."""
+        self._chunks.append(rows)
+        self.end_row += len(rows)
+
+    def since(self, row: int) -> torch.Tensor:
+        """Return rows `row` .. end_row - 1; at the cost of those alone."""
+        assert self.first_row <= row < self.end_row, f"row {row} of {self.first_row} .. {self.end_row - 1}"
+        wanted: list[torch.Tensor] = []
+        begin = self.end_row
+        for chunk in reversed(self._chunks):
+            begin -= len(chunk)
+            wanted.append(chunk)
+            if begin <= row:
+                break
+        return torch.cat(wanted[::-1])[row - begin :]
+
+
+class HiddenSource(Protocol):
+    """Where a proposer in a draft worker gets them from."""
+
+    def await_rows(self, sequences: Sequence[SequenceView]) -> Mapping[RequestId, HiddenRows]:
+        """Return the rows of exactly the prefixes given; wait a little for those that are on their way.
+
+        Sequences whose newest rows have not come are absent: they go without a proposal in this round.
+        """
+        ...
+
+    def release(self, request_ids: Sequence[RequestId]) -> None:
+        """Forget these sequences. Unknown ids are ignored."""
+        ...
