@@ -69,7 +69,7 @@ class TorchDistChannel:
         self._address = PeerAddress(
             peer_id=peer_id, endpoint=endpoint_of(host, self._door.port), public_key=self._door.key
         )
-        _open_channels.add(self)
+        _channels.add(self)
 
     @property
     def address(self) -> PeerAddress:
@@ -147,7 +147,6 @@ class TorchDistChannel:
         for link in links:
             link.close(max(0.0, until_s - time.monotonic()))
         self._door.close()
-        _open_channels.discard(self)
 
     def join(self) -> None:
         """After `close`: wait for its threads, each at most as long as a silent peer is waited for."""
@@ -294,13 +293,14 @@ class _Dialled:
             link.close(flush_s)
 
 
-_open_channels: weakref.WeakSet[TorchDistChannel] = weakref.WeakSet()
+_channels: weakref.WeakSet[TorchDistChannel] = weakref.WeakSet()
+"""Closed ones too: their threads hold them until they end."""
 
 
 @atexit.register
-def _close_all() -> None:
+def _end_all() -> None:
     """A thread that is inside torch when the interpreter ends would turn that end into an abort."""
-    channels = list(_open_channels)
+    channels = list(_channels)
     for channel in channels:
         channel.close()
     for channel in channels:
