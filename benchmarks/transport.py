@@ -335,7 +335,8 @@ class Bench:
         self, kind: Kind, what: str, channel: Channel, peer: PeerId, say: Callable[[], None], cold: _Cold
     ) -> None:
         hops_us(channel, peer, say, count=self._plan.num_warm, cold=None)
-        for pace, count in (("busy", self._plan.num_busy), ("paced", self._plan.num_paced)):
+        counts: dict[Pace, int] = {"busy": self._plan.num_busy, "paced": self._plan.num_paced}
+        for pace, count in counts.items():
             hops = hops_us(channel, peer, say, count=count, cold=cold if pace == "paced" else None)
             self._hops.setdefault((kind, what, pace), []).append(statistics.median(hops))
 

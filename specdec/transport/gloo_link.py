@@ -30,7 +30,8 @@ import torch
 
 from specdec.transport.base import MAX_MESSAGE_BYTES
 
-_SLOT_BYTES: Final = 4096
+_SLOT_BYTES: Final = 16384
+"""A round's proposals fit. What does not costs another exchange: its receive is posted behind the slot."""
 _CHUNK_BYTES: Final = 1 << 20
 _HEADER: Final = struct.Struct("<2sBBQ")
 _MAGIC: Final = b"DG"
@@ -185,6 +186,8 @@ class GlooLink:
 
     def _rest(self, slot: torch.Tensor, kind: FrameKind, length: int) -> torch.Tensor | None:
         """Return a frame of `length` bytes that begins in `slot`; None when it is too large, and let go."""
+        if length <= min(_ROOM, self._options.limit_bytes(kind)):
+            return slot[_HEADER.size : _HEADER.size + length].clone()
         num_chunks = math.ceil(max(0, length - _ROOM) / _CHUNK_BYTES)
         if length > self._options.limit_bytes(kind):
             scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
