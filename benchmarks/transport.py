@@ -143,9 +143,10 @@ def serve(channel: Channel) -> None:
                 return
 
 
-def _peer(kind: Kind, core: int, pipe: Connection) -> None:
+def _peer(kind: Kind, core: int | None, pipe: Connection) -> None:
     """The other process."""
-    os.sched_setaffinity(0, {core})
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     channel = open_channel(kind, "draft")
     pipe.send(channel.address)
@@ -155,7 +156,7 @@ def _peer(kind: Kind, core: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def link_to_process(kind: Kind, core: int) -> Iterator[tuple[Channel, PeerId]]:
+def link_to_process(kind: Kind, core: int | None) -> Iterator[tuple[Channel, PeerId]]:
     """A channel to an answering process on a core of its own."""
     context = multiprocessing.get_context("spawn")
     pipe, its_pipe = context.Pipe()
