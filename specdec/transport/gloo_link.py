@@ -93,10 +93,9 @@ class GlooLink:
         self._keeper = threading.Thread(target=self._keep, name="gloo-link-keeper", daemon=True)
         self._keeper.start()
 
-    @property
-    def keeper(self) -> threading.Thread:
-        """The thread that looks after what is in flight; it ends soon after the link."""
-        return self._keeper
+    def join(self) -> None:
+        """After `listen`: wait for what was in flight to be let go."""
+        self._keeper.join()
 
     def send(self, kind: FrameKind, content: memoryview) -> bool:
         """Begin to send a frame, whose memory must not change any more; False when too much is queued.

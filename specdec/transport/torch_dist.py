@@ -192,6 +192,7 @@ class TorchDistChannel:
         with self._changed:
             if self._callers.get(knock.peer_id) is link:
                 del self._callers[knock.peer_id]
+        link.join()
 
     def _dial(self, peer: PeerAddress, given_up: Callable[[], bool]) -> GlooLink | None:
         """Return a link to a peer; None when it cannot be reached, or refuses."""
@@ -270,6 +271,7 @@ class _Dialled:
             self.link = None
         if not self._closed:
             self._channel._deliver(Envelope(sender=self.address.peer_id, message=PeerLost()))
+        link.join()
 
     def send(self, kind: FrameKind, content: memoryview) -> bool:
         """Send now, or once the link is up; False when too much is queued."""
