@@ -7,6 +7,19 @@ import msgspec
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.sampling_params import SamplingParams
 
+OTHER_CLASS = "other"
+"""Class of requests that name none."""
+
+
+class LatencyTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """How soon a client wants its tokens. A wish: nothing is refused or dropped for its sake."""
+
+    ttft_ms: float | None = None
+    """Milliseconds to the first token: rows that read its prompt go before draft rows of others."""
+    itl_ms: float | None = None
+    """Milliseconds between two rounds of the stream: no round is made longer than that by drafting, as long
+    as rounds without drafts are not."""
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine needs to start, or to continue elsewhere, one stream.
@@ -31,6 +44,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Only requests of one salt share cached K/V; None is a salt of its own."""
     timeout_s: float | None = None
     """Seconds from its arrival at an engine after which it ends, complete or not; None: no limit."""
+    class_name: str = OTHER_CLASS
+    """What kind of request it is; how far drafts of its kind are accepted is where it begins."""
+    slo: LatencyTarget | None = None
+    """How soon its tokens are wanted; None: as soon as may be."""
 
     def continued(self, *, delivered_token_ids: tuple[int, ...], elapsed_s: float) -> Request:
         """Return what is left of it after some time, to be submitted again, be it elsewhere."""

@@ -143,6 +143,21 @@ class LiveRequest:
         return self.request.cache_salt
 
     @property
+    def class_name(self) -> str:
+        """What kind of request it is."""
+        return self.request.class_name
+
+    @property
+    def itl_s(self) -> float | None:
+        """Longest time between two of its rounds that its client wants, in seconds; None: any."""
+        return _seconds(None if self.request.slo is None else self.request.slo.itl_ms)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """How soon its first token is wanted, in seconds; None: no matter."""
+        return _seconds(None if self.request.slo is None else self.request.slo.ttft_ms)
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks held."""
         return self.table.num_blocks
@@ -273,6 +288,10 @@ class LiveRequest:
             num_generated_tokens=sequence.num_generated,
             stats=self.stats if finish else None,
         )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000.0
 
 
 def _without_text(params: SamplingParams) -> SamplingParams:

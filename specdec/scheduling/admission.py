@@ -72,6 +72,13 @@ def _check_order(request: Request) -> None:
             f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {request.priority}",
             param="priority",
         )
+    slo = request.slo
+    for name in ("ttft_ms", "itl_ms"):
+        wanted_ms = None if slo is None else getattr(slo, name)
+        if wanted_ms is not None and not 0 < wanted_ms < math.inf:
+            raise InputError(
+                f"slo.{name} must be a positive number of milliseconds, got {wanted_ms}", param="slo"
+            )
     timeout_s = request.timeout_s
     if timeout_s is not None and not 0 <= timeout_s < math.inf:
         raise InputError(f"timeout_s must be a number of seconds, got {timeout_s}", param="timeout_s")

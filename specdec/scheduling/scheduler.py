@@ -5,7 +5,8 @@ Order of service is by priority, then arrival. In one round
 1. every decoding sequence gets one row; where its next block is missing and none is free, sequences
    behind it are preempted (`preemption.choose_victim`);
 2. draft rows are added, as far as rows and blocks go round evenly: they never cost anyone a block, and
-   leave a quarter of the rows to prompts that wait to be read;
+   leave a quarter of the rows to prompts that wait to be read, and as many as there is use for to prompts of
+   requests that want their first token soon (`slo.ttft_ms`);
 3. prompts that are being read get the rows that are left, in order;
 4. waiting requests are admitted in order, never past one that does not fit, and get the blocks of all
    their tokens at once, those that the prefix cache has first. Where somebody was preempted, nobody is
@@ -43,6 +44,7 @@ def plan_round(
     limits: RoundLimits,
     controller: SpeculationController,
     sharing: BlockSharing | None = None,
+    elsewhere: Sequence[Schedulable] = (),
 ) -> RoundPlan:
     """Decide who runs in the next round.
 
@@ -52,8 +54,10 @@ def plan_round(
         limits: what the round may use.
         controller: says how many draft tokens each decoding sequence should have.
         sharing: knows about shared and cached blocks; None: there are none.
+        elsewhere: sequences that decode in another flight meanwhile. Nothing is planned for them, but the
+            controller takes them into account.
     """
-    return _Planner(running, limits, sharing).plan(waiting, controller)
+    return _Planner(running, limits, sharing).plan(waiting, controller, elsewhere)
 
 
 class _Planner:
@@ -80,7 +84,12 @@ class _Planner:
         self._admitted: list[RequestId] = []
         self._num_cached: dict[RequestId, int] = {}
 
-    def plan(self, waiting: Iterable[Schedulable], controller: SpeculationController) -> RoundPlan:
+    def plan(
+        self,
+        waiting: Iterable[Schedulable],
+        controller: SpeculationController,
+        elsewhere: Sequence[Schedulable],
+    ) -> RoundPlan:
         decoding: list[Schedulable] = []
         prefilling: list[Schedulable] = []
         for request in self._running:
@@ -94,7 +103,8 @@ class _Planner:
             decoding = [request for request in decoding if request.request_id not in self._preempted]
             prefilling = [request for request in prefilling if request.request_id not in self._preempted]
         unread += prefilling
-        self._give_draft_rows(decoding, bounded_choice(controller, decoding), [*unread, queue.head])
+        wanted = bounded_choice(controller, decoding, elsewhere)
+        self._give_draft_rows(decoding, wanted, [*unread, queue.head])
         for request in sorted(unread, key=lambda one: one.service_key):
             self._give_chunk(request, self._num_cached.get(request.request_id, request.num_computed))
         if not self._preempted:
@@ -206,10 +216,14 @@ class _Planner:
     ) -> None:
         if not any(wanted):
             return
-        num_unread = sum(
-            request.committed_len - request.num_computed for request in unread if request is not None
-        )
+        num_unread = num_awaited = 0
+        for request in unread:
+            if request is not None:
+                num_rows = request.committed_len - request.num_computed
+                num_unread += num_rows
+                num_awaited += num_rows if request.ttft_s is not None else 0
         num_kept = min(num_unread, self._limits.max_num_batched_tokens // _PREFILL_SHARE)
+        num_kept = max(num_kept, num_awaited)
         fair_share = max(0, self._num_free_rows - num_kept) // len(decoding)
         block_size = self._limits.block_size
         for request, wanted_tokens in zip(decoding, wanted, strict=True):

@@ -54,6 +54,21 @@ class Schedulable(Protocol):
         """Most prompt tokens to read in one round; None: as many as there is room for."""
         ...
 
+    @property
+    def class_name(self) -> str:
+        """What kind of request it is, for those who learn from others of its kind."""
+        ...
+
+    @property
+    def ttft_s(self) -> float | None:
+        """How soon its first token is wanted, in seconds; None: no matter."""
+        ...
+
+    @property
+    def itl_s(self) -> float | None:
+        """Longest time between two rounds of it that its client wants, in seconds; None: any."""
+        ...
+
 
 class CachedPrefix(NamedTuple):
     """What the cache has of a waiting request."""

@@ -1,12 +1,15 @@
-"""Who decides how many tokens are drafted for each request, each round."""
+"""Who decides how many tokens are drafted for each request, each round, and how the groups overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.explanation import ControllerState
+from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses
+from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import Schedulable
 
 
@@ -20,29 +23,94 @@ class DraftOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AheadOutcome:
+    """What became of the continuations that were prepared for one verdict."""
+
+    request_id: RequestId
+    num_pending: int
+    """Draft tokens that were being verified; 0 when the round had none for this request."""
+    num_accepted: int
+    """Of these, how many stood: a."""
+    num_prepared: int
+    """Tokens that a continuation was prepared for, in case exactly a stand; at most `fan_out[a]`."""
+    rank: int | None
+    """Which of these the target chose, 0 for the first; None: it chose another one."""
+    is_late: bool = False
+    """Whether the continuation was prepared, but did not come in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundObservation:
-    """What one round cost and brought, for a controller to learn from."""
+    """What one round cost and brought, for a controller to learn from. Times are seconds."""
 
     num_rows: int
     """Rows of the target's forward, draft rows included."""
     num_sequences: int
     num_committed: int
     draft_s: float
-    """Seconds that the round waited for proposals."""
+    """How long the round waited for proposals."""
     verify_s: float
-    """Seconds from the submission of the target's step to its answer."""
+    """From the submission of the target's step to its answer."""
     outcomes: Sequence[DraftOutcome]
+    mode: OverlapMode = "lockstep"
+    """How this round was run; the first rounds after a change may be mixed, and count as the former mode."""
+    round_s: float | None = None
+    """From the end of the round before to the end of this one, where there was work all the time; None: not
+    known, or the engine was idle between. In ping_pong every cohort's round counts, so it is about half the
+    time between two rounds of one request."""
+    num_decoding: int | None = None
+    """Sequences that got new tokens; None: all."""
+    num_prompt_rows: int = 0
+    """Of the rows, those that read prompts."""
+    context_tokens: int = 0
+    """Committed tokens of all sequences of the round together."""
+    budgets: Mapping[RequestId, int] = field(default_factory=dict)
+    """Draft tokens that were asked for, by request. With `outcomes` it tells how often there are drafts."""
+    draft_ready_s: float | None = None
+    """From asking for proposals to the last answer, waited for or not: T_draft with its wire; None: as
+    `draft_s` in lockstep, else not known."""
+    target_s: float | None = None
+    """What the target itself reports of its step, without wire and queue; None: not known."""
+    num_elsewhere: int = 0
+    """Sequences in the other flight of ping_pong."""
+    ahead: Sequence[AheadOutcome] = ()
+    """Verdicts that continuations had been prepared for."""
 
 
 class SpeculationController(Protocol):
-    """Chooses k. It never affects which tokens come out, only how soon.
+    """Chooses k and the mode. It never affects which tokens come out, only how soon.
 
     Two bounds hold whatever it answers: a request's own k, where it gives one, and what is of use
     before max_tokens and the context limit. The scheduler may cut k further for want of rows or blocks.
     """
 
-    def choose(self, decoding: Sequence[Schedulable]) -> Sequence[int]:
-        """Return the wanted number of draft tokens of each sequence, in the same order."""
+    @property
+    def mode(self) -> OverlapMode:
+        """How rounds should be run from now on. It changes in `choose` only."""
+        ...
+
+    @property
+    def state(self) -> ControllerState:
+        """What was decided last, and why (any thread)."""
+        ...
+
+    def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
+        """Return the wanted number of draft tokens of each sequence, in the same order.
+
+        Args:
+            decoding: sequences that the round may draft for.
+            elsewhere: sequences that decode in another flight meanwhile (the other cohort of ping_pong). Who
+                and how many they are has a say in the choice.
+        """
+        ...
+
+    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
+        """Share out continuations to prepare among the verdicts that `num_pending` draft tokens may get.
+
+        Returns:
+            entry a, of 0 to `num_pending`: for how many tokens behind exactly a accepted ones. At most
+            `max_branches` together; the controller may want fewer.
+        """
         ...
 
     def observe(self, observation: RoundObservation) -> None:
@@ -53,26 +121,55 @@ class SpeculationController(Protocol):
 class FixedController:
     """The same k for everyone, always."""
 
-    def __init__(self, num_draft_tokens: int) -> None:
-        """Draft `num_draft_tokens` (0 switches speculation off)."""
+    def __init__(self, num_draft_tokens: int, mode: OverlapMode = "lockstep") -> None:
+        """Draft `num_draft_tokens` (0 switches speculation off), always in one mode."""
         if num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must not be negative, got {num_draft_tokens}")
         self._num_draft_tokens = num_draft_tokens
+        self._mode = mode
+        self._state = ControllerState(
+            mode=mode,
+            is_speculating=num_draft_tokens > 0,
+            reason="configured",
+            mean_num_draft_tokens=float(num_draft_tokens),
+        )
+        self._ranks = GuessRanks()
 
-    def choose(self, decoding: Sequence[Schedulable]) -> Sequence[int]:
+    @property
+    def mode(self) -> OverlapMode:
+        """The mode that it was made for."""
+        return self._mode
+
+    @property
+    def state(self) -> ControllerState:
+        """What was configured."""
+        return self._state
+
+    def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
         """Return k for each."""
         return [self._num_draft_tokens] * len(decoding)
+
+    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
+        """Share out by what is usual: two of three tokens accepted."""
+        return share_guesses(_USUAL_ACCEPTANCE[: num_pending + 1], self._ranks.rates, max_branches)
 
     def observe(self, observation: RoundObservation) -> None:
         """Nothing to learn."""
 
 
-def bounded_choice(controller: SpeculationController, decoding: Sequence[Schedulable]) -> list[int]:
+_USUAL_ACCEPTANCE = (0.67,) * 65
+
+
+def bounded_choice(
+    controller: SpeculationController,
+    decoding: Sequence[Schedulable],
+    elsewhere: Sequence[Schedulable] = (),
+) -> list[int]:
     """Return the controller's choice within the bounds that hold for every controller."""
     return [
         min(
             chosen if sequence.requested_draft_tokens is None else sequence.requested_draft_tokens,
             sequence.max_draft_tokens,
         )
-        for sequence, chosen in zip(decoding, controller.choose(decoding), strict=True)
+        for sequence, chosen in zip(decoding, controller.choose(decoding, elsewhere), strict=True)
     ]

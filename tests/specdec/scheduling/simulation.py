@@ -24,6 +24,9 @@ class FakeRequest:
     num_blocks: int = 0
     requested_draft_tokens: int | None = None
     max_chunk_tokens: int | None = None
+    class_name: str = "other"
+    itl_s: float | None = None
+    ttft_s: float | None = None
     num_generated: int = 0
     num_preemptions: int = 0
     first_round: int | None = None

@@ -6,7 +6,7 @@ import pytest
 
 from specdec.core.errors import CapacityError, InputError
 from specdec.core.ids import RequestId
-from specdec.core.request import Request
+from specdec.core.request import LatencyTarget, Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
 from specdec.scheduling.config import SchedulerConfig
@@ -52,6 +52,8 @@ def test_prompt_longer_than_the_pool() -> None:
         ({"seed": -1}, "seed"),
         ({"seed": 1 << 64}, "seed"),
         ({"num_draft_tokens": -1}, "num_draft_tokens"),
+        ({"slo": LatencyTarget(itl_ms=0.0)}, "slo"),
+        ({"slo": LatencyTarget(ttft_ms=float("nan"))}, "slo"),
         ({"num_draft_tokens": 65}, "num_draft_tokens"),
         ({"params": SamplingParams(temperature=-1.0)}, "temperature"),
         ({"params": SamplingParams(max_tokens=0)}, "max_tokens"),

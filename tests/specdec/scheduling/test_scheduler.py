@@ -64,6 +64,23 @@ def test_prompts_keep_a_share_of_the_rows_from_drafts() -> None:
     assert plan.admitted == ("long",)
 
 
+@pytest.mark.parametrize(("ttft_s", "num_prompt_rows"), [(None, 4), (0.2, 13)])
+def test_prompts_whose_first_token_is_wanted_soon_go_before_drafts(
+    ttft_s: float | None, num_prompt_rows: int
+) -> None:
+    """Sixteen rows, three of which decode; the controller would fill all the others with drafts."""
+    simulation = simulation_of(
+        *[decoding(name, 4, arrival=index, blocks=2) for index, name in enumerate("abc")],
+        controller=FixedController(8),
+        num_blocks=40,
+    )
+    prompt = fake_request("long", 40, arrival=9)
+    prompt.ttft_s = ttft_s
+    simulation.waiting.push(prompt)
+    plan = simulation.plan()
+    assert plan.num_tokens[RequestId("long")] == num_prompt_rows
+
+
 @pytest.mark.parametrize(("requested", "expected"), [(None, 4), (0, 0), (2, 2), (9, 5)])
 def test_request_overrides_the_controller_within_what_is_of_use(requested: int | None, expected: int) -> None:
     request = decoding("a", 3, blocks=1, generate=6)

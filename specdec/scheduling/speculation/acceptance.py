@@ -1,0 +1,327 @@
+"""How likely the next draft tokens of a request are accepted, learnt from verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.core.ids import RequestId
+from specdec.core.request import OTHER_CLASS
+from specdec.scheduling.speculation.controller import DraftOutcome
+
+Floats = NDArray[np.float64]
+
+MAX_CLASSES = 64
+"""Classes that are told apart; those that come later count as `OTHER_CLASS`."""
+
+_FIRST_GUESS = 0.65
+"""Acceptance of a class that nothing is known of."""
+_FIRST_GUESS_TRIALS = 4.0
+_FIRST_AVAILABILITY = 0.97
+_CLASS_TRIALS = 24.0
+"""Trials at one position of a class that weigh as much as its mean over all positions."""
+_CLASS_DECAY = 1.0 / 256.0
+_REQUEST_TRIALS = 8.0
+"""Trials of a request that weigh as much as what its class says,"""
+_FEWEST_FAILURES, _MOST_FAILURES = 0.75, 6.0
+"""as long as these are the failures expected of so many."""
+_POSITION_TRIALS = 24.0
+"""Trials at one position of a request that weigh as much as what its other positions say."""
+_REQUEST_DECAY = 1.0 / 128.0
+_UNTRIED_DECAY = 1.0 / 256.0
+"""Positions that nobody reaches or asks for are forgotten too, if slowly: bad luck must not rule them out."""
+_FAST_DECAY = 1.0 / 12.0
+_SURPRISE = 3.0
+"""Standard deviations between lately and before, from which on what was before is forgotten."""
+_AVAILABILITY_DECAY = 1.0 / 32.0
+_AVAILABILITY_TRIALS = 4.0
+_CLASS_STALE_ROUNDS = 512.0
+_STALE_ROUNDS = 256.0
+"""After so many rounds without a verdict a request is known half as well."""
+
+
+class AcceptanceEstimate(NamedTuple):
+    """What to expect of the next proposals of some requests. Arrays are [requests, positions]."""
+
+    accepted: Floats
+    """Probability that draft token j is accepted, given that it is there and all before it are accepted."""
+    present: Floats
+    """Probability that a proposal has a token j, given that it has one before it."""
+
+    @property
+    def reached(self) -> Floats:
+        """Probability that draft token j is there and accepted: what asking for it adds in tokens."""
+        reached: Floats = np.cumprod(self.accepted * self.present, axis=1, dtype=np.float64)
+        return reached
+
+    @property
+    def filled(self) -> Floats:
+        """Probability that a proposal has a token j: what asking for it adds in rows."""
+        filled: Floats = np.cumprod(self.present, axis=1, dtype=np.float64)
+        return filled
+
+
+class _Counts:
+    """Growing arrays, one row per request or class, all zero at first."""
+
+    def __init__(self, num_positions: int) -> None:
+        self.num_positions = num_positions
+        self.trials: Floats = np.zeros((8, num_positions))
+        self.successes: Floats = np.zeros((8, num_positions))
+
+    def reserve(self, num_rows: int) -> None:
+        self.trials = _with_rows(self.trials, num_rows)
+        self.successes = _with_rows(self.successes, num_rows)
+
+
+def _with_rows(array: Floats, num_rows: int) -> Floats:
+    if num_rows <= array.shape[0]:
+        return array
+    grown = np.zeros((max(num_rows, 2 * array.shape[0]), *array.shape[1:]))
+    grown[: array.shape[0]] = array
+    return grown
+
+
+_FAILURES, _EXPECTED, _FAST_FAILURES, _FAST_EXPECTED, _WANTED, _GOT = range(6)
+"""Columns of the totals of a request. Expected failures are those that its class would have had."""
+
+
+class AcceptanceTracker:
+    """Decaying counts by request, class and position.
+
+    The chance that a token fails, given that it is reached, is modelled as that of its class at its position,
+    times a factor of the request (proportional hazards), with a Gamma prior on the factor: a few verdicts of
+    a new request move all its positions at once. What is known of single positions comes on top of it. The
+    factor is followed at two speeds: where they disagree, what was before is forgotten.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        """Track the first `num_positions` draft tokens of proposals."""
+        self.num_positions = max(1, num_positions)
+        self._slots: dict[RequestId, int] = {}
+        self._free: list[int] = []
+        self._requests = _Counts(self.num_positions)
+        self._totals = np.zeros((8, 6))
+        self._last_round = np.zeros(8)
+        self._class_of_slot = np.zeros(8, dtype=np.int64)
+        self._classes: dict[str, int] = {OTHER_CLASS: 0}
+        self._class_verdicts = _Counts(self.num_positions)
+        self._class_lengths = _Counts(self.num_positions)
+        self._class_failures = np.full((8, self.num_positions), 1.0 - _FIRST_GUESS)
+        self._class_presence = np.full((8, self.num_positions), _FIRST_AVAILABILITY)
+        self._class_last_round: dict[int, int] = {}
+        self._round = 0
+
+    def __len__(self) -> int:
+        """Return the number of requests that something is known of."""
+        return len(self._slots)
+
+    def note(
+        self,
+        outcomes: Sequence[DraftOutcome],
+        budgets: Mapping[RequestId, int],
+        classes: Mapping[RequestId, str],
+    ) -> None:
+        """Learn from the verdicts of one round.
+
+        Args:
+            outcomes: verdicts, at most one per request.
+            budgets: draft tokens asked for; with them, how often and how far drafts are there is learnt.
+                Empty: nothing is learnt of that.
+            classes: of requests that may be new.
+        """
+        self._round += 1
+        if outcomes:
+            self._note_verdicts(outcomes, classes)
+        if budgets:
+            self._note_lengths(outcomes, budgets, classes)
+
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        """Forget these requests; their classes remember. Unknown ids are ignored."""
+        for request_id in request_ids:
+            slot = self._slots.pop(request_id, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def forget_idle(self, num_rounds: int) -> None:
+        """Forget requests that have had no verdict for so many rounds."""
+        idle = self._round - num_rounds
+        self.forget([one for one, slot in self._slots.items() if self._last_round[slot] < idle])
+
+    def estimate(self, request_ids: Sequence[RequestId], classes: Sequence[str]) -> AcceptanceEstimate:
+        """Return what to expect of requests, known or not."""
+        slots = np.array([self._slots.get(one, -1) for one in request_ids], dtype=np.int64)
+        of_class = np.array([self._class_index(name) for name in classes], dtype=np.int64)
+        is_known = slots >= 0
+        fresh = np.where(is_known, 0.5 ** ((self._round - self._last_round[slots]) / _STALE_ROUNDS), 0.0)
+        totals = self._totals[slots] * fresh[:, None]
+        factor = self._factor(totals, of_class)
+        failing = self._class_failures[of_class] * factor[:, None]
+        np.clip(failing, 0.004, 0.99, out=failing)
+        trials = self._requests.trials[slots] * fresh[:, None]
+        successes = self._requests.successes[slots] * fresh[:, None]
+        accepted = (successes + _POSITION_TRIALS * (1.0 - failing)) / (trials + _POSITION_TRIALS)
+        present = self._class_presence[of_class]  # a copy: indexed by an array
+        present[:, 0] = (totals[:, _GOT] + _AVAILABILITY_TRIALS * present[:, 0]) / (
+            totals[:, _WANTED] + _AVAILABILITY_TRIALS
+        )
+        return AcceptanceEstimate(accepted, present)
+
+    def class_acceptance(self, name: str = OTHER_CLASS) -> Floats:
+        """Return what a new request of a class begins with, [positions]."""
+        acceptance: Floats = 1.0 - self._class_failures[self._classes.get(name, 0)]
+        return acceptance
+
+    def _note_verdicts(self, outcomes: Sequence[DraftOutcome], classes: Mapping[RequestId, str]) -> None:
+        slots = np.array([self._slot(one.request_id, classes) for one in outcomes], dtype=np.int64)
+        drafted = np.array([one.num_drafted for one in outcomes])
+        accepted = np.array([one.num_accepted for one in outcomes])
+        positions = np.arange(self.num_positions)
+        is_trial = positions < np.minimum(accepted + 1, drafted)[:, None]
+        is_success = positions < accepted[:, None]
+        trials, successes = is_trial.astype(np.float64), (is_success & is_trial).astype(np.float64)
+        requests = self._requests
+        kept = 1.0 - np.where(is_trial, _REQUEST_DECAY, _UNTRIED_DECAY)
+        requests.trials[slots] = requests.trials[slots] * kept + trials
+        requests.successes[slots] = requests.successes[slots] * kept + successes
+        of_class = self._class_of_slot[slots]
+        failed = (trials - successes).sum(1)
+        expected = (trials * self._class_failures[of_class]).sum(1)
+        self._follow_factor(slots, trials.sum(1), failed, expected)
+        self._last_round[slots] = self._round
+        for index in np.unique(of_class):
+            members = of_class == index
+            self._fade_class(index)
+            _decay_in(self._class_verdicts, index, trials[members].sum(0), successes[members].sum(0))
+            self._class_failures[index] = 1.0 - _class_rates(self._class_verdicts, index)
+
+    def _follow_factor(
+        self, slots: NDArray[np.int64], trials: Floats, failed: Floats, expected: Floats
+    ) -> None:
+        totals = self._totals[slots]
+        slow, fast = (1.0 - _REQUEST_DECAY) ** trials, (1.0 - _FAST_DECAY) ** trials
+        totals[:, _FAILURES] = totals[:, _FAILURES] * slow + failed
+        totals[:, _EXPECTED] = totals[:, _EXPECTED] * slow + expected
+        totals[:, _FAST_FAILURES] = totals[:, _FAST_FAILURES] * fast + failed
+        totals[:, _FAST_EXPECTED] = totals[:, _FAST_EXPECTED] * fast + expected
+        factor = self._factor(totals, self._class_of_slot[slots])
+        foreseen = totals[:, _FAST_EXPECTED] * factor
+        # A decaying count of window w has half the variance of a plain one of that expectation.
+        surprise = np.abs(totals[:, _FAST_FAILURES] - foreseen) / np.sqrt(0.5 * foreseen + 0.5)
+        changed = surprise > _SURPRISE
+        if changed.any():
+            totals[changed, _FAILURES] = totals[changed, _FAST_FAILURES]
+            totals[changed, _EXPECTED] = totals[changed, _FAST_EXPECTED]
+            self._requests.trials[slots[changed]] *= 0.1
+            self._requests.successes[slots[changed]] *= 0.1
+        self._totals[slots] = totals
+
+    def _factor(self, totals: Floats, of_class: NDArray[np.int64]) -> Floats:
+        """Return how much more often tokens of a request fail than those of its class."""
+        prior = np.clip(_REQUEST_TRIALS * self._class_failures[of_class, 0], _FEWEST_FAILURES, _MOST_FAILURES)
+        factor: Floats = (totals[:, _FAILURES] + prior) / (totals[:, _EXPECTED] + prior)
+        return factor
+
+    def _note_lengths(
+        self,
+        outcomes: Sequence[DraftOutcome],
+        budgets: Mapping[RequestId, int],
+        classes: Mapping[RequestId, str],
+    ) -> None:
+        got = {one.request_id: one.num_drafted for one in outcomes}
+        wanted_ids = [one for one, budget in budgets.items() if budget > 0]
+        if not wanted_ids:
+            return
+        slots = np.array([self._slot(one, classes) for one in wanted_ids], dtype=np.int64)
+        budget = np.minimum([budgets[one] for one in wanted_ids], self.num_positions)
+        length = np.array([got.get(one, 0) for one in wanted_ids])
+        totals = self._totals[slots]
+        totals[:, _WANTED] = totals[:, _WANTED] * (1.0 - _AVAILABILITY_DECAY) + 1.0
+        totals[:, _GOT] = totals[:, _GOT] * (1.0 - _AVAILABILITY_DECAY) + (length > 0)
+        self._totals[slots] = totals
+        self._last_round[slots] = self._round
+        positions = np.arange(self.num_positions)
+        trials = ((positions < budget[:, None]) & (positions <= length[:, None])).astype(np.float64)
+        successes = trials * (positions < length[:, None])
+        of_class = self._class_of_slot[slots]
+        for index in np.unique(of_class):
+            members = of_class == index
+            _decay_in(self._class_lengths, index, trials[members].sum(0), successes[members].sum(0))
+            counts = self._class_lengths
+            self._class_presence[index] = (counts.successes[index] + 4.0 * _FIRST_AVAILABILITY) / (
+                counts.trials[index] + 4.0
+            )
+
+    def _fade_class(self, index: int) -> None:
+        """Let a class that had no verdicts for a while be learnt anew: now they tell more than those
+        before.
+        """
+        age = self._round - self._class_last_round.get(index, self._round)
+        self._class_last_round[index] = self._round
+        if age > 1:
+            fade = 0.5 ** (age / _CLASS_STALE_ROUNDS)
+            self._class_verdicts.trials[index] *= fade
+            self._class_verdicts.successes[index] *= fade
+
+    def _slot(self, request_id: RequestId, classes: Mapping[RequestId, str]) -> int:
+        slot = self._slots.get(request_id)
+        if slot is None:
+            slot = self._free.pop() if self._free else len(self._slots)
+            self._reserve(slot + 1)
+            self._slots[request_id] = slot
+            self._requests.trials[slot] = self._requests.successes[slot] = 0.0
+            self._totals[slot] = 0.0
+            self._last_round[slot] = self._round
+            self._class_of_slot[slot] = self._class_index(classes.get(request_id, OTHER_CLASS))
+        return slot
+
+    def _reserve(self, num_rows: int) -> None:
+        if num_rows > self._totals.shape[0]:
+            self._requests.reserve(num_rows)
+            self._totals = _with_rows(self._totals, num_rows)
+            num_rows = self._totals.shape[0]
+            self._last_round = np.resize(self._last_round, num_rows)
+            self._class_of_slot = np.resize(self._class_of_slot, num_rows)
+
+    def _class_index(self, name: str) -> int:
+        index = self._classes.get(name)
+        if index is None:
+            if len(self._classes) >= MAX_CLASSES:
+                return 0
+            index = self._classes[name] = len(self._classes)
+            for counts in (self._class_verdicts, self._class_lengths):
+                counts.reserve(index + 1)
+            if index >= self._class_failures.shape[0]:
+                self._class_failures = _with_rows(self._class_failures, index + 1)
+                self._class_presence = _with_rows(self._class_presence, index + 1)
+            self._class_failures[index], self._class_presence[index] = self._of_all_classes()
+        return index
+
+    def _of_all_classes(self) -> tuple[Floats, Floats]:
+        """Return what a class begins with that nothing is known of: the mean of the others, by their
+        trials.
+        """
+        num_classes = len(self._classes) - 1
+        weights = self._class_verdicts.trials[:num_classes, 0] + 1.0
+        weights = (weights / weights.sum())[:, None]
+        failures: Floats = (self._class_failures[:num_classes] * weights).sum(0)
+        presence: Floats = (self._class_presence[:num_classes] * weights).sum(0)
+        return failures, presence
+
+
+def _decay_in(counts: _Counts, index: int, trials: Floats, successes: Floats) -> None:
+    untried = trials.max() - trials
+    kept = (1.0 - _CLASS_DECAY) ** trials * (1.0 - 0.5 * _CLASS_DECAY) ** untried
+    counts.trials[index] = counts.trials[index] * kept + trials
+    counts.successes[index] = counts.successes[index] * kept + successes
+
+
+def _class_rates(counts: _Counts, index: int) -> Floats:
+    """Return the acceptance of a class by position; where little is known, near its mean."""
+    trials, successes = counts.trials[index], counts.successes[index]
+    mean = (successes.sum() + _FIRST_GUESS_TRIALS * _FIRST_GUESS) / (trials.sum() + _FIRST_GUESS_TRIALS)
+    rates: Floats = (successes + _CLASS_TRIALS * mean) / (trials + _CLASS_TRIALS)
+    return rates

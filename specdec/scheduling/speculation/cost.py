@@ -1,0 +1,397 @@
+"""What a round costs: profiled points, and corrections by what rounds really take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
+
+Floats = NDArray[np.float64]
+
+_NUM_RECENT = 9
+"""Observations of a region that its correction is the median of."""
+_NUM_DOUBTS = 2
+"""Observations that a region is thought to have had before the first, all as its neighbours say."""
+_STALE_ROUNDS = 1500.0
+"""After so many rounds an observation weighs half."""
+_NEIGHBOUR = 0.25
+"""Weight of the next region beside a region's own."""
+_LARGEST_LOG = 4.0
+_SMALLEST_SHARE = 0.1
+"""A step without any context costs at least this share of what was measured with some."""
+
+
+class VerifyShape(NamedTuple):
+    """A step of the target."""
+
+    num_sequences: int
+    context_tokens: float
+    num_rows: int
+
+
+class CorrectionGrid:
+    """Factors by region, [A, B], each the median of what was lately seen there, in the light of its
+    neighbours.
+
+    One observation moves nothing: half of the last nine have to agree, beside two that say what the
+    neighbours say. A region that was never seen follows those that were.
+    """
+
+    def __init__(self, num_a: int, num_b: int) -> None:
+        self._recent = np.full((num_a, num_b, _NUM_RECENT), np.nan)
+        self._num_seen = np.zeros((num_a, num_b), dtype=np.int64)
+        self._last_round = np.zeros((num_a, num_b))
+        self._median = np.zeros((num_a, num_b))
+        self._near_a, self._near_b = _nearness(num_a), _nearness(num_b)
+        self._log_factors = np.zeros((num_a, num_b))
+        self._is_current = True
+        self._round = 0
+
+    def note(self, a: int, b: int, ratio: float) -> None:
+        """Learn that something in region (a, b) took `ratio` times as long as it should."""
+        self._round += 1
+        log_ratio = min(max(float(np.log(ratio)), -_LARGEST_LOG), _LARGEST_LOG)
+        recent = self._recent[a, b]
+        recent[self._num_seen[a, b] % _NUM_RECENT] = log_ratio
+        self._num_seen[a, b] += 1
+        self._last_round[a, b] = self._round
+        count = min(int(self._num_seen[a, b]), _NUM_RECENT)
+        doubts = [float(self._log_factors[a, b])] * min(_NUM_DOUBTS, _NUM_RECENT - count)
+        self._median[a, b] = _median([*recent[:count].tolist(), *doubts])
+        self._is_current = False
+
+    @property
+    def factors(self) -> Floats:
+        """[A, B], all positive; 1 where nothing is known at all."""
+        if not self._is_current:
+            self._smooth()
+            self._is_current = True
+        factors: Floats = np.exp(self._log_factors)
+        return factors
+
+    @property
+    def weights(self) -> Floats:
+        """[A, B]: how many recent observations there are."""
+        age = self._round - self._last_round
+        weights: Floats = np.minimum(self._num_seen, _NUM_RECENT) * 0.5 ** (age / _STALE_ROUNDS)
+        return weights
+
+    def _smooth(self) -> None:
+        weights = self.weights
+        weighted = weights * self._median
+        around = self._near_a @ weights @ self._near_b - weights
+        value_around = self._near_a @ weighted @ self._near_b - weighted
+        # A few regions far away count as one observation, so that nobody is without neighbours.
+        overall = float(weighted.sum() / max(weights.sum(), 1e-9))
+        value_around = (value_around + 1e-3 * overall) / (around + 1e-3)
+        self._log_factors = (weighted + value_around) / (weights + 1.0)
+
+
+def _nearness(size: int) -> Floats:
+    index = np.arange(size)
+    nearness: Floats = _NEIGHBOUR ** np.abs(index[:, None] - index[None, :]).astype(np.float64)
+    return nearness
+
+
+def _median(values: list[float]) -> float:
+    values.sort()
+    middle = len(values) // 2
+    return values[middle] if len(values) % 2 else 0.5 * (values[middle - 1] + values[middle])
+
+
+def rising(values: Floats, weights: Floats) -> Floats:
+    """Return the closest values, by weighted squares, that never fall (pool adjacent violators)."""
+    if (values[1:] >= values[:-1]).all():
+        return values
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        size = 1
+        while pools and pools[-1][0] > value:
+            before, before_weight, before_size = pools.pop()
+            value = (before * before_weight + value * weight) / (before_weight + weight)
+            weight, size = weight + before_weight, size + before_size
+        pools.append((value, weight, size))
+    result: Floats = np.repeat([value for value, _, _ in pools], [size for _, _, size in pools])
+    return result
+
+
+_CONTEXT_REGIONS = 8
+
+
+def _context_region(context_tokens: float) -> int:
+    """Four times the context is one region further; the first ends at 256 tokens."""
+    return min(max(0, int(np.ceil(np.log2(max(context_tokens, 1.0) / 256.0) / 2.0))), _CONTEXT_REGIONS - 1)
+
+
+class VerifyCost:
+    """T_verify over rows: base(rows) + context * (a + b * rows per sequence), corrected by region.
+
+    a is what reading the cache costs once per sequence, b what it costs again for every row.
+    """
+
+    def __init__(self, points: Sequence[VerifyPoint], num_stepped_rows: int, max_rows: int) -> None:
+        """Fit measured points; tables have entries up to `max_rows`."""
+        self._measured = np.array(sorted({point.num_rows for point in points}))
+        self._knots = _finer(self._measured, num_stepped_rows)
+        self._per_token, self._per_token_and_row = _context_slopes(points)
+        self._base = self._fit_base(points)
+        self._grid = CorrectionGrid(len(self._knots), _CONTEXT_REGIONS)
+        self._max_rows = max_rows
+        self._rows = np.arange(max_rows + 1)
+        up = np.minimum(np.searchsorted(self._knots, self._rows), len(self._knots) - 1)
+        is_stepped = self._rows <= min(num_stepped_rows, int(self._knots[-1]))
+        lookup = np.where(is_stepped, self._knots[up], self._rows).astype(np.float64)
+        self._beyond = np.maximum(lookup - self._knots[-1], 0.0)
+        self._left = np.clip(np.searchsorted(self._knots, lookup, side="right") - 1, 0, len(self._knots) - 1)
+        self._right = np.minimum(self._left + 1, len(self._knots) - 1)
+        width = np.maximum(self._knots[self._right] - self._knots[self._left], 1)
+        self._share = np.clip((lookup - self._knots[self._left]) / width, 0.0, 1.0)
+        self._nearest = np.where(self._share < 0.5, self._left, self._right)
+
+    def table(self, num_sequences: int, context_tokens: float) -> Floats:
+        """Return seconds by number of rows, [max_rows + 1]; positive, and never falling."""
+        at_knots = self._at_knots(num_sequences, context_tokens)
+        region = _context_region(context_tokens)
+        at_knots = at_knots * self._grid.factors[:, region]
+        at_knots = rising(at_knots, 0.2 + self._grid.weights[:, region])
+        table: Floats = at_knots[self._left] + self._share * (at_knots[self._right] - at_knots[self._left])
+        if len(self._knots) > 1 and self._beyond[-1] > 0.0:
+            slope = (at_knots[-1] - at_knots[-2]) / (self._knots[-1] - self._knots[-2])
+            table += self._beyond * slope
+        return table
+
+    def note(self, shape: VerifyShape, seconds: float) -> None:
+        """Learn what a step took."""
+        rows = min(shape.num_rows, self._max_rows)
+        base = self._at_knots(shape.num_sequences, shape.context_tokens)
+        left, right = int(self._left[rows]), int(self._right[rows])
+        expected = float(base[left] + self._share[rows] * (base[right] - base[left]))
+        if self._beyond[rows] > 0.0:
+            expected *= shape.num_rows / int(self._knots[-1])
+        if expected > 0.0 and seconds > 0.0:
+            region = _context_region(shape.context_tokens)
+            self._grid.note(int(self._nearest[rows]), region, seconds / expected)
+
+    def _at_knots(self, num_sequences: int, context_tokens: float) -> Floats:
+        per_row = self._knots / max(num_sequences, 1)
+        slopes = self._per_token + self._per_token_and_row * per_row
+        at_knots: Floats = self._base + context_tokens * slopes
+        return at_knots
+
+    def _fit_base(self, points: Sequence[VerifyPoint]) -> Floats:
+        base = np.zeros(len(self._measured))
+        for index, knot in enumerate(self._measured.tolist()):
+            here = [point for point in points if point.num_rows == knot]
+            fewest = min(point.context_tokens for point in here)
+            values = [
+                max(
+                    point.seconds
+                    - point.context_tokens
+                    * (self._per_token + self._per_token_and_row * knot / point.num_sequences),
+                    _SMALLEST_SHARE * point.seconds,
+                )
+                for point in here
+                if point.context_tokens == fewest
+            ]
+            base[index] = _median(values)
+        fitted: Floats = np.interp(self._knots, self._measured, rising(base, np.ones(len(base))))
+        return fitted
+
+
+def _finer(measured: NDArray[np.int64], num_stepped_rows: int) -> NDArray[np.int64]:
+    """Add numbers of rows between those that were measured, for what rounds tell later of them."""
+    between = [*range(1, 9), *(int(8 * 2 ** (step / 4)) for step in range(1, 64))]
+    first = max(int(measured[0]), num_stepped_rows)
+    inside = [rows for rows in between if first < rows < measured[-1]]
+    finer: NDArray[np.int64] = np.unique(np.concatenate((measured, inside)).astype(np.int64))
+    return finer
+
+
+def _context_slopes(points: Sequence[VerifyPoint]) -> tuple[float, float]:
+    """Return the cost of a token of context per step, and per row of its sequence; neither is negative."""
+    slopes: list[tuple[float, float]] = []
+    by_shape: dict[tuple[int, int], list[VerifyPoint]] = {}
+    for point in points:
+        by_shape.setdefault((point.num_sequences, point.num_rows), []).append(point)
+    for (num_sequences, num_rows), here in by_shape.items():
+        low = min(here, key=lambda point: point.context_tokens)
+        high = max(here, key=lambda point: point.context_tokens)
+        if high.context_tokens > low.context_tokens:
+            rise = (high.seconds - low.seconds) / (high.context_tokens - low.context_tokens)
+            slopes.append((num_rows / num_sequences, max(0.0, rise)))
+    if not slopes:
+        return 0.0, 0.0
+    rows, rises = np.array(slopes).T
+    spread = float(((rows - rows.mean()) ** 2).sum())
+    per_row = 0.0 if spread == 0.0 else float(((rows - rows.mean()) * (rises - rises.mean())).sum()) / spread
+    per_row = min(max(per_row, 0.0), float((rises / rows).min()))
+    return max(0.0, float((rises - per_row * rows).mean())), per_row
+
+
+_STEP_REGIONS = 5
+
+
+def _step_region(num_steps: int) -> int:
+    """1, 2-3, 4-7, 8-15, 16 and more."""
+    return min(num_steps.bit_length() - 1, _STEP_REGIONS - 1)
+
+
+class DraftCost:
+    """T_draft: a start, and steps that cost by how many sequences take part in them, corrected by region."""
+
+    def __init__(self, points: Sequence[DraftPoint], max_sequences: int, max_steps: int) -> None:
+        """Fit measured points; tables have entries up to `max_sequences`, and `max_steps` steps."""
+        self._max_sequences = max_sequences
+        self._per_token = _draft_context_slope(points)
+        self._per_unseen = _unseen_slope(points)
+        knots, starts, steps = self._fit(points)
+        self._knots = np.array(knots)
+        numbers = np.arange(max_sequences + 1)
+        self._start = _over_sequences(numbers, self._knots, np.array(starts))
+        self._step = _over_sequences(numbers, self._knots, np.array(steps))
+        self._step[0] = 0.0
+        self._grid = CorrectionGrid(len(self._knots), _STEP_REGIONS)
+        self._nearest = np.abs(np.log(np.maximum(numbers, 1))[:, None] - np.log(self._knots)).argmin(1)
+        self._regions = np.array([_step_region(step) for step in range(1, max_steps + 1)])
+
+    def by_steps(self, taking_part: Floats | NDArray[np.int64], mean_context: float) -> Floats:
+        """Return seconds of drafting for different numbers of steps.
+
+        Args:
+            taking_part: [..., K]: how many sequences take part in each step; never rising over the steps.
+            mean_context: tokens of context of a sequence.
+
+        Returns:
+            [..., K]: the time of the first 1 to K steps; 0 where nobody takes part.
+        """
+        numbers = np.minimum(taking_part, self._max_sequences).astype(np.int64)
+        seconds = self._step[numbers] + (mean_context * self._per_token) * numbers
+        first = numbers[..., :1]
+        total: Floats = np.cumsum(seconds, axis=-1) + self._start[first]
+        total *= self._grid.factors[self._nearest[first], self._regions[: numbers.shape[-1]]]
+        total = np.maximum.accumulate(total, axis=-1)
+        return np.where(first > 0, total, 0.0)
+
+    def reading(self, num_tokens: float) -> float:
+        """Return the seconds that reading so many committed tokens takes beyond one per sequence."""
+        return self._per_unseen * max(0.0, num_tokens)
+
+    def note(
+        self, budgets: Mapping[RequestId, int], mean_context: float, num_branches: int, seconds: float
+    ) -> None:
+        """Learn what proposals took, given the draft tokens asked for and continuations for each."""
+        wanted = np.array([budget for budget in budgets.values() if budget > 0])
+        if len(wanted) == 0 or seconds <= 0.0:
+            return
+        num_steps = min(int(wanted.max()), len(self._regions))
+        taking_part = (wanted[:, None] > np.arange(num_steps)).sum(0) * num_branches
+        numbers = np.minimum(taking_part, self._max_sequences)
+        expected = float(
+            (self._step[numbers] + mean_context * self._per_token * numbers).sum() + self._start[numbers[0]]
+        )
+        if expected > 0.0:
+            self._grid.note(int(self._nearest[numbers[0]]), _step_region(num_steps), seconds / expected)
+
+    def _fit(self, points: Sequence[DraftPoint]) -> tuple[list[int], list[float], list[float]]:
+        knots = sorted({point.num_sequences for point in points})
+        starts: list[float] = []
+        steps: list[float] = []
+        for knot in knots:
+            here = [point for point in points if point.num_sequences == knot]
+            fewest = min((point.num_unseen, point.context_tokens) for point in here)
+            plain = [point for point in here if (point.num_unseen, point.context_tokens) == fewest]
+            short = min(plain, key=lambda point: point.num_steps)
+            long = max(plain, key=lambda point: point.num_steps)
+            step = 0.0
+            if long.num_steps > short.num_steps:
+                step = max(0.0, (long.seconds - short.seconds) / (long.num_steps - short.num_steps))
+            context = short.context_tokens * self._per_token
+            start = short.seconds - short.num_steps * step
+            starts.append(max(start, 0.0, _SMALLEST_SHARE * short.seconds - step))
+            steps.append(max(step - context, _SMALLEST_SHARE * step))
+        weights = np.ones(len(knots))
+        return knots, rising(np.array(starts), weights).tolist(), rising(np.array(steps), weights).tolist()
+
+
+def _over_sequences(numbers: NDArray[np.int64], knots: Floats, values: Floats) -> Floats:
+    """Interpolate, and go on beyond the last knot as between the last two."""
+    table: Floats = np.interp(numbers, knots, values)
+    if len(knots) > 1:
+        slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2])
+        table = np.where(numbers > knots[-1], values[-1] + slope * (numbers - knots[-1]), table)
+    return table
+
+
+def _draft_context_slope(points: Sequence[DraftPoint]) -> float:
+    """Return the cost of a token of context per step."""
+    by_shape: dict[tuple[int, int, int], list[DraftPoint]] = {}
+    for point in points:
+        by_shape.setdefault((point.num_sequences, point.num_steps, point.num_unseen), []).append(point)
+    slopes = []
+    for (_, num_steps, _), here in by_shape.items():
+        low = min(here, key=lambda point: point.context_tokens)
+        high = max(here, key=lambda point: point.context_tokens)
+        if high.context_tokens > low.context_tokens:
+            rise = (high.seconds - low.seconds) / (high.context_tokens - low.context_tokens)
+            slopes.append(max(0.0, rise / num_steps))
+    return _median(slopes) if slopes else 0.0
+
+
+def _unseen_slope(points: Sequence[DraftPoint]) -> float:
+    """Return the cost of reading one more committed token."""
+    by_shape: dict[tuple[int, int], list[DraftPoint]] = {}
+    for point in points:
+        by_shape.setdefault((point.num_sequences, point.num_steps), []).append(point)
+    slopes = []
+    for (num_sequences, _), here in by_shape.items():
+        low = min(here, key=lambda point: point.num_unseen)
+        high = max(here, key=lambda point: point.num_unseen)
+        if high.num_unseen > low.num_unseen:
+            more = num_sequences * (high.num_unseen - low.num_unseen)
+            slopes.append(max(0.0, (high.seconds - low.seconds) / more))
+    return _median(slopes) if slopes else 0.0
+
+
+class CostModel:
+    """Costs of both sides."""
+
+    def __init__(self, profile: CostProfile, *, max_rows: int, max_sequences: int, max_steps: int) -> None:
+        """Begin with a profile.
+
+        Args:
+            profile: measured, or `assumed_profile()`.
+            max_rows: most rows of a round.
+            max_sequences: most sequences, prepared continuations included.
+            max_steps: longest proposal.
+        """
+        self.verify = VerifyCost(profile.verify, profile.num_stepped_rows, max_rows)
+        self.draft = DraftCost(profile.draft or assumed_profile().draft, max_sequences, max(1, max_steps))
+
+
+def assumed_profile() -> CostProfile:
+    """Return what to begin with where nothing was measured: the shape of a small CPU; rounds correct the
+    scale.
+    """
+    flat, growing = 16, (16, 64, 256, 1024)
+    verify = [VerifyPoint(num_sequences=1, context_tokens=64, num_rows=1, seconds=0.01)]
+    verify += [
+        VerifyPoint(num_sequences=1, context_tokens=64, num_rows=rows, seconds=0.01 * rows / flat)
+        for rows in growing
+    ]
+    draft = [
+        DraftPoint(
+            num_sequences=number,
+            context_tokens=64 * number,
+            num_steps=steps,
+            num_unseen=1,
+            seconds=0.001 * steps * max(1.0, number / flat),
+        )
+        for number in (1, 16, 256)
+        for steps in (1, 4)
+    ]
+    return CostProfile(key="assumed", verify=tuple(verify), draft=tuple(draft))

@@ -1,0 +1,115 @@
+"""What rounds have cost when they were measured, as a value that is kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+PROFILE_FORMAT = 1
+"""Raised when the meaning of anything below changes: profiles of other formats are measured anew."""
+DEFAULT_PROFILE_DIR = Path("~/.cache/drafthouse/profiles")
+
+
+class VerifyPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step of the target took."""
+
+    num_sequences: int
+    context_tokens: int
+    """Tokens in the cache, all sequences together."""
+    num_rows: int
+    seconds: float
+
+
+class DraftPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What proposals took, from asking for them to having them."""
+
+    num_sequences: int
+    context_tokens: int
+    num_steps: int
+    """Draft tokens per sequence."""
+    num_unseen: int
+    """Committed tokens per sequence that the drafter had not read."""
+    seconds: float
+
+
+class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured costs of one target and one drafter where they run."""
+
+    key: str
+    """Everything that they depend on; see `profile_key`."""
+    verify: tuple[VerifyPoint, ...]
+    draft: tuple[DraftPoint, ...] = ()
+    """None: drafting could not be measured."""
+    num_stepped_rows: int = 0
+    """Up to so many rows, a step costs what the next measured number of rows costs: rows are padded to it."""
+    format: int = PROFILE_FORMAT
+
+    def fault(self) -> str | None:
+        """Say what makes it unusable; None: it can be used."""
+        if self.format != PROFILE_FORMAT:
+            return f"format {self.format} instead of {PROFILE_FORMAT}"
+        if not self.verify:
+            return "no step of the target was measured"
+        seconds = [point.seconds for point in self.verify] + [point.seconds for point in self.draft]
+        if not all(math.isfinite(one) and one > 0.0 for one in seconds):
+            return "times that are not positive"
+        if any(min(point.num_sequences, point.num_rows) < 1 for point in self.verify):
+            return "steps without rows"
+        if any(min(point.num_sequences, point.num_steps) < 1 for point in self.draft):
+            return "proposals without tokens"
+        return None
+
+
+def profile_key(**facts: object) -> str:
+    """Return one text for all that costs depend on: model revisions, dtypes, devices, threads, shapes,
+    versions.
+    """
+    return " ".join(f"{name}={facts[name]}" for name in sorted(facts))
+
+
+class ProfileStore:
+    """Profiles in a folder, one file per key. Processes may share it: files appear by rename."""
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        """Use `folder`; None: the default one in the user's home."""
+        self._folder = Path(DEFAULT_PROFILE_DIR if folder is None else folder).expanduser()
+
+    def path_of(self, key: str) -> Path:
+        """Return where the profile of a key is kept."""
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+    def load(self, key: str) -> CostProfile | None:
+        """Return the profile of a key; None, with a line in the log where a file is there but of no use."""
+        path = self.path_of(key)
+        try:
+            profile = msgspec.json.decode(path.read_bytes(), type=CostProfile)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("the cost profile %s is measured anew: %s", path, error)
+            return None
+        fault = "it is of another key" if profile.key != key else profile.fault()
+        if fault is not None:
+            logger.warning("the cost profile %s is measured anew: %s", path, fault)
+            return None
+        return profile
+
+    def save(self, profile: CostProfile) -> None:
+        """Keep a profile. A folder that cannot be written to costs a line in the log, no more."""
+        path = self.path_of(profile.key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(profile)))
+            os.replace(name, path)
+        except OSError as error:
+            logger.warning("the cost profile cannot be kept in %s: %s", path.parent, error)

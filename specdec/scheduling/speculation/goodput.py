@@ -1,0 +1,337 @@
+"""Which draft tokens are worth their time: k of every request, in every mode, by expected tokens per second.
+
+The expected tokens of a round are 1 for each sequence, and for each draft token the probability that it is
+there and accepted with all before it. The best set of draft tokens of any size takes those with the highest
+probabilities (a token never comes before the one that it follows: its probability is not higher). So all
+that has to be looked at is how many of them, in that order, and how deep proposals may be at most, because
+each further step of the drafter costs time however few take part. Time is that of a round:
+
+    lockstep     T_draft + T_verify + overhead
+    ping_pong    twice max(T_verify + overhead, T_draft, half of their sum), each of half the batch
+    draft_ahead  max(T_draft, T_verify) + overhead, where T_draft is that of all prepared continuations
+
+In draft_ahead only hits have drafts in the next round: with h_k the chance that a verdict on k tokens was
+prepared for, the share of requests with drafts settles at h_0 / (1 - h_k + h_0).
+
+A latency target bounds rounds: where a round as such is not longer than the least `itl_ms` of the batch,
+rounds with drafts must not be either (in ping_pong a stream waits for both cohorts). Where even a round
+without drafts is, no k can keep the promise, and goodput alone counts: it is what brings every stream's mean
+time per token down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.scheduling.speculation.acceptance import AcceptanceEstimate
+from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.guesses import hit_table
+from specdec.scheduling.speculation.modes import OverlapMode
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Kind = Literal["plain"] | OverlapMode
+"""plain: without drafts, but for requests that ask for them themselves."""
+_LEAST_PROBABILITY = 0.005
+"""Draft tokens less likely than this to be accepted are not looked at."""
+_NUM_FINE_SIZES = 32
+"""Up to so many draft tokens of all requests together, every number of them is looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences of a round, N of them, as far as the choice of k goes. At most K tokens may be drafted."""
+
+    estimate: AcceptanceEstimate
+    """[N, K] each."""
+    caps: Ints
+    """[N]: most draft tokens of use."""
+    requested: Ints
+    """[N]: draft tokens that a request asks for itself, within its cap; -1: none."""
+    context_tokens: float
+    """Committed tokens of all together."""
+    itl_s: float = math.inf
+    """Longest round that somebody wants, in seconds."""
+
+    @property
+    def num_sequences(self) -> int:
+        """N, at least 1."""
+        return len(self.caps)
+
+    def part(self, start: int, end: int) -> Batch:
+        """Return some of the sequences, as if all had as much context."""
+        estimate = self.estimate
+        return Batch(
+            estimate=AcceptanceEstimate(estimate.accepted[start:end], estimate.present[start:end]),
+            caps=self.caps[start:end],
+            requested=self.requested[start:end],
+            context_tokens=self.context_tokens * (end - start) / self.num_sequences,
+            itl_s=self.itl_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadOutlook:
+    """What is known of drafting ahead."""
+
+    rates: Floats
+    """Hit rates of guesses (`GuessRanks.rates`)."""
+    max_branches: int
+    """Most continuations per request."""
+    in_time: float = 1.0
+    """Share of prepared continuations that come in time."""
+
+
+class Option(NamedTuple):
+    """The best choice of one kind."""
+
+    kind: Kind
+    num_draft_tokens: Ints
+    """[N]"""
+    tokens: float
+    """Expected tokens of a round."""
+    round_s: float
+    """Expected seconds of a round; in ping_pong, of both cohorts together."""
+    draft_s: float
+    verify_s: float
+    num_branches: int = 1
+    """draft_ahead: continuations per request."""
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.round_s
+
+
+class Evaluation:
+    """Everything that can be chosen for one batch."""
+
+    def __init__(
+        self, batch: Batch, costs: CostModel, overheads: Mapping[Kind, float], *, max_rows: int
+    ) -> None:
+        """Look at a batch.
+
+        Args:
+            batch: at least one sequence.
+            costs: of both sides.
+            overheads: seconds of a round that are neither drafting nor verifying; of ping_pong, per cohort.
+            max_rows: most rows of a step.
+        """
+        self._batch = batch
+        self._costs = costs
+        self._overheads = overheads
+        self._max_rows = max_rows
+        self._mean_context = batch.context_tokens / batch.num_sequences
+        self._rank_tokens()
+
+    def _rank_tokens(self) -> None:
+        """Order draft tokens by how likely they are accepted, and add up over the first ones, no deeper than
+        K.
+
+        Tokens that requests ask for come first. Arrays are [S, K] (number of tokens taken, of `_sizes`;
+        largest depth).
+        """
+        batch = self._batch
+        reached, filled = batch.estimate.reached, batch.estimate.filled
+        num_sequences, depth = reached.shape
+        positions = np.arange(depth)
+        is_asked = positions < batch.requested[:, None]
+        is_open = (positions < batch.caps[:, None]) & (batch.requested < 0)[:, None]
+        is_open &= reached > _LEAST_PROBABILITY
+        order_by = np.where(is_asked, 2.0 + reached, np.where(is_open, reached, -1.0)).ravel()
+        order = np.argsort(-order_by, kind="stable")
+        num_tokens = min(int((order_by > 0.0).sum()), max(0, self._max_rows - num_sequences))
+        order = order[:num_tokens]
+        self._requests, self._depths = np.divmod(order, depth)
+        self._num_asked = min(int(is_asked.sum()), num_tokens)
+        self._least_depth = max(0, int(batch.requested.max(initial=0)) - 1)
+        index = np.arange(1, num_tokens + 1)
+        shape = (num_tokens + 1, depth)
+        taking_part, gains, rows = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        taking_part[index, self._depths] = 1.0
+        gains[index, self._depths] = reached.ravel()[order]
+        rows[index, self._depths] = filled.ravel()[order]
+        self._sizes = _sizes(num_tokens, self._num_asked)
+        self._asked_at = int(np.searchsorted(self._sizes, self._num_asked))
+        self._taking_part = taking_part.cumsum(0)[self._sizes]
+        self._gains = gains.cumsum(0)[self._sizes].cumsum(1)
+        self._draft_rows = rows.cumsum(0)[self._sizes].cumsum(1)
+        self._asked_rows = self._taking_part.cumsum(1)
+
+    @cached_property
+    def _verify_table(self) -> Floats:
+        return self._costs.verify.table(self._batch.num_sequences, self._batch.context_tokens)
+
+    @cached_property
+    def _draft_s(self) -> Floats:
+        return self._costs.draft.by_steps(self._taking_part, self._mean_context)
+
+    @cached_property
+    def _itl_s(self) -> float:
+        """The bound on rounds; none where a round without drafts is longer already."""
+        return math.inf if self.plain.round_s > self._batch.itl_s else self._batch.itl_s
+
+    @cached_property
+    def plain(self) -> Option:
+        """No drafts, but for those that are asked for."""
+        taken, depth = self._asked_at, self._least_depth
+        draft_s = float(self._draft_s[taken, depth]) if self._num_asked else 0.0
+        num_sequences = self._batch.num_sequences
+        rows = num_sequences + float(self._draft_rows[taken, depth])
+        verify_s = float(_at_rows(self._verify_table, rows))
+        return Option(
+            kind="plain",
+            num_draft_tokens=np.maximum(self._batch.requested, 0),
+            tokens=num_sequences + float(self._gains[taken, depth]),
+            round_s=draft_s + verify_s + self._overhead("plain"),
+            draft_s=draft_s,
+            verify_s=verify_s,
+        )
+
+    def lockstep(self) -> Option | None:
+        """Return the best choice; None where there is none with drafts."""
+        num_sequences = self._batch.num_sequences
+        verify_s = self._verify_s(self._verify_table, num_sequences)
+        round_s = self._draft_s + verify_s + self._overhead("lockstep")
+        return self._best("lockstep", num_sequences + self._gains, round_s, self._draft_s, verify_s)
+
+    def ping_pong(self) -> Option | None:
+        """Return the best choice; None for a single sequence."""
+        num_sequences = self._batch.num_sequences
+        if num_sequences < 2:
+            return None
+        cohort = (num_sequences + 1) // 2
+        table = self._costs.verify.table(cohort, cohort * self._mean_context)
+        draft_s = self._costs.draft.by_steps(np.ceil(self._taking_part / 2), self._mean_context)
+        return self._alternating(self._verify_s(table, cohort), draft_s)
+
+    def cohort(self) -> Option | None:
+        """Return the best choice where this batch is one cohort of ping_pong, and another is like it."""
+        verify_s = self._verify_s(self._verify_table, self._batch.num_sequences)
+        return self._alternating(verify_s, self._draft_s)
+
+    def _alternating(self, verify_s: Floats, draft_s: Floats) -> Option | None:
+        num_sequences = self._batch.num_sequences
+        overhead_s = self._overhead("ping_pong")
+        busy_s = verify_s + overhead_s
+        half_s = np.maximum(np.maximum(busy_s, draft_s), 0.5 * (busy_s + draft_s))
+        tokens = num_sequences + self._gains
+        return self._best("ping_pong", tokens, 2.0 * half_s, draft_s, verify_s)
+
+    def draft_ahead(self, outlook: AheadOutlook) -> Option | None:
+        """Return the best choice, of the number of continuations too."""
+        accepted = self._batch.estimate.accepted.mean(0)
+        hits = hit_table(np.append(accepted, accepted[-1]), outlook.rates, outlook.max_branches)
+        hits *= outlook.in_time
+        num_sequences = self._batch.num_sequences
+        best: Option | None = None
+        for num_branches in _branch_counts(min(outlook.max_branches, hits.shape[1])):
+            hit_rates = hits[:, num_branches - 1]
+            has_drafts = hit_rates[0] / (1.0 - hit_rates[1:] + hit_rates[0])
+            verify_s = self._verify_s(self._verify_table, num_sequences, has_drafts)
+            draft_s = self._costs.draft.by_steps(self._taking_part * num_branches, self._mean_context)
+            round_s = np.maximum(draft_s, verify_s) + self._overhead("draft_ahead")
+            tokens = num_sequences + has_drafts * self._gains
+            found = self._best("draft_ahead", tokens, round_s, draft_s, verify_s, num_branches)
+            if found is not None and (best is None or found.rate > best.rate):
+                best = found
+        return best
+
+    def _verify_s(self, table: Floats, num_sequences: int, has_drafts: Floats | float = 1.0) -> Floats:
+        """Return the expected time of steps of some of the sequences, of which so many have drafts.
+
+        How many rows there are is a matter of chance where not everyone has a whole proposal, and time is not
+        linear in rows: the mean is taken over two numbers of rows, a standard deviation to both sides.
+        """
+        share = num_sequences / self._batch.num_sequences
+        asked = self._asked_rows * share
+        rows = self._draft_rows * (share * has_drafts)
+        drafting = np.maximum(self._taking_part[:, :1] * share, 1.0)
+        spread = np.sqrt(np.maximum(rows * (asked - rows), 0.0) / drafting)
+        fewer = np.maximum(rows - spread, 0.0)
+        more = np.minimum(rows + spread, asked)
+        seconds: Floats = 0.5 * (
+            _at_rows(table, num_sequences + fewer) + _at_rows(table, num_sequences + more)
+        )
+        return seconds
+
+    def _best(
+        self,
+        kind: Kind,
+        tokens: Floats,
+        round_s: Floats,
+        draft_s: Floats,
+        verify_s: Floats,
+        num_branches: int = 1,
+    ) -> Option | None:
+        rates = tokens / round_s
+        rates[: self._asked_at] = 0.0
+        rates[:, : self._least_depth] = 0.0
+        rates[round_s > self._itl_s] = 0.0
+        rates[0] = 0.0
+        at, depth = divmod(int(rates.argmax()), rates.shape[1])
+        if rates[at, depth] <= 0.0:
+            return None
+        taken = int(self._sizes[at])
+        is_taken = self._depths[:taken] <= depth
+        chosen = np.bincount(self._requests[:taken][is_taken], minlength=self._batch.num_sequences)
+        if not chosen.any():
+            return None
+        return Option(
+            kind=kind,
+            num_draft_tokens=chosen,
+            tokens=float(tokens[at, depth]),
+            round_s=float(round_s[at, depth]),
+            draft_s=float(draft_s[at, depth]),
+            verify_s=float(verify_s[at, depth]),
+            num_branches=num_branches,
+        )
+
+    def options(self, modes: Sequence[OverlapMode], outlook: AheadOutlook) -> dict[Kind, Option]:
+        """Return the best choice of every kind that is possible: plain always, and these modes."""
+        found: list[Option | None] = [self.plain]
+        for mode in modes:
+            if mode == "lockstep":
+                found.append(self.lockstep())
+            elif mode == "ping_pong":
+                found.append(self.ping_pong())
+            else:
+                found.append(self.draft_ahead(outlook))
+        return {option.kind: option for option in found if option is not None}
+
+    def _overhead(self, kind: Kind) -> float:
+        return self._overheads.get(kind, 0.0)
+
+
+def _sizes(num_tokens: int, num_asked: int) -> Ints:
+    """Return the numbers of draft tokens to look at: all the small ones, every fourth of many, and the
+    last.
+    """
+    fine = np.arange(min(num_tokens, _NUM_FINE_SIZES) + 1)
+    coarse = np.arange(_NUM_FINE_SIZES + 4, num_tokens, 4)
+    sizes: Ints = np.concatenate((fine, coarse))
+    return np.union1d(sizes, (num_asked, num_tokens)) if num_tokens > _NUM_FINE_SIZES else sizes
+
+
+def _branch_counts(max_branches: int) -> list[int]:
+    """1, 2, 4, ..., and the largest itself."""
+    counts = [1 << power for power in range(max_branches.bit_length()) if 1 << power < max_branches]
+    return [*counts, max_branches]
+
+
+def _at_rows(table: Floats, rows: Floats | float) -> Floats:
+    """Return the expected time of a step whose expected number of rows need not be whole."""
+    last = len(table) - 1
+    below = np.minimum(np.floor(np.asarray(rows) + 1e-9).astype(np.int64), last)
+    above = np.minimum(below + 1, last)
+    share = np.clip(rows - below, 0.0, 1.0)
+    seconds: Floats = table[below] + share * (table[above] - table[below])
+    return seconds

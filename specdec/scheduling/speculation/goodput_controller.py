@@ -1,0 +1,526 @@
+"""Chooses k, mode, and whether to speculate at all, by expected and measured tokens per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.acceptance import AcceptanceTracker, Floats
+from specdec.scheduling.speculation.controller import AheadOutcome, RoundObservation
+from specdec.scheduling.speculation.cost import CostModel, VerifyShape
+from specdec.scheduling.speculation.cost_profile import CostProfile
+from specdec.scheduling.speculation.evidence import Evidence, MeasuredRound, Overheads
+from specdec.scheduling.speculation.explanation import ControllerState, Reason
+from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Kind, Option
+from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.settings import ControllerSettings
+from specdec.scheduling.speculation.trials import Trial, TrialLength, Trials
+from specdec.scheduling.state import Schedulable
+
+_NUM_PROBED = 16
+"""Requests that a probe drafts for."""
+_PROBE_VERDICTS = 48
+"""Proposals that a probe brings, if it may take that long."""
+_TRANSIENT_ROUNDS: Mapping[Kind, int] = {"plain": 1, "lockstep": 0, "ping_pong": 2, "draft_ahead": 3}
+"""Rounds after a change of kind that say nothing of it: drafts are not there yet, or no more under way."""
+_FIRST_ROUNDS = 8
+"""Rounds after the start in which the cost model is still corrected: no evidence against it."""
+_PIPELINED_PROBE_ROUNDS = 10
+_AUDIT_ROUNDS = 3
+_ENOUGH_AUDITED = 6.0
+"""Rounds without drafts after which nothing more is asked of them, until they are old."""
+_LARGEST_CHANGE = 1.5
+"""A batch that has changed by this factor since the last switch is another one."""
+_WORTH_WINDOW_S = 120.0
+_IDLE_ROUNDS = 4096
+"""After so many rounds without a verdict a request is forgotten."""
+_NUM_LEVELS = 24
+"""Levels of acceptance that continuations are shared out by: shares that were worked out are used again."""
+_MAX_FAN_OUTS = 4096
+_FAN_OUT_ROUNDS = 512
+"""Shares are worked out anew after so many rounds: more is known of ranks then."""
+_LATE_DECAY = 1.0 / 256.0
+
+
+class Region(NamedTuple):
+    """Batches that are alike: powers of two of sequences, of eight of context per sequence."""
+
+    sequences: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One choice, with what was expected of it."""
+
+    batch: Batch
+    index: Mapping[RequestId, int]
+    region: Region
+    options: Mapping[Kind, Option]
+    rates: Mapping[Kind, float]
+    """Tokens per second of each option, measured rounds taken into account."""
+    option: Option
+    """What is done."""
+    reason: Reason
+    num_draft_tokens: Sequence[int]
+    """By request."""
+    is_partial: bool
+    """Whether these are those of the option for some requests only (a probe)."""
+    gains: Floats
+    """[N, K + 1]: expected accepted tokens of a request that k draft tokens are asked for."""
+    gains_if_drafted: Floats
+    """[N, K + 1]: expected accepted tokens of a proposal of length k."""
+    acceptance_levels: Sequence[bytes]
+    """By request, acceptance by position in `_NUM_LEVELS` levels."""
+
+    @property
+    def best_drafting(self) -> Option | None:
+        """The best option with drafts; None when there is none."""
+        kinds = [kind for kind in self.options if kind != "plain"]
+        return self.options[max(kinds, key=lambda kind: self.rates[kind])] if kinds else None
+
+
+class GoodputController:
+    """Implements `SpeculationController` by expected goodput. It has no clock: times come with observations.
+
+    The model (`Evaluation` over `AcceptanceTracker` and `CostModel`) says which k each kind of round should
+    have and what it brings; `Evidence` corrects that by what rounds of that kind have brought. What is done
+    changes only for something better by a margin, and not for a while after the last change. What is thought
+    worse is tried now and then (`Trials`).
+    """
+
+    def __init__(self, settings: ControllerSettings, profile: CostProfile) -> None:
+        """Begin with measured costs (`assumed_profile()` where there are none)."""
+        self._settings = settings
+        num_steps = max(1, settings.max_draft_tokens)
+        self._acceptance = AcceptanceTracker(num_steps)
+        self._costs = CostModel(
+            profile,
+            max_rows=settings.max_rows,
+            max_sequences=settings.max_sequences * max(1, settings.max_branches),
+            max_steps=num_steps,
+        )
+        self._overheads = Overheads()
+        self._evidence = Evidence()
+        self._trials = Trials(settings.trial_share)
+        self._ranks = GuessRanks()
+        self._in_time = 1.0
+        self._kind: Kind | None = None
+        self._decision: Decision | None = None
+        self._classes: Mapping[RequestId, str] = {}
+        self._round = 0
+        self._decided_round = 0
+        self._switched_round = 0
+        self._switched_batch = 0
+        self._num_switches = 0
+        self._worth = 1.0
+        self._wire_s = 0.0
+        self._fan_outs: dict[tuple[bytes, int, int], tuple[int, ...]] = {}
+        self._num_alike = 0
+        self._last_kind: Kind = "plain"
+
+    @property
+    def mode(self) -> OverlapMode:
+        """The mode of the last decision; lockstep without drafts."""
+        decision = self._decision
+        if decision is None or decision.option.kind == "plain":
+            return "lockstep"
+        return decision.option.kind
+
+    @property
+    def state(self) -> ControllerState:
+        """What was decided last, and why."""
+        decision = self._decision
+        return ControllerState() if decision is None else self._explain(decision)
+
+    def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
+        """Return k for each sequence; decide anew where the batch has changed, or now and then."""
+        if not decoding:
+            return []
+        sequences = (*decoding, *elsewhere)
+        decision = self._decision
+        is_due = self._round - self._decided_round >= self._settings.decide_every
+        if decision is None or is_due or not _is_same(decision, sequences):
+            decision = self._decide(sequences, len(decoding))
+        index, chosen = decision.index, decision.num_draft_tokens
+        return [chosen[index[one.request_id]] for one in decoding]
+
+    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
+        """Share out continuations by what is expected of this request."""
+        decision = self._decision
+        at = None if decision is None else decision.index.get(request.request_id)
+        if decision is None or at is None:
+            return (0,) * (num_pending + 1)
+        num_branches = min(max_branches, decision.option.num_branches)
+        if num_pending == 0:
+            return (num_branches,)
+        levels = decision.acceptance_levels[at]
+        key = (levels[: num_pending + 1], num_pending, num_branches)
+        shared = self._fan_outs.get(key)
+        if shared is None:
+            depths = np.minimum(np.arange(num_pending + 1), len(levels) - 1)
+            accepted = (np.frombuffer(levels, np.uint8)[depths] + 0.5) / _NUM_LEVELS
+            shared = share_guesses(accepted, self._ranks.rates, num_branches)
+            self._fan_outs[key] = shared
+        return shared
+
+    def observe(self, observation: RoundObservation) -> None:
+        """Learn from a finished round."""
+        self._round += 1
+        decision = self._decision
+        if decision is None:
+            return
+        is_ahead = observation.mode == "draft_ahead"
+        classes = self._classes
+        self._acceptance.note(observation.outcomes, {} if is_ahead else observation.budgets, classes)
+        if len(self._fan_outs) > _MAX_FAN_OUTS or self._round % _FAN_OUT_ROUNDS == 0:
+            self._fan_outs.clear()
+        if self._round % _IDLE_ROUNDS == 0:
+            self._acceptance.forget_idle(_IDLE_ROUNDS)
+        for ahead in observation.ahead:
+            self._note_ahead(ahead)
+        self._note_costs(observation, decision)
+        self._note_goodput(observation, decision)
+
+    # ------------------------------------------------------------------------------------ deciding
+
+    def _decide(self, sequences: tuple[Schedulable, ...], num_here: int) -> Decision:
+        """Decide for all, of which the first `num_here` are to be in the next round."""
+        settings = self._settings
+        num_sequences = len(sequences)
+        batch = self._batch_of(sequences)
+        region = _region_of(batch)
+        evaluation = self._evaluate(batch)
+        outlook = AheadOutlook(
+            rates=self._ranks.rates, max_branches=settings.max_branches, in_time=self._in_time
+        )
+        options = evaluation.options(settings.modes, outlook)
+        rates = {
+            kind: option.rate * self._evidence.factor(self._round, kind, region)
+            for kind, option in options.items()
+        }
+        self._decided_round = self._round
+        self._switch(options, rates, num_sequences)
+        option, reason = self._apply_trial(options, rates, region, num_sequences)
+        if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
+            reason = "latency_target"
+        chosen = option.num_draft_tokens
+        is_partial = reason == "probing" and option.kind == "lockstep" and num_sequences > _NUM_PROBED
+        if is_partial:
+            chosen = self._probed(chosen)
+        elif option.kind == "ping_pong" and num_here < num_sequences:
+            # Rows and steps are those of a cohort: what is best for all together need not suit either.
+            chosen = np.concatenate(
+                [
+                    self._for_cohort(batch.part(0, num_here)),
+                    self._for_cohort(batch.part(num_here, num_sequences)),
+                ]
+            )
+        self._classes = {one.request_id: one.class_name for one in sequences}
+        self._decision = Decision(
+            batch=batch,
+            index={one.request_id: at for at, one in enumerate(sequences)},
+            region=region,
+            options=options,
+            rates=rates,
+            option=option,
+            reason=reason,
+            num_draft_tokens=chosen.tolist(),
+            is_partial=is_partial,
+            acceptance_levels=_levels(batch.estimate.accepted),
+            gains=_added_up(batch.estimate.reached),
+            gains_if_drafted=_added_up(np.cumprod(batch.estimate.accepted, axis=1, dtype=np.float64)),
+        )
+        return self._decision
+
+    def _evaluate(self, batch: Batch) -> Evaluation:
+        number, of = batch.num_sequences, self._overheads.of
+        overhead_s = of(number, has_drafts=True)
+        overheads: dict[Kind, float] = {
+            "plain": of(number, has_drafts=False),
+            "lockstep": overhead_s,
+            "draft_ahead": overhead_s,
+            "ping_pong": of((number + 1) // 2, has_drafts=True),
+        }
+        return Evaluation(batch, self._costs, overheads, max_rows=self._settings.max_rows)
+
+    def _batch_of(self, sequences: tuple[Schedulable, ...]) -> Batch:
+        cap = self._settings.cap_for(len(sequences))
+        num_positions = self._acceptance.num_positions
+        caps = np.array([min(one.max_draft_tokens, cap) for one in sequences], dtype=np.int64)
+        requested = np.array(
+            [
+                -1
+                if one.requested_draft_tokens is None
+                else min(one.requested_draft_tokens, one.max_draft_tokens, num_positions)
+                for one in sequences
+            ],
+            dtype=np.int64,
+        )
+        estimate = self._acceptance.estimate(
+            [one.request_id for one in sequences], [one.class_name for one in sequences]
+        )
+        return Batch(
+            estimate=estimate,
+            caps=caps,
+            requested=requested,
+            context_tokens=float(sum(one.committed_len for one in sequences)),
+            itl_s=min((one.itl_s for one in sequences if one.itl_s is not None), default=math.inf),
+        )
+
+    def _switch(
+        self, options: Mapping[Kind, Option], rates: Mapping[Kind, float], num_sequences: int
+    ) -> None:
+        """Change what is done, for something better by the margin, and not too soon after the last time."""
+        current = self._kind
+        best = max(rates, key=lambda kind: rates[kind])
+        if current is None:
+            self._set_kind(best, num_sequences)
+            return
+        if best == current or current not in options:
+            return  # not there: nobody can use a draft at this moment, which says nothing of those to come
+        has_changed = not 1 / _LARGEST_CHANGE < num_sequences / self._switched_batch < _LARGEST_CHANGE
+        is_settled = self._round - self._switched_round >= self._settings.dwell_rounds
+        if not (has_changed or is_settled):
+            return
+        # Going back to plain decoding takes half as much: it is what nobody may be worse off than.
+        margin = self._settings.margin * (0.5 if best == "plain" else 1.0)
+        if rates[best] > rates[current] * (1.0 + margin):
+            self._set_kind(best, num_sequences)
+
+    def _set_kind(self, kind: Kind, num_sequences: int) -> None:
+        if kind == self._kind:
+            return
+        self._num_switches += self._kind is not None
+        self._kind = kind
+        self._switched_round = self._round
+        self._switched_batch = num_sequences
+        self._trials.note_change()
+
+    def _apply_trial(
+        self,
+        options: Mapping[Kind, Option],
+        rates: Mapping[Kind, float],
+        region: Region,
+        num_sequences: int,
+    ) -> tuple[Option, Reason]:
+        """Return what to do: as decided, or something else to see whether that was right."""
+        assert self._kind is not None
+        plain = options["plain"]
+        usual = options.get(self._kind, plain)
+        trials = self._trials
+        tried = self._tried(options, rates)
+        if self._kind != "plain":
+            is_known = self._evidence.num_rounds(self._round, "plain", region) >= _ENOUGH_AUDITED
+            if not is_known and trials.current is None:
+                length = TrialLength(_AUDIT_ROUNDS, _AUDIT_ROUNDS)
+                trials.begin_audit(length, plain.round_s - plain.tokens / rates[usual.kind])
+        if tried is not None and trials.current is None:
+            num_probed = min(num_sequences, _NUM_PROBED)
+            fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
+            fewest = max(fewest, 6 // num_probed)
+            length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
+            trials.begin_probe(length, tried.round_s - tried.tokens / rates[usual.kind])
+        trial: Trial | None = trials.current
+        if trial == "probing" and tried is not None:
+            return tried, trial
+        if trial == "auditing" and usual is not plain:
+            return plain, trial
+        trials.cancel()
+        return usual, self._reason(options, usual)
+
+    def _tried(self, options: Mapping[Kind, Option], rates: Mapping[Kind, float]) -> Option | None:
+        """Return what a probe does; None: there is nothing to look at.
+
+        That is what should be better than what is done, but was measured not to be. While speculation is off
+        it may also be lockstep, which tells most of acceptance in few rounds.
+        """
+        usual = rates.get(self._kind or "plain", rates["plain"])
+        others = [option for kind, option in options.items() if kind not in ("plain", self._kind)]
+        best = max(others, key=lambda option: option.rate, default=None)
+        if best is not None and best.rate > usual * (1.0 + self._settings.margin):
+            return best
+        return options.get("lockstep", best) if self._kind == "plain" else None
+
+    def _for_cohort(self, cohort: Batch) -> np.typing.NDArray[np.int64]:
+        option = self._evaluate(cohort).cohort()
+        return np.maximum(cohort.requested, 0) if option is None else option.num_draft_tokens
+
+    def _probed(self, chosen: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.int64]:
+        """Draft for a few requests only, others each time: at least one token each."""
+        order = (np.arange(len(chosen)) + self._round * _NUM_PROBED) % len(chosen)
+        return np.where(order < _NUM_PROBED, np.maximum(chosen, 1), 0)
+
+    def _reason(self, options: Mapping[Kind, Option], usual: Option) -> Reason:
+        if usual.kind != "plain":
+            return "gain"
+        best = max((option.rate for kind, option in options.items() if kind != "plain"), default=0.0)
+        return "measured_slower" if best > usual.rate * (1.0 + self._settings.margin) else "no_gain"
+
+    # ------------------------------------------------------------------------------------ learning
+
+    def _note_ahead(self, ahead: AheadOutcome) -> None:
+        if ahead.num_prepared == 0:
+            return
+        if ahead.rank is not None:
+            self._in_time += _LATE_DECAY * ((0.0 if ahead.is_late else 1.0) - self._in_time)
+        if ahead.num_accepted < ahead.num_pending:
+            self._ranks.note(ahead.num_prepared, ahead.rank)
+        elif ahead.rank != 0 and ahead.num_prepared > 1:
+            # The first guess behind a proposal that stands is a draft token; those after it are guesses.
+            self._ranks.note(ahead.num_prepared - 1, None if ahead.rank is None else ahead.rank - 1)
+
+    def _note_costs(self, observation: RoundObservation, decision: Decision) -> None:
+        context = observation.context_tokens or decision.batch.context_tokens
+        shape = VerifyShape(observation.num_sequences, context, observation.num_rows)
+        if observation.mode != "ping_pong":
+            self._costs.verify.note(shape, observation.verify_s)
+            if observation.target_s is not None:
+                self._wire_s += 0.05 * (min(observation.verify_s - observation.target_s, 0.1) - self._wire_s)
+        elif observation.target_s is not None:
+            self._costs.verify.note(shape, observation.target_s + self._wire_s)
+        budgets = observation.budgets or {one.request_id: one.num_drafted for one in observation.outcomes}
+        ready_s = observation.draft_ready_s
+        if ready_s is None and observation.mode == "lockstep":
+            ready_s = observation.draft_s
+        if budgets and ready_s is not None and observation.num_prompt_rows == 0:
+            num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
+            mean_context = context / max(1, observation.num_sequences)
+            self._costs.draft.note(budgets, mean_context, num_branches, ready_s)
+        if observation.mode != "ping_pong" and observation.round_s is not None:
+            rest_s = observation.round_s - observation.draft_s - observation.verify_s
+            has_drafts = _kind_of(observation) != "plain"
+            self._overheads.note(observation.num_sequences, rest_s, has_drafts=has_drafts)
+
+    def _note_goodput(self, observation: RoundObservation, decision: Decision) -> None:
+        round_s = observation.round_s
+        if round_s is None:
+            round_s = observation.draft_s + observation.verify_s
+        if round_s <= 0.0:
+            return
+        option = decision.option
+        num_decoding = observation.num_decoding
+        if num_decoding is None:
+            num_decoding = observation.num_sequences
+        expected_s = option.round_s * (0.5 if option.kind == "ping_pong" else 1.0)
+        own_s = round_s - self._prompt_s(observation)
+        kind = _kind_of(observation)
+        is_as_decided = option.kind == kind and observation.num_elsewhere + num_decoding == len(
+            decision.index
+        )
+        self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
+        self._last_kind = kind
+        is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
+        if is_as_decided and is_settled and own_s > 0.3 * round_s and not decision.is_partial:
+            measured = MeasuredRound(
+                kind=kind,
+                region=decision.region,
+                expected_s=expected_s,
+                measured_s=own_s,
+                expected_tokens=num_decoding + _expected_gain(decision, observation),
+                drafted_tokens=num_decoding + _drafted_gain(decision, observation),
+            )
+            self._evidence.note(self._round, measured)
+        self._note_worth(decision, round_s)
+        usual_rate = decision.rates.get(self._kind or option.kind, option.rate)
+        lost_s = min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
+        if self._trials.note_round(round_s, lost_s):
+            self._decided_round = -self._settings.decide_every  # think it over at once
+
+    def _prompt_s(self, observation: RoundObservation) -> float:
+        """Return what the rows that read prompts have cost a round."""
+        num_prompt_rows = observation.num_prompt_rows
+        if num_prompt_rows == 0:
+            return 0.0
+        table = self._costs.verify.table(observation.num_sequences, observation.context_tokens)
+        last = len(table) - 1
+        rows = min(observation.num_rows, last)
+        return float(table[rows] - table[max(0, rows - num_prompt_rows)])
+
+    def _note_worth(self, decision: Decision, round_s: float) -> None:
+        best = decision.best_drafting
+        ratio = 0.0 if best is None else decision.rates[best.kind] / decision.rates["plain"]
+        weight = -math.expm1(-min(round_s, 1.0) / _WORTH_WINDOW_S)
+        self._worth += weight * (ratio - self._worth)
+
+    # ---------------------------------------------------------------------------------- explaining
+
+    def _explain(self, decision: Decision) -> ControllerState:
+        option = decision.option
+        best = decision.best_drafting
+        by_k = np.bincount(decision.num_draft_tokens)
+        return ControllerState(
+            mode=self.mode,
+            is_speculating=option.kind != "plain",
+            reason=decision.reason,
+            mean_num_draft_tokens=float(np.mean(decision.num_draft_tokens)),
+            num_requests_by_k=tuple(by_k.tolist()),
+            goodput_on=0.0 if best is None else decision.rates[best.kind],
+            goodput_off=decision.rates["plain"],
+            goodput_by_mode=tuple((kind, rate) for kind, rate in decision.rates.items() if kind != "plain"),
+            draft_s=option.draft_s,
+            verify_s=option.verify_s,
+            round_s=option.round_s,
+            acceptance=tuple(decision.batch.estimate.accepted.mean(0).tolist()),
+            pool_worth=self._worth,
+            num_switches=self._num_switches,
+            num_probe_rounds=self._trials.num_probe_rounds,
+            num_audit_rounds=self._trials.num_audit_rounds,
+        )
+
+
+def _is_same(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
+    index = decision.index
+    return len(sequences) == len(index) and all(one.request_id in index for one in sequences)
+
+
+def _region_of(batch: Batch) -> Region:
+    per_sequence = batch.context_tokens / batch.num_sequences
+    return Region(batch.num_sequences.bit_length(), max(0, math.ceil(math.log2(per_sequence / 512.0) / 3.0)))
+
+
+def _kind_of(observation: RoundObservation) -> Kind:
+    if observation.mode == "lockstep" and not observation.outcomes and not any(observation.budgets.values()):
+        return "plain"
+    return observation.mode
+
+
+def _expected_gain(decision: Decision, observation: RoundObservation) -> float:
+    """Return the draft tokens that were expected to be accepted in a round, given who was in it."""
+    option, index = decision.option, decision.index
+    drafted = observation.budgets or [one.request_id for one in observation.outcomes]
+    here = [index[one] for one in drafted if one in index]
+    chosen = np.asarray(decision.num_draft_tokens)
+    foreseen = float(decision.gains[np.arange(len(chosen)), chosen].sum())
+    if foreseen <= 0.0 or not here:
+        return 0.0
+    share = (option.tokens - len(chosen)) / foreseen  # below 1 where not everyone has drafts (draft_ahead)
+    return share * float(decision.gains[here, chosen[here]].sum())
+
+
+def _drafted_gain(decision: Decision, observation: RoundObservation) -> float:
+    """Return the draft tokens that were to be accepted, given the proposals that there were."""
+    index, last = decision.index, decision.gains_if_drafted.shape[1] - 1
+    known = [one for one in observation.outcomes if one.request_id in index]
+    if not known:
+        return 0.0
+    rows = [index[one.request_id] for one in known]
+    lengths = [min(one.num_drafted, last) for one in known]
+    return float(decision.gains_if_drafted[rows, lengths].sum())
+
+
+def _levels(accepted: Floats) -> list[bytes]:
+    return [row.tobytes() for row in (accepted * _NUM_LEVELS).astype(np.uint8)]
+
+
+def _added_up(probabilities: Floats) -> Floats:
+    """Return the sums of the first 0 to K of each row: [N, K + 1]."""
+    sums = np.zeros((probabilities.shape[0], probabilities.shape[1] + 1))
+    np.cumsum(probabilities, axis=1, out=sums[:, 1:])
+    return sums

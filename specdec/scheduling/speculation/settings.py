@@ -1,0 +1,40 @@
+"""What a goodput controller may do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.scheduling.speculation.modes import OverlapMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """Bounds and habits of a `GoodputController`. Rounds are counted, seconds are those of observations."""
+
+    max_draft_tokens: int
+    """Largest k."""
+    modes: tuple[OverlapMode, ...] = ("lockstep",)
+    """Modes that may be chosen."""
+    max_branches: int = 4
+    """draft_ahead: most continuations per request."""
+    caps_by_batch: tuple[tuple[int, int, int], ...] = ()
+    """(lo, hi, k): with lo to hi sequences, both included, k is at most that. The first that holds counts."""
+    max_rows: int = 512
+    """Most rows of a round."""
+    max_sequences: int = 64
+    """Most sequences of a round."""
+    margin: float = 0.02
+    """How much better an option must be than what is done now, as a share."""
+    dwell_rounds: int = 16
+    """Rounds between two switches, unless the batch changes by a factor of 1.5 or more."""
+    decide_every: int = 8
+    """Rounds after which a decision is thought over, where the batch stays the same."""
+    trial_share: float = 0.004
+    """Share of the time that may be lost by trying what is thought worse: probes and audits."""
+
+    def cap_for(self, num_sequences: int) -> int:
+        """Return the largest k with so many sequences."""
+        for low, high, cap in self.caps_by_batch:
+            if low <= num_sequences <= high:
+                return min(cap, self.max_draft_tokens)
+        return self.max_draft_tokens

@@ -1,0 +1,161 @@
+"""The cost model: what it makes of measured points, and how rounds correct it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.cost import (
+    CorrectionGrid,
+    CostModel,
+    VerifyShape,
+    assumed_profile,
+    rising,
+)
+from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
+from tests.specdec.scheduling.speculation.world import COSTS, profile_of
+
+
+def model_of(name: str, *, noise: float = 0.0, seed: int = 0) -> CostModel:
+    return CostModel(
+        profile_of(COSTS[name], noise=noise, seed=seed), max_rows=512, max_sequences=256, max_steps=8
+    )
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("num_sequences", [1, 4, 16, 64])
+@pytest.mark.parametrize("context", [128, 4096])
+def test_verification_is_predicted_between_measured_points(
+    name: str, num_sequences: int, context: int
+) -> None:
+    table = model_of(name).verify.table(num_sequences, num_sequences * context)
+    for per_sequence in (1, 2, 3, 5, 9):
+        rows = min(num_sequences * per_sequence, 512)
+        true = COSTS[name].verify(num_sequences, num_sequences * context, rows)
+        assert table[rows] == pytest.approx(true, rel=0.08), rows
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("num_sequences", [1, 4, 10, 64])
+@pytest.mark.parametrize("num_steps", [1, 3, 8])
+def test_drafting_is_predicted(name: str, num_sequences: int, num_steps: int) -> None:
+    true = COSTS[name].drafting([num_steps] * num_sequences, 512)
+    taking_part = np.full(8, num_sequences)
+    assert model_of(name).draft.by_steps(taking_part, 512)[num_steps - 1] == pytest.approx(true, rel=0.25)
+
+
+def test_a_step_of_few_sequences_costs_less() -> None:
+    draft = model_of("cpu").draft
+    few = draft.by_steps(np.array([64, 2, 2, 2]), 64)[3]
+    many = draft.by_steps(np.array([64, 64, 64, 64]), 64)[3]
+    assert few < 0.6 * many
+    assert (draft.by_steps(np.array([0, 0, 0]), 64) == 0.0).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", COSTS)
+def test_tables_never_fall_whatever_rounds_say(name: str, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    model = model_of(name, noise=0.5, seed=seed)
+    for _ in range(300):
+        rows = int(generator.integers(1, 600))
+        number = int(generator.integers(1, rows + 1))
+        seconds = float(np.exp(generator.normal(-5.0, 2.0)))
+        model.verify.note(VerifyShape(number, float(generator.integers(1, 1 << 20)), rows), seconds)
+    for number, context in itertools.product((1, 16, 64), (10, 5000, 1 << 20)):
+        table = model.verify.table(number, context)
+        assert (table > 0.0).all()
+        assert (np.diff(table) >= -1e-15).all()
+        assert np.isfinite(table).all()
+
+
+def test_rows_come_in_steps_where_they_are_padded() -> None:
+    points = [
+        VerifyPoint(num_sequences=1, context_tokens=64, num_rows=rows, seconds=0.001 * rows)
+        for rows in (4, 8, 16, 32)
+    ]
+    profile = CostProfile(key="", verify=tuple(points), num_stepped_rows=16)
+    table = CostModel(profile, max_rows=64, max_sequences=4, max_steps=1).verify.table(1, 64)
+    assert table[[1, 4, 5, 8, 9, 16]] == pytest.approx([0.004, 0.004, 0.008, 0.008, 0.016, 0.016])
+    assert table[24] == pytest.approx(0.024)
+    assert table[64] == pytest.approx(0.064)
+
+
+def test_rounds_correct_the_model_where_they_were_and_nearby() -> None:
+    """Everything takes 1.8 times as long as it was measured."""
+    model = model_of("cpu")
+    before = model.verify.table(4, 512)
+    for _ in range(20):
+        model.verify.note(VerifyShape(4, 512, 20), 1.8 * float(before[20]))
+    after = model.verify.table(4, 512)
+    assert after[20] == pytest.approx(1.8 * before[20], rel=0.1)
+    assert after[4] > 1.3 * before[4]
+
+
+def test_a_region_keeps_its_own_correction() -> None:
+    model = model_of("cpu")
+    before = model.verify.table(4, 512)
+    for _ in range(20):
+        model.verify.note(VerifyShape(4, 512, 128), 2.0 * float(before[128]))
+        model.verify.note(VerifyShape(4, 512, 4), float(before[4]))
+    after = model.verify.table(4, 512)
+    assert after[128] == pytest.approx(2.0 * before[128], rel=0.1)
+    assert after[4] == pytest.approx(before[4], rel=0.1)
+
+
+def test_pauses_move_nothing() -> None:
+    """One observation in five takes 50 times as long."""
+    model = model_of("cpu")
+    before = model.verify.table(4, 512)
+    for number in range(100):
+        model.verify.note(VerifyShape(4, 512, 20), float(before[20]) * (50.0 if number % 5 == 0 else 1.0))
+    assert model.verify.table(4, 512) == pytest.approx(before, rel=1e-6)
+
+
+def test_the_first_observation_of_a_region_moves_nothing_if_it_is_alone() -> None:
+    grid = CorrectionGrid(6, 3)
+    grid.note(2, 1, 50.0)
+    assert grid.factors == pytest.approx(np.ones((6, 3)), rel=1e-6)
+    for _ in range(8):
+        grid.note(2, 1, 50.0)
+    assert grid.factors[2, 1] > 20.0
+
+
+def test_drafting_is_corrected() -> None:
+    model = model_of("cpu")
+    taking_part = np.full(8, 4)
+    before = model.draft.by_steps(taking_part, 64)
+    budgets = {RequestId(f"r{index}"): 4 for index in range(4)}
+    for _ in range(20):
+        model.draft.note(budgets, 64, 1, 3.0 * float(before[3]))
+    after = model.draft.by_steps(taking_part, 64)
+    assert after[3] == pytest.approx(3.0 * before[3], rel=0.15)
+    assert (np.diff(after) >= 0.0).all()
+
+
+def test_without_a_profile_rounds_tell_the_scale() -> None:
+    model = CostModel(assumed_profile(), max_rows=512, max_sequences=64, max_steps=8)
+    for rows in (1, 5, 9):
+        for _ in range(12):
+            model.verify.note(VerifyShape(1, 512, rows), 0.2)
+    assert model.verify.table(1, 512)[5] == pytest.approx(0.2, rel=0.1)
+
+
+def test_few_points_are_enough() -> None:
+    profile = CostProfile(
+        key="",
+        verify=(VerifyPoint(num_sequences=1, context_tokens=1, num_rows=1, seconds=0.01),),
+        draft=(DraftPoint(num_sequences=1, context_tokens=1, num_steps=1, num_unseen=1, seconds=0.002),),
+    )
+    model = CostModel(profile, max_rows=16, max_sequences=4, max_steps=2)
+    assert model.verify.table(1, 10) == pytest.approx(np.full(17, 0.01))
+    assert model.draft.by_steps(np.array([1, 1]), 10)[0] == pytest.approx(0.002, rel=0.2)
+
+
+def test_rising_values_pool_those_that_fall() -> None:
+    values = rising(np.array([1.0, 3.0, 2.0, 4.0]), np.array([1.0, 1.0, 3.0, 1.0]))
+    assert values == pytest.approx([1.0, 2.25, 2.25, 4.0])
+    assert rising(np.array([3.0, 2.0, 1.0]), np.ones(3)) == pytest.approx([2.0, 2.0, 2.0])

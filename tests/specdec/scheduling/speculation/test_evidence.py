@@ -1,0 +1,130 @@
+"""Evidence, overheads and trials: what is learnt of rounds, and when something else is tried."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from specdec.scheduling.speculation.evidence import Evidence, MeasuredRound, OutlierGate, Overheads
+from specdec.scheduling.speculation.goodput import Kind
+from specdec.scheduling.speculation.trials import TrialLength, Trials
+
+
+def measured(kind: Kind, seconds: float, region: str = "here", drafted: float = 4.0) -> MeasuredRound:
+    return MeasuredRound(
+        kind=kind,
+        region=region,
+        expected_s=0.01,
+        measured_s=seconds,
+        expected_tokens=4.0,
+        drafted_tokens=drafted,
+    )
+
+
+def test_measured_times_replace_expected_ones() -> None:
+    evidence = Evidence()
+    assert evidence.factor(0, "lockstep", "here") == 1.0
+    for number in range(100):
+        evidence.note(number, measured("lockstep", 0.02))
+    assert evidence.factor(100, "lockstep", "here") == pytest.approx(0.5, abs=0.03)
+    assert evidence.factor(100, "plain", "here") == 1.0
+
+
+def test_another_region_begins_with_what_the_kind_has_shown() -> None:
+    evidence = Evidence()
+    for number in range(100):
+        evidence.note(number, measured("lockstep", 0.02))
+    assert evidence.factor(100, "lockstep", "there") == pytest.approx(0.52, abs=0.05)
+    for number in range(100, 200):
+        evidence.note(number, measured("lockstep", 0.01, region="there"))
+    assert evidence.factor(200, "lockstep", "there") == pytest.approx(1.0, abs=0.05)
+
+
+def test_missing_drafts_count() -> None:
+    evidence = Evidence()
+    for number in range(200):
+        evidence.note(number, measured("draft_ahead", 0.01, drafted=2.0))
+    assert evidence.factor(200, "draft_ahead", "here") == pytest.approx(0.55, abs=0.06)
+
+
+def test_evidence_grows_old() -> None:
+    evidence = Evidence()
+    for number in range(100):
+        evidence.note(number, measured("plain", 0.02))
+    assert evidence.num_rounds(100, "plain", "here") > 50
+    assert evidence.num_rounds(40_000, "plain", "here") < 0.1
+    assert evidence.factor(40_000, "plain", "here") == pytest.approx(1.0, abs=0.02)
+
+
+def test_single_outliers_are_left_out_and_many_in_a_row_are_not() -> None:
+    gate = OutlierGate()
+    assert [gate.lets_through(ratio) for ratio in (1.0, 50.0, 1.1, 0.9, 50.0, 50.0, 50.0, 50.0, 1.0)] == [
+        True, False, True, True, False, False, True, True, True,
+    ]  # fmt: skip
+
+
+def test_pauses_do_not_count() -> None:
+    evidence = Evidence()
+    for number in range(200):
+        evidence.note(number, measured("lockstep", 0.5 if number % 10 == 0 else 0.01))
+    assert evidence.factor(200, "lockstep", "here") == pytest.approx(1.0, abs=0.01)
+
+
+def test_overheads_are_medians_of_the_closest_batch() -> None:
+    overheads = Overheads()
+    assert overheads.of(8, has_drafts=True) == 0.0
+    for seconds in (0.001, 0.0011, 0.0009, 0.05, 0.001):
+        overheads.note(8, seconds, has_drafts=True)
+    assert overheads.of(8, has_drafts=True) == pytest.approx(0.001)
+    assert overheads.of(1, has_drafts=True) == pytest.approx(0.001)
+    assert overheads.of(64, has_drafts=True) == pytest.approx(0.008)
+    overheads.note(64, 0.002, has_drafts=True)
+    assert overheads.of(64, has_drafts=True) == pytest.approx(0.002)
+    assert overheads.of(64, has_drafts=False) == pytest.approx(0.002)
+    overheads.note(64, 0.0005, has_drafts=False)
+    assert overheads.of(64, has_drafts=False) == pytest.approx(0.0005)
+
+
+ROUND_S = 0.01
+
+
+def run_trials(trials: Trials, num_rounds: int, *, loss_s: float, paid_s: float) -> list[int]:
+    """Run rounds with failing probes and return where they began."""
+    begins = []
+    for number in range(num_rounds):
+        if trials.current is None:
+            trials.begin_probe(TrialLength(3, 8), loss_s)
+            if trials.current is not None:
+                begins.append(number)
+        trials.note_round(ROUND_S, paid_s if trials.current else 0.0)
+    return begins
+
+
+@pytest.mark.parametrize("loss", [0.2, 1.0, 5.0])
+def test_probes_lose_little_and_become_rare(loss: float) -> None:
+    trials = Trials(0.005)
+    num_rounds = 20_000
+    begins = run_trials(trials, num_rounds, loss_s=loss * ROUND_S, paid_s=loss * ROUND_S)
+    assert len(begins) >= 3
+    assert trials.num_probe_rounds * loss < 0.01 * num_rounds
+    gaps = [after - before for before, after in itertools.pairwise(begins)]
+    assert gaps[-1] > 3000
+
+
+def test_a_loss_beyond_what_was_expected_is_paid_for() -> None:
+    """Probes are expected to cost nothing, and cost five rounds each time."""
+    trials = Trials(0.005)
+    run_trials(trials, 20_000, loss_s=-0.001, paid_s=5 * ROUND_S)
+    assert trials.num_probe_rounds * 5 < 0.01 * 20_000
+
+
+def test_a_change_ends_the_wait() -> None:
+    def next_probe(*, changes: bool) -> int:
+        trials = Trials(0.005)
+        run_trials(trials, 6000, loss_s=0.0, paid_s=0.0)
+        if changes:
+            trials.note_change()
+        return next(iter(run_trials(trials, 6000, loss_s=0.0, paid_s=0.0)))
+
+    assert next_probe(changes=True) < next_probe(changes=False)

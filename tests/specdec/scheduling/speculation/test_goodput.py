@@ -1,0 +1,190 @@
+"""The choice of k: against every choice there is, on small batches, and by what each mode is said to cost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from specdec.scheduling.speculation.acceptance import AcceptanceEstimate
+from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Option
+from specdec.scheduling.speculation.guesses import GuessRanks
+from tests.specdec.scheduling.speculation.world import COSTS, profile_of
+
+OUTLOOK = AheadOutlook(rates=GuessRanks().rates, max_branches=4)
+OVERHEADS = {"plain": 0.0003, "lockstep": 0.0003, "ping_pong": 0.0002, "draft_ahead": 0.0003}
+
+
+def costs_of(name: str) -> CostModel:
+    return CostModel(profile_of(COSTS[name], noise=0.0), max_rows=640, max_sequences=256, max_steps=8)
+
+
+def batch_of(
+    accepted: Sequence[Sequence[float]],
+    *,
+    caps: Sequence[int] | None = None,
+    requested: Sequence[int] | None = None,
+    present: float = 1.0,
+    context: int = 500,
+    itl_s: float = math.inf,
+) -> Batch:
+    chances = np.array(accepted, dtype=np.float64)
+    number, depth = chances.shape
+    return Batch(
+        estimate=AcceptanceEstimate(chances, np.full_like(chances, 1.0) * _first(present, depth)),
+        caps=np.array([depth] * number if caps is None else caps),
+        requested=np.array([-1] * number if requested is None else requested),
+        context_tokens=float(number * context),
+        itl_s=itl_s,
+    )
+
+
+def _first(present: float, depth: int) -> np.ndarray:
+    return np.array([present] + [1.0] * (depth - 1))
+
+
+def evaluate(batch: Batch, name: str = "cpu") -> Evaluation:
+    return Evaluation(batch, costs_of(name), OVERHEADS, max_rows=640)  # type: ignore[arg-type]
+
+
+def lockstep_rate(batch: Batch, chosen: Sequence[int], name: str = "cpu") -> float:
+    """Goodput of one choice by its definition."""
+    costs = costs_of(name)
+    number, depth = batch.estimate.accepted.shape
+    reached = np.cumprod(batch.estimate.accepted, axis=1)
+    tokens = number + sum(float(reached[index, :k].sum()) for index, k in enumerate(chosen))
+    taking_part = np.array([sum(k > step for k in chosen) for step in range(depth)])
+    draft_s = float(costs.draft.by_steps(taking_part, batch.context_tokens / number)[-1])
+    table = costs.verify.table(number, batch.context_tokens)
+    return tokens / (draft_s + float(table[number + sum(chosen)]) + OVERHEADS["lockstep"])
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_choice_is_the_best_of_all(name: str, seed: int) -> None:
+    """Two or three requests, up to four tokens each: every combination is tried."""
+    generator = np.random.default_rng(seed)
+    number = 2 + seed % 2
+    batch = batch_of(generator.uniform(0.05, 0.97, (number, 4)))
+    found = evaluate(batch, name).lockstep()
+    assert found is not None
+    best = max(
+        lockstep_rate(batch, chosen, name)
+        for chosen in itertools.product(range(5), repeat=number)
+        if any(chosen)
+    )
+    assert lockstep_rate(batch, found.num_draft_tokens.tolist(), name) >= 0.985 * best
+    assert found.rate == pytest.approx(lockstep_rate(batch, found.num_draft_tokens.tolist(), name), rel=0.02)
+
+
+def test_who_is_accepted_more_gets_more() -> None:
+    batch = batch_of([[0.95] * 8, [0.5] * 8, [0.05] * 8] * 6)
+    found = evaluate(batch).lockstep()
+    assert found is not None
+    good, middling, bad = found.num_draft_tokens[:3]
+    assert good > middling >= bad
+
+
+def test_bounds_are_kept() -> None:
+    batch = batch_of([[0.95] * 8] * 4, caps=[0, 1, 3, 8], requested=[-1, -1, -1, -1])
+    for option in options_of(evaluate(batch)):
+        assert (option.num_draft_tokens <= np.array([0, 1, 3, 8])).all()
+
+
+def options_of(evaluation: Evaluation) -> list[Option]:
+    return list(evaluation.options(("lockstep", "ping_pong", "draft_ahead"), OUTLOOK).values())
+
+
+@pytest.mark.parametrize("requested", [[3, -1, 0], [8, 8, 8], [0, 0, 0], [-1, 5, -1]])
+def test_what_requests_ask_for_is_done_whatever_it_brings(requested: list[int]) -> None:
+    batch = batch_of([[0.03] * 8] * 3, requested=requested)
+    for option in options_of(evaluate(batch)):
+        for chosen, asked in zip(option.num_draft_tokens.tolist(), requested, strict=True):
+            assert asked < 0 or chosen == asked
+    plain = evaluate(batch).plain
+    assert plain.num_draft_tokens.tolist() == [max(asked, 0) for asked in requested]
+    nobody = evaluate(batch_of([[0.03] * 8] * 3)).plain
+    assert (plain.round_s > nobody.round_s) == any(asked > 0 for asked in requested)
+
+
+def test_there_is_no_option_where_nobody_may_draft() -> None:
+    batch = batch_of([[0.9] * 4] * 3, caps=[0, 0, 0])
+    assert [option.kind for option in options_of(evaluate(batch))] == ["plain"]
+
+
+def test_rows_are_bounded() -> None:
+    batch = batch_of([[0.99] * 8] * 16)
+    evaluation = Evaluation(batch, costs_of("gpu"), OVERHEADS, max_rows=40)  # type: ignore[arg-type]
+    for option in options_of(evaluation):
+        assert int(option.num_draft_tokens.sum()) <= 24
+
+
+def test_k_falls_with_the_batch_where_rows_cost() -> None:
+    """The same acceptance: worth drafting for one request, not for 64, on a CPU."""
+    means = []
+    for number in (1, 4, 16, 64):
+        evaluation = evaluate(batch_of([[0.8] * 8] * number))
+        found = evaluation.lockstep()
+        assert found is not None
+        gains = found.rate > evaluation.plain.rate
+        means.append(float(found.num_draft_tokens.mean()) if gains else 0.0)
+    assert means == sorted(means, reverse=True)
+    assert means[0] >= 3
+    assert means[-1] == 0
+
+
+def test_missing_proposals_cost_time_but_no_rows() -> None:
+    always = evaluate(batch_of([[0.8] * 8] * 4)).lockstep()
+    seldom = evaluate(batch_of([[0.8] * 8] * 4, present=0.2)).lockstep()
+    assert always is not None
+    assert seldom is not None
+    assert seldom.tokens < always.tokens
+    assert seldom.verify_s < always.verify_s
+
+
+def test_ping_pong_needs_two() -> None:
+    assert evaluate(batch_of([[0.8] * 4])).ping_pong() is None
+    assert evaluate(batch_of([[0.8] * 4] * 2)).ping_pong() is not None
+
+
+def test_modes_hide_drafting() -> None:
+    """With an expensive drafter and cheap rows, both ways to overlap beat lockstep, and neither the
+    maximum.
+    """
+    batch = batch_of([[0.8] * 8] * 4)
+    evaluation = evaluate(batch, "expensive")
+    lockstep, ahead = evaluation.lockstep(), evaluation.draft_ahead(OUTLOOK)
+    assert lockstep is not None
+    assert ahead is not None
+    assert ahead.rate > lockstep.rate
+    assert ahead.round_s >= max(ahead.draft_s, ahead.verify_s)
+    assert ahead.num_branches >= 2
+    late = evaluation.draft_ahead(AheadOutlook(rates=OUTLOOK.rates, max_branches=4, in_time=0.3))
+    assert late is not None
+    assert late.rate < ahead.rate
+
+
+def test_a_latency_target_bounds_rounds() -> None:
+    batch = batch_of([[0.95] * 8] * 4)
+    free = evaluate(batch, "expensive")
+    unbound = free.lockstep()
+    assert unbound is not None
+    limit = 0.5 * (free.plain.round_s + unbound.round_s)
+    bound = evaluate(batch_of([[0.95] * 8] * 4, itl_s=limit), "expensive")
+    for option in options_of(bound):
+        assert option.round_s <= limit
+    tight = evaluate(batch_of([[0.95] * 8] * 4, itl_s=1.001 * free.plain.round_s), "expensive")
+    assert [option.kind for option in options_of(tight)] == ["plain"]
+
+
+def test_a_latency_target_that_no_round_can_keep_is_left_to_goodput() -> None:
+    free = evaluate(batch_of([[0.95] * 8] * 4), "expensive")
+    hopeless = evaluate(batch_of([[0.95] * 8] * 4, itl_s=0.5 * free.plain.round_s), "expensive").lockstep()
+    unbound = free.lockstep()
+    assert hopeless is not None
+    assert unbound is not None
+    assert hopeless.num_draft_tokens.tolist() == unbound.num_draft_tokens.tolist()

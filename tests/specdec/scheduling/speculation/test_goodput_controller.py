@@ -1,0 +1,482 @@
+"""The controller in virtual worlds: never slower than plain decoding, about as fast as the best fixed
+setting.
+
+Every world has true costs and true acceptance, which the controller sees through noise, chance and a profile
+that is a few percent off. What is compared are expected tokens over true times (`world.Booking`), so that
+runs of some hundred rounds tell; all are seeded.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.controller import (
+    DraftOutcome,
+    FixedController,
+    RoundObservation,
+    SpeculationController,
+    bounded_choice,
+)
+from specdec.scheduling.speculation.cost import assumed_profile
+from specdec.scheduling.speculation.cost_profile import CostProfile
+from specdec.scheduling.speculation.explanation import Reason
+from specdec.scheduling.speculation.goodput_controller import GoodputController
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.settings import ControllerSettings
+from tests.specdec.scheduling.simulation import fake_request
+from tests.specdec.scheduling.speculation.world import COSTS, Costs, World, profile_of
+
+MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
+WARM_UP = 60
+FLOOR = 0.97
+
+
+def controller_of(
+    profile: CostProfile, modes: Sequence[OverlapMode] = MODES, **settings: Any
+) -> GoodputController:
+    return GoodputController(
+        ControllerSettings(
+            max_draft_tokens=8, modes=tuple(modes), max_rows=640, max_sequences=64, **settings
+        ),
+        profile,
+    )
+
+
+def world_of(costs: Costs, number: int = 1, context: int = 128, chance: float = 0.8, **options: Any) -> World:
+    options.setdefault("acceptance", lambda _round, _request: chance)
+    options.setdefault("seed", 1)
+    return World(costs=costs, num_sequences=number, context=context, **options)
+
+
+@functools.cache
+def fixed_rates(
+    name: str, number: int, context: int, chance: float, modes: tuple[OverlapMode, ...]
+) -> dict[tuple[OverlapMode, int], float]:
+    """What every fixed setting brings; ("lockstep", 0) is plain decoding."""
+    rates = {}
+    for mode, k in itertools.product(modes, (0, 1, 2, 3, 4, 5, 6, 8)):
+        if (k == 0) == (mode == "lockstep") or k:
+            if mode == "ping_pong" and number == 1:
+                continue
+            num_rounds = 40 if mode != "draft_ahead" else 600 if number < 16 else 80
+            world = world_of(COSTS[name], number, context, chance, seed=5)
+            world.run(FixedController(k, mode), 10)
+            rates[mode, k] = world.run(FixedController(k, mode), num_rounds).rate
+    return rates
+
+
+GRID = list(itertools.product(COSTS, (1, 4, 16, 64), (128, 1024, 4096), (0.2, 0.5, 0.8, 0.95)))
+EVERY_NTH = 11
+"""Coprime to the length of every axis: all values and most pairs are among the cells of the default run."""
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "context", "chance"),
+    [
+        pytest.param(*cell, marks=[] if index % EVERY_NTH == 0 else [pytest.mark.full])
+        for index, cell in enumerate(GRID)
+    ],
+)
+def test_never_slower_and_nearly_the_best(name: str, number: int, context: int, chance: float) -> None:
+    rates = fixed_rates(name, number, context, chance, MODES)
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name], number, context, chance)
+    world.run(controller, WARM_UP)
+    rate = world.run(controller, 900 if number < 64 else 500).rate
+    assert rate >= FLOOR * rates["lockstep", 0], controller.state
+    assert rate >= FLOOR * max(rates.values()), controller.state
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("seed", [3, 4])
+def test_lockstep_alone(name: str, seed: int) -> None:
+    """Where groups cannot overlap, by other chances and another profile."""
+    modes: tuple[OverlapMode, ...] = ("lockstep",)
+    for number, chance in ((1, 0.5), (4, 0.8), (16, 0.95)):
+        rates = fixed_rates(name, number, 1024, chance, modes)
+        controller = controller_of(profile_of(COSTS[name], seed=seed), modes)
+        world = world_of(COSTS[name], number, 1024, chance, seed=seed + 10)
+        world.run(controller, WARM_UP)
+        assert world.run(controller, 600).rate >= FLOOR * max(rates.values())
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_without_a_profile_it_learns_what_it_needs(name: str) -> None:
+    rates = fixed_rates(name, 4, 128, 0.8, MODES)
+    controller = controller_of(assumed_profile())
+    world = world_of(COSTS[name], 4)
+    world.run(controller, 300)
+    rate = world.run(controller, 900).rate
+    assert rate >= FLOOR * rates["lockstep", 0]
+    assert rate >= 0.85 * max(rates.values())
+
+
+# ------------------------------------------------------------------------------------- things that change
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_load_steps(name: str) -> None:
+    """From 1 to 64 requests and back: no window of 40 rounds collapses, and soon all is as it should be."""
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name])
+    world.run(controller, 150)
+    for number in (64, 1):
+        world.num_sequences = number
+        rates = fixed_rates(name, number, 128, 0.8, MODES)
+        windows = [world.run(controller, 40).rate for _ in range(8)]
+        assert min(windows) >= 0.9 * rates["lockstep", 0]
+        assert np.mean(windows[2:]) >= 0.95 * max(rates.values())
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("number", [1, 16])
+def test_a_sudden_drop_of_acceptance(name: str, number: int) -> None:
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name], number, chance=0.9)
+    world.run(controller, 400)
+    world.acceptance = lambda _round, _request: 0.15
+    rates = fixed_rates(name, number, 128, 0.15, MODES)
+    at_once = world.run(controller, 100).rate
+    later = world.run(controller, 500).rate
+    assert at_once >= 0.8 * rates["lockstep", 0]
+    assert later >= FLOOR * rates["lockstep", 0]
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("number", [1, 16])
+def test_acceptance_that_comes_back_is_noticed(name: str, number: int) -> None:
+    """Off for 1000 rounds, as nothing was accepted; then nearly everything is."""
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name], number, chance=0.02)
+    world.run(controller, 1000)
+    world.acceptance = lambda _round, _request: 0.95
+    rates = fixed_rates(name, number, 128, 0.95, MODES)
+    world.run(controller, 3200)
+    assert world.run(controller, 300).rate >= 0.94 * max(rates.values())
+
+
+def test_a_drafter_that_dies_and_comes_back() -> None:
+    """No proposals for a while: drafts are no longer waited for; then they are again."""
+    controller = controller_of(profile_of(COSTS["cpu"]))
+    world = world_of(COSTS["cpu"], 4)
+    world.run(controller, 300)
+    world.availability = 0.0
+    plain = fixed_rates("cpu", 4, 128, 0.8, MODES)["lockstep", 0]
+    world.run(controller, 40)
+    assert world.run(controller, 600).rate >= FLOOR * plain
+    world.availability = 1.0
+    world.run(controller, 3200)
+    assert world.run(controller, 300).rate >= 1.3 * plain
+
+
+def test_a_machine_that_gets_slower_as_a_whole() -> None:
+    """Everything takes twice as long: what is best stays so."""
+    controller = controller_of(profile_of(COSTS["gpu"]))
+    world = world_of(COSTS["gpu"], 4)
+    before = world.run(controller, 400).rate
+    costs = COSTS["gpu"]
+    world.costs = replace(
+        costs,
+        verify=lambda n, c, r: 2.0 * costs.verify(n, c, r),
+        draft=lambda n, c: 2.0 * costs.draft(n, c),
+        draft_start_s=2.0 * costs.draft_start_s,
+        overhead_s=2.0 * costs.overhead_s,
+    )
+    after = world.run(controller, 600).rate
+    assert after >= 0.5 * FLOOR * before
+
+
+def test_a_drafter_that_gets_slower() -> None:
+    """Its steps take eight times as long from now on: speculation stops paying."""
+    costs = COSTS["cpu"]
+    controller = controller_of(profile_of(costs), ("lockstep",))
+    world = world_of(costs, 4, chance=0.5)
+    world.run(controller, 300)
+    assert controller.state.is_speculating
+    world.costs = replace(costs, draft=lambda n, c: 8.0 * costs.draft(n, c))
+    plain = fixed_rates("cpu", 4, 128, 0.5, ("lockstep",))["lockstep", 0]
+    world.run(controller, 60)
+    assert world.run(controller, 600).rate >= FLOOR * plain
+
+
+# --------------------------------------------------------------------------------------- things that lie
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("number", [1, 16])
+def test_pauses_move_no_decisions(name: str, number: int) -> None:
+    """One part of a round in a hundred takes 50 times as long."""
+    rates = fixed_rates(name, number, 128, 0.8, MODES)
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name], number, outlier_rate=0.01)
+    world.run(controller, WARM_UP)
+    rate = world.run(controller, 900).rate
+    assert rate >= 0.96 * max(rates.values())
+    assert rate >= FLOOR * rates["lockstep", 0]
+
+
+@pytest.mark.parametrize("number", [4, 16])
+def test_a_profile_that_promises_too_much(number: int) -> None:
+    """Drafting was measured five times too fast."""
+    rates = fixed_rates("expensive", number, 128, 0.5, MODES)
+    controller = controller_of(profile_of(COSTS["expensive"], draft_scale=0.2))
+    world = world_of(COSTS["expensive"], number, chance=0.5)
+    world.run(controller, WARM_UP)
+    assert world.run(controller, 900).rate >= FLOOR * rates["lockstep", 0]
+
+
+def test_a_profile_that_promises_too_little() -> None:
+    """Drafting was measured eight times too slow: probes find out."""
+    rates = fixed_rates("cpu", 4, 128, 0.8, MODES)
+    controller = controller_of(profile_of(COSTS["cpu"], draft_scale=8.0))
+    world = world_of(COSTS["cpu"], 4)
+    world.run(controller, 1500)
+    assert world.run(controller, 300).rate >= 0.9 * max(rates.values())
+
+
+def test_costs_that_the_model_does_not_know_are_measured() -> None:
+    """Rounds with drafts take 6 ms more than drafting and verifying: only whole rounds show it."""
+
+    class Slow(World):
+        def _run_all(self, controller: SpeculationController, mode: OverlapMode) -> None:
+            before = self.booking.seconds
+            super()._run_all(_Delaying(controller, 0.006), mode)
+            if self.last_had_drafts:
+                self.booking.seconds += 0.006
+            assert self.booking.seconds > before
+
+    class _Delaying:
+        def __init__(self, inner: SpeculationController, delay_s: float) -> None:
+            self._inner, self._delay_s = inner, delay_s
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def observe(self, observation: RoundObservation) -> None:
+            world.last_had_drafts = any(observation.budgets.values())
+            if world.last_had_drafts and observation.round_s is not None:
+                observation = replace(observation, round_s=observation.round_s + self._delay_s)
+            self._inner.observe(observation)
+
+    world = Slow(costs=COSTS["cpu"], acceptance=lambda _round, _request: 0.5, num_sequences=4, seed=1)
+    world.last_had_drafts = False  # type: ignore[attr-defined]
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    plain = fixed_rates("cpu", 4, 128, 0.5, ("lockstep",))["lockstep", 0]
+    world.run(controller, 150)
+    assert world.run(controller, 900).rate >= FLOOR * plain
+    assert controller.state.reason in ("measured_slower", "no_gain", "probing")
+
+
+# ------------------------------------------------------------------------------------- negative controls
+
+
+class ForFree(GoodputController):
+    """Believes that drafting costs nothing, and never looks at what rounds brought."""
+
+    def __init__(self, settings: ControllerSettings, profile: CostProfile) -> None:
+        super().__init__(settings, profile)
+        self._costs.draft.by_steps = lambda taking_part, mean_context: np.zeros(  # type: ignore[method-assign]
+            taking_part.shape
+        )
+        self._evidence.factor = lambda now, kind, region: 1.0  # type: ignore[method-assign]
+        self._overheads.of = lambda num_sequences, has_drafts: 0.0  # type: ignore[method-assign]
+
+
+def test_a_controller_that_ignores_drafting_fails() -> None:
+    plain = fixed_rates("expensive", 4, 128, 0.5, ("lockstep",))["lockstep", 0]
+    settings = ControllerSettings(max_draft_tokens=8, max_rows=640)
+    world = world_of(COSTS["expensive"], 4, chance=0.5)
+    assert world.run(ForFree(settings, profile_of(COSTS["expensive"])), 300).rate < 0.9 * plain
+
+
+def test_a_fixed_k_fails() -> None:
+    """What pays for one request is a loss for 64, and nothing is left of a gain that nobody looks for."""
+    many = fixed_rates("cpu", 64, 128, 0.8, ("lockstep",))
+    one = fixed_rates("cpu", 1, 128, 0.8, ("lockstep",))
+    assert many["lockstep", 4] < 0.9 * many["lockstep", 0]
+    assert one["lockstep", 4] > 1.5 * one["lockstep", 0]
+
+
+# ------------------------------------------------------------------------------------------- habits
+
+
+def test_probes_cost_less_than_one_percent() -> None:
+    for name, number in (("expensive", 1), ("cpu", 16), ("expensive", 64)):
+        rates = fixed_rates(name, number, 128, 0.05, ("lockstep",))
+        controller = controller_of(profile_of(COSTS[name]), ("lockstep",))
+        world = world_of(COSTS[name], number, chance=0.05)
+        world.run(controller, 150)
+        assert world.run(controller, 1500).rate >= 0.99 * rates["lockstep", 0]
+        assert controller.state.num_probe_rounds > 0
+
+
+def test_at_break_even_it_does_not_swing() -> None:
+    """Speculation is worth within one percent of nothing; switches are far apart."""
+    controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
+    world = world_of(COSTS["expensive"], 1, 128, 0.5)
+    world.run(controller, 2000)
+    assert controller.state.num_switches <= 2000 / 100
+
+
+def test_good_and_bad_requests_are_told_apart() -> None:
+    """Half of the requests accept everything, half nothing: more than any k for all can bring."""
+
+    def chance(_round: int, request: Any) -> float:
+        return 0.95 if request.request_id[-1] in "02468" else 0.05
+
+    costs = COSTS["cpu"]
+    rates = []
+    for k in (0, 1, 2, 3, 4, 6):
+        world = World(costs=costs, acceptance=chance, num_sequences=8, seed=5, lifetime=9999)
+        rates.append(world.run(FixedController(k), 100).rate)
+    controller = controller_of(profile_of(costs), ("lockstep",))
+    world = World(costs=costs, acceptance=chance, num_sequences=8, seed=1, lifetime=9999)
+    world.run(controller, 200)
+    assert world.run(controller, 600).rate >= 1.02 * max(rates)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_mode_only(mode: OverlapMode) -> None:
+    controller = controller_of(profile_of(COSTS["gpu"]), (mode,))
+    world = world_of(COSTS["gpu"], 4)
+    modes = set()
+    for _ in range(300):
+        world.run_round(controller)
+        modes.add(controller.mode)
+    assert modes <= {mode, "lockstep"}  # rounds without drafts are in lockstep
+    assert controller.state.mode == mode
+    assert controller.state.is_speculating
+
+
+def test_what_requests_ask_for_wins() -> None:
+    controller = controller_of(profile_of(COSTS["gpu"]))
+    requests = [fake_request(f"r{index}", 128, computed=127) for index in range(4)]
+    requests[0].requested_draft_tokens = 0
+    requests[1].requested_draft_tokens = 7
+    chosen = bounded_choice(controller, requests)
+    assert chosen[:2] == [0, 7]
+    assert controller.fan_out(requests[2], 3, 4) != ()
+
+
+def test_caps_by_batch() -> None:
+    settings = ControllerSettings(max_draft_tokens=8, caps_by_batch=((1, 2, 3), (3, 64, 1)))
+    assert [settings.cap_for(number) for number in (1, 2, 3, 64, 65)] == [3, 3, 1, 1, 8]
+    controller = controller_of(profile_of(COSTS["gpu"]), ("lockstep",), caps_by_batch=((1, 2, 3), (3, 64, 1)))
+    for number, cap in ((1, 3), (2, 3), (8, 1)):
+        requests = [fake_request(f"r{index}", 128, computed=127) for index in range(number)]
+        assert max(controller.choose(requests)) <= cap
+
+
+def test_a_latency_target_keeps_rounds_short() -> None:
+    costs = COSTS["expensive"]
+    limit_s = 1.3 * costs.verify(4, 1024, 4)
+    controller = controller_of(profile_of(costs), ("lockstep",))
+    world = world_of(costs, 4, chance=0.95)
+    for _ in range(200):
+        world.run_round(controller)
+        for request in world.requests:
+            request.itl_s = limit_s
+    booking = world.run(controller, 200)
+    assert booking.seconds / booking.rounds <= limit_s
+    assert controller.state.reason == "latency_target"
+
+
+def test_continuations_are_shared_out() -> None:
+    controller = controller_of(profile_of(COSTS["expensive"]), ("draft_ahead",), max_branches=4)
+    world = world_of(COSTS["expensive"], 4, chance=0.9)
+    world.run(controller, 200)
+    assert controller.mode == "draft_ahead"
+    request = world.requests[0]
+    for num_pending in (0, 1, 5, 9):
+        shared = controller.fan_out(request, num_pending, 4)
+        assert len(shared) == num_pending + 1
+        assert 1 <= sum(shared) <= 4
+    assert sum(controller.fan_out(request, 3, 1)) == 1
+    assert controller.fan_out(fake_request("stranger", 5), 2, 4) == (0, 0, 0)
+
+
+def test_the_cohort_elsewhere_is_part_of_the_batch() -> None:
+    """A cohort of 32 is decided on as half of 64."""
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    requests = [fake_request(f"r{index}", 128, computed=127) for index in range(64)]
+    alone = sum(controller.choose(requests[:4]))
+    beside = sum(controller.choose(requests[:4], requests[4:]))
+    assert alone > beside
+
+
+def test_decisions_explain_themselves() -> None:
+    controller = controller_of(profile_of(COSTS["gpu"]))
+    assert controller.state.reason == "idle"
+    world = world_of(COSTS["gpu"], 4)
+    reasons = set()
+    for _ in range(400):
+        world.run_round(controller)
+        reasons.add(controller.state.reason)
+    assert reasons <= set(get_args(Reason))
+    assert "gain" in reasons
+    state = controller.state
+    assert sum(state.num_requests_by_k) == 4
+    assert state.goodput_on > state.goodput_off > 0.0
+    assert state.pool_worth > 1.0
+    assert len(state.acceptance) == 8
+    assert state.acceptance[0] == pytest.approx(0.8, abs=0.12)
+    gauges = state.gauges()
+    assert gauges["speculation_on"] == float(state.is_speculating)
+    assert f'speculation_state{{mode="{state.mode}",reason="{state.reason}"}}' in gauges
+
+
+def test_a_pool_that_is_not_worth_it_says_so() -> None:
+    controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
+    world = world_of(COSTS["expensive"], 64, chance=0.1)
+    for _ in range(400):
+        world.run_round(controller)
+    assert not controller.state.is_speculating or controller.state.reason == "probing"
+    minutes = [0.0]
+    while minutes[0] < 300.0:
+        minutes[0] += world.run(controller, 50).seconds
+        if minutes[0] > 30.0:
+            break
+    assert controller.state.pool_worth < 1.0
+
+
+def test_rounds_without_drafts_are_no_reason_to_switch() -> None:
+    """The only request is at its last token: nothing can be drafted, and nothing is concluded from it."""
+    controller = controller_of(profile_of(COSTS["gpu"]))
+    world = world_of(COSTS["gpu"], 1)
+    world.run(controller, 100)
+    before = controller.state.num_switches
+    last = fake_request("last", 128, generate=1, computed=127)
+    assert list(controller.choose([last])) == [0]
+    assert controller.state.num_switches == before
+
+
+def test_observations_may_be_poor() -> None:
+    """What older callers tell (no modes, no budgets, no whole rounds) is enough to work with."""
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    request = fake_request("a", 128, computed=127)
+    chosen = []
+    for _ in range(50):
+        k = controller.choose([request])[0]
+        chosen.append(k)
+        controller.observe(
+            RoundObservation(
+                num_rows=1 + k,
+                num_sequences=1,
+                num_committed=1 + k,
+                draft_s=0.001 * k,
+                verify_s=0.005,
+                outcomes=[DraftOutcome(request_id=RequestId("a"), num_drafted=k, num_accepted=k)]
+                if k
+                else [],
+            )
+        )
+    assert max(chosen[-8:]) >= 4
+    assert list(controller.choose([])) == []

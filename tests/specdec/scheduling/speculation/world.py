@@ -1,0 +1,399 @@
+"""A virtual world for speculation controllers: true costs, true acceptance, a clock that nobody waits for.
+
+What a controller earns is counted without luck: a round is booked with the tokens and the time that were to
+be expected of it, while the controller sees what noise, outliers and chance made of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.controller import (
+    AheadOutcome,
+    DraftOutcome,
+    RoundObservation,
+    SpeculationController,
+    bounded_choice,
+)
+from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
+from specdec.scheduling.speculation.modes import OverlapMode
+from tests.specdec.scheduling.simulation import FakeRequest, fake_request
+
+TRUE_GUESS_RATES = tuple([0.35, 0.28, 0.22, 0.18] + [0.12] * 28)
+"""Hit rate of guess r, given that none before it was right."""
+LIFETIME = 256
+"""Mean tokens of a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What things really cost, in seconds."""
+
+    verify: Callable[[int, float, float], float]
+    """(sequences, tokens of context, rows)"""
+    draft: Callable[[int, float], float]
+    """One step for (sequences, tokens of context)."""
+    draft_start_s: float
+    is_stepped: bool = False
+    overhead_s: float = 0.0002
+    overhead_per_sequence_s: float = 0.00002
+
+    def overhead(self, num_sequences: int) -> float:
+        return self.overhead_s + num_sequences * self.overhead_per_sequence_s
+
+    def drafting(self, lengths: Sequence[int], mean_context: float) -> float:
+        """Time of a draft chain for sequences that want so many tokens each."""
+        total = self.draft_start_s if any(lengths) else 0.0
+        for step in range(max(lengths, default=0)):
+            number = sum(length > step for length in lengths)
+            total += self.draft(number, number * mean_context)
+        return total
+
+
+_BUCKETS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
+_BUCKETS += [160, 192, 224, 256, 320, 384, 448, 512, 640]
+
+
+def _gpu_verify(num_sequences: int, context: float, rows: float) -> float:
+    """Reading weights costs most up to about 100 rows; rows come in buckets; the cache is read once."""
+    padded = next(bucket for bucket in _BUCKETS if bucket >= rows - 1e-9)
+    return 0.012 * max(1.0, padded / 110.0) + 2.5e-5 * padded**0.5 + 5e-8 * context
+
+
+def _cpu_verify(num_sequences: int, context: float, rows: float) -> float:
+    """Flat up to 16 rows, then linear; every row reads the cache again."""
+    return 0.005 * (1.0 + max(0.0, rows - 4) * 0.004 + max(0.0, rows - 16) * 0.05) + 1.2e-8 * context * (
+        1.0 + rows / num_sequences
+    )
+
+
+COSTS = {
+    "gpu": Costs(
+        verify=_gpu_verify,
+        is_stepped=True,
+        draft=lambda n, c: 0.0007 + 2e-6 * n + 4e-9 * c,
+        draft_start_s=0.0008,
+    ),
+    "cpu": Costs(
+        verify=_cpu_verify,
+        draft=lambda n, c: 0.0006 * (1.0 + max(0, n - 8) * 0.04) + 1e-9 * c,
+        draft_start_s=0.0004,
+    ),
+    "expensive": Costs(
+        verify=_cpu_verify,
+        draft=lambda n, c: 0.002 * (1.0 + max(0, n - 8) * 0.05) + 4e-9 * c,
+        draft_start_s=0.0006,
+    ),
+}
+
+
+def profile_of(costs: Costs, *, seed: int = 0, noise: float = 0.025, draft_scale: float = 1.0) -> CostProfile:
+    """Return what a profiler would measure: some points, with noise."""
+    generator = np.random.default_rng(seed)
+
+    def noisy(seconds: float) -> float:
+        return seconds * float(np.exp(generator.normal(0.0, noise)))
+
+    sizes: Sequence[int] = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 96, 128, 192, 256, 384, 512)
+    if costs.is_stepped:
+        sizes = [bucket for bucket in _BUCKETS if bucket <= 512]
+    shapes = [(min(rows, 32), rows) for rows in sizes]
+    verify = [
+        VerifyPoint(
+            num_sequences=n,
+            context_tokens=64 * n,
+            num_rows=rows,
+            seconds=noisy(costs.verify(n, 64.0 * n, rows)),
+        )
+        for n, rows in shapes
+    ]
+    verify += [
+        VerifyPoint(num_sequences=8, context_tokens=c, num_rows=rows, seconds=noisy(costs.verify(8, c, rows)))
+        for rows in (8, 32)
+        for c in (512, 16384)
+    ]
+    draft = [
+        DraftPoint(
+            num_sequences=n,
+            context_tokens=c * n,
+            num_steps=k,
+            num_unseen=1,
+            seconds=draft_scale * noisy(costs.drafting([k] * n, c)),
+        )
+        for n, k, c in [
+            *itertools.product((1, 4, 16, 64), (1, 8), (64,)),
+            (4, 8, 2048),
+        ]
+    ]
+    num_stepped_rows = 512 if costs.is_stepped else 0
+    return CostProfile(
+        key="world", verify=tuple(verify), draft=tuple(draft), num_stepped_rows=num_stepped_rows
+    )
+
+
+Acceptance = Callable[[int, FakeRequest], float]
+"""(round, request) -> probability that a draft token is accepted, at every position."""
+
+
+@dataclass
+class Booking:
+    """What was earned, without luck."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    speculating_rounds: int = 0
+    rounds: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass
+class World:
+    """Runs rounds of requests that come and go, a fixed number at any time."""
+
+    costs: Costs
+    acceptance: Acceptance
+    num_sequences: int = 1
+    context: int = 128
+    noise: float = 0.05
+    outlier_rate: float = 0.0
+    outlier_factor: float = 50.0
+    max_branches: int = 4
+    seed: int = 0
+    availability: float = 1.0
+    lifetime: int = LIFETIME
+    requests: list[FakeRequest] = field(default_factory=list)
+    round_number: int = 0
+    booking: Booking = field(default_factory=Booking)
+
+    def __post_init__(self) -> None:
+        self.generator = np.random.default_rng(self.seed)
+        self._names = itertools.count()
+        self._has_drafts: set[RequestId] = set()
+        self._former_mode: OverlapMode = "lockstep"
+        self._cohort = 0
+        self._cohort_of: dict[RequestId, int] = {}
+        self._flight_ready: list[float] = [0.0, 0.0]
+        self._target_free = self._drafter_free = self._last_commit = 0.0
+
+    def run(self, controller: SpeculationController, num_rounds: int) -> Booking:
+        """Run so many rounds and return what they have brought."""
+        self.booking = Booking()
+        for _ in range(num_rounds):
+            self.run_round(controller)
+        return self.booking
+
+    def run_round(self, controller: SpeculationController) -> None:
+        self._fill_up()
+        mode = controller.mode
+        if mode == "ping_pong" and len(self.requests) > 1:
+            self._run_cohort(controller)
+        else:
+            self._run_all(controller, mode)
+        self.round_number += 1
+
+    def _fill_up(self) -> None:
+        self.requests = [one for one in self.requests if one.num_generated < one.num_to_generate]
+        del self.requests[self.num_sequences :]
+        while len(self.requests) < self.num_sequences:
+            length = self.context
+            if self.round_number == 0:  # as old as requests are in the long run
+                length += int(self.generator.exponential(self.lifetime))
+            lifetime = max(2, int(self.generator.exponential(self.lifetime)))
+            self.requests.append(
+                fake_request(f"r{next(self._names)}", length, generate=lifetime, computed=length - 1)
+            )
+
+    def _run_all(self, controller: SpeculationController, mode: OverlapMode) -> None:
+        requests = self.requests
+        chosen = bounded_choice(controller, requests)
+        decided = controller.mode
+        if decided == "ping_pong":  # begins with the next round
+            decided = "lockstep"
+        drafted = list(chosen)
+        is_there = self.generator.random(len(requests)) < self.availability
+        drafted = [number if there else 0 for number, there in zip(drafted, is_there, strict=True)]
+        if decided == "draft_ahead":
+            if self._former_mode != "draft_ahead":
+                self._has_drafts.clear()
+            drafted = [
+                number if one.request_id in self._has_drafts else 0
+                for one, number in zip(requests, drafted, strict=True)
+            ]
+        context = float(sum(one.committed_len for one in requests))
+        mean_context = context / len(requests)
+        accepted, expected = self._verdicts(requests, drafted)
+        rows = len(requests) + sum(drafted)
+        verify_s = self.costs.verify(len(requests), context, rows)
+        overhead_s = self.costs.overhead(len(requests))
+        ahead: list[AheadOutcome] = []
+        if decided == "draft_ahead":
+            fans = [
+                controller.fan_out(one, number, self.max_branches)
+                for one, number in zip(requests, drafted, strict=True)
+            ]
+            ahead = self._outcomes_ahead(requests, drafted, accepted, fans)
+            lengths = [number for number, fan in zip(chosen, fans, strict=True) for _ in range(sum(fan))]
+            draft_s = self.costs.drafting(lengths, mean_context)
+            true_s = max(draft_s, verify_s) + overhead_s
+        else:
+            draft_s = self.costs.drafting(chosen, mean_context)
+            true_s = draft_s + verify_s + overhead_s
+        seen_draft_s, seen_verify_s = draft_s * self._luck(), verify_s * self._luck()
+        waited_s = max(0.0, seen_draft_s - seen_verify_s) if decided == "draft_ahead" else seen_draft_s
+        self._commit(requests, accepted)
+        self._book(len(requests) + expected, true_s, any(drafted) or any(chosen))
+        self._former_mode = decided
+        self._last_commit = self._target_free = self._drafter_free = 0.0
+        self._flight_ready = [0.0, 0.0]
+        controller.observe(
+            RoundObservation(
+                num_rows=rows,
+                num_sequences=len(requests),
+                num_committed=len(requests) + sum(accepted),
+                draft_s=waited_s,
+                verify_s=seen_verify_s,
+                outcomes=_outcomes(requests, drafted, accepted),
+                mode=decided,
+                round_s=waited_s + seen_verify_s + overhead_s,
+                num_decoding=len(requests),
+                context_tokens=int(context),
+                budgets={one.request_id: k for one, k in zip(requests, chosen, strict=True) if k},
+                draft_ready_s=seen_draft_s if any(chosen) else None,
+                ahead=ahead,
+            )
+        )
+
+    def _run_cohort(self, controller: SpeculationController) -> None:
+        """One cohort's round; the other's is under way. Queues of drafter and target, first come first
+        served.
+        """
+        which, self._cohort = self._cohort, 1 - self._cohort
+        requests, others = self._cohorts(which)
+        chosen = bounded_choice(controller, requests, others)
+        is_there = self.generator.random(len(requests)) < self.availability
+        drafted = [number if there else 0 for number, there in zip(chosen, is_there, strict=True)]
+        context = float(sum(one.committed_len for one in requests))
+        accepted, expected = self._verdicts(requests, drafted)
+        rows = len(requests) + sum(drafted)
+        verify_s = self.costs.verify(len(requests), context, rows)
+        overhead_s = self.costs.overhead(len(requests))
+        draft_s = self.costs.drafting(chosen, context / len(requests))
+        began = self._last_commit
+        draft_luck, verify_luck = self._luck(), self._luck()
+        self._drafter_free = max(self._flight_ready[which], self._drafter_free) + draft_s
+        start = max(self._drafter_free, self._target_free)
+        self._target_free = start + verify_s + overhead_s
+        self._flight_ready[which] = self._last_commit = self._target_free
+        true_s = self._last_commit - began
+        self._commit(requests, accepted)
+        self._book(len(requests) + expected, true_s, any(chosen))
+        self._former_mode = "ping_pong"
+        luck = max(draft_luck, verify_luck)
+        controller.observe(
+            RoundObservation(
+                num_rows=rows,
+                num_sequences=len(requests),
+                num_committed=len(requests) + sum(accepted),
+                draft_s=0.0,
+                verify_s=verify_s * verify_luck,
+                outcomes=_outcomes(requests, drafted, accepted),
+                mode="ping_pong",
+                round_s=true_s * luck,
+                num_decoding=len(requests),
+                context_tokens=int(context),
+                budgets={one.request_id: k for one, k in zip(requests, chosen, strict=True) if k},
+                draft_ready_s=draft_s * draft_luck if any(chosen) else None,
+                target_s=verify_s * verify_luck,
+                num_elsewhere=len(others),
+            )
+        )
+
+    def _cohorts(self, which: int) -> tuple[list[FakeRequest], list[FakeRequest]]:
+        """Who is in it and who is not; those that are new go where there are fewer."""
+        present = {one.request_id for one in self.requests}
+        self._cohort_of = {one: cohort for one, cohort in self._cohort_of.items() if one in present}
+        for one in self.requests:
+            if one.request_id not in self._cohort_of:
+                smaller = int(2 * sum(self._cohort_of.values()) < len(self._cohort_of))
+                self._cohort_of[one.request_id] = smaller
+        inside = [one for one in self.requests if self._cohort_of[one.request_id] == which]
+        outside = [one for one in self.requests if self._cohort_of[one.request_id] != which]
+        return (inside, outside) if inside else (outside, inside)
+
+    def _verdicts(self, requests: Sequence[FakeRequest], drafted: Sequence[int]) -> tuple[list[int], float]:
+        """Draw how many tokens stand, and return what was to be expected of all together."""
+        accepted: list[int] = []
+        expected = 0.0
+        for one, number in zip(requests, drafted, strict=True):
+            p = self.acceptance(self.round_number, one)
+            stands = 0
+            while stands < number and self.generator.random() < p:
+                stands += 1
+            accepted.append(stands)
+            expected += sum(p**position for position in range(1, number + 1))
+        return accepted, expected
+
+    def _outcomes_ahead(
+        self,
+        requests: Sequence[FakeRequest],
+        pending: Sequence[int],
+        accepted: Sequence[int],
+        fans: Sequence[tuple[int, ...]],
+    ) -> list[AheadOutcome]:
+        outcomes = []
+        self._has_drafts = set()
+        for one, number, stands, fan in zip(requests, pending, accepted, fans, strict=True):
+            rank = 0
+            is_first = stands == number and self.generator.random() < self.acceptance(self.round_number, one)
+            if not is_first:
+                while rank < 31 and self.generator.random() >= TRUE_GUESS_RATES[rank]:
+                    rank += 1
+                rank += stands == number
+            is_hit = rank < fan[stands]
+            if is_hit:
+                self._has_drafts.add(one.request_id)
+            outcomes.append(
+                AheadOutcome(
+                    request_id=one.request_id,
+                    num_pending=number,
+                    num_accepted=stands,
+                    num_prepared=fan[stands],
+                    rank=rank if is_hit else None,
+                )
+            )
+        return outcomes
+
+    def _commit(self, requests: Sequence[FakeRequest], accepted: Sequence[int]) -> None:
+        for one, stands in zip(requests, accepted, strict=True):
+            one.committed_len += 1 + stands
+            one.num_generated += 1 + stands
+            one.num_computed = one.committed_len - 1
+
+    def _book(self, tokens: float, seconds: float, is_speculating: bool) -> None:
+        self.booking.tokens += tokens
+        self.booking.seconds += seconds
+        self.booking.rounds += 1
+        self.booking.speculating_rounds += is_speculating
+
+    def _luck(self) -> float:
+        factor = math.exp(self.generator.normal(0.0, self.noise))
+        return factor * (self.outlier_factor if self.generator.random() < self.outlier_rate else 1.0)
+
+
+def _outcomes(
+    requests: Sequence[FakeRequest], drafted: Sequence[int], accepted: Sequence[int]
+) -> list[DraftOutcome]:
+    return [
+        DraftOutcome(request_id=one.request_id, num_drafted=number, num_accepted=stands)
+        for one, number, stands in zip(requests, drafted, accepted, strict=True)
+        if number
+    ]
