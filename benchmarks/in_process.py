@@ -95,6 +95,7 @@ def engine_config(
         ),
         speculative_config=SpeculativeConfig(
             method="draft_model",
+            controller="fixed",  # every request says its own k
             model=str(draft),
             num_speculative_tokens=num_draft_tokens,
             num_threads=num_threads,

@@ -193,6 +193,7 @@ def engine_config(plan: Plan, family: Path) -> EngineConfig:
             },
             "speculative_config": {
                 "method": "draft_model",
+                "controller": "fixed",
                 "model": str(family / "draft"),
                 "num_threads": plan.num_threads,
                 "cache": cache,

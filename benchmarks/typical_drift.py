@@ -243,6 +243,7 @@ class Bench:
                 },
                 "speculative_config": {
                     "method": "draft_model",
+                    "controller": "fixed",
                     "model": str(self._models / "draft"),
                     "num_speculative_tokens": plan.k,
                     "num_threads": plan.num_threads,

@@ -15,7 +15,7 @@ from cluster.worker_handle import WorkerHandle
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ConfigError, TransportError
 from specdec.core.idle_work import WorkState
-from specdec.engine.build import build_tokenizer, controller_for
+from specdec.engine.build import build_tokenizer, controller_for, cost_profile_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.remote_proposer import RemoteProposer
@@ -25,6 +25,8 @@ from specdec.engine.tokenizer import Tokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts
+from specdec.scheduling.speculation.cost import assumed_profile
+from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.zmq import KeyPair, ZmqChannel
 from specdec.verification.registry import capabilities_of
@@ -62,6 +64,7 @@ class TargetGroup:
         self._proposer: RemoteProposer | None = None
         self._drafters: Sequence[PeerAddress] = ()
         self._revision: str | None = None
+        self._profile: CostProfile | None = None
         self._compile_state: WorkState = "pending"
 
     @property
@@ -100,12 +103,13 @@ class TargetGroup:
             raise
         self._target = target
         self._require_same_model(target.description)
+        proposer = self._make_proposer(target.description, meanwhile)
         return Engine.from_parts(
             target=target,
-            proposer=self._make_proposer(target.description, meanwhile),
+            proposer=proposer,
             tokenizer=self._tokenizer,
             scheduler=self._config.scheduler,
-            controller=controller_for(self._config.speculative_config),
+            controller=controller_for(self._config, self._costs(target, proposer)),
             prefix_caching=self._config.cache.enable_prefix_caching,
             grammar=self._config.grammar,
         )
@@ -152,6 +156,18 @@ class TargetGroup:
         )
         self._worker = WorkerHandle(actor, "target worker")
         return self._worker
+
+    def _costs(self, target: RemoteTarget, proposer: Proposer) -> CostProfile:
+        """Return what rounds cost; measured with the first worker only: streams wait for those that
+        follow.
+        """
+        if self._profile is None:
+            speculative = self._config.speculative_config
+            is_needed = speculative.method != "none" and speculative.controller != "fixed"
+            self._profile = (
+                cost_profile_of(self._config, target, proposer) if is_needed else assumed_profile()
+            )
+        return self._profile
 
     def _require_same_model(self, description: TargetDescription) -> None:
         """Streams may only be replayed onto the model that began them."""

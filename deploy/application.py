@@ -43,6 +43,7 @@ def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -
         request_timeout_s=http.request_timeout_s,
         api_key_digests=api_key_digests,
         share_prefixes_between_keys=http.share_prefixes_between_keys,
+        request_classes=frozenset(http.request_classes),
         parallelism=parallelism_of(config.target),
     )
 

@@ -8,6 +8,7 @@ from cluster.config import ClusterConfig
 from deploy.openai.settings import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_CHOICES
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
+from specdec.scheduling.speculation.acceptance import MAX_CLASSES
 
 
 class HttpConfig(StrictConfig):
@@ -25,6 +26,9 @@ class HttpConfig(StrictConfig):
     share_prefixes_between_keys: bool = False
     """Let requests of one API key find prompts of others in the prefix cache. Saves work where all send the
     same system prompt; but by the time until the first token one can tell what others have sent."""
+    request_classes: tuple[str, ...] = Field(default=(), max_length=MAX_CLASSES - 1)
+    """Values of `metadata.class` in bodies that are told apart; all others count as one. How far drafts are
+    accepted is learnt per class."""
     max_body_bytes: int = Field(default=DEFAULT_MAX_BODY_BYTES, ge=1024)
     """Longest request body in bytes; longer ones are answered with 413."""
     max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)

@@ -119,6 +119,16 @@ class SpeculationOptions(BodyPart):
     """Draft tokens per round; 0 switches speculation off."""
 
 
+class LatencyTargets(BodyPart):
+    """How soon a client wants its tokens. A wish: nothing is refused or dropped for its sake."""
+
+    ttft_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Milliseconds to the first token: its prompt is read before others get draft tokens."""
+    itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Milliseconds between two events of the stream: drafting makes no round longer than that, as long as
+    rounds without drafts are not."""
+
+
 class GenerationBody(GrammarFields):
     """Fields that completions and chat completions share."""
 
@@ -180,8 +190,11 @@ class GenerationBody(GrammarFields):
     """Smaller is served first, and may take the place of larger ones that run."""
     timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Longest time (seconds) for the whole request, queueing included; then it ends with 504."""
+    slo: LatencyTargets | None = None
+    """How soon tokens are wanted."""
     metadata: dict[str, str] = Field(default_factory=dict)
-    """`class` labels the request in the metrics, when the server's configuration lists it."""
+    """`class` says what kind of request it is, when the server's configuration lists it
+    (`http.request_classes`): how far drafts are accepted is learnt per class."""
 
     @model_validator(mode="before")
     @classmethod

@@ -22,7 +22,7 @@ from deploy.openai.tokenization import DoorTokenizer
 from specdec.core.description import TargetDescription
 from specdec.core.errors import InputError
 from specdec.core.ids import Epoch, RequestId
-from specdec.core.request import Request
+from specdec.core.request import OTHER_CLASS, LatencyTarget, Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.sampling.noise import choice_seed, mint_seed
 from specdec.verification.registry import capabilities_of
@@ -246,7 +246,7 @@ def _prepared(
         system_fingerprint=settings.system_fingerprint(description),
         lossy=_lossy(body, params, description),
         body=body,
-        requests=_requests(response_id, body, prompts, params),
+        requests=_requests(response_id, body, prompts, params, settings),
     )
 
 
@@ -262,8 +262,16 @@ def _lossy(body: GenerationBody, params: SamplingParams, description: TargetDesc
 
 
 def _requests(
-    response_id: str, body: GenerationBody, prompts: list[tuple[int, ...]], params: SamplingParams
+    response_id: str,
+    body: GenerationBody,
+    prompts: list[tuple[int, ...]],
+    params: SamplingParams,
+    settings: DoorSettings,
 ) -> tuple[Request, ...]:
+    class_name = body.metadata.get("class", OTHER_CLASS)
+    if class_name not in settings.request_classes:
+        class_name = OTHER_CLASS
+    slo = None if body.slo is None else LatencyTarget(ttft_ms=body.slo.ttft_ms, itl_ms=body.slo.itl_ms)
     requests: list[Request] = []
     for prompt in prompts:
         # With a seed a prompt gives the same tokens alone and in a list; without one, each prompt its own.
@@ -279,6 +287,8 @@ def _requests(
                     num_draft_tokens=body.speculation.num_speculative_tokens if body.speculation else None,
                     cache_salt=body.cache_salt,
                     priority=body.priority,
+                    class_name=class_name,
+                    slo=slo,
                 )
             )
     return tuple(requests)

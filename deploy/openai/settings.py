@@ -27,6 +27,8 @@ class DoorSettings:
     share_prefixes_between_keys: bool = False
     """Let requests of one API key find prompts of others in the prefix cache: by the time until the first
     token, whoever guesses can tell what others have sent."""
+    request_classes: frozenset[str] = frozenset()
+    """Values of `metadata.class` that are told apart; all others count as one."""
     parallelism: str = "tp1"
     """How the target is split, for `system_fingerprint`."""
 

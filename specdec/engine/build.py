@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import platform
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.core.errors import ResourceError
+from specdec.core.errors import ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
+from specdec.engine.profiling import ProfilePlan, ProfileProgress, measure_profile
 from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, require_real
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -20,6 +25,11 @@ from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from specdec.scheduling.speculation.cost import assumed_profile
+from specdec.scheduling.speculation.cost_profile import CostProfile, ProfileStore, profile_key
+from specdec.scheduling.speculation.goodput_controller import GoodputController
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.verification.base import VerificationRule
 from specdec.verification.registry import make_rule
 
@@ -64,20 +74,25 @@ def build_parts(
     if not is_measuring:
         require_real(config)
     target = build_target(config, progress, reserved_bytes=draft_bytes(config.speculative_config))
-    speculative = config.speculative_config
     try:
         proposer = _build_proposer(config, target.description)
     except BaseException:
         target.close()
         raise
-    made_up = speculative.synthetic_acceptance
+    try:
+        controller = build_controller(config, target, proposer)
+    except BaseException:
+        proposer.close()
+        target.close()
+        raise
+    made_up = config.speculative_config.synthetic_acceptance
     tokenizer = build_tokenizer(config)
     return EngineParts(
         target=target if made_up is None else SyntheticTarget(target, made_up),
         proposer=proposer,
         tokenizer=tokenizer if made_up is None else SilentTokenizer(tokenizer),
         scheduler=config.scheduler,
-        controller=controller_for(speculative),
+        controller=controller,
         prefix_caching=config.cache.enable_prefix_caching,
         grammar=config.grammar,
     )
@@ -325,6 +340,115 @@ def build_tokenizer(config: EngineConfig) -> Tokenizer:
     return HuggingFaceTokenizer(load_tokenizer(target.model, trust_remote_code=target.trust_remote_code))
 
 
-def controller_for(config: SpeculativeConfig) -> SpeculationController:
-    """Return the controller that a `speculative_config` block asks for."""
-    return FixedController(0 if config.method == "none" else config.num_speculative_tokens)
+def build_controller(
+    config: EngineConfig,
+    target: Target,
+    proposer: Proposer,
+    *,
+    modes: Sequence[OverlapMode] = ("lockstep",),
+    progress: ProfileProgress | None = None,
+) -> SpeculationController:
+    """Return the controller that a configuration asks for, with measured costs where it needs them.
+
+    Neither side may have any sequence yet; see `profiling.measure_profile`.
+
+    Args:
+        config: of the engine.
+        target: what will verify.
+        proposer: what will draft.
+        modes: the overlaps that are possible with these two.
+        progress: hears how far the measurements are, where there are any.
+
+    Raises:
+        ConfigError: `overlap` asks for one that is not possible.
+        TransportError: the target is lost.
+    """
+    speculative = config.speculative_config
+    if speculative.method == "none" or speculative.controller == "fixed":
+        return controller_for(config, assumed_profile(), modes)
+    return controller_for(config, cost_profile_of(config, target, proposer, progress), modes)
+
+
+def controller_for(
+    config: EngineConfig, profile: CostProfile, modes: Sequence[OverlapMode] = ("lockstep",)
+) -> SpeculationController:
+    """Return the controller that a configuration asks for, given costs and the overlaps that are possible.
+
+    Raises:
+        ConfigError: `overlap` asks for one that is not.
+    """
+    speculative = config.speculative_config
+    overlap = speculative.overlap
+    if overlap != "auto" and overlap not in modes:
+        raise ConfigError(
+            f"speculative_config.overlap: {overlap} is not possible here, only {' and '.join(modes)}: "
+            "it takes a draft model in a process of its own"
+        )
+    allowed = tuple(modes) if overlap == "auto" else (overlap,)
+    if speculative.method == "none":
+        return FixedController(0)
+    if speculative.controller == "fixed":
+        return FixedController(
+            speculative.num_speculative_tokens, "lockstep" if overlap == "auto" else overlap
+        )
+    settings = ControllerSettings(
+        max_draft_tokens=speculative.num_speculative_tokens,
+        modes=allowed,
+        max_branches=speculative.max_branches,
+        caps_by_batch=speculative.num_speculative_tokens_per_batch_size,
+        max_rows=config.scheduler.max_num_batched_tokens,
+        max_sequences=config.scheduler.max_num_seqs,
+    )
+    return GoodputController(settings, profile)
+
+
+def cost_profile_of(
+    config: EngineConfig, target: Target, proposer: Proposer, progress: ProfileProgress | None = None
+) -> CostProfile:
+    """Return what rounds cost here: as it was measured before, or measured now, or assumed.
+
+    Raises:
+        TransportError: the target is lost.
+    """
+    speculative = config.speculative_config
+    if speculative.profile_seconds == 0.0:
+        return assumed_profile()
+    plan = ProfilePlan(
+        key=_profile_key(config, target.description),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_draft_tokens=speculative.num_speculative_tokens,
+        budget_s=speculative.profile_seconds,
+    )
+    store = ProfileStore(speculative.profile_dir)
+    profile = store.load(plan.key)
+    if profile is None:
+        profile = measure_profile(target, proposer, plan, progress=progress)
+        if profile.draft:  # without, it is measured anew next time: drafters may not have been there yet
+            store.save(profile)
+    return profile
+
+
+def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
+    """Name everything that costs depend on, as far as it can be known without asking the workers."""
+    target, draft = config.target, config.speculative_config
+    return profile_key(
+        target=description.revision,
+        dtype=description.dtype,
+        invariant=description.batch_invariant,
+        blocks=f"{description.num_blocks}x{description.block_size}",
+        target_setup=target.model_dump_json(exclude={"model"}),
+        draft_setup=draft.model_dump_json(
+            exclude={"profile_seconds", "profile_dir", "overlap", "controller"}
+        ),
+        draft=None if draft.model is None else _folder_state(draft.model),
+        scheduler=config.scheduler.model_dump_json(),
+        machine=f"{platform.node()} {platform.machine()} {len(os.sched_getaffinity(0))}",
+        versions=" ".join(f"{name} {metadata.version(name)}" for name in ("drafthouse", "torch")),
+    )
+
+
+def _folder_state(folder: str) -> str:
+    """Say which files a folder holds, by size and time: hashing weights would take longer than measuring."""
+    files = sorted(path for path in Path(folder).expanduser().glob("*") if path.is_file())
+    return ",".join(f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files)

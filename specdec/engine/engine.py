@@ -188,6 +188,7 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Return counters and current gauges; live, not a copy."""
+        self._metrics.speculation = self._parts.controller.state
         self._metrics.num_running = len(self._roster.running)
         self._metrics.num_waiting = len(self._roster.waiting) + len(self._preparation)
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage

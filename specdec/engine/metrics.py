@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specdec.core.outputs import FinishReason
+from specdec.scheduling.speculation.explanation import ControllerState
 
 DropReason = Literal["stale", "malformed", "late", "unverifiable"]
 """Why a proposal was not used: for another prefix; not a chain of valid tokens; no answer at all; not sampled
@@ -51,6 +52,8 @@ class EngineMetrics:
     coordinator_s: float = 0.0
     """The rest of the rounds: planning, packing, committing, detokenizing."""
     finished: Counter[FinishReason] = field(default_factory=Counter)
+    speculation: ControllerState = field(default_factory=ControllerState)
+    """What the speculation controller has decided last."""
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
@@ -101,6 +104,7 @@ class EngineMetrics:
             "num_requests_waiting": self.num_waiting,
             "kv_cache_usage_perc": self.kv_cache_usage,
         }
+        values.update(self.speculation.gauges())
         for position, count in enumerate(list(self.num_accepted_tokens_per_pos)):
             values[f'spec_decode_num_accepted_tokens_per_pos{{position="{position}"}}'] = count
         for drop_reason, count in dict(self.proposals_dropped).items():

@@ -13,6 +13,7 @@ from specdec.model.config import CompileConfig, Dtype, QuantizationName
 
 _CACHE_BYTES = 256 << 20
 Method = Literal["none", "ngram", "draft_model"]
+Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
 """Names that other engines give to rules."""
@@ -51,7 +52,25 @@ class SpeculativeConfig(StrictConfig):
     model: str | None = None
     """Path of the draft model's folder; required by draft_model."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
-    """k: draft tokens per request and round."""
+    """k: draft tokens per request and round; with the goodput controller, the most there may be."""
+    controller: Literal["goodput", "fixed"] = "goodput"
+    """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
+    what rounds cost and bring, so that speculation costs nobody anything; fixed: always
+    `num_speculative_tokens`. A request's own `speculation` wins over either."""
+    overlap: Overlap = "auto"
+    """How drafting and verifying share time. lockstep: one after the other; ping_pong: two halves of the
+    requests take turns; draft_ahead: continuations of likely verdicts are drafted during verification; auto:
+    of those that are possible, what the controller finds best (lockstep with a fixed k)."""
+    max_branches: int = Field(default=4, ge=1, le=32)
+    """draft_ahead: most continuations that are prepared for one request and round."""
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    """[[lo, hi, k], ...]: with lo to hi running requests k is at most that; the first that holds counts. A
+    bound for the goodput controller, which chooses less by itself where that is better."""
+    profile_seconds: float = Field(default=3.0, ge=0.0, le=60.0, allow_inf_nan=False)
+    """About how long (seconds) costs of draft and target are measured before the first request, once for each
+    pair, machine and configuration; 0: never, rounds tell."""
+    profile_dir: str | None = None
+    """Folder where measured costs are kept; None: `~/.cache/drafthouse/profiles`."""
     draft_tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes (GPUs) that hold one draft model together; independent of the target's."""
     dtype: Dtype = "auto"
@@ -149,6 +168,26 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.draft_tensor_parallel_size > 1:
             raise ValueError("synthetic_acceptance: not with draft_tensor_parallel_size: leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_controller(self) -> Self:
+        for low, high, k in self.num_speculative_tokens_per_batch_size:
+            if not (1 <= low <= high and 0 <= k <= 64):
+                raise ValueError(
+                    f"num_speculative_tokens_per_batch_size: [{low}, {high}, {k}] is not [lo, hi, k] with "
+                    "1 <= lo <= hi and k between 0 and 64"
+                )
+        if self.num_speculative_tokens_per_batch_size and self.controller == "fixed":
+            raise ValueError(
+                "num_speculative_tokens_per_batch_size bounds what the goodput controller chooses: "
+                "leave out controller: fixed"
+            )
+        if self.overlap in ("ping_pong", "draft_ahead") and self.method != "draft_model":
+            raise ValueError(
+                f"overlap: {self.overlap} needs a draft model that runs beside the target; method "
+                f"{self.method} drafts in no time: leave out overlap"
+            )
         return self
 
     @model_validator(mode="after")

@@ -76,7 +76,12 @@ def engine_config(model_folders: tuple[Path, Path]) -> EngineConfig:
     return EngineConfig(
         target=ModelConfig(model=str(target), num_threads=1, compile=eager),
         speculative_config=SpeculativeConfig(
-            method="draft_model", model=str(draft), num_threads=1, compile=eager, num_speculative_tokens=3
+            method="draft_model",
+            model=str(draft),
+            num_threads=1,
+            compile=eager,
+            num_speculative_tokens=3,
+            controller="fixed",
         ),
         cache=CacheConfig(num_blocks=256, block_size=4),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),

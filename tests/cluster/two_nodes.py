@@ -40,7 +40,7 @@ def engine_config(folder: str, width: int = 1, stages: int = 1) -> EngineConfig:
             pipeline_micro_batch_tokens=2,
             compile=CompileConfig(mode="off"),
         ),
-        speculative_config=SpeculativeConfig(method="ngram", prompt_lookup_min=1),
+        speculative_config=SpeculativeConfig(method="ngram", controller="fixed", prompt_lookup_min=1),
         cache=CacheConfig(num_blocks=256, block_size=4),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
     )

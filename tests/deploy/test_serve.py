@@ -96,6 +96,7 @@ speculative_config:
   method: draft_model
   model: draft
   num_speculative_tokens: 3
+  controller: fixed
   num_threads: 1
   compile: {{mode: "off"}}
 cache: {{num_blocks: 128, block_size: 8}}

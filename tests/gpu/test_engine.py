@@ -51,7 +51,9 @@ class Folders:
                 compile=compile_config,
                 **target,
             ),
-            speculative_config=SpeculativeConfig.model_validate({**speculative, "compile": compile_config}),
+            speculative_config=SpeculativeConfig.model_validate(
+                {"controller": "fixed", **speculative, "compile": compile_config}
+            ),
             cache=CacheConfig(num_blocks=80, block_size=4),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=40),
         )

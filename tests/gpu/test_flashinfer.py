@@ -134,7 +134,12 @@ def test_an_engine_whose_models_both_use_it(tmp_path: Path) -> None:
     config = EngineConfig(
         target=ModelConfig.model_validate({"model": save(tmp_path / "target", "llama"), **asked}),
         speculative_config=SpeculativeConfig.model_validate(
-            {"method": "draft_model", "model": save(tmp_path / "draft", "gemma2", seed=1), **asked}
+            {
+                "controller": "fixed",
+                "method": "draft_model",
+                "model": save(tmp_path / "draft", "gemma2", seed=1),
+                **asked,
+            }
         ),
         cache=CacheConfig(num_blocks=200, block_size=BLOCK_SIZE),
     )

@@ -192,8 +192,7 @@ class AcceptanceTracker:
         expected = (trials * self._class_failures[of_class]).sum(1)
         self._follow_factor(slots, trials.sum(1), failed, expected)
         self._last_round[slots] = self._round
-        for index in np.unique(of_class):
-            members = of_class == index
+        for index, members in _by_class(of_class):
             self._fade_class(index)
             _decay_in(self._class_verdicts, index, trials[members].sum(0), successes[members].sum(0))
             self._class_failures[index] = 1.0 - _class_rates(self._class_verdicts, index)
@@ -247,8 +246,7 @@ class AcceptanceTracker:
         trials = ((positions < budget[:, None]) & (positions <= length[:, None])).astype(np.float64)
         successes = trials * (positions < length[:, None])
         of_class = self._class_of_slot[slots]
-        for index in np.unique(of_class):
-            members = of_class == index
+        for index, members in _by_class(of_class):
             _decay_in(self._class_lengths, index, trials[members].sum(0), successes[members].sum(0))
             counts = self._class_lengths
             self._class_presence[index] = (counts.successes[index] + 4.0 * _FIRST_AVAILABILITY) / (
@@ -310,6 +308,14 @@ class AcceptanceTracker:
         failures: Floats = (self._class_failures[:num_classes] * weights).sum(0)
         presence: Floats = (self._class_presence[:num_classes] * weights).sum(0)
         return failures, presence
+
+
+def _by_class(of_class: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_] | slice]]:
+    """Return each class there is, with who is of it."""
+    first = int(of_class[0])
+    if len(of_class) == 1 or (of_class == first).all():
+        return [(first, slice(None))]
+    return [(int(index), of_class == index) for index in np.unique(of_class)]
 
 
 def _decay_in(counts: _Counts, index: int, trials: Floats, successes: Floats) -> None:

@@ -36,6 +36,7 @@ speculative_config:
   method: draft_model
   model: {models}/draft
   num_speculative_tokens: 3
+  controller: fixed
   num_threads: 1
   compile: {{mode: "off"}}
 cache: {{num_blocks: 64}}

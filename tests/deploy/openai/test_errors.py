@@ -11,6 +11,7 @@ import pytest
 from deploy.openai.middleware import digest_api_key
 from deploy.openai.settings import DoorSettings
 from specdec.core.errors import CapacityError, ChannelClosed, InputError, NotReadyError, RequestFailed
+from specdec.core.request import LatencyTarget
 from specdec.engine.service import SHUTTING_DOWN
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService, error_of, events_of
 
@@ -448,6 +449,28 @@ def test_times_and_priorities_in_the_body_are_checked(door: Door, field: str, va
 def test_priority_reaches_the_engine(door: Door, priority: int | None) -> None:
     assert door.chat(priority=priority, n=2).status_code == 200
     assert [request.priority for request in door.service.requests] == [priority or 0] * 2
+
+
+@pytest.mark.parametrize(
+    "value", [5, [], {"itl_ms": 0}, {"itl_ms": -1.0}, {"ttft_ms": "soon"}, {"e2e_ms": 10.0}, {"itl_ms": NAN}]
+)
+def test_latency_targets_are_checked(door: Door, value: object) -> None:
+    response = door.post("/v1/completions", content=json.dumps({"prompt": "abc", "slo": value}).encode())
+    assert response.status_code == 400
+    assert error_of(response)["param"].startswith("slo")
+    assert door.service.requests == []
+
+
+def test_latency_targets_and_classes_reach_the_engine() -> None:
+    """Only classes that the server knows are told apart."""
+    door = Door(settings=DoorSettings(request_classes=frozenset({"code"})))
+    fields = {"slo": {"itl_ms": 40.0, "ttft_ms": None}}
+    for metadata in ({"class": "code"}, {"class": "poems"}, {}):
+        assert door.chat(metadata=metadata, **fields).status_code == 200
+    assert door.chat().status_code == 200
+    assert [request.class_name for request in door.service.requests] == ["code", "other", "other", "other"]
+    targets = [request.slo for request in door.service.requests]
+    assert targets == [LatencyTarget(itl_ms=40.0)] * 3 + [None]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -75,7 +75,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config = EngineConfig(
         target=ModelConfig(model=str(folder / "target"), dtype="float32", device="cpu", compile=OFF),
         speculative_config=SpeculativeConfig(
-            method="draft_model", model=str(folder / "draft"), num_speculative_tokens=3, compile=OFF
+            method="draft_model",
+            model=str(folder / "draft"),
+            num_speculative_tokens=3,
+            controller="fixed",
+            compile=OFF,
         ),
         cache=CacheConfig(block_size=8, num_blocks=NUM_BLOCKS),
     )

@@ -48,7 +48,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = EngineConfig(
         target=ModelConfig(model=str(folder), dtype="float32", device="cpu", compile=off),
         speculative_config=SpeculativeConfig(
-            method="draft_model", model=str(folder), num_speculative_tokens=4, compile=off
+            method="draft_model", model=str(folder), num_speculative_tokens=4, controller="fixed", compile=off
         ),
         cache=CacheConfig(block_size=8, num_blocks=400),
         grammar=GrammarConfig(max_bytes=40_000, compile_timeout_s=2.0),

@@ -200,7 +200,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     config = EngineConfig(
         target=ModelConfig(model=str(folder), dtype="float32", device="cpu", compile=off, num_threads=1),
         speculative_config=SpeculativeConfig(
-            method="draft_model", model=str(folder), num_speculative_tokens=4, compile=off, num_threads=1
+            method="draft_model",
+            model=str(folder),
+            num_speculative_tokens=4,
+            controller="fixed",
+            compile=off,
+            num_threads=1,
         ),
         cache=CacheConfig(block_size=8, num_blocks=400),
     )

@@ -93,7 +93,9 @@ def config_of(
             pipeline_micro_batch_tokens=6,
             compile=CompileConfig(mode="off"),
         ),
-        speculative_config=SpeculativeConfig.model_validate({"method": "none", **speculative}),
+        speculative_config=SpeculativeConfig.model_validate(
+            {"method": "none", "controller": "fixed", **speculative}
+        ),
         cache=CacheConfig(block_size=4, num_blocks=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24),
     )

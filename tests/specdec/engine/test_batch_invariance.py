@@ -115,7 +115,11 @@ def engine_of(folders: Folders, setting: Setting, target: dict[str, Any]) -> Eng
         speculative["prompt_lookup_min"] = 1
     config = {
         "target": {"model": str(folders.target), "dtype": "bfloat16", **target},
-        "speculative_config": {"num_speculative_tokens": setting.num_draft_tokens, **speculative},
+        "speculative_config": {
+            "controller": "fixed",
+            "num_speculative_tokens": setting.num_draft_tokens,
+            **speculative,
+        },
         "cache": {
             "num_blocks": setting.num_blocks,
             "block_size": 4,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specdec.core.errors import CheckpointError, ResourceError
+from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import controller_for, draft_bytes
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.model.config import CompileConfig
+from specdec.engine.profiling import measure_profile
+from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
+from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from specdec.scheduling.speculation.cost import assumed_profile
+from specdec.scheduling.speculation.cost_profile import CostProfile
+from specdec.scheduling.speculation.goodput_controller import GoodputController
+from specdec.scheduling.speculation.modes import OverlapMode
 from tests.architectures import save_model
 
 
@@ -28,7 +35,12 @@ def config(folder: Path, **speculative: Any) -> EngineConfig:
     return EngineConfig.model_validate(
         {
             "target": {"model": str(folder), "dtype": "float32", "compile": {"mode": "off"}},
-            "speculative_config": {"compile": {"mode": "off"}, "cache": {"num_blocks": 64}} | speculative,
+            "speculative_config": {
+                "controller": "fixed",
+                "compile": {"mode": "off"},
+                "cache": {"num_blocks": 64},
+            }
+            | speculative,
             "cache": {"num_blocks": 64, "block_size": 4},
             "scheduler": {"max_num_seqs": 4},
         }
@@ -103,10 +115,70 @@ def test_missing_model_is_named(tmp_path: Path) -> None:
         Engine(config(tmp_path / "nowhere"))
 
 
-def test_number_of_draft_tokens_is_what_the_configuration_says() -> None:
+def test_a_fixed_number_of_draft_tokens_is_what_the_configuration_says() -> None:
     def chosen(**speculative: Any) -> list[int]:
-        controller = controller_for(SpeculativeConfig.model_validate(speculative))
+        controller = made(speculative)
         return list(controller.choose([None, None]))  # type: ignore[list-item]
 
     assert chosen(method="none") == [0, 0]
-    assert chosen(num_speculative_tokens=7) == [7, 7]
+    assert chosen(num_speculative_tokens=7, controller="fixed") == [7, 7]
+
+
+def made(speculative: dict[str, Any], modes: Sequence[OverlapMode] = ("lockstep",)) -> SpeculationController:
+    """The controller of a configuration."""
+    target = ModelConfig(model="anywhere")
+    config = EngineConfig(target=target, speculative_config=SpeculativeConfig.model_validate(speculative))
+    return controller_for(config, assumed_profile(), modes)
+
+
+def test_the_controller_is_that_of_the_configuration() -> None:
+    everything: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
+    drafter = {"method": "draft_model", "model": "somewhere"}
+    assert isinstance(made({}), GoodputController)
+    assert isinstance(made({"method": "none"}), FixedController)
+    fixed = made(drafter | {"controller": "fixed", "overlap": "draft_ahead"}, everything)
+    assert isinstance(fixed, FixedController)
+    assert fixed.mode == "draft_ahead"
+    assert made(drafter | {"controller": "fixed"}, everything).mode == "lockstep"
+    with pytest.raises(ConfigError, match="overlap: ping_pong is not possible here, only lockstep"):
+        made(drafter | {"overlap": "ping_pong"})
+
+
+def test_costs_are_measured_once_and_kept(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second start finds them; a configuration that costs depend on, or another folder, does not."""
+    measured: list[str] = []
+
+    def measure(*arguments: Any, **options: Any) -> CostProfile:
+        measured.append(arguments[2].key)
+        return measure_profile(*arguments, **options)
+
+    monkeypatch.setattr("specdec.engine.build.measure_profile", measure)
+
+    def start(name: str, max_num_seqs: int = 4) -> None:
+        speculative = {"controller": "goodput", "profile_dir": str(tmp_path / name), "profile_seconds": 0.2}
+        data = config(folder, method="draft_model", model=str(folder), **speculative).model_dump()
+        data["scheduler"]["max_num_seqs"] = max_num_seqs
+        with Engine(EngineConfig.model_validate(data)) as engine:
+            engine.generate(["hello, world"], SamplingParams(max_tokens=8))
+            engine.check_integrity()
+            snapshot = engine.metrics().snapshot()
+            assert snapshot["speculation_goodput_off"] > 0.0
+
+    start("a")
+    start("a")
+    assert len(measured) == 1
+    start("a", max_num_seqs=3)
+    start("b")
+    assert len(measured) == 3
+    assert measured[0] == measured[2] != measured[1]
+
+
+def test_nothing_is_measured_where_nothing_depends_on_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.engine.build.measure_profile", None)
+    Engine(config(folder, method="none", controller="goodput")).close()
+    Engine(config(folder, method="ngram")).close()
+    Engine(config(folder, method="ngram", controller="goodput", profile_seconds=0)).close()

@@ -309,6 +309,7 @@ def draft_config(folder: Path, size: int) -> EngineConfig:
         target=ModelConfig(model=str(folder), dtype="float32", compile=CompileConfig(mode="off")),
         speculative_config=SpeculativeConfig.model_validate(
             {
+                "controller": "fixed",
                 "method": "draft_model",
                 "model": str(folder),
                 "dtype": "float32",

@@ -216,6 +216,7 @@ SHAPED = SamplingParams(
 def share_accepted(folder: Path, rule: str, draft_top_k: int | None) -> float:
     """Of a model that drafts for itself."""
     speculative = {
+        "controller": "fixed",
         "method": "draft_model",
         "model": str(folder),
         "rejection_sample_method": rule,

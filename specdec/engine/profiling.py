@@ -1,0 +1,433 @@
+"""Measures what rounds cost, before an engine takes requests: steps of the target, proposals of the drafter.
+
+Both are used through their contracts, with made-up sequences of random tokens in real blocks: all blocks of
+the target are free then, and what is written to them is overwritten by whoever gets them. Nothing stays
+behind: both sides forget the sequences in the end, and what a drafter's prefix cache keeps of them is under
+a salt that nobody else has, and gives way to others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.core.clock import Clock, MonotonicClock
+from specdec.core.ids import RequestId
+from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
+from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
+from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import TokenConstraint
+from specdec.engine.target import Target
+from specdec.kv.block_table import num_blocks_for
+from specdec.proposers.base import Proposer
+from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
+
+ProfileProgress = Callable[[int, int], None]
+"""Called with (measurements done, measurements planned)."""
+
+_SHORT_CONTEXT = 32
+_LONG_CONTEXT = 512
+_NUM_LONG = 4
+"""Sequences with a long context."""
+_ROWS_PER_SEQUENCE = 4
+"""About as many as verification has, where there are several sequences."""
+_MOST_ROWS_PER_SEQUENCE = 16
+_FIRST_ROWS = (1, 4, 16, 64, 8, 32, 128, 2, 256, 3, 6, 12, 24, 48, 96, 192, 384, 512, 5, 20, 40, 80, 160)
+"""Numbers of rows, those that tell most first: time may run out."""
+_NUM_REPEATS = 5
+_VERIFY_SHARE = 0.6
+"""Of the time, what steps of the target may take."""
+_LONG_SHARE = 0.25
+"""Of the time, what reading long contexts may take."""
+_FIRST_TOKEN, _NUM_TOKENS = 3, 61
+"""Ids that sequences are made of: small ones, which every draft model has too."""
+_MOST_CATCH_UPS = 24
+"""Calls in which a drafter may read its sequences before it proposes for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilePlan:
+    """What to measure, and how long that may take."""
+
+    key: str
+    """See `cost_profile.profile_key`."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_draft_tokens: int
+    budget_s: float
+    num_stepped_rows: int = 0
+    """See `CostProfile.num_stepped_rows`."""
+
+
+class MadeUpSequence:
+    """Implements `SequenceView` with random tokens. It grows as if they had been committed."""
+
+    constraint: TokenConstraint | None = None
+
+    def __init__(
+        self,
+        name: str,
+        num_tokens: int,
+        *,
+        cache_salt: str,
+        vocab_size: int,
+        generator: np.random.Generator,
+    ) -> None:
+        """Begin with so many tokens of the first of a vocabulary."""
+        self.request_id = RequestId(name)
+        self.params = SamplingParams()
+        self.seed = int(generator.integers(1 << 63))
+        self.cache_salt: str | None = cache_salt
+        self.num_prompt_tokens = num_tokens
+        self.token_ids: list[int] = []
+        self.prefix_hash = EMPTY_PREFIX
+        self._generator = generator
+        self._vocab_size = vocab_size
+        self.grow(num_tokens)
+
+    @property
+    def committed_len(self) -> int:
+        """Tokens that it has."""
+        return len(self.token_ids)
+
+    def grow(self, num_tokens: int) -> None:
+        """Append random tokens."""
+        added = _random_tokens(self._generator, num_tokens, self._vocab_size)
+        self.token_ids.extend(added)
+        self.prefix_hash = extend_prefix_hash(self.prefix_hash, added)
+
+
+@dataclass(slots=True, kw_only=True)
+class _TargetSequence:
+    """A made-up sequence in the target's cache."""
+
+    request_id: RequestId
+    context: int
+    block_ids: tuple[int, ...]
+    is_admitted: bool = False
+
+
+@dataclass(slots=True)
+class _Shape:
+    """A step to be measured."""
+
+    num_sequences: int
+    num_rows: int
+    is_long: bool = False
+
+
+@dataclass(slots=True)
+class _Deadline:
+    """How much of the time is left."""
+
+    clock: Clock
+    end_s: float
+
+    @property
+    def left_s(self) -> float:
+        return self.end_s - self.clock.now_s()
+
+
+class TargetProfiler:
+    """Times steps of a target that has no other work."""
+
+    def __init__(self, target: Target, plan: ProfilePlan, clock: Clock) -> None:
+        self._target = target
+        self._plan = plan
+        self._clock = clock
+        self._generator = np.random.default_rng(0)
+        self._step_ids = itertools.count()
+        description = target.description
+        self._variants = description.kv_variants
+        self._vocab_size = description.vocab_size
+        block_size, num_free = description.block_size, description.num_blocks - 1
+        room = description.max_model_len - _MOST_ROWS_PER_SEQUENCE
+        self._short_context = max(1, min(_SHORT_CONTEXT, room))
+        num_short_blocks = num_blocks_for(self._short_context + _MOST_ROWS_PER_SEQUENCE, block_size)
+        self._short = self._make(
+            "short", min(plan.max_num_seqs, num_free // num_short_blocks), self._short_context, 1
+        )
+        first = 1 + len(self._short) * num_short_blocks
+        long_blocks = (num_free - (first - 1)) // _NUM_LONG
+        context = min(_LONG_CONTEXT, room, long_blocks * block_size - _MOST_ROWS_PER_SEQUENCE)
+        is_long = context >= 4 * self._short_context and plan.max_num_seqs >= _NUM_LONG
+        self._long = self._make("long", _NUM_LONG, context, first) if is_long else []
+
+    def measure(self, deadline: _Deadline, progress: Callable[[], None]) -> list[VerifyPoint]:
+        """Return what steps took, at least one, whatever the time."""
+        budget_s = deadline.left_s
+        points: list[VerifyPoint] = []
+        for index, shape in enumerate(self.shapes()):
+            if points and deadline.left_s <= 0.0:
+                break
+            if shape.is_long and not self._long[0].is_admitted:
+                self._fill_long(self._clock.now_s() + budget_s * _LONG_SHARE)
+            if not shape.is_long or self._long:
+                points.append(self._point(shape, deadline, repeats=1 if index == 0 else _NUM_REPEATS))
+                progress()
+        return points
+
+    def shapes(self) -> list[_Shape]:
+        """Return the steps to measure, those that tell most first."""
+        shapes = [_Shape(1, 1)]  # once for nothing: what is done first is not what is done often
+        if self._long:
+            pairs = [
+                _Shape(_NUM_LONG, rows * _NUM_LONG, is_long) for rows in (1, 4) for is_long in (False, True)
+            ]
+        else:
+            pairs = []
+        sizes = [rows for rows in _FIRST_ROWS if rows <= self._plan.max_num_batched_tokens]
+        plain = [_Shape(self._num_sequences(rows), rows) for rows in sizes]
+        plain = [shape for shape in plain if shape.num_rows <= shape.num_sequences * _MOST_ROWS_PER_SEQUENCE]
+        return [*shapes, *plain[:5], *pairs, *plain[5:]]
+
+    def forget(self) -> None:
+        """Let the target forget the sequences."""
+        admitted = tuple(one.request_id for one in (*self._short, *self._long) if one.is_admitted)
+        if admitted:
+            self._run(TargetStep(step_id=next(self._step_ids), works=(), released=admitted))
+
+    def _num_sequences(self, num_rows: int) -> int:
+        if num_rows <= self._plan.max_draft_tokens + 1:
+            return 1
+        return max(1, min(len(self._short), -(-num_rows // _ROWS_PER_SEQUENCE)))
+
+    def _make(self, name: str, number: int, context: int, first_block: int) -> list[_TargetSequence]:
+        num_blocks = num_blocks_for(context + _MOST_ROWS_PER_SEQUENCE, self._target.description.block_size)
+        return [
+            _TargetSequence(
+                request_id=RequestId(f"profile-{name}-{index}"),
+                context=context,
+                block_ids=tuple(
+                    range(first_block + index * num_blocks, first_block + (index + 1) * num_blocks)
+                ),
+            )
+            for index in range(number)
+        ]
+
+    def _fill_long(self, end_s: float) -> None:
+        """Read made-up prompts, so that their K/V lie in memory; give them up if that takes too long."""
+        chunk = max(1, self._plan.max_num_batched_tokens // len(self._long))
+        for start in range(0, self._long[0].context, chunk):
+            if self._clock.now_s() > end_s:
+                for one in self._long:
+                    one.context = start
+                break
+            end = min(start + chunk, self._long[0].context)
+            self._run(self._step([self._work(one, start, end - start, 0) for one in self._long], self._long))
+        if self._long[0].context < 4 * self._short_context:
+            self.forget()
+            for one in (*self._short, *self._long):
+                one.is_admitted = False
+            self._long = []
+
+    def _point(self, shape: _Shape, deadline: _Deadline, repeats: int) -> VerifyPoint:
+        sequences = (self._long if shape.is_long else self._short)[: shape.num_sequences]
+        numbers = [
+            shape.num_rows // len(sequences) + (index < shape.num_rows % len(sequences))
+            for index in range(len(sequences))
+        ]
+        seconds: list[float] = []
+        while len(seconds) <= repeats:
+            works = [
+                self._work(one, one.context, number, number)
+                for one, number in zip(sequences, numbers, strict=True)
+            ]
+            seconds.append(self._run(self._step(works, sequences)))
+            if len(seconds) >= 2 and deadline.left_s <= 0.0:
+                break
+        # The first time is left out: buffers grow, kernels are chosen.
+        return VerifyPoint(
+            num_sequences=len(sequences),
+            context_tokens=sum(one.context for one in sequences),
+            num_rows=shape.num_rows,
+            seconds=_middle(seconds[1:] or seconds),
+        )
+
+    def _step(self, works: Sequence[TargetWork], sequences: Sequence[_TargetSequence]) -> TargetStep:
+        admitted = tuple(self._admission(one) for one in sequences if not one.is_admitted)
+        for one in sequences:
+            one.is_admitted = True
+        return TargetStep(step_id=next(self._step_ids), works=tuple(works), admitted=admitted)
+
+    def _admission(self, one: _TargetSequence) -> AdmittedSequence:
+        variant = 0
+        if self._variants is not None:
+            variant = self._variants.of(num_prompt_tokens=one.context, num_tokens=one.context)
+        return AdmittedSequence(
+            request_id=one.request_id,
+            seed=1,
+            params=SamplingParams(),
+            num_prompt_tokens=one.context,
+            kv_variant=variant,
+        )
+
+    def _work(self, one: _TargetSequence, start: int, num_rows: int, num_sampled: int) -> TargetWork:
+        is_new = not one.is_admitted
+        return TargetWork(
+            request_id=one.request_id,
+            token_ids=tuple(_random_tokens(self._generator, num_rows, self._vocab_size)),
+            start=start,
+            num_sampled_rows=num_sampled,
+            table_start=0 if is_new else len(one.block_ids),
+            block_ids=one.block_ids if is_new else (),
+        )
+
+    def _run(self, step: TargetStep) -> float:
+        started_s = self._clock.now_s()
+        self._target.submit(step)
+        self._target.collect()
+        return self._clock.now_s() - started_s
+
+
+class DraftProfiler:
+    """Times proposals of a drafter that has no other work."""
+
+    def __init__(self, proposer: Proposer, vocab_size: int, plan: ProfilePlan, clock: Clock) -> None:
+        self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._plan = plan
+        self._clock = clock
+        self._generator = np.random.default_rng(1)
+        self._salt = secrets.token_hex(16)
+        self._is_exact = proposer.capabilities.kv == "own"
+        """Whether it has a proposal for every sequence that it has read."""
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Return (sequences, context of each, draft tokens) to measure, those that tell most first."""
+        most, largest = self._plan.max_draft_tokens, self._plan.max_num_seqs
+        numbers = [number for number in dict.fromkeys((1, min(16, largest), 4, largest)) if number <= largest]
+        shapes = [
+            (number, _SHORT_CONTEXT, steps)
+            for number in numbers
+            for steps in dict.fromkeys((min(4, most), 1))
+        ]
+        shapes.insert(4, (min(_NUM_LONG, largest), _LONG_CONTEXT, min(4, most)))
+        return shapes
+
+    def measure(self, deadline: _Deadline, progress: Callable[[], None]) -> list[DraftPoint]:
+        """Return what proposals took; nothing where the drafter has none, or is too slow."""
+        points: list[DraftPoint] = []
+        for number, context, steps in self.shapes():
+            if deadline.left_s <= 0.0:
+                break
+            point = self._point(number, context, steps, deadline)
+            if point is None and not points:
+                break  # nobody drafts yet: the others would not either
+            if point is not None:
+                points.append(point)
+            progress()
+        return points
+
+    def _point(self, number: int, context: int, num_steps: int, deadline: _Deadline) -> DraftPoint | None:
+        limit = self._proposer.capabilities.max_context
+        if limit is not None and context + 4 * _NUM_REPEATS + num_steps > limit:
+            return None
+        views = [
+            MadeUpSequence(
+                f"profile-{number}-{index}",
+                context,
+                cache_salt=self._salt,
+                vocab_size=self._vocab_size,
+                generator=self._generator,
+            )
+            for index in range(number)
+        ]
+        budgets = {view.request_id: num_steps for view in views}
+        try:
+            if not self._catch_up(views, budgets, deadline):
+                return None
+            seconds: list[float] = []
+            while len(seconds) < _NUM_REPEATS and (not seconds or deadline.left_s > 0.0):
+                for view in views:
+                    view.grow(2)
+                started_s = self._clock.now_s()
+                self._proposer.propose(views, budgets)
+                seconds.append(self._clock.now_s() - started_s)
+        finally:
+            self._proposer.release(list(budgets))
+        return DraftPoint(
+            num_sequences=number,
+            context_tokens=number * context,
+            num_steps=num_steps,
+            num_unseen=2,
+            seconds=max(_middle(seconds), 1e-7),
+        )
+
+    def _catch_up(
+        self, views: Sequence[MadeUpSequence], budgets: dict[RequestId, int], deadline: _Deadline
+    ) -> bool:
+        """Let the drafter read; return whether it proposes for all."""
+        for _ in range(_MOST_CATCH_UPS):
+            found = self._proposer.propose(views, budgets)
+            if not self._is_exact or len(found) == len(views):
+                return True
+            if deadline.left_s <= 0.0:
+                return False
+        return False
+
+
+@dataclass(slots=True)
+class _Counter:
+    """Counts measurements for whoever wants to hear of them."""
+
+    total: int
+    progress: ProfileProgress | None
+    done: int = field(default=0)
+
+    def __call__(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def measure_profile(
+    target: Target,
+    proposer: Proposer,
+    plan: ProfilePlan,
+    *,
+    clock: Clock | None = None,
+    progress: ProfileProgress | None = None,
+) -> CostProfile:
+    """Measure both sides, one after the other, for about `plan.budget_s` seconds.
+
+    Neither may have any sequence. A single measurement is never cut short, so a slow machine takes longer.
+
+    Raises:
+        TransportError: the target is lost.
+    """
+    clock = clock or MonotonicClock()
+    started_s = clock.now_s()
+    steps = TargetProfiler(target, plan, clock)
+    proposals = DraftProfiler(proposer, target.description.vocab_size, plan, clock)
+    is_drafting = proposer.capabilities.name != "none" and plan.max_draft_tokens > 0
+    num_planned = len(steps.shapes()) + (len(proposals.shapes()) if is_drafting else 0)
+    counter = _Counter(num_planned, progress)
+    draft: list[DraftPoint] = []
+    if is_drafting:
+        share = plan.budget_s * (1.0 - _VERIFY_SHARE)
+        draft = proposals.measure(_Deadline(clock, started_s + share), counter)
+    try:
+        verify = steps.measure(_Deadline(clock, started_s + plan.budget_s), counter)
+    finally:
+        steps.forget()
+    return CostProfile(
+        key=plan.key,
+        verify=tuple(verify[1:] or verify),
+        draft=tuple(draft),
+        num_stepped_rows=plan.num_stepped_rows,
+    )
+
+
+def _random_tokens(generator: np.random.Generator, num_tokens: int, vocab_size: int) -> list[int]:
+    end = min(_FIRST_TOKEN + _NUM_TOKENS, vocab_size)
+    tokens: list[int] = generator.integers(min(_FIRST_TOKEN, end - 1), end, num_tokens).tolist()
+    return tokens
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,212 @@
+"""Profiling: what is measured, within which time, and that nothing stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from specdec.core.clock import ManualClock
+from specdec.core.ids import RequestId
+from specdec.core.plan import TargetResult, TargetStep
+from specdec.core.proposal import Proposal
+from specdec.core.sequence import SequenceView
+from specdec.engine.profiling import ProfilePlan, measure_profile
+from specdec.engine.toy_target import ToyTarget
+from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.none import NoProposer
+from specdec.scheduling.speculation.cost import CostModel
+from tests.specdec.engine.toy_engines import (
+    MODEL,
+    SAMPLED,
+    expected_tokens,
+    make_proposer,
+    request,
+    run,
+    tokens_of,
+    toy_draft_model,
+    toy_engine,
+)
+
+
+class TimedTarget:
+    """A toy target whose steps take a known time on a clock that stands still otherwise."""
+
+    def __init__(self, clock: ManualClock, *, per_row_s: float = 0.001, **options: int) -> None:
+        self.inner = ToyTarget(MODEL, **options)  # type: ignore[arg-type]
+        self.description = self.inner.description
+        self.clock = clock
+        self.per_row_s = per_row_s
+        self.num_rows: list[int] = []
+
+    def submit(self, step: TargetStep) -> None:
+        self.inner.submit(step)
+        rows = sum(len(work.token_ids) for work in step.works)
+        self.num_rows.append(rows)
+        context = sum(work.start for work in step.works)
+        self.clock.advance(0.004 + self.per_row_s * rows + 1e-6 * context)
+
+    def collect(self) -> TargetResult:
+        return self.inner.collect()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class TimedProposer:
+    """Takes 1 ms, and 2 ms for each step, for any number of sequences; catches up 100 tokens a call."""
+
+    capabilities = ProposerCapabilities(name="timed", kv="own", max_context=600)
+
+    def __init__(self, clock: ManualClock, *, is_there: bool = True) -> None:
+        self.clock = clock
+        self.is_there = is_there
+        self.num_read: dict[RequestId, int] = {}
+        self.salts: set[str | None] = set()
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        self.clock.advance(0.001 + 0.002 * max(num_draft_tokens.values(), default=0))
+        found = {}
+        for one in sequences:
+            self.salts.add(one.cache_salt)
+            read = min(one.committed_len, self.num_read.get(one.request_id, 0) + 100)
+            self.num_read[one.request_id] = read
+            if self.is_there and read == one.committed_len:
+                found[one.request_id] = Proposal(
+                    request_id=one.request_id,
+                    committed_len=one.committed_len,
+                    prefix_hash=one.prefix_hash,
+                    token_ids=(1,) * num_draft_tokens[one.request_id],
+                )
+        return found
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self.num_read.pop(request_id, None)
+
+    def close(self) -> None:
+        pass
+
+
+def plan(**changes: float) -> ProfilePlan:
+    fields: dict[str, float] = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 128,
+        "max_draft_tokens": 4,
+        "budget_s": 60.0,
+    }
+    return ProfilePlan(key="key", **(fields | changes))  # type: ignore[arg-type]
+
+
+def big_target(clock: ManualClock, **options: float) -> TimedTarget:
+    return TimedTarget(clock, num_blocks=2048, max_model_len=2048, **options)  # type: ignore[arg-type]
+
+
+def test_costs_come_out_as_they_are() -> None:
+    clock = ManualClock()
+    target, proposer = big_target(clock), TimedProposer(clock)
+    profile = measure_profile(target, proposer, plan(), clock=clock)
+    assert profile.key == "key"
+    assert profile.fault() is None
+    costs = CostModel(profile, max_rows=128, max_sequences=16, max_steps=4)
+    for number, context, rows in ((1, 64, 5), (4, 2048, 20), (16, 4096, 80)):
+        true = 0.004 + 0.001 * rows + 1e-6 * context
+        assert costs.verify.table(number, context)[rows] == pytest.approx(true, rel=0.03)
+    steps = costs.draft.by_steps(np.full(4, 16), 32)
+    assert steps == pytest.approx([0.003, 0.005, 0.007, 0.009], rel=0.05)
+    assert {point.num_sequences for point in profile.draft} == {1, 4, 16}
+
+
+def test_nothing_stays_behind() -> None:
+    clock = ManualClock()
+    target, proposer = big_target(clock), TimedProposer(clock)
+    measure_profile(target, proposer, plan(), clock=clock)
+    assert target.inner.known_requests == frozenset()
+    assert proposer.num_read == {}
+    assert None not in proposer.salts
+
+
+def test_a_draft_model_gives_its_blocks_back() -> None:
+    clock = ManualClock()
+    proposer = toy_draft_model()
+    profile = measure_profile(big_target(clock), proposer, plan(), clock=clock)
+    proposer.check_integrity()
+    assert proposer._allocator.num_used == 0
+    assert len({point.num_sequences for point in profile.draft}) >= 2
+
+
+def test_an_engine_after_profiling_generates_as_ever() -> None:
+    target = ToyTarget(MODEL)
+    measure_profile(target, NoProposer(), plan())
+    one = request(params=SAMPLED)
+    outputs = run(toy_engine(target=target), one)
+    assert tokens_of(outputs["r"]) == expected_tokens(one)
+
+
+@pytest.mark.parametrize("budget_s", [0.05, 0.5, 5.0])
+def test_time_is_bounded(budget_s: float) -> None:
+    """A slow target: what is left out is what tells least, and one row is always measured."""
+    clock = ManualClock()
+    target = big_target(clock, per_row_s=0.002)
+    profile = measure_profile(target, TimedProposer(clock), plan(budget_s=budget_s), clock=clock)
+    longest_s = 0.004 + 0.002 * 128
+    assert clock.now_s() <= budget_s + 3 * longest_s
+    assert min(point.num_rows for point in profile.verify) == 1
+
+
+def test_a_longer_time_measures_more() -> None:
+    def num_points(budget_s: float) -> int:
+        clock = ManualClock()
+        return len(
+            measure_profile(big_target(clock), NoProposer(), plan(budget_s=budget_s), clock=clock).verify
+        )
+
+    assert num_points(0.1) < num_points(1.0) < num_points(20.0)
+
+
+def test_a_drafter_that_is_not_there_is_not_waited_for() -> None:
+    clock = ManualClock()
+    profile = measure_profile(big_target(clock), TimedProposer(clock, is_there=False), plan(), clock=clock)
+    assert profile.draft == ()
+    assert profile.fault() is None
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "max_model_len", "max_num_seqs"),
+    [(8, 4, 24, 1), (16, 4, 32, 8), (64, 1, 40, 3), (300, 4, 256, 64), (40, 16, 600, 2)],
+)
+def test_small_pools_are_enough(
+    num_blocks: int, block_size: int, max_model_len: int, max_num_seqs: int
+) -> None:
+    clock = ManualClock()
+    target = TimedTarget(clock, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    profile = measure_profile(target, NoProposer(), plan(max_num_seqs=max_num_seqs), clock=clock)
+    assert profile.fault() is None
+    assert max(target.num_rows) <= 128
+    assert target.inner.known_requests == frozenset()
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "oracle"])
+def test_every_proposer_can_be_measured(name: str) -> None:
+    proposer: Proposer = make_proposer(name)
+    profile = measure_profile(ToyTarget(MODEL), proposer, plan(budget_s=2.0, max_num_seqs=4))
+    assert profile.draft
+    assert profile.fault() is None
+
+
+def test_progress_is_told() -> None:
+    clock = ManualClock()
+    heard: list[tuple[int, int]] = []
+    measure_profile(
+        big_target(clock),
+        TimedProposer(clock),
+        plan(),
+        clock=clock,
+        progress=lambda *told: heard.append(told),
+    )
+    done, totals = zip(*heard, strict=True)
+    assert list(done) == list(range(1, len(heard) + 1))
+    assert set(totals) == {len(heard)}
