@@ -164,6 +164,7 @@ class TwoGroups:
             tokenizer=build_tokenizer(config),
             scheduler=config.scheduler,
             controller=self.controller,
+            max_branches=32,
             prefix_caching=config.cache.enable_prefix_caching,
         )
 

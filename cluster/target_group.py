@@ -15,7 +15,7 @@ from cluster.worker_handle import WorkerHandle
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ConfigError, TransportError
 from specdec.core.idle_work import WorkState
-from specdec.engine.build import build_tokenizer, controller_for, cost_profile_of
+from specdec.engine.build import build_tokenizer, controller_for, cost_profile_of, modes_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.remote_proposer import RemoteProposer
@@ -109,7 +109,10 @@ class TargetGroup:
             proposer=proposer,
             tokenizer=self._tokenizer,
             scheduler=self._config.scheduler,
-            controller=controller_for(self._config, self._costs(target, proposer)),
+            controller=controller_for(
+                self._config, self._costs(target, proposer), modes_of(proposer.capabilities)
+            ),
+            max_branches=self._config.speculative_config.max_branches,
             prefix_caching=self._config.cache.enable_prefix_caching,
             grammar=self._config.grammar,
         )

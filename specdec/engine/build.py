@@ -18,7 +18,7 @@ from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, require_r
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
 from specdec.model.checkpoint import LoadProgress
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts
@@ -59,6 +59,8 @@ class EngineParts:
     prefix_caching: bool
     """Whether K/V of common prefixes are shared and kept."""
     grammar: GrammarConfig
+    max_branches: int
+    """Continuations that are drafted ahead for one request, at most."""
 
 
 def build_parts(
@@ -95,6 +97,7 @@ def build_parts(
         controller=controller,
         prefix_caching=config.cache.enable_prefix_caching,
         grammar=config.grammar,
+        max_branches=config.speculative_config.max_branches,
     )
 
 
@@ -367,6 +370,13 @@ def build_controller(
     if speculative.method == "none" or speculative.controller == "fixed":
         return controller_for(config, assumed_profile(), modes)
     return controller_for(config, cost_profile_of(config, target, proposer, progress), modes)
+
+
+def modes_of(proposer: ProposerCapabilities) -> tuple[OverlapMode, ...]:
+    """Return how rounds can be run with a proposer: what drafts in this process cannot be overlapped."""
+    if not proposer.remote:
+        return ("lockstep",)
+    return ("lockstep", "ping_pong", "draft_ahead") if proposer.looks_ahead else ("lockstep", "ping_pong")
 
 
 def controller_for(

@@ -77,11 +77,12 @@ class Engine:
         grammar: GrammarConfig | None = None,
         clock: Clock | None = None,
         prefix_caching: bool = True,
+        max_branches: int = 4,
     ) -> Self:
         """Make an engine of parts that exist already; it closes target and proposer with itself.
 
         Without a controller, 4 tokens are drafted per sequence and round. `prefix_caching` is the target's
-        `cache.enable_prefix_caching`.
+        `cache.enable_prefix_caching`, `max_branches` the drafter's key of that name.
         """
         parts = EngineParts(
             target=target,
@@ -91,6 +92,7 @@ class Engine:
             controller=controller or FixedController(4),
             prefix_caching=prefix_caching,
             grammar=grammar or GrammarConfig(),
+            max_branches=max_branches,
         )
         engine = cls.__new__(cls)
         engine._set_up(parts, clock or MonotonicClock())
@@ -124,6 +126,7 @@ class Engine:
             controller=parts.controller,
             metrics=self._metrics,
             clock=clock,
+            max_branches=parts.max_branches,
         )
         self._deadlines = Deadlines()
         self._grammars = GrammarCompiler(

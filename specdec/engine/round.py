@@ -67,7 +67,7 @@ class RoundLoop:
         controller: SpeculationController,
         metrics: EngineMetrics,
         clock: Clock,
-        max_branches: int = 8,
+        max_branches: int,
     ) -> None:
         """Run rounds of these parts; continuations are drafted for `max_branches` verdicts of a request.
 

@@ -53,7 +53,7 @@ class SpeculativeConfig(StrictConfig):
     """Path of the draft model's folder; required by draft_model."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
-    controller: Literal["goodput", "fixed"] = "goodput"
+    controller: Literal["goodput", "fixed"] = "fixed"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
     what rounds cost and bring, so that speculation costs nobody anything; fixed: always
     `num_speculative_tokens`. A request's own `speculation` wins over either."""
@@ -181,7 +181,7 @@ class SpeculativeConfig(StrictConfig):
         if self.num_speculative_tokens_per_batch_size and self.controller == "fixed":
             raise ValueError(
                 "num_speculative_tokens_per_batch_size bounds what the goodput controller chooses: "
-                "leave out controller: fixed"
+                "write controller: goodput"
             )
         if self.overlap in ("ping_pong", "draft_ahead") and self.method != "draft_model":
             raise ValueError(
