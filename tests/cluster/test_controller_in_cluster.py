@@ -1,0 +1,73 @@
+"""The goodput controller with drafter and target in actors of their own: costs are measured over channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ClusterConfig
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.proposers.config import SpeculativeConfig
+from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+APP = "drafthouse-controller"
+
+
+@pytest.fixture(scope="module")
+def config(cluster_config: ClusterConfig) -> ClusterConfig:
+    return cluster_config.model_copy(update={"namespace": APP})
+
+
+@pytest.fixture(scope="module")
+def deployed(
+    ray_cluster: None,
+    engine_config: EngineConfig,
+    config: ClusterConfig,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Path]:
+    from ray import serve
+
+    from cluster.application import build_application
+
+    folder = tmp_path_factory.mktemp("profiles")
+    keys = {"controller": "goodput", "profile_dir": str(folder), "profile_seconds": 1.0}
+    speculative = engine_config.speculative_config.model_copy(update=keys)
+    chosen = engine_config.model_copy(update={"speculative_config": speculative})
+    serve.run(build_application(chosen, config), name=APP, route_prefix=None)
+    yield folder
+    serve.delete(APP)
+
+
+def test_tokens_are_those_without_speculation(
+    deployed: Path, engine_config: EngineConfig, config: ClusterConfig
+) -> None:
+    """Also when the target's worker dies amid the streams; the next one is not measured again."""
+    import ray
+
+    wanted = requests(6, max_tokens=80, name="chosen")
+    plain = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        ray.kill(worker(config, "target"), no_restart=True)
+        await streams.finish()
+        with Engine(plain) as engine:
+            for request in wanted:
+                engine.add_request(request)
+            alone: dict[str, list[int]] = {request.request_id: [] for request in wanted}
+            while engine.has_work:
+                for output in engine.step():
+                    alone[output.request_id].extend(output.token_ids)
+        assert {request.request_id: streams.tokens[request.request_id] for request in wanted} == alone
+        assert await metric(service, "speculation_goodput_off", lambda value: value > 0.0)
+        values = await service.metrics()  # type: ignore[attr-defined]
+        assert any(name.startswith("speculation_state{") for name in values)
+        assert not values.get('spec_decode_num_proposals_dropped{reason="malformed"}')
+
+    with_service(config, scenario)
