@@ -1,0 +1,66 @@
+"""Overlapped rounds with draft and target workers as actors: the same tokens, whatever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.config import ClusterConfig
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.proposers.config import SpeculativeConfig
+from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+APP = "drafthouse-overlap"
+
+
+@pytest.fixture(scope="module")
+def config(cluster_config: ClusterConfig) -> ClusterConfig:
+    return cluster_config.model_copy(update={"namespace": APP})
+
+
+@pytest.fixture(scope="module", params=["draft_ahead", pytest.param("ping_pong", marks=pytest.mark.full)])
+def mode(
+    request: pytest.FixtureRequest, ray_cluster: None, engine_config: EngineConfig, config: ClusterConfig
+) -> Iterator[str]:
+    from ray import serve
+
+    from cluster.application import build_application
+
+    speculative = engine_config.speculative_config.model_copy(update={"overlap": request.param})
+    chosen = engine_config.model_copy(update={"speculative_config": speculative})
+    serve.run(build_application(chosen, config), name=APP, route_prefix=None)
+    yield request.param
+    serve.delete(APP)
+
+
+@pytest.mark.parametrize("victim", ["draft", "target"])
+def test_tokens_are_those_without_speculation(
+    mode: str, victim: str, engine_config: EngineConfig, config: ClusterConfig
+) -> None:
+    import ray
+
+    wanted = requests(6, max_tokens=80, name=f"{mode}-{victim}")
+    plain = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        ray.kill(worker(config, victim), no_restart=True)
+        await streams.finish()
+        with Engine(plain) as engine:
+            for request in wanted:
+                engine.add_request(request)
+            alone: dict[str, list[int]] = {request.request_id: [] for request in wanted}
+            while engine.has_work:
+                for output in engine.step():
+                    alone[output.request_id].extend(output.token_ids)
+        assert {request.request_id: streams.tokens[request.request_id] for request in wanted} == alone
+        assert await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 0)
+        if mode == "draft_ahead":
+            assert await metric(service, "speculation_cache_hits", lambda value: value > 0)
+
+    with_service(config, scenario)
