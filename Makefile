@@ -3,6 +3,8 @@
 PORT   ?= 8000
 CONFIG ?= configs/demo.yaml
 ARGS   ?=
+# How tests are divided over processes; empty: not at all. In the order of collection: those that start Ray come early.
+WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
 BIN   := .venv/bin
 STAMP := .venv/.drafthouse-installed
@@ -28,10 +30,10 @@ serve: install  ## a local Ray cluster with the demo pair (PORT=8000 CONFIG=conf
 	@exec $(BIN)/drafthouse serve $(CONFIG) --port $(PORT) $(ARGS)
 
 test: install  ## unit tests and pairwise matrices (ARGS="-k name" passes options to pytest)
-	@exec $(BIN)/python -m pytest -m "not gpu and not full" $(ARGS)
+	@exec $(BIN)/python -m pytest $(WORKERS) -m "not gpu and not full" $(ARGS)
 
 test-all: install  ## everything, the long matrices too; GPU tests run where there is a GPU
-	@exec $(BIN)/python -m pytest $(ARGS)
+	@exec $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 gpu: install  ## tests and quick benchmarks on a GPU, under ten minutes (ARGS="folder" for raw results)
 	@exec scripts/gpu $(ARGS)

@@ -19,7 +19,12 @@ SEED = 0x5EED
 
 
 def _num_threads() -> int:
-    """Two at most: the machines that tests run on have two cores, and idle OpenMP threads spin."""
+    """Two at most: the machines that tests run on have two cores, and idle OpenMP threads spin.
+
+    One where several pytest processes share these cores (`pytest -n`).
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return 1
     return min(2, len(os.sched_getaffinity(0)))
 
 
@@ -61,6 +66,7 @@ def _seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    _group(items)
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needing_gpu:
         return
@@ -69,6 +75,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needing_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _group(items: Sequence[pytest.Item]) -> None:
+    """With `pytest -n`, tests of one module stay together, and so do all that start Ray: one cluster at a time."""
+    for item in items:
+        group = "ray" if item.get_closest_marker("ray") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_report_header() -> str:
