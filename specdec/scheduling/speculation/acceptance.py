@@ -20,12 +20,12 @@ MAX_CLASSES = 64
 _FIRST_GUESS = 0.65
 """Acceptance of a class that nothing is known of."""
 _FIRST_GUESS_TRIALS = 4.0
-_FIRST_AVAILABILITY = 0.97
+_FIRST_AVAILABILITY = 0.99
 _CLASS_TRIALS = 24.0
 """Trials at one position of a class that weigh as much as its mean over all positions."""
 _CLASS_DECAY = 1.0 / 256.0
 _REQUEST_TRIALS = 8.0
-"""Trials of a request that weigh as much as what its class says, before it is known how alike its requests are."""
+"""Trials of a request that weigh as much as its class, before it is known how alike requests are."""
 _FEWEST_FAILURES, _MOST_FAILURES = 0.75, 16.0
 """Failures that what a class says may weigh as much as."""
 _SPREAD_DECAY = 1.0 / 64.0
@@ -91,8 +91,8 @@ def _with_rows(array: Floats, num_rows: int) -> Floats:
 
 
 _FAILURES, _EXPECTED, _FAST_FAILURES, _FAST_EXPECTED, _WANTED, _GOT, _IS_ODD = range(7)
-"""Columns of the totals of a request. Expected failures are those that its class would have had; odd is who has
-changed suddenly: what its class says is of little worth then."""
+"""Columns of the totals of a request. Expected failures are those that its class would have had; odd is who
+has changed suddenly: what its class says is of little worth then."""
 
 
 class AcceptanceTracker:

@@ -123,6 +123,8 @@ class GoodputController:
         self._worth = 1.0
         self._wire_s = 0.0
         self._fan_outs: dict[tuple[bytes, int, int], tuple[int, ...]] = {}
+        self._foreseen: frozenset[RequestId] = frozenset()
+        """Requests whose last verdict was prepared for: they should have drafts in the next round."""
         self._num_alike = 0
         self._last_kind: Kind = "plain"
 
@@ -154,8 +156,11 @@ class GoodputController:
 
     def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
         """Share out continuations by what is expected of this request."""
+        return self._shares(request.request_id, num_pending, max_branches)
+
+    def _shares(self, request_id: RequestId, num_pending: int, max_branches: int) -> tuple[int, ...]:
         decision = self._decision
-        at = None if decision is None else decision.index.get(request.request_id)
+        at = None if decision is None else decision.index.get(request_id)
         if decision is None or at is None:
             return (0,) * (num_pending + 1)
         num_branches = min(max_branches, decision.option.num_branches)
@@ -177,9 +182,7 @@ class GoodputController:
         decision = self._decision
         if decision is None:
             return
-        is_ahead = observation.mode == "draft_ahead"
-        classes = self._classes
-        self._acceptance.note(observation.outcomes, {} if is_ahead else observation.budgets, classes)
+        self._acceptance.note(observation.outcomes, self._owed(observation), self._classes)
         if len(self._fan_outs) > _MAX_FAN_OUTS or self._round % _FAN_OUT_ROUNDS == 0:
             self._fan_outs.clear()
         if self._round % _IDLE_ROUNDS == 0:
@@ -365,6 +368,27 @@ class GoodputController:
         return "measured_slower" if best > usual.rate * (1.0 + self._settings.margin) else "no_gain"
 
     # ------------------------------------------------------------------------------------ learning
+
+    def _owed(self, observation: RoundObservation) -> Mapping[RequestId, int]:
+        """Return whose drafts should have been there, and how many: what is missing of these is not there.
+
+        In draft_ahead most that are missing were not foreseen, which is no fault of the drafter's. Its fault
+        is what was foreseen for the round before, or asked for and not prepared.
+        """
+        if observation.mode != "draft_ahead":
+            self._foreseen = frozenset()
+            return observation.budgets
+        budgets = observation.budgets
+        owed = {one.request_id for one in observation.outcomes} | self._foreseen
+        for ahead in observation.ahead:
+            if ahead.num_prepared == 0:
+                shared = self._shares(ahead.request_id, ahead.num_pending, self._settings.max_branches)
+                if shared[ahead.num_accepted] > 0:
+                    owed.add(ahead.request_id)
+        self._foreseen = frozenset(
+            one.request_id for one in observation.ahead if one.rank is not None and not one.is_late
+        )
+        return {one: budget for one, budget in budgets.items() if one in owed}
 
     def _note_ahead(self, ahead: AheadOutcome) -> None:
         if ahead.num_prepared == 0:
