@@ -46,7 +46,8 @@ _NUM_LEVELS = 24
 _MAX_FAN_OUTS = 4096
 _FAN_OUT_ROUNDS = 512
 """Shares are worked out anew after so many rounds: more is known of ranks then."""
-_LATE_DECAY = 1.0 / 256.0
+_LATE_DECAY = 1.0 / 64.0
+_LATE_FORGIVEN_ROUNDS = 512.0
 
 
 class Region(NamedTuple):
@@ -123,8 +124,6 @@ class GoodputController:
         self._worth = 1.0
         self._wire_s = 0.0
         self._fan_outs: dict[tuple[bytes, int, int], tuple[int, ...]] = {}
-        self._foreseen: frozenset[RequestId] = frozenset()
-        """Requests whose last verdict was prepared for: they should have drafts in the next round."""
         self._num_alike = 0
         self._last_kind: Kind = "plain"
 
@@ -189,6 +188,8 @@ class GoodputController:
             self._acceptance.forget_idle(_IDLE_ROUNDS)
         for ahead in observation.ahead:
             self._note_ahead(ahead)
+        if observation.mode != "draft_ahead":  # what was late once need not be so for ever
+            self._in_time += (1.0 - self._in_time) / _LATE_FORGIVEN_ROUNDS
         self._note_costs(observation, decision)
         self._note_goodput(observation, decision)
 
@@ -370,31 +371,31 @@ class GoodputController:
     # ------------------------------------------------------------------------------------ learning
 
     def _owed(self, observation: RoundObservation) -> Mapping[RequestId, int]:
-        """Return whose drafts should have been there, and how many: what is missing of these is not there.
+        """Return whose drafts should have been there, and how many: of these, what is missing is not there.
 
-        In draft_ahead most that are missing were not foreseen, which is no fault of the drafter's. Its fault
-        is what was foreseen for the round before, or asked for and not prepared.
+        In draft_ahead most that are missing were not foreseen, which is no fault of the drafter's: it owes
+        what was foreseen, and what it was asked for and has not prepared.
         """
         if observation.mode != "draft_ahead":
-            self._foreseen = frozenset()
             return observation.budgets
-        budgets = observation.budgets
-        owed = {one.request_id for one in observation.outcomes} | self._foreseen
-        for ahead in observation.ahead:
-            if ahead.num_prepared == 0:
-                shared = self._shares(ahead.request_id, ahead.num_pending, self._settings.max_branches)
-                if shared[ahead.num_accepted] > 0:
-                    owed.add(ahead.request_id)
-        self._foreseen = frozenset(
-            one.request_id for one in observation.ahead if one.rank is not None and not one.is_late
-        )
-        return {one: budget for one, budget in budgets.items() if one in owed}
+        excused = {
+            ahead.request_id
+            for ahead in observation.ahead
+            if (ahead.rank is None or ahead.is_late) and not self._is_unprepared(ahead)
+        }
+        return {one: budget for one, budget in observation.budgets.items() if one not in excused}
+
+    def _is_unprepared(self, ahead: AheadOutcome) -> bool:
+        """Return whether nothing was prepared for a verdict that something was asked for."""
+        if ahead.num_prepared > 0 or ahead.is_late:
+            return False
+        shared = self._shares(ahead.request_id, ahead.num_pending, self._settings.max_branches)
+        return shared[ahead.num_accepted] > 0
 
     def _note_ahead(self, ahead: AheadOutcome) -> None:
+        self._in_time += _LATE_DECAY * ((0.0 if ahead.is_late else 1.0) - self._in_time)
         if ahead.num_prepared == 0:
             return
-        if ahead.rank is not None:
-            self._in_time += _LATE_DECAY * ((0.0 if ahead.is_late else 1.0) - self._in_time)
         if ahead.num_accepted < ahead.num_pending:
             self._ranks.note(ahead.num_prepared, ahead.rank)
         elif ahead.rank != 0 and ahead.num_prepared > 1:

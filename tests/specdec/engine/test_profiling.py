@@ -134,7 +134,7 @@ def test_a_draft_model_gives_its_blocks_back() -> None:
     proposer = toy_draft_model()
     profile = measure_profile(big_target(clock), proposer, plan(), clock=clock)
     proposer.check_integrity()
-    assert proposer._allocator.num_used == 0
+    assert proposer.sequences.num_held_blocks == 0
     assert len({point.num_sequences for point in profile.draft}) >= 2
 
 
