@@ -20,14 +20,19 @@ MAX_CLASSES = 64
 _FIRST_GUESS = 0.65
 """Acceptance of a class that nothing is known of."""
 _FIRST_GUESS_TRIALS = 4.0
-_FIRST_AVAILABILITY = 0.97
+_FIRST_AVAILABILITY = 0.99
 _CLASS_TRIALS = 24.0
 """Trials at one position of a class that weigh as much as its mean over all positions."""
 _CLASS_DECAY = 1.0 / 256.0
 _REQUEST_TRIALS = 8.0
-"""Trials of a request that weigh as much as what its class says,"""
-_FEWEST_FAILURES, _MOST_FAILURES = 0.75, 6.0
-"""as long as these are the failures expected of so many."""
+"""Trials of a request that weigh as much as its class, before it is known how alike requests are."""
+_FEWEST_FAILURES, _MOST_FAILURES = 0.75, 16.0
+"""Failures that what a class says may weigh as much as."""
+_SPREAD_DECAY = 1.0 / 64.0
+_FEWEST_EXPECTED = 1.5
+"""Failures expected of a request before it has a say in how alike those of its class are."""
+_CHANCE_SPREAD = 0.75
+"""Variance of decaying counts over that of plain ones, about."""
 _POSITION_TRIALS = 24.0
 """Trials at one position of a request that weigh as much as what its other positions say."""
 _REQUEST_DECAY = 1.0 / 128.0
@@ -85,8 +90,9 @@ def _with_rows(array: Floats, num_rows: int) -> Floats:
     return grown
 
 
-_FAILURES, _EXPECTED, _FAST_FAILURES, _FAST_EXPECTED, _WANTED, _GOT = range(6)
-"""Columns of the totals of a request. Expected failures are those that its class would have had."""
+_FAILURES, _EXPECTED, _FAST_FAILURES, _FAST_EXPECTED, _WANTED, _GOT, _IS_ODD = range(7)
+"""Columns of the totals of a request. Expected failures are those that its class would have had; odd is who
+has changed suddenly: what its class says is of little worth then."""
 
 
 class AcceptanceTracker:
@@ -94,8 +100,9 @@ class AcceptanceTracker:
 
     The chance that a token fails, given that it is reached, is modelled as that of its class at its position,
     times a factor of the request (proportional hazards), with a Gamma prior on the factor: a few verdicts of
-    a new request move all its positions at once. What is known of single positions comes on top of it. The
-    factor is followed at two speeds: where they disagree, what was before is forgotten.
+    a new request move all its positions at once. The prior is as narrow as requests of the class are alike
+    (empirical Bayes, by moments). What is known of single positions comes on top of it. The factor is
+    followed at two speeds: where they disagree, what was before is forgotten.
     """
 
     def __init__(self, num_positions: int) -> None:
@@ -104,7 +111,7 @@ class AcceptanceTracker:
         self._slots: dict[RequestId, int] = {}
         self._free: list[int] = []
         self._requests = _Counts(self.num_positions)
-        self._totals = np.zeros((8, 6))
+        self._totals = np.zeros((8, 7))
         self._last_round = np.zeros(8)
         self._class_of_slot = np.zeros(8, dtype=np.int64)
         self._classes: dict[str, int] = {OTHER_CLASS: 0}
@@ -112,6 +119,8 @@ class AcceptanceTracker:
         self._class_lengths = _Counts(self.num_positions)
         self._class_failures = np.full((8, self.num_positions), 1.0 - _FIRST_GUESS)
         self._class_presence = np.full((8, self.num_positions), _FIRST_AVAILABILITY)
+        self._class_spread: dict[int, float] = {}
+        """Variance of the factors of a class's requests."""
         self._class_last_round: dict[int, int] = {}
         self._round = 0
 
@@ -196,6 +205,7 @@ class AcceptanceTracker:
             self._fade_class(index)
             _decay_in(self._class_verdicts, index, trials[members].sum(0), successes[members].sum(0))
             self._class_failures[index] = 1.0 - _class_rates(self._class_verdicts, index)
+            self._note_spread(index, self._totals[slots[members]])
 
     def _follow_factor(
         self, slots: NDArray[np.int64], trials: Floats, failed: Floats, expected: Floats
@@ -214,15 +224,36 @@ class AcceptanceTracker:
         if changed.any():
             totals[changed, _FAILURES] = totals[changed, _FAST_FAILURES]
             totals[changed, _EXPECTED] = totals[changed, _FAST_EXPECTED]
+            totals[changed, _IS_ODD] = 1.0
             self._requests.trials[slots[changed]] *= 0.1
             self._requests.successes[slots[changed]] *= 0.1
         self._totals[slots] = totals
 
     def _factor(self, totals: Floats, of_class: NDArray[np.int64]) -> Floats:
         """Return how much more often tokens of a request fail than those of its class."""
-        prior = np.clip(_REQUEST_TRIALS * self._class_failures[of_class, 0], _FEWEST_FAILURES, _MOST_FAILURES)
+        prior = _REQUEST_TRIALS * self._class_failures[of_class, 0]
+        for index, members in _by_class(of_class):
+            spread = self._class_spread.get(index)
+            if spread is not None:
+                prior[members] = np.where(totals[members, _IS_ODD] > 0.0, prior[members], 1.0 / spread)
+        np.clip(prior, _FEWEST_FAILURES, _MOST_FAILURES, out=prior)
         factor: Floats = (totals[:, _FAILURES] + prior) / (totals[:, _EXPECTED] + prior)
         return factor
+
+    def _note_spread(self, index: int, totals: Floats) -> None:
+        """Learn how alike requests of a class are: how far failures scatter beyond what chance does."""
+        expected = totals[:, _EXPECTED]
+        counts = expected > _FEWEST_EXPECTED
+        if not counts.any():
+            return
+        expected, failures = expected[counts], totals[counts, _FAILURES]
+        chance = _CHANCE_SPREAD * (1.0 - float(self._class_failures[index, 0]))
+        excess = ((failures - expected) ** 2 / expected - chance).sum() / expected.sum()
+        start = 1.0 / max(_REQUEST_TRIALS * float(self._class_failures[index, 0]), _FEWEST_FAILURES)
+        before = self._class_spread.get(index, start)
+        weight = 1.0 - (1.0 - _SPREAD_DECAY) ** min(int(counts.sum()), 8)
+        after = before + weight * (float(excess) - before)
+        self._class_spread[index] = min(max(after, 1.0 / _MOST_FAILURES), 1.0 / _FEWEST_FAILURES)
 
     def _note_lengths(
         self,

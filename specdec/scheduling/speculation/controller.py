@@ -58,7 +58,8 @@ class RoundObservation:
     num_elsewhere: int = 0
     """Sequences in the other flight of ping_pong."""
     ahead: Sequence[AheadOutcome] = ()
-    """Verdicts that continuations had been prepared for."""
+    """What became of the continuations that this round could have had its drafts from: of the verdicts of
+    the round before, where something was prepared for them."""
 
 
 class SpeculationController(Protocol):

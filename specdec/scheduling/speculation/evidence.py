@@ -179,5 +179,6 @@ class Overheads:
         closest = min(known, key=lambda other: (abs(other - size), other))
         recent = sorted(known[closest])
         median = recent[len(recent) // 2]
-        # More sequences take longer by their number, fewer are assumed to take as long.
-        return median * math.ldexp(1.0, max(0, size - closest))
+        # More sequences take longer by their number; of fewer, half is thought to stay.
+        ratio = math.ldexp(1.0, size - closest)
+        return median * (ratio if ratio >= 1.0 else 0.5 + 0.5 * ratio)

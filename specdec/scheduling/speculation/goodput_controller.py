@@ -46,7 +46,8 @@ _NUM_LEVELS = 24
 _MAX_FAN_OUTS = 4096
 _FAN_OUT_ROUNDS = 512
 """Shares are worked out anew after so many rounds: more is known of ranks then."""
-_LATE_DECAY = 1.0 / 256.0
+_LATE_DECAY = 1.0 / 64.0
+_LATE_FORGIVEN_ROUNDS = 512.0
 
 
 class Region(NamedTuple):
@@ -154,8 +155,11 @@ class GoodputController:
 
     def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
         """Share out continuations by what is expected of this request."""
+        return self._shares(request.request_id, num_pending, max_branches)
+
+    def _shares(self, request_id: RequestId, num_pending: int, max_branches: int) -> tuple[int, ...]:
         decision = self._decision
-        at = None if decision is None else decision.index.get(request.request_id)
+        at = None if decision is None else decision.index.get(request_id)
         if decision is None or at is None:
             return (0,) * (num_pending + 1)
         num_branches = min(max_branches, decision.option.num_branches)
@@ -177,15 +181,15 @@ class GoodputController:
         decision = self._decision
         if decision is None:
             return
-        is_ahead = observation.mode == "draft_ahead"
-        classes = self._classes
-        self._acceptance.note(observation.outcomes, {} if is_ahead else observation.budgets, classes)
+        self._acceptance.note(observation.outcomes, self._owed(observation), self._classes)
         if len(self._fan_outs) > _MAX_FAN_OUTS or self._round % _FAN_OUT_ROUNDS == 0:
             self._fan_outs.clear()
         if self._round % _IDLE_ROUNDS == 0:
             self._acceptance.forget_idle(_IDLE_ROUNDS)
         for ahead in observation.ahead:
             self._note_ahead(ahead)
+        if observation.mode != "draft_ahead":  # what was late once need not be so for ever
+            self._in_time += (1.0 - self._in_time) / _LATE_FORGIVEN_ROUNDS
         self._note_costs(observation, decision)
         self._note_goodput(observation, decision)
 
@@ -366,11 +370,32 @@ class GoodputController:
 
     # ------------------------------------------------------------------------------------ learning
 
+    def _owed(self, observation: RoundObservation) -> Mapping[RequestId, int]:
+        """Return whose drafts should have been there, and how many: of these, what is missing is not there.
+
+        In draft_ahead most that are missing were not foreseen, which is no fault of the drafter's: it owes
+        what was foreseen, and what it was asked for and has not prepared.
+        """
+        if observation.mode != "draft_ahead":
+            return observation.budgets
+        excused = {
+            ahead.request_id
+            for ahead in observation.ahead
+            if (ahead.rank is None or ahead.is_late) and not self._is_unprepared(ahead)
+        }
+        return {one: budget for one, budget in observation.budgets.items() if one not in excused}
+
+    def _is_unprepared(self, ahead: AheadOutcome) -> bool:
+        """Return whether nothing was prepared for a verdict that something was asked for."""
+        if ahead.num_prepared > 0 or ahead.is_late:
+            return False
+        shared = self._shares(ahead.request_id, ahead.num_pending, self._settings.max_branches)
+        return shared[ahead.num_accepted] > 0
+
     def _note_ahead(self, ahead: AheadOutcome) -> None:
+        self._in_time += _LATE_DECAY * ((0.0 if ahead.is_late else 1.0) - self._in_time)
         if ahead.num_prepared == 0:
             return
-        if ahead.rank is not None:
-            self._in_time += _LATE_DECAY * ((0.0 if ahead.is_late else 1.0) - self._in_time)
         if ahead.num_accepted < ahead.num_pending:
             self._ranks.note(ahead.num_prepared, ahead.rank)
         elif ahead.rank != 0 and ahead.num_prepared > 1:

@@ -77,7 +77,7 @@ def test_overheads_are_medians_of_the_closest_batch() -> None:
     for seconds in (0.001, 0.0011, 0.0009, 0.05, 0.001):
         overheads.note(8, seconds, has_drafts=True)
     assert overheads.of(8, has_drafts=True) == pytest.approx(0.001)
-    assert overheads.of(1, has_drafts=True) == pytest.approx(0.001)
+    assert 0.0005 <= overheads.of(1, has_drafts=True) <= 0.0007
     assert overheads.of(64, has_drafts=True) == pytest.approx(0.008)
     overheads.note(64, 0.002, has_drafts=True)
     assert overheads.of(64, has_drafts=True) == pytest.approx(0.002)

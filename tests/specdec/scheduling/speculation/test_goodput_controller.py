@@ -37,6 +37,9 @@ from tests.specdec.scheduling.speculation.world import COSTS, Costs, World, prof
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
 WARM_UP = 60
 FLOOR = 0.97
+FLOOR_ALONE = 0.95
+"""Against the best fixed setting, of a single request: one verdict a round does not tell modes apart that are
+within a few percent of each other."""
 
 
 def controller_of(
@@ -66,7 +69,8 @@ def fixed_rates(
         if (k == 0) == (mode == "lockstep") or k:
             if mode == "ping_pong" and number == 1:
                 continue
-            num_rounds = 40 if mode != "draft_ahead" else 600 if number < 16 else 80
+            # Whether there are drafts is a matter of luck in draft_ahead, which a longer run evens out.
+            num_rounds = 40 if mode != "draft_ahead" else 2400 // number if number < 16 else 80
             world = world_of(COSTS[name], number, context, chance, seed=5)
             world.run(FixedController(k, mode), 10)
             rates[mode, k] = world.run(FixedController(k, mode), num_rounds).rate
@@ -92,7 +96,7 @@ def test_never_slower_and_nearly_the_best(name: str, number: int, context: int, 
     world.run(controller, WARM_UP)
     rate = world.run(controller, 900 if number < 64 else 500).rate
     assert rate >= FLOOR * rates["lockstep", 0], controller.state
-    assert rate >= FLOOR * max(rates.values()), controller.state
+    assert rate >= (FLOOR if number > 1 else FLOOR_ALONE) * max(rates.values()), controller.state
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -401,6 +405,27 @@ def test_continuations_are_shared_out() -> None:
         assert 1 <= sum(shared) <= 4
     assert sum(controller.fan_out(request, 3, 1)) == 1
     assert controller.fan_out(fake_request("stranger", 5), 2, 4) == (0, 0, 0)
+
+
+def test_answers_that_are_always_late_end_drafting_ahead() -> None:
+    """Continuations are prepared, but no answer comes in time: another way is found, and k = 0 is not it."""
+    controller = controller_of(profile_of(COSTS["gpu"]), ("lockstep", "draft_ahead"))
+    world = world_of(COSTS["gpu"], 4, chance=0.9)
+    inner = controller.observe
+
+    def observe(observation: RoundObservation) -> None:
+        late = [replace(one, num_prepared=0, rank=None, is_late=True) for one in observation.ahead]
+        inner(replace(observation, ahead=late))
+        world._has_drafts.clear()
+
+    controller.observe = observe  # type: ignore[method-assign]
+    world.run(controller, 150)
+    modes = set()
+    for _ in range(60):
+        world.run_round(controller)
+        modes.add(controller.mode)
+    assert modes == {"lockstep"}
+    assert controller.state.goodput_on > 1.5 * controller.state.goodput_off
 
 
 def test_the_cohort_elsewhere_is_part_of_the_batch() -> None:

@@ -178,6 +178,7 @@ class World:
         self.generator = np.random.default_rng(self.seed)
         self._names = itertools.count()
         self._has_drafts: set[RequestId] = set()
+        self._verdicts_ahead: list[AheadOutcome] = []
         self._former_mode: OverlapMode = "lockstep"
         self._cohort = 0
         self._cohort_of: dict[RequestId, int] = {}
@@ -234,19 +235,26 @@ class World:
         rows = len(requests) + sum(drafted)
         verify_s = self.costs.verify(len(requests), context, rows)
         overhead_s = self.costs.overhead(len(requests))
-        ahead: list[AheadOutcome] = []
+        told_ahead = self._verdicts_ahead if decided == "draft_ahead" else []
         if decided == "draft_ahead":
             fans = [
                 controller.fan_out(one, number, self.max_branches)
                 for one, number in zip(requests, drafted, strict=True)
             ]
-            ahead = self._outcomes_ahead(requests, drafted, accepted, fans)
+            self._verdicts_ahead = self._outcomes_ahead(requests, drafted, accepted, fans)
             lengths = [number for number, fan in zip(chosen, fans, strict=True) for _ in range(sum(fan))]
             draft_s = self.costs.drafting(lengths, mean_context)
             true_s = max(draft_s, verify_s) + overhead_s
         else:
             draft_s = self.costs.drafting(chosen, mean_context)
             true_s = draft_s + verify_s + overhead_s
+        budgets = {one.request_id: k for one, k in zip(requests, chosen, strict=True)}
+        if decided == "draft_ahead":  # those that are new have to wait for their first verdict
+            budgets = {
+                one.request_id: budgets[one.request_id] for one in told_ahead if one.request_id in budgets
+            }
+        else:
+            self._verdicts_ahead = []
         seen_draft_s, seen_verify_s = draft_s * self._luck(), verify_s * self._luck()
         waited_s = max(0.0, seen_draft_s - seen_verify_s) if decided == "draft_ahead" else seen_draft_s
         self._commit(requests, accepted)
@@ -266,9 +274,9 @@ class World:
                 round_s=waited_s + seen_verify_s + overhead_s,
                 num_decoding=len(requests),
                 context_tokens=int(context),
-                budgets={one.request_id: k for one, k in zip(requests, chosen, strict=True) if k},
+                budgets={one: k for one, k in budgets.items() if k},
                 draft_ready_s=seen_draft_s if any(chosen) else None,
-                ahead=ahead,
+                ahead=told_ahead,
             )
         )
 
