@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 def _group(items: Sequence[pytest.Item]) -> None:
-    """With `pytest -n`, tests of one module stay together, and so do all that start Ray: one cluster at a time."""
+    """With `pytest -n`, a module stays together, and so does all that starts Ray: one cluster at a time."""
     for item in items:
         group = "ray" if item.get_closest_marker("ray") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
