@@ -65,6 +65,7 @@ def _seeded() -> None:
         torch.manual_seed(SEED)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     _group(items)
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
