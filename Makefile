@@ -4,7 +4,7 @@ PORT   ?= 8000
 CONFIG ?= configs/demo.yaml
 ARGS   ?=
 # How tests are divided over processes; empty: not at all. In the order of collection: those that start Ray come early.
-WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= -n 2 --dist loadscope --no-loadscope-reorder
 
 BIN   := .venv/bin
 STAMP := .venv/.drafthouse-installed

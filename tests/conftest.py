@@ -10,12 +10,14 @@ import os
 import random
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
 
 SEED = 0x5EED
+_STARTING_RAY = ("tests/cluster/", "tests/deploy/test_serve.py", "tests/deploy/test_local_ray.py")
 
 
 def _num_threads() -> int:
@@ -65,9 +67,7 @@ def _seeded() -> None:
         torch.manual_seed(SEED)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    _group(items)
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needing_gpu:
         return
@@ -78,11 +78,17 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def _group(items: Sequence[pytest.Item]) -> None:
-    """With `pytest -n`, a module stays together, and so does all that starts Ray: one cluster at a time."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("ray") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `pytest -n`, modules stay together, and those that start Ray too: one cluster at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "ray" if module.startswith(_STARTING_RAY) else module
+
+    return Scheduler(config, log)
 
 
 def pytest_report_header() -> str:
