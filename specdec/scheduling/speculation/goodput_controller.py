@@ -30,10 +30,6 @@ _PROBE_VERDICTS = 48
 """Proposals that a probe brings, if it may take that long."""
 _TRANSIENT_ROUNDS: Mapping[Kind, int] = {"plain": 1, "lockstep": 0, "ping_pong": 2, "draft_ahead": 3}
 """Rounds after a change of kind that say nothing of it: drafts are not there yet, or no more under way."""
-_LEARNING_ROUNDS = 128
-"""After a switch, rounds of which each corrects the costs;"""
-_EVERY_NTH_COST = 3
-"""later one in so many does (odd, so that both cohorts of ping_pong have their turn)."""
 _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
 _PIPELINED_PROBE_ROUNDS = 10
@@ -194,8 +190,7 @@ class GoodputController:
             self._note_ahead(ahead)
         if observation.mode != "draft_ahead":  # what was late once need not be so for ever
             self._in_time += (1.0 - self._in_time) / _LATE_FORGIVEN_ROUNDS
-        if self._round - self._switched_round < _LEARNING_ROUNDS or self._round % _EVERY_NTH_COST == 0:
-            self._note_costs(observation, decision)
+        self._note_costs(observation, decision)
         self._note_goodput(observation, decision)
 
     # ------------------------------------------------------------------------------------ deciding
