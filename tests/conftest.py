@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 SEED = 0x5EED
-_STARTING_RAY = ("tests/cluster/", "tests/deploy/test_serve.py", "tests/deploy/test_local_ray.py")
+STARTING_RAY = ("tests/cluster/", "tests/deploy/test_serve.py", "tests/deploy/test_local_ray.py")
 
 
 def _num_threads() -> int:
@@ -86,7 +86,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.partition("::")[0]
-            return "ray" if module.startswith(_STARTING_RAY) else module
+            return "ray" if module.startswith(STARTING_RAY) else module
 
     return Scheduler(config, log)
 

@@ -60,6 +60,19 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_modules_that_start_ray_are_kept_in_one_process() -> None:
+    """By `make test`, which knows them by their path: there is one cluster at a time."""
+    from tests.conftest import STARTING_RAY
+
+    marked = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path != Path(__file__) and "pytest.mark.ray" in path.read_text()
+    ]
+    assert len(marked) > 4
+    assert [name for name in marked if not name.startswith(STARTING_RAY)] == []
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_is_typed_and_described(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()

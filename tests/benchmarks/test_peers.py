@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks.peer_environments import RECIPES, PeerUnavailableError, Recipe, amended, ensure
 from benchmarks.peer_process import PeerProcess
@@ -113,24 +113,6 @@ def test_plans_fit_what_the_peers_are_told() -> None:
     assert all(shape.prompt_tokens + shape.num_tokens <= setup.max_context for shape in FULL.shapes)
     assert set(QUICK.shapes) < set(FULL.shapes)
     assert QUICK.rounds < FULL.rounds
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    folder = tmp_path / "small"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    save_file({"model.layers.3.eh_proj.weight": torch.ones(2, 2)}, folder / "mtp.safetensors")
-    return folder
 
 
 def test_no_two_matrices_of_the_checkpoint_are_the_same(small: Path, tmp_path: Path) -> None:

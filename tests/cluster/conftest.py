@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from cluster.config import ClusterConfig, MembershipConfig
+from specdec.core.request import Request
 from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.config import ChannelConfig
 from tests.architectures import save_model
+
+Plain = Callable[[Sequence[Request]], dict[str, list[int]]]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,3 +101,21 @@ def cluster_config() -> ClusterConfig:
         drain_timeout_s=2.0,
         failover_timeout_s=120.0,
     )
+
+
+@pytest.fixture(scope="module")
+def alone(engine_config: EngineConfig) -> Iterator[Plain]:
+    """Tokens of one process without speculation, by request id."""
+    plain = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
+    with Engine(plain) as engine:
+
+        def run(wanted: Sequence[Request]) -> dict[str, list[int]]:
+            tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
+            for request in wanted:
+                engine.add_request(request)
+            while engine.has_work:
+                for output in engine.step():
+                    tokens[output.request_id].extend(output.token_ids)
+            return tokens
+
+        yield run

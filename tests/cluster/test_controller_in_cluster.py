@@ -9,8 +9,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine
-from specdec.proposers.config import SpeculativeConfig
+from tests.cluster.conftest import Plain
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -43,28 +42,18 @@ def deployed(
     serve.delete(APP)
 
 
-def test_tokens_are_those_without_speculation(
-    deployed: Path, engine_config: EngineConfig, config: ClusterConfig
-) -> None:
+def test_tokens_are_those_without_speculation(deployed: Path, config: ClusterConfig, alone: Plain) -> None:
     """Also when the target's worker dies amid the streams; the next one is not measured again."""
     import ray
 
     wanted = requests(6, max_tokens=80, name="chosen")
-    plain = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
 
     async def scenario(service: object) -> None:
         streams = Streams(service, wanted)
         await streams.all_have_begun()
         ray.kill(worker(config, "target"), no_restart=True)
         await streams.finish()
-        with Engine(plain) as engine:
-            for request in wanted:
-                engine.add_request(request)
-            alone: dict[str, list[int]] = {request.request_id: [] for request in wanted}
-            while engine.has_work:
-                for output in engine.step():
-                    alone[output.request_id].extend(output.token_ids)
-        assert {request.request_id: streams.tokens[request.request_id] for request in wanted} == alone
+        assert streams.tokens == alone(wanted)
         assert await metric(service, "speculation_goodput_off", lambda value: value > 0.0)
         values = await service.metrics()  # type: ignore[attr-defined]
         assert any(name.startswith("speculation_state{") for name in values)

@@ -8,8 +8,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine
-from specdec.proposers.config import SpeculativeConfig
+from tests.cluster.conftest import Plain
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -39,26 +38,18 @@ def mode(
 
 @pytest.mark.parametrize("victim", ["draft", "target"])
 def test_tokens_are_those_without_speculation(
-    mode: str, victim: str, engine_config: EngineConfig, config: ClusterConfig
+    mode: str, victim: str, config: ClusterConfig, alone: Plain
 ) -> None:
     import ray
 
     wanted = requests(6, max_tokens=80, name=f"{mode}-{victim}")
-    plain = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
 
     async def scenario(service: object) -> None:
         streams = Streams(service, wanted)
         await streams.all_have_begun()
         ray.kill(worker(config, victim), no_restart=True)
         await streams.finish()
-        with Engine(plain) as engine:
-            for request in wanted:
-                engine.add_request(request)
-            alone: dict[str, list[int]] = {request.request_id: [] for request in wanted}
-            while engine.has_work:
-                for output in engine.step():
-                    alone[output.request_id].extend(output.token_ids)
-        assert {request.request_id: streams.tokens[request.request_id] for request in wanted} == alone
+        assert streams.tokens == alone(wanted)
         assert await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 0)
         if mode == "draft_ahead":
             assert await metric(service, "speculation_cache_hits", lambda value: value > 0)

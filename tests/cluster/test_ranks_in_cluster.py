@@ -5,27 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from specdec.core.errors import CheckpointError
-from specdec.core.request import Request
 from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine
-from specdec.proposers.config import SpeculativeConfig
 from specdec.transport.base import PeerId
 from specdec.transport.config import ChannelConfig
 from specdec.transport.zmq import ZmqChannel
+from tests.cluster.conftest import Plain
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 APP = "drafthouse-ranks"
-
-Plain = Callable[[Sequence[Request]], dict[str, list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +48,6 @@ def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConf
     serve.run(build_application(parallel, config), name=APP, route_prefix=None)
     yield
     serve.delete(APP)
-
-
-@pytest.fixture(scope="module")
-def alone(engine_config: EngineConfig) -> Iterator[Plain]:
-    """Tokens of one process without speculation, by request id."""
-    plain = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
-    with Engine(plain) as engine:
-
-        def run(wanted: Sequence[Request]) -> dict[str, list[int]]:
-            tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
-            for request in wanted:
-                engine.add_request(request)
-            while engine.has_work:
-                for output in engine.step():
-                    tokens[output.request_id].extend(output.token_ids)
-            return tokens
-
-        yield run
 
 
 def test_tokens_are_those_of_one_process(deployed: None, config: ClusterConfig, alone: Plain) -> None:
