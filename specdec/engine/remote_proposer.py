@@ -18,6 +18,7 @@ from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
+from specdec.engine.draft_choice import choose_draft_worker, is_given_up
 from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.transport.base import Channel, Envelope, PeerAddress, PeerId, PeerLost
@@ -274,9 +275,8 @@ class RemoteProposer:
         limit = self._capabilities.max_context
         patience = {worker: link.patience for worker, link in self._links.items()}
         ready = [worker for worker, its in patience.items() if its.is_waited_for(now_s)]
-        silent = {
-            w for w, its in patience.items() if its.late_for_s(now_s) > self._deadlines.reassign_after_s
-        }
+        reassign_after_s = self._deadlines.reassign_after_s
+        silent = {worker for worker, its in patience.items() if is_given_up(its, now_s, reassign_after_s)}
         groups: dict[PeerId, list[SequenceView]] = defaultdict(list)
         for sequence in sequences:
             if limit is not None and sequence.committed_len >= limit:
@@ -291,9 +291,9 @@ class RemoteProposer:
     def _register(self, request_id: RequestId, candidates: Sequence[PeerId]) -> _Registration | None:
         """Give a sequence to the least busy of the candidates, taking it from the one that has it."""
         self.release([request_id])
-        if not candidates:
+        worker = choose_draft_worker(candidates, lambda candidate: self._links[candidate].num_registered)
+        if worker is None:
             return None
-        worker = min(candidates, key=lambda candidate: self._links[candidate].num_registered)
         registration = self._registrations[request_id] = _Registration(worker, self._next_epoch)
         self._next_epoch += 1
         self._links[worker].num_registered += 1
