@@ -84,6 +84,10 @@ class Outcome:
     """The same of the time per token of whole streams, behind the first token."""
     rounds_per_s: float
     """Of one group."""
+    draft_ms: float
+    """From asking for drafts to having them, mean of rounds."""
+    verify_ms: float
+    """T_verify and the coordinator's own time, mean of rounds; those that read prompts included."""
     acceptance: float
     draft_load: float
     """Share of the time in which a draft worker is busy."""
@@ -111,7 +115,7 @@ class Cluster:
         self._seed = seed
         self._source = Source(spec.trace, seed)
         self._homeless: deque[SimulatedRequest] = deque()
-        self._refill = False
+        self._refill = self._through_door = False
         self.workers = [
             [
                 DraftWorker(f"draft-{pool}-{number}", spec.hardware, self.events)
@@ -137,9 +141,12 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------ what happens
 
-    def keep_busy(self, num_sequences: int) -> None:
-        """Let every group have so many requests at any time; begin as in the middle of a long run."""
-        self._refill = True
+    def keep_busy(self, num_sequences: int, *, through_door: bool = False) -> None:
+        """Let every group have so many requests at any time; begin as in the middle of a long run.
+
+        With `through_door`, whoever follows a finished request goes where the load is least.
+        """
+        self._refill, self._through_door = True, through_door
         for group in self.groups:
             for _ in range(num_sequences):
                 request = self._source.draw_running(0.0)
@@ -215,7 +222,11 @@ class Cluster:
         ledger.finished_s[request.request_id] = self.events.now_s
         if self._refill:
             ledger.num_arrived += 1
-            group.add(self._source.draw(self.events.now_s))
+            following = self._source.draw(self.events.now_s)
+            if self._through_door:
+                self._route(following)
+            else:
+                group.add(following)
 
     def _fail_worker(self, failure: Failure) -> None:
         pool, number = divmod(failure.index, self.spec.workers_per_pool)
@@ -263,13 +274,17 @@ class Cluster:
                 sum(worker.num_jobs for worker in workers),
                 sum(worker.num_batches for worker in workers),
                 self.events.num_events,
+                sum(group.counts.draft_s for group in groups),
+                sum(group.counts.draft_rounds for group in groups),
+                sum(group.counts.target_s for group in groups),
             ],
             dtype=np.float64,
         )
 
     def _outcome(self, start_s: float, before: np.ndarray) -> Outcome:
         seconds = self.events.now_s - start_s
-        tokens, rounds, drafted, accepted, busy_s, jobs, batches, events = self._totals() - before
+        tokens, rounds, drafted, accepted, busy_s, jobs, batches, events, *times = self._totals() - before
+        draft_s, draft_rounds, target_s = times
         spec, ledger = self.spec, self.ledger
         kinds: dict[str, int] = {}
         for group in self.groups:
@@ -296,6 +311,8 @@ class Cluster:
             ttft_ms=_percentiles(ttft),
             token_ms=_percentiles(per_token),
             rounds_per_s=rounds / seconds / spec.num_groups,
+            draft_ms=1e3 * draft_s / draft_rounds if draft_rounds else 0.0,
+            verify_ms=1e3 * target_s / max(rounds, 1.0),
             acceptance=accepted / drafted if drafted else 0.0,
             draft_load=busy_s / seconds / num_workers if num_workers else 0.0,
             jobs_per_batch=jobs / batches if batches else 0.0,

@@ -1,7 +1,7 @@
 """A target group with its coordinator: the loop of `specdec.engine.round`, as events.
 
 Planning, k, mode, fan-out, order of service, memory and draft deadlines are the engine's own code; every
-round of every group is planned and played. What is left out: prefix caches, grammars, priorities, cancellation.
+round of every group is planned and played. Left out: prefix caches, grammars, priorities, cancellation.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PlainController(FixedController):
 class GroupLimits:
     """What one group may use."""
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
     block_size: int = 16
     max_branches: int = 4
     jitter: float = 0.02
@@ -105,6 +105,12 @@ class GroupCounts:
     accepted: int = 0
     preemptions: int = 0
     draft_misses: int = 0
+    draft_s: float = 0.0
+    """From asking for drafts to the last answer, waited for or not,"""
+    draft_rounds: int = 0
+    """of so many rounds."""
+    target_s: float = 0.0
+    """From submission to commit."""
     rounds_by_kind: dict[str, int] = field(default_factory=dict)
 
 
@@ -174,6 +180,7 @@ class Group:
         request.num_blocks = num_blocks_for(request.committed_len, self.limits.block_size)
         self._num_free_blocks -= request.num_blocks
         self.running[request.request_id] = request
+        self.links.assume_read(request)
         self._wake()
 
     def set_workers(self, workers: Iterable[DraftWorker]) -> None:
@@ -263,7 +270,8 @@ class Group:
         self._launching = flight
         self._ask(flight)
         if self._awaited:
-            self._later(max(one.give_up_s for one in self._awaited.values()), partial(self._give_up, flight))
+            give_up_s = max(one.give_up_s for one in self._awaited.values())
+            self._later(max(give_up_s, self._events.now_s), partial(self._give_up, flight))
         else:
             self._submit()
         return True
@@ -476,6 +484,10 @@ class Group:
         kind = flight.mode if flight.has_budgets else "plain"
         self.counts.rounds_by_kind[kind] = self.counts.rounds_by_kind.get(kind, 0) + 1
         overhead_s = self._hardware.round_overhead_s(len(flight.decoding) + len(flight.prompts))
+        self.counts.target_s += flight.verify_s + overhead_s
+        if flight.draft_ready_s is not None:
+            self.counts.draft_s += flight.draft_ready_s
+            self.counts.draft_rounds += 1
         if self._learns:
             self._observe(flight, self._events.now_s + overhead_s)
         self._landed_s = self._events.now_s + overhead_s

@@ -73,6 +73,11 @@ class DraftLinks:
         its.sent_len = request.committed_len
         return num_new
 
+    def assume_read(self, request: SimulatedRequest) -> None:
+        """Give a sequence to a worker that has read it long ago."""
+        if self._register(request.request_id, list(self.links)) is not None:
+            self.send(request)
+
     def release(self, request_id: RequestId) -> None:
         """Forget a sequence."""
         its = self._registrations.pop(request_id, None)
