@@ -1,7 +1,7 @@
 """Thousands of GPUs in a virtual clock: modes, pool sizes, loads and failures, by the real policy code.
 
-Llama 70B on groups of eight H100 and smaller Llamas as drafters, by rooflines; requests by the distributions of
-public traces. Scheduler, controllers, fan-out, draft deadlines and the choice of a draft worker are the
+Llama 70B on groups of eight H100 and smaller Llamas as drafters, by rooflines; requests by the distributions
+of public traces. Scheduler, controllers, fan-out, draft deadlines and the choice of a draft worker are the
 engine's own functions; verdicts come by chance. Nothing here says how fast a kernel is: it says what follows
 for a cluster from given costs. The same seed gives the same numbers.
 """
@@ -56,16 +56,14 @@ QUICK = Plan(
         group_seconds=4.0,
     ),
     scaling=ScalingPlan(groups=(8, 240), one_pool=(4, 8), seconds=1.0, warm_up_s=0.25),
-    loads=LoadPlan(batches=(4, 32, 128), lengths=(2, 4), seconds=4.0, learning_s=8.0, groups=1),
+    loads=LoadPlan(batches=(4, 32, 96), lengths=(2, 4), seconds=8.0, learning_s=8.0, pools=1),
     failures=FailurePlan(pools=1, period_s=10.0),
 )
 FULL = Plan(
     modes=ModesPlan(drafters=("1B", "3B", "8B"), batches=(1, 8, 32, 128), traces=("chat", "code")),
-    pools=PoolPlan(
-        drafters=("1B", "3B", "8B"), lengths=(2, 4, 6), batches=(8, 32, 96), traces=("chat", "code")
-    ),
+    pools=PoolPlan(drafters=("1B", "3B"), lengths=(2, 4), batches=(8, 32, 96), traces=("chat", "code")),
     scaling=ScalingPlan(groups=(8, 32, 128, 512), one_pool=(2, 4, 8, 16, 32)),
-    loads=LoadPlan(batches=(1, 4, 16, 32, 64, 128), lengths=(2, 4, 6), drafters=("1B", "3B")),
+    loads=LoadPlan(batches=(1, 4, 8, 16, 32, 64, 128), lengths=(2, 4, 6), drafters=("1B", "3B")),
     failures=FailurePlan(pools=4, period_s=20.0),
 )
 

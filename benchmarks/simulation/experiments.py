@@ -189,7 +189,7 @@ class ScalingPlan:
     one_pool: Sequence[int]
     """Numbers of groups that share all their draft workers."""
     batch: int = 32
-    seconds: float = 2.5
+    seconds: float = 2.0
     warm_up_s: float = 0.5
 
 
@@ -227,17 +227,21 @@ class LoadPlan:
     batches: Sequence[int]
     lengths: Sequence[int]
     drafters: Sequence[str] = ("1B",)
+    pools: int = 2
     groups: int = 2
-    seconds: float = 8.0
+    """Of each pool, with one draft worker."""
+    seconds: float = 12.0
     learning_s: float = 12.0
 
 
 def compare_controller(plan: LoadPlan, tick: Tick) -> list[dict[str, Any]]:
-    """Return goodput of plain decoding, of every fixed choice and of the controller, by requests at a time."""
+    """Return goodput of plain decoding, of fixed choices and of the controller, by requests at a time."""
     rows = []
     for drafter, batch in itertools.product(plan.drafters, plan.batches):
         hardware, limits = llama_pair(DRAFTERS[drafter]), GroupLimits()
-        spec = ClusterSpec(hardware=hardware, controller=fixed(0), groups_per_pool=plan.groups)
+        spec = ClusterSpec(
+            hardware=hardware, controller=fixed(0), num_pools=plan.pools, groups_per_pool=plan.groups
+        )
         values = {"plain": _full(spec, batch, plan.seconds).goodput}
         for k, mode in itertools.product(plan.lengths, MODES):
             outcome = _full(replace(spec, controller=fixed(k, mode)), batch, plan.seconds)

@@ -400,6 +400,7 @@ class Group:
         asked_s: float,
         num_entries: int,
         num_new: int,
+        draft_s: float,
     ) -> None:
         link = self.links.links.get(name)
         if life != self._life or link is None:
@@ -411,10 +412,13 @@ class Group:
         awaited.num_answers -= 1
         if awaited.num_answers:
             return
-        link.patience.measured(self._events.now_s - asked_s, num_entries, num_new)
+        elapsed_s = self._events.now_s - asked_s
+        link.patience.measured(elapsed_s, num_entries, num_new)
         link.patience.answered_in_time()
         del self._awaited[name]
-        self._draft_ready_s = self._events.now_s - asked_s
+        self.counts.draft_s += elapsed_s
+        self.counts.draft_rounds += 1
+        self._draft_ready_s = draft_s
         if self._launching is not None and not self._awaited:
             self._submit()
 
@@ -438,7 +442,7 @@ class Group:
         now_s = self._events.now_s
         flight.submitted_s = now_s
         flight.draft_wait_s = now_s - flight.launched_s
-        flight.draft_ready_s, self._draft_ready_s = self._draft_ready_s, None
+        flight.draft_ready_s = self._draft_ready_s
         is_ahead = flight.mode == "draft_ahead"
         if flight.decoding:
             is_drafted = np.array([self._is_drafted(one, absent) for one in flight.decoding])
@@ -485,9 +489,6 @@ class Group:
         self.counts.rounds_by_kind[kind] = self.counts.rounds_by_kind.get(kind, 0) + 1
         overhead_s = self._hardware.round_overhead_s(len(flight.decoding) + len(flight.prompts))
         self.counts.target_s += flight.verify_s + overhead_s
-        if flight.draft_ready_s is not None:
-            self.counts.draft_s += flight.draft_ready_s
-            self.counts.draft_rounds += 1
         if self._learns:
             self._observe(flight, self._events.now_s + overhead_s)
         self._landed_s = self._events.now_s + overhead_s

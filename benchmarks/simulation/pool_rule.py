@@ -12,8 +12,8 @@ time. d is 1 but in ping_pong. Workers of a shared pool are to be given to a gro
 
     workers per group = L / X
 
-X is found from simulated pools (`simulate.py`). L may be computed, as here, or measured with a worker to spare:
-`draft_compute_seconds` counts d D + P.
+X is found from simulated pools (`simulate.py`). L may be computed, as here, or measured where there are
+workers to spare: `draft_compute_seconds` counts d D + P.
 """
 
 from __future__ import annotations
