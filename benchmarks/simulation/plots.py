@@ -71,14 +71,16 @@ def _scaling(rows: Sequence[Mapping[str, Any]]) -> Any:
 def _pools(pools: Mapping[str, Any]) -> Any:
     figure, (left, right) = _figure(2)
     rows = pools["rows"]
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        own = [row for row in rows if row["mode"] == mode]
-        left.scatter([row["load"] for row in own], [row["workers"] for row in own], s=14, label=mode)
+    for number, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
+        own, colour = [row for row in rows if row["mode"] == mode], f"C{number}"
+        left.scatter(
+            [row["load"] for row in own], [row["workers"] for row in own], s=14, color=colour, label=mode
+        )
         for row in own:
             shares = [one[0] / (row["load"] / pools["x"]) for one in row["measured"]]
             best = max(one[1] for one in row["measured"])
             values = [one[1] / best for one in row["measured"]]
-            right.plot(shares, values, "-", color=f"C{list(MODE_COLOURS).index(mode)}", lw=0.5, alpha=0.6)
+            right.plot(shares, values, "-", color=colour, lw=0.5, alpha=0.6)
     loads = [min(row["load"] for row in rows), max(row["load"] for row in rows)]
     left.plot(loads, [load / pools["x"] for load in loads], "k--", lw=1, label=f"L / {pools['x']:.2f}")
     left.set(xscale="log", yscale="log", xlabel="load L by bare times", ylabel="workers per group needed")
@@ -88,9 +90,6 @@ def _pools(pools: Mapping[str, Any]) -> Any:
         xscale="log", xlabel="workers, of what the rule says", ylabel="goodput, of the best", ylim=(0, 1.05)
     )
     return figure
-
-
-MODE_COLOURS = ("lockstep", "ping_pong", "draft_ahead")
 
 
 def _loads(rows: Sequence[Mapping[str, Any]]) -> Any:

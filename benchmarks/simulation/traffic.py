@@ -1,10 +1,10 @@
 """Requests by distribution: when they come, how long they are, how well they can be drafted for.
 
-Lengths are lognormal through the median and the mean of public traces. Coding and conversation are those of
-the Azure LLM inference traces of November 2023: medians as given by Patel et al. ("Splitwise", ISCA 2024,
-section III), means of the published files. Gaps between arrivals are Gamma with a coefficient of variation
-above 1, the model that Wang et al. ("BurstGPT", arXiv:2401.17644) fit to Azure's traffic; on top of it the
-rate may follow steps.
+Lengths are lognormal through the median and the mean of public traces: coding and conversation of the Azure
+LLM inference traces of November 2023 (Patel et al., "Splitwise", ISCA 2024), counted in the published files.
+Gaps between arrivals are Gamma with a coefficient of variation above 1, the model that Wang et al.
+("BurstGPT", arXiv:2401.17644) fit to Azure's traffic; in those files it is 1.1 for conversation and 13 for
+coding. On top of it the rate may follow steps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CHAT = Trace(
 )
 CODE = Trace(
     name="code",
-    prompt=Lengths(median=1500, mean=2048),
+    prompt=Lengths(median=1469, mean=2048),
     output=Lengths(median=13, mean=28),
     acceptance=0.8,
 )
