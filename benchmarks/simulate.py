@@ -61,7 +61,9 @@ QUICK = Plan(
 )
 FULL = Plan(
     modes=ModesPlan(drafters=("1B", "3B", "8B"), batches=(1, 8, 32, 128), traces=("chat", "code")),
-    pools=PoolPlan(drafters=("1B", "3B"), lengths=(2, 4), batches=(8, 32, 96), traces=("chat", "code")),
+    pools=PoolPlan(
+        drafters=("1B", "3B"), lengths=(2, 4), batches=(8, 32, 96), traces=("chat",), group_seconds=20.0
+    ),
     scaling=ScalingPlan(groups=(8, 32, 128, 512), one_pool=(2, 4, 8, 16, 32)),
     loads=LoadPlan(batches=(1, 4, 8, 16, 32, 64, 128), lengths=(2, 4, 6), drafters=("1B", "3B")),
     failures=FailurePlan(pools=4, period_s=20.0),
