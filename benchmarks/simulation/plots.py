@@ -84,6 +84,10 @@ def _pools(pools: Mapping[str, Any]) -> Any:
     loads = [min(row["load"] for row in rows), max(row["load"] for row in rows)]
     left.plot(loads, [load / pools["x"] for load in loads], "k--", lw=1, label=f"L / {pools['x']:.2f}")
     left.set(xscale="log", yscale="log", xlabel="load L by bare times", ylabel="workers per group needed")
+    ticks = (0.2, 0.5, 1.0, 2.0)
+    left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.minorticks_off()
     left.legend(frameon=False)
     right.axvline(1.0, color="k", ls="--", lw=1)
     right.set(

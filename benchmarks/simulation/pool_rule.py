@@ -3,12 +3,13 @@
 A group keeps one draft worker busy for a share of the time, its load L:
 
     L = (d D + P) / R      R = V + D                    lockstep
-                           R = max(V, D)                draft_ahead, D with all continuations
+                           R = V                        draft_ahead, D with all continuations
                            R = max(2 V, V + D, 2 D)     ping_pong: d = 2 cohorts, V and D of half a batch
 
 D is T_draft for the whole batch (k steps), P the time to read the prompts that come with a round (sequences x
 tokens per round x prompt tokens per output token), V is T_verify with those prompts and the coordinator's own
-time. d is 1 but in ping_pong. Workers of a shared pool are to be given to a group by its load:
+time. d is 1 but in ping_pong. R is the round that is aimed at. Workers of a shared pool are to be given to a
+group by its load:
 
     workers per group = L / X
 
@@ -87,7 +88,7 @@ def bare_times(hardware: Hardware, trace: Trace, situation: Situation) -> BareTi
     if mode == "lockstep":
         round_s = verify_s + waited_s
     elif mode == "draft_ahead":
-        round_s = max(verify_s, waited_s)
+        round_s = verify_s
     else:
         round_s = max(2.0 * verify_s, verify_s + waited_s, 2.0 * draft_s)
     return BareTimes(
