@@ -43,7 +43,9 @@ class DraftWorkerProcess:
         listener: StartListener | None = None,
         other_ranks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`shares`: what it takes on; `other_ranks`: actor options of ranks 1, 2, ... of the draft model, of which this is rank 0."""
+        """`shares`: what it takes on; `other_ranks`: actor options of ranks 1, 2, ... of the draft model, of
+        which this is rank 0.
+        """
         prepare_logging(peer_id)
         speculative = config.speculative_config
         num_threads = prepare_threads(threads_per_rank(speculative.num_threads, 1 + len(other_ranks)))
@@ -64,9 +66,7 @@ class DraftWorkerProcess:
         settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         grammars = build_draft_grammars(config)
-        self._server = server = DraftServer(
-            self._channel, proposer, grammars=grammars, shares=shares
-        )
+        self._server = server = DraftServer(self._channel, proposer, grammars=grammars, shares=shares)
         idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
         def serve_once() -> None:

@@ -136,6 +136,8 @@ class Vacancy:
 
     def told(self, num_places: int) -> None:
         """It said how many more it takes."""
+        if num_places > 0 and self._num_places == 0:
+            self._num_refusals = 0
         self._num_places = num_places
 
     def refused(self, now_s: float) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
-
-import msgspec
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout, InputError
@@ -41,13 +38,12 @@ _MAX_PENDING = 64
 _MAX_BRANCHES = 64
 """Of one entry: as many as a configuration may ask for, or more. What asks for more is dropped."""
 _MAX_TOKEN_ID = (1 << 31) - 1
-_SEEDS = range(-(1 << 63), 1 << 64)
 _MAX_LENGTH = 1 << 20
 """Tokens of a sequence, where the proposer has no limit of its own."""
 
 _MAX_MESSAGES = 4096
 """Taken from the channel before drafts are made of what has come."""
-_MAX_UNREAD = 8192
+_MAX_UNREAD = 4096
 """Entries and releases of one coordinator that wait to be looked at. The oldest give way: a coordinator that
 waits for its answers never has as many."""
 _MAX_TOKENS_READ = 1 << 16
@@ -86,23 +82,23 @@ class _Mirror:
         self.prefix_hash = extend_prefix_hash(self.prefix_hash, token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wish:
+class _Wish(NamedTuple):
     coordinator: PeerId
     round_id: int
     entry: ProposeEntry
     mirror: _Mirror
     num_new_tokens: int
 
-    @property
-    def num_branches(self) -> int:
-        return sum(self.entry.fan_out or ())
-
-    @property
-    def num_rows(self) -> int:
-        """About how many tokens the draft model evaluates for it."""
-        num_chains = max(1, self.num_branches)
-        return self.num_new_tokens + len(self.entry.pending) + num_chains * self.entry.num_draft_tokens
+    def part_of_batch(self, shares: DraftShareConfig) -> float:
+        """By about how many tokens the draft model evaluates for it, and how many branches it makes."""
+        entry = self.entry
+        num_rows = self.num_new_tokens + entry.num_draft_tokens
+        if entry.fan_out is None:
+            return shares.part_of_batch(num_rows, 0)
+        num_branches = sum(entry.fan_out)
+        return shares.part_of_batch(
+            num_rows + len(entry.pending) + num_branches * entry.num_draft_tokens, num_branches
+        )
 
 
 class _Released(NamedTuple):
@@ -110,7 +106,8 @@ class _Released(NamedTuple):
     epoch: int
 
 
-_Unread: TypeAlias = "tuple[int, ProposeEntry] | _Released"
+_Unread: TypeAlias = "int | ProposeEntry | _Released"
+"""A number is the round that the entries behind it belong to."""
 
 
 class _Client:
@@ -118,6 +115,7 @@ class _Client:
 
     def __init__(self) -> None:
         self.unread: deque[_Unread] = deque(maxlen=_MAX_UNREAD)
+        self.round_id = 0
         self.mirrors: OrderedDict[RequestId, _Mirror] = OrderedDict()
         """Those asked about last come last."""
         self.wishes: dict[RequestId, _Wish] = {}
@@ -128,9 +126,9 @@ class DraftServer:
     """Answers rounds; requests that are there together, of whatever coordinator, are drafted together.
 
     Coordinators live in name spaces of their own: neither ids nor tokens of one are seen by another. What
-    they say is taken in, and drafted, in turn and within bounds, so that none waits for longer than the others
-    have had their turn (`draft_shares.fair_batch`); what does not fit waits for the next batch. Each has an equal
-    share of the places for certain; what the others leave is for whoever comes first.
+    they say is taken in, and drafted, in turn and within bounds, so that none waits for longer than the
+    others have had their turn (`draft_shares.fair_batch`); what does not fit waits for the next batch. Each
+    has an equal share of the places for certain; what the others leave is for whoever comes first.
     """
 
     def __init__(
@@ -159,9 +157,9 @@ class DraftServer:
         self._members: frozenset[PeerId] | None = None
         self._next_sweep_s = 0.0
         self.counters: Counter[str] = Counter()
-        """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries, invalid_entries,
-        unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads the tokens, no
-        more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to another);
+        """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries,
+        invalid_entries, unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads
+        the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to another);
         unread_dropped (their coordinator said too much at a time); and by metric name what coordinators are
         told: `draft_grammar_failures` and what the proposer counts (`proposers.base.HasCounters`)."""
 
@@ -194,51 +192,65 @@ class DraftServer:
             is_needed = True
         if not is_needed:
             return False
+        now_s = self._clock.now_s()
         for coordinator, client in self._clients.items():
-            self._read(coordinator, client)
+            if client.unread:
+                self._read(coordinator, client, now_s)
         self._serve()
         return True
 
     def _note(self, envelope: Envelope) -> None:
         message = envelope.message
-        if not isinstance(message, ProposeRequest | Release):
-            return
         client = self._clients.get(envelope.sender)
         if client is None:
             client = self._clients[envelope.sender] = _Client()
         unread = client.unread
         num_before = len(unread)
         if isinstance(message, ProposeRequest):
-            num_said = len(message.entries)
-            unread.extend([(message.round_id, entry) for entry in message.entries])
+            num_said = 1 + len(message.entries)
+            unread.append(message.round_id)
+            unread.extend(message.entries)
+        elif not isinstance(message, Release):
+            return
         else:
             num_said = len(message.sequences)
             unread.extend([_Released(*released) for released in message.sequences])
-        self.counters["unread_dropped"] += num_before + num_said - len(unread)
+        if num_before + num_said > len(unread):
+            self.counters["unread_dropped"] += num_before + num_said - len(unread)
 
-    def _read(self, coordinator: PeerId, client: _Client) -> None:
-        """Take in what one coordinator said, as far as its turn goes; refuse at once what cannot be served."""
+    def _read(self, coordinator: PeerId, client: _Client, now_s: float) -> None:
+        """Take in what one coordinator said, as far as its turn goes; refuse at once what has no place."""
         unanswered: list[ProposeAnswer] = []
-        round_id = num_tokens = 0
-        while client.unread and num_tokens <= _MAX_TOKENS_READ:
-            said = client.unread.popleft()
-            if isinstance(said, _Released):
+        unread = client.unread
+        num_tokens = 0
+        while unread and num_tokens <= _MAX_TOKENS_READ:
+            said = unread.popleft()
+            if isinstance(said, ProposeEntry):
+                num_tokens += len(said.token_ids)
+                answer = self._take(coordinator, client, said, now_s)
+                if answer is not None:
+                    unanswered.append(answer)
+            elif isinstance(said, int):
+                client.round_id = said
+            else:
                 self._release(client, said)
-                continue
-            round_id, entry = said
-            num_tokens += len(entry.token_ids)
-            answer = self._take(coordinator, client, round_id, entry)
-            if answer is not None:
-                unanswered.append(answer)
         if unanswered:
-            self._send(coordinator, ProposeReply(round_id, tuple(unanswered)))
+            self._send(coordinator, client.round_id, unanswered)
 
     def _serve(self) -> None:
         """Make one batch of what is quick, and one of what is not."""
+        shares = self._shares
         for is_slow in (False, True):
-            batch = fair_batch(
-                {name: self._line(client, is_slow) for name, client in self._clients.items() if client.wishes}
-            )
+            queues = {
+                name: [
+                    (wish, wish.part_of_batch(shares))
+                    for wish in client.wishes.values()
+                    if (wish.num_new_tokens > _PREFILL_TOKENS) == is_slow
+                ]
+                for name, client in self._clients.items()
+                if client.wishes
+            }
+            batch = fair_batch(queues) if queues else ()
             if batch:
                 # Whoever was first is the last next time.
                 self._clients.move_to_end(batch[0].coordinator)
@@ -246,13 +258,8 @@ class DraftServer:
                     del self._clients[wish.coordinator].wishes[wish.entry.request_id]
                 self._draft(batch)
 
-    def _line(self, client: _Client, is_slow: bool) -> Iterator[tuple[_Wish, float]]:
-        for wish in client.wishes.values():
-            if (wish.num_new_tokens > _PREFILL_TOKENS) == is_slow:
-                yield wish, self._shares.part_of_batch(wish.num_rows, wish.num_branches)
-
     def _take(
-        self, coordinator: PeerId, client: _Client, round_id: int, entry: ProposeEntry
+        self, coordinator: PeerId, client: _Client, entry: ProposeEntry, now_s: float
     ) -> ProposeAnswer | None:
         """Bring the mirror up to date and note the wish; only the newest wish of a sequence is served.
 
@@ -265,7 +272,7 @@ class DraftServer:
         mirror = client.mirrors.get(name)
         if mirror is not None and (
             entry.epoch < mirror.epoch
-            or (entry.epoch == mirror.epoch and entry.committed_len < mirror.committed_len)
+            or (entry.epoch == mirror.epoch and entry.committed_len < len(mirror.token_ids))
         ):
             self.counters["stale_entries"] += 1
             return None
@@ -280,11 +287,11 @@ class DraftServer:
             self._forget(client, name)
             self.counters["restarts_asked"] += 1
             return _answer(entry, needs_start=True)
-        mirror.last_used_s = self._clock.now_s()
+        mirror.last_used_s = now_s
         client.mirrors.move_to_end(name)
         earlier = client.wishes.get(name)
         num_new = len(entry.token_ids) + (earlier.num_new_tokens if earlier is not None else 0)
-        client.wishes[name] = _Wish(coordinator, round_id, entry, mirror, num_new)
+        client.wishes[name] = _Wish(coordinator, client.round_id, entry, mirror, num_new)
         return None
 
     def _make_place(self, coordinator: PeerId, client: _Client, entry: ProposeEntry) -> bool:
@@ -309,6 +316,8 @@ class DraftServer:
 
         Places of its share that others have, beyond their own share, are for it.
         """
+        if len(self._clients) == 1:
+            return self._max_sequences - self.num_sequences
         num_held = {name: len(client.mirrors) for name, client in self._clients.items() if client.mirrors}
         share = equal_share(self._max_sequences, num_held, coordinator)
         num_free = self._max_sequences - sum(num_held.values())
@@ -339,20 +348,22 @@ class DraftServer:
             rounds[wish.coordinator] = max(wish.round_id, rounds.get(wish.coordinator, wish.round_id))
         counts = self._new_counts()
         for coordinator, its_answers in answers.items():
-            reply = ProposeReply(rounds[coordinator], tuple(its_answers), draft_s, counts)
-            self._send(coordinator, reply)
+            self._send(coordinator, rounds[coordinator], its_answers, draft_s, counts)
             counts = None
 
-    def _send(self, coordinator: PeerId, reply: ProposeReply) -> None:
+    def _send(
+        self,
+        coordinator: PeerId,
+        round_id: int,
+        answers: Sequence[ProposeAnswer],
+        draft_s: float = 0.0,
+        counts: dict[str, int] | None = None,
+    ) -> None:
         """Answer; say how busy it is here."""
+        busy = (0, 0, 0)
         if self._shares.max_sequences is not None:
-            reply = msgspec.structs.replace(
-                reply,
-                num_sequences=self.num_sequences,
-                max_sequences=self._shares.max_sequences,
-                num_places=max(0, self._num_places(coordinator)),
-            )
-        self._channel.send(coordinator, reply)
+            busy = self.num_sequences, self._shares.max_sequences, max(0, self._num_places(coordinator))
+        self._channel.send(coordinator, ProposeReply(round_id, tuple(answers), draft_s, counts, *busy))
 
     def _propose(self, wishes: Sequence[_Wish]) -> Mapping[RequestId, Sequence[Proposal]]:
         """Ask for everything at once. Entries with a fan-out have several answers, others one at most."""
@@ -427,7 +438,7 @@ def sequence_name(coordinator: PeerId, request_id: RequestId, epoch: int) -> Req
 
 def _catch_up(mirror: _Mirror, entry: ProposeEntry) -> bool:
     """Append the entry's unseen tokens; return whether the mirror now is the prefix that it names."""
-    known = mirror.committed_len - entry.base_len
+    known = len(mirror.token_ids) - entry.base_len
     if known < 0 or entry.base_len + len(entry.token_ids) != entry.committed_len:
         return False
     mirror.extend(entry.token_ids[known:])
@@ -436,18 +447,15 @@ def _catch_up(mirror: _Mirror, entry: ProposeEntry) -> bool:
 
 def _is_valid(entry: ProposeEntry, max_length: int) -> bool:
     """Return whether an entry makes sense, and what it asks for has a bounded cost."""
+    token_ids = entry.token_ids
     return (
         0 <= entry.num_draft_tokens <= _MAX_DRAFT_TOKENS
         and 1 <= entry.committed_len <= max_length
-        and len(entry.token_ids) <= max_length
-        and _are_tokens(entry.token_ids)
+        and len(token_ids) <= max_length
+        and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID))
         and (entry.opening is None or _is_valid_opening(entry.opening))
         and (entry.fan_out is None or _is_valid_outlook(entry.pending, entry.fan_out))
     )
-
-
-def _are_tokens(token_ids: Sequence[int]) -> bool:
-    return not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID)
 
 
 def _is_valid_opening(opening: DraftOpening) -> bool:
@@ -455,13 +463,14 @@ def _is_valid_opening(opening: DraftOpening) -> bool:
         opening.params.checked()
     except InputError:
         return False
-    return opening.seed in _SEEDS and 0 <= opening.num_prompt_tokens <= _MAX_TOKEN_ID
+    return 0 <= opening.num_prompt_tokens <= _MAX_TOKEN_ID
 
 
 def _is_valid_outlook(pending: Sequence[int], fan_out: Sequence[int]) -> bool:
     return (
         len(fan_out) == len(pending) + 1 <= _MAX_PENDING + 1
-        and _are_tokens(pending)
+        and min(pending, default=0) >= 0
+        and max(pending, default=0) <= _MAX_TOKEN_ID
         and min(fan_out) >= 0
         and sum(fan_out) <= _MAX_BRANCHES
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import Field
@@ -31,14 +31,13 @@ class DraftShareConfig(StrictConfig):
 
     def part_of_batch(self, num_rows: int, num_branches: int) -> float:
         """Return how much of a batch an entry takes, by whatever it has most of; a batch is 1."""
-        return max(
-            1 / self.max_batch_entries,
-            num_rows / self.max_batch_rows,
-            num_branches / self.max_batch_branches,
-        )
+        part = num_rows / self.max_batch_rows
+        if part < 1 / self.max_batch_entries:
+            part = 1 / self.max_batch_entries
+        return part if num_branches == 0 else max(part, num_branches / self.max_batch_branches)
 
 
-def fair_batch(queues: Mapping[Owner, Iterable[tuple[Wish, float]]]) -> list[Wish]:
+def fair_batch(queues: Mapping[Owner, Sequence[tuple[Wish, float]]]) -> list[Wish]:
     """Return what is served next: whoever has had least of the batch is next to be served from its queue.
 
     What does not fit the batch ends its owner's part of it, unless nothing is in it yet. So whoever is
@@ -49,6 +48,8 @@ def fair_batch(queues: Mapping[Owner, Iterable[tuple[Wish, float]]]) -> list[Wis
         queues: of each owner, in the order of their turns: wishes in the order of theirs, and which part of
             a batch each takes (`DraftShareConfig.part_of_batch`).
     """
+    if sum([part for queue in queues.values() for _, part in queue]) <= 1.0:
+        return [wish for queue in queues.values() for wish, _ in queue]
     line: list[tuple[float, int, Iterator[tuple[Wish, float]]]] = [
         (0.0, turn, iter(queue)) for turn, queue in enumerate(queues.values())
     ]

@@ -198,7 +198,8 @@ class RemoteProposer:
         `draft_compute_seconds` (as the workers measure it), `speculation_cache_hits` and
         `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for),
         `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_moved` (from a
-        busy worker to one that was less so), and what the draft workers count themselves (`DraftServer.counters`).
+        busy worker to one that was less so), and what the draft workers count themselves
+        (`DraftServer.counters`).
         """
         return dict(self._counters)
 
@@ -312,9 +313,7 @@ class RemoteProposer:
         for worker, address in wanted.items():
             if worker not in self._links:
                 self._channel.connect(address)
-                self._links[worker] = _Link(
-                    address, DraftPatience(self._deadlines), Vacancy(self._deadlines)
-                )
+                self._links[worker] = _Link(address, DraftPatience(self._deadlines), Vacancy(self._deadlines))
         self._next_rebalance_s = 0.0
 
     def _by_worker(self, sequences: Sequence[SequenceView]) -> dict[PeerId, list[SequenceView]]:

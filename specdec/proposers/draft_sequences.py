@@ -223,7 +223,7 @@ class DraftSequences:
         return None if self._rotary is None else self._rotary.variants.num_tokens_left(committed_len)
 
     def chunks(self, draftings: list[Drafting]) -> list[Chunk]:
-        """Share out what may be read: evenly to owners, there first to those who have least to catch up on."""
+        """Share out what may be read: evenly to owners, there first to who has least to catch up on."""
         draftings = sorted(draftings, key=lambda one: one.view.committed_len - one.state.num_read)
         missing = [
             # The last token is read when there is something to draft behind it.
@@ -240,7 +240,7 @@ class DraftSequences:
         ]
 
     def _granted(self, owners: list[str], wanted: list[int]) -> list[int]:
-        """Return how many tokens of each sequence are read: of each owner's share, and of what that leaves."""
+        """Return how many tokens of each sequence are read: of its owner's share, of what that leaves."""
         granted = [0] * len(wanted)
         left = self._max_read_tokens
         share = left // len(set(owners))
@@ -293,7 +293,7 @@ class DraftSequences:
             state.forget()
 
     def has_room(self, owner: str, num_tokens: int) -> bool:
-        """Whether a new sequence finds room without taking it from owners who have no more than their share."""
+        """Whether a new sequence finds room and need not take it from who has no more than a fair share."""
         num_blocks = num_blocks_for(num_tokens, self._block_size)
         if num_blocks <= self._allocator.num_free:
             return True
@@ -308,7 +308,7 @@ class DraftSequences:
         return held
 
     def _make_room(self, asking: DraftSequence, num_tokens: int, in_use: set[RequestId]) -> bool:
-        """Free what a sequence misses: at the cost of branches, then of sequences not asked for for longest."""
+        """Free what a sequence misses: at the cost of branches, then of who was not asked for for longest."""
         num_blocks = asking.table.num_missing(num_tokens)
         while self._allocator.num_free < num_blocks:
             if self.branches.drop_oldest(in_use) or self.branches.drop_oldest():
@@ -320,7 +320,7 @@ class DraftSequences:
         return True
 
     def _victim(self, asking: str, in_use: set[RequestId]) -> RequestId | None:
-        """Return the sequence that gives way: one of the owner who asks, or of one with more than its share."""
+        """Return the sequence that gives way: of the owner who asks, or of one with more than its share."""
         held = self._held_by_owner(asking)
         share = self._allocator.num_usable // len(held)
         for request_id, state in self._states.items():

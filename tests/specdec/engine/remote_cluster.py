@@ -122,7 +122,7 @@ class Cluster:
         judge: Judge | None = None,
         mode: OverlapMode = "lockstep",
         shares: DraftShareConfig | None = None,
-        target: ToyTarget | None = None,
+        make_target: Callable[[ManualClock], ToyTarget] | None = None,
     ) -> None:
         """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities."""
         self.shares = shares
@@ -144,7 +144,10 @@ class Cluster:
         worker = self.network.open(TARGET)
         coordinator = self.network.open(PeerId("coordinator"))
         worker.admit([coordinator.address])
-        toy = target or ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
+        if make_target is None:
+            toy = ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
+        else:
+            toy = make_target(self.clock)
         self.target_server = TargetServer(worker, toy)
         self.network.serve(TARGET, lambda: self.target_server.step(0))
         self.network.faults = faults
