@@ -159,9 +159,10 @@ class DraftServer:
         self.counters: Counter[str] = Counter()
         """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries,
         invalid_entries, unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads
-        the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to another);
-        unread_dropped (their coordinator said too much at a time); and by metric name what coordinators are
-        told: `draft_grammar_failures` and what the proposer counts (`proposers.base.HasCounters`)."""
+        the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to
+        another), unread_dropped (their coordinator said too much at a time); and by metric name what
+        coordinators are told: `draft_grammar_failures` and what the proposer counts
+        (`proposers.base.HasCounters`)."""
 
     @property
     def num_sequences(self) -> int:

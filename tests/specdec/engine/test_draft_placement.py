@@ -108,7 +108,7 @@ def test_one_coordinator_comes_to_rest_and_stays_there(
         num_moved += moved
         num_rounds += 1
         assert num_rounds <= num_before, "each round brings it nearer"
-    assert num_moved <= num_before, "no sequence moves to and fro"
+    assert num_moved <= num_before, "no sequence moves back and forth"
     assert not rebalance(list(workers.values()), CONFIG, 0.999), "at rest whatever chance says"
     for one in workers.values():
         for other in workers.values():
@@ -140,7 +140,7 @@ def test_many_coordinators_do_not_swing(num_coordinators: int) -> None:
 
 
 def test_that_swing_would_be_seen() -> None:
-    """Negative control: if everybody did all that is needed, the herd would run to and fro."""
+    """Negative control: if everybody did all that is needed, the herd would run back and forth."""
     held = [[6, 6, 0] for _ in range(10)]
     unlimited = DraftPlacementConfig(max_moves=100)
     num_moved = 0
