@@ -48,7 +48,7 @@ def test_draft_workers_are_killed_at_random(config: ClusterConfig, engine_config
 
     rng = random.Random(0)
     wanted = [one for batch in range(6) for one in requests(8, max_tokens=90, name=f"kills{batch}")]
-    quiet = requests(8, max_tokens=90, name="after")
+    quiet = requests(8, max_tokens=180, name="after")
     plain = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
 
     async def scenario(service: object) -> None:
@@ -66,10 +66,11 @@ def test_draft_workers_are_killed_at_random(config: ClusterConfig, engine_config
         await metric(service, "draft_workers", lambda value: value == 2)
         before = await metric(service, "spec_decode_num_accepted_tokens", lambda value: True)
         late = Streams(service, quiet)
+        await late.all_have_begun()
+        assert await metric(service, "draft_pool_usage_perc", lambda value: value > 0)
         await late.finish()
         accepted = await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > before)
         assert accepted - before > 100, "drafting goes on as if nothing had been"
-        assert await metric(service, "draft_pool_usage_perc", lambda value: value > 0)
         with Engine(plain) as engine:
             for request in [*wanted, *quiet]:
                 engine.add_request(request)
