@@ -120,6 +120,8 @@ class _Client:
         """Those asked about last come last."""
         self.wishes: dict[RequestId, _Wish] = {}
         """The newest of each sequence, in the order in which they began to wait."""
+        self.was_first = [0, 0]
+        """The last batch that it was the first of, among those for what is quick, and for what is not."""
 
 
 class DraftServer:
@@ -152,8 +154,9 @@ class DraftServer:
         self._shares = shares or DraftShareConfig()
         self._told: Counter[str] = Counter()
         self._clock = clock or MonotonicClock()
-        self._clients: OrderedDict[PeerId, _Client] = OrderedDict()
-        """In the order of their turns."""
+        self._clients: dict[PeerId, _Client] = {}
+        self._num_sequences = 0
+        self._num_batches = 0
         self._members: frozenset[PeerId] | None = None
         self._next_sweep_s = 0.0
         self.counters: Counter[str] = Counter()
@@ -166,8 +169,8 @@ class DraftServer:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences known here."""
-        return sum(len(client.mirrors) for client in self._clients.values())
+        """Sequences known here (any thread)."""
+        return self._num_sequences
 
     @property
     def has_waiting(self) -> bool:
@@ -242,19 +245,22 @@ class DraftServer:
         """Make one batch of what is quick, and one of what is not."""
         shares = self._shares
         for is_slow in (False, True):
-            queues = {
-                name: [
-                    (wish, wish.part_of_batch(shares))
-                    for wish in client.wishes.values()
-                    if (wish.num_new_tokens > _PREFILL_TOKENS) == is_slow
+            waiting = [client for client in self._clients.values() if client.wishes]
+            if len(waiting) > 1:
+                waiting.sort(key=lambda client: client.was_first[is_slow])
+            batch = fair_batch(
+                [
+                    [
+                        (wish, wish.part_of_batch(shares))
+                        for wish in client.wishes.values()
+                        if (wish.num_new_tokens > _PREFILL_TOKENS) == is_slow
+                    ]
+                    for client in waiting
                 ]
-                for name, client in self._clients.items()
-                if client.wishes
-            }
-            batch = fair_batch(queues) if queues else ()
+            )
             if batch:
-                # Whoever was first is the last next time.
-                self._clients.move_to_end(batch[0].coordinator)
+                self._num_batches += 1
+                self._clients[batch[0].coordinator].was_first[is_slow] = self._num_batches
                 for wish in batch:
                     del self._clients[wish.coordinator].wishes[wish.entry.request_id]
                 self._draft(batch)
@@ -266,7 +272,7 @@ class DraftServer:
 
         Return what is to be answered at once, if there is nothing to draft.
         """
-        if not _is_valid(entry, self._max_length):
+        if not _is_valid(entry):
             self.counters["invalid_entries"] += 1
             return None
         name = entry.request_id
@@ -277,6 +283,10 @@ class DraftServer:
         ):
             self.counters["stale_entries"] += 1
             return None
+        if entry.committed_len > self._max_length:
+            # Nothing can be drafted behind it: there is no reason to keep it.
+            self._forget(client, name)
+            return _answer(entry)
         if (mirror is None or entry.epoch > mirror.epoch) and entry.opening is not None:
             self._forget(client, name)
             if not self._make_place(coordinator, client, entry):
@@ -284,6 +294,7 @@ class DraftServer:
                 return _answer(entry, is_full=True)
             inner_id = sequence_name(coordinator, name, entry.epoch)
             mirror = client.mirrors[name] = _Mirror(inner_id, entry.epoch, entry.opening, self._grammars)
+            self._num_sequences += 1
         if mirror is None or mirror.epoch != entry.epoch or not _catch_up(mirror, entry):
             self._forget(client, name)
             self.counters["restarts_asked"] += 1
@@ -413,6 +424,7 @@ class DraftServer:
         client.wishes.pop(request_id, None)
         mirror = client.mirrors.pop(request_id, None)
         if mirror is not None:
+            self._num_sequences -= 1
             self._proposer.release([mirror.request_id])
 
     def _sweep(self) -> None:
@@ -446,13 +458,13 @@ def _catch_up(mirror: _Mirror, entry: ProposeEntry) -> bool:
     return mirror.prefix_hash == entry.prefix_hash
 
 
-def _is_valid(entry: ProposeEntry, max_length: int) -> bool:
+def _is_valid(entry: ProposeEntry) -> bool:
     """Return whether an entry makes sense, and what it asks for has a bounded cost."""
     token_ids = entry.token_ids
     return (
         0 <= entry.num_draft_tokens <= _MAX_DRAFT_TOKENS
-        and 1 <= entry.committed_len <= max_length
-        and len(token_ids) <= max_length
+        and entry.committed_len >= 1
+        and len(token_ids) <= entry.committed_len
         and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID))
         and (entry.opening is None or _is_valid_opening(entry.opening))
         and (entry.fan_out is None or _is_valid_outlook(entry.pending, entry.fan_out))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from pydantic import Field
 
 from specdec.core.config import StrictConfig
 
-Owner = TypeVar("Owner", bound=Hashable)
 Wish = TypeVar("Wish")
 
 
@@ -37,7 +36,7 @@ class DraftShareConfig(StrictConfig):
         return part if num_branches == 0 else max(part, num_branches / self.max_batch_branches)
 
 
-def fair_batch(queues: Mapping[Owner, Sequence[tuple[Wish, float]]]) -> list[Wish]:
+def fair_batch(queues: Sequence[Sequence[tuple[Wish, float]]]) -> list[Wish]:
     """Return what is served next: whoever has had least of the batch is next to be served from its queue.
 
     What does not fit the batch ends its owner's part of it, unless nothing is in it yet. So whoever is
@@ -45,13 +44,13 @@ def fair_batch(queues: Mapping[Owner, Sequence[tuple[Wish, float]]]) -> list[Wis
     first of one batch is the last of the next.
 
     Args:
-        queues: of each owner, in the order of their turns: wishes in the order of theirs, and which part of
-            a batch each takes (`DraftShareConfig.part_of_batch`).
+        queues: of each owner, in the order of their turns: its wishes, in the order of theirs, and which
+            part of a batch each takes (`DraftShareConfig.part_of_batch`).
     """
-    if sum([part for queue in queues.values() for _, part in queue]) <= 1.0:
-        return [wish for queue in queues.values() for wish, _ in queue]
+    if sum([part for queue in queues for _, part in queue]) <= 1.0:
+        return [wish for queue in queues for wish, _ in queue]
     line: list[tuple[float, int, Iterator[tuple[Wish, float]]]] = [
-        (0.0, turn, iter(queue)) for turn, queue in enumerate(queues.values())
+        (0.0, turn, iter(queue)) for turn, queue in enumerate(queues)
     ]
     batch: list[Wish] = []
     total = 0.0
