@@ -308,7 +308,7 @@ class DraftServer:
 
     def _make_place(self, coordinator: PeerId, client: _Client, entry: ProposeEntry) -> bool:
         """Return whether one more sequence of a coordinator has a place, if need be after others gave way."""
-        num_tokens = entry.committed_len + entry.num_draft_tokens
+        num_tokens = min(entry.committed_len + entry.num_draft_tokens, self._max_length)
         while self._num_places(coordinator) <= 0 or not (
             self._memory is None or self._memory.has_room(coordinator, num_tokens)
         ):
