@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from specdec.core.config import StrictConfig
 from specdec.engine.draft_patience import DraftDeadlineConfig
+from specdec.engine.draft_placement import DraftPlacementConfig
+from specdec.engine.draft_shares import DraftShareConfig
 from specdec.transport.config import ChannelConfig
 
 
@@ -66,6 +68,10 @@ class DraftPoolConfig(StrictConfig):
     """Longest time (seconds) for a draft worker to load its model."""
     deadlines: DraftDeadlineConfig = DraftDeadlineConfig()
     """How long a round waits for drafts."""
+    shares: DraftShareConfig = DraftShareConfig()
+    """What one draft worker takes on, and how coordinators share it."""
+    placement: DraftPlacementConfig = DraftPlacementConfig()
+    """How a coordinator spreads its requests over the draft workers."""
 
 
 class MembershipConfig(StrictConfig):
@@ -107,3 +113,10 @@ class ClusterConfig(StrictConfig):
     nodes."""
     startup_timeout_s: float = Field(default=1800.0, gt=0)
     """How long (seconds) `serve` waits for the application to become healthy."""
+
+    def draft_shares(self, max_num_seqs: int) -> DraftShareConfig:
+        """Return what one draft worker takes on, where each coordinator runs `max_num_seqs` at most."""
+        shares = self.draft_pool.shares
+        if shares.max_sequences is not None:
+            return shares
+        return shares.model_copy(update={"max_sequences": max_num_seqs * self.target_groups.num_groups})

@@ -78,11 +78,13 @@ class DraftPoolReplica:
         worker_id = new_peer_id("draft")
         channels = self._cluster.channels
         options = worker_options(pool.bundle, worker_id, self._cluster.namespace)
+        shares = self._cluster.draft_shares(self._engine.scheduler.max_num_seqs)
         actor = DraftWorker.options(**options).remote(
             self._engine,
             worker_id,
             bind_host(channels),
             channel_options(channels),
+            shares,
             StartReporter(self._cluster.namespace, worker_id),
             rank_options(
                 "draft",
@@ -101,7 +103,7 @@ class DraftPoolReplica:
             Member(
                 address=address,
                 role="draft",
-                capacity=self._engine.scheduler.max_num_seqs,
+                capacity=shares.max_sequences or 0,
                 compile_state=worker.compile_state(),
             )
         )

@@ -136,7 +136,11 @@ class TargetGroup:
         proposer = self._proposer
         if proposer is None:
             return {}
-        return {"draft_workers": float(proposer.num_workers), **proposer.counters}
+        return {
+            "draft_workers": float(proposer.num_workers),
+            "draft_pool_usage_perc": proposer.pool_usage,
+            **proposer.counters,
+        }
 
     def stop(self) -> None:
         """End the target worker. The engine over it is closed by whoever has it."""
@@ -209,6 +213,7 @@ class TargetGroup:
             ),
             vocab_size=description.vocab_size,
             deadlines=self._cluster.draft_pool.deadlines,
+            placement=self._cluster.draft_pool.placement,
             meanwhile=meanwhile,
         )
         proposer.set_workers(self._drafters)

@@ -11,6 +11,7 @@ import ray
 
 from specdec.core.idle_work import WorkState, idle_work_of, state_of
 from specdec.engine.config import EngineConfig
+from specdec.engine.draft_shares import DraftShareConfig
 from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner, run_at_start
 from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
@@ -38,10 +39,13 @@ class DraftWorkerProcess:
         peer_id: PeerId,
         host: str,
         options: ZmqOptions,
+        shares: DraftShareConfig,
         listener: StartListener | None = None,
         other_ranks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`other_ranks`: actor options of ranks 1, 2, ... of the draft model, of which this is rank 0."""
+        """`shares`: what it takes on; `other_ranks`: actor options of ranks 1, 2, ... of the draft model, of
+        which this is rank 0.
+        """
         prepare_logging(peer_id)
         speculative = config.speculative_config
         num_threads = prepare_threads(threads_per_rank(speculative.num_threads, 1 + len(other_ranks)))
@@ -62,7 +66,7 @@ class DraftWorkerProcess:
         settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         grammars = build_draft_grammars(config)
-        self._server = server = DraftServer(self._channel, proposer, grammars=grammars)
+        self._server = server = DraftServer(self._channel, proposer, grammars=grammars, shares=shares)
         idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
         def serve_once() -> None:

@@ -13,3 +13,16 @@ Epoch = NewType("Epoch", int)
 
 BlockId = NewType("BlockId", int)
 """Index of a KV block in one pool."""
+
+_OWNER_END = "/"
+
+
+def owned_id(owner: str, name: str) -> RequestId:
+    """Return the id of what `owner`, whose own id has no slash, calls by a name."""
+    return RequestId(f"{owner}{_OWNER_END}{name}")
+
+
+def owner_of(request_id: RequestId) -> str:
+    """Return the owner that `owned_id` was given. Ids of one process's own requests have the owner ""."""
+    owner, end, _ = request_id.partition(_OWNER_END)
+    return owner if end else ""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from specdec.core.clock import Clock, MonotonicClock
-from specdec.core.errors import ChannelTimeout
-from specdec.core.ids import RequestId
+from specdec.core.errors import ChannelTimeout, InputError
+from specdec.core.ids import RequestId, owned_id
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
 from specdec.engine.draft_grammar import DraftGrammars
-from specdec.proposers.base import AheadWish, LooksAhead, Proposer, counters_of
+from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
+from specdec.proposers.base import AheadWish, HasRoom, LooksAhead, Proposer, counters_of
 from specdec.transport.base import Channel, Envelope, PeerId
 from specdec.transport.messages import (
     DraftBranch,
@@ -32,12 +33,25 @@ logger = logging.getLogger(__name__)
 _PREFILL_TOKENS = 64
 """An entry with more unseen tokens than this is served after, not with, those that are quick."""
 
+_MAX_DRAFT_TOKENS = 64
 _MAX_PENDING = 64
-_MAX_BRANCHES = 256
-"""Of one entry. Nobody's wishes may take all of the drafter's time."""
+_MAX_BRANCHES = 64
+"""Of one entry: as many as a configuration may ask for, or more. What asks for more is dropped."""
+_MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_LENGTH = 1 << 20
+"""Tokens of a sequence, where the proposer has no limit of its own."""
 
-_FORGET_AFTER_S = 600.0
-"""A sequence that nobody has asked about for so long is forgotten: its release was lost."""
+_MAX_MESSAGES = 4096
+"""Taken from the channel before drafts are made of what has come."""
+_MAX_UNREAD = 4096
+"""Entries and releases of one coordinator that wait to be looked at. The oldest give way: a coordinator that
+waits for its answers never has as many."""
+_MAX_TOKENS_READ = 1 << 16
+"""Tokens that are taken in for one coordinator before the others have their turn; about 40 ms of hashing."""
+
+_IDLE_S = 5.0
+"""A coordinator that has all that it may have gives up its own sequence not asked about for longest, if that
+is so long: one that is being generated is asked about in every round."""
 
 
 class _Mirror:
@@ -68,18 +82,55 @@ class _Mirror:
         self.prefix_hash = extend_prefix_hash(self.prefix_hash, token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wish:
+class _Wish(NamedTuple):
     coordinator: PeerId
+    round_id: int
     entry: ProposeEntry
     mirror: _Mirror
     num_new_tokens: int
+
+    def part_of_batch(self, shares: DraftShareConfig) -> float:
+        """By about how many tokens the draft model evaluates for it, and how many branches it makes."""
+        entry = self.entry
+        num_rows = self.num_new_tokens + entry.num_draft_tokens
+        if entry.fan_out is None:
+            return shares.part_of_batch(num_rows, 0)
+        num_branches = sum(entry.fan_out)
+        return shares.part_of_batch(
+            num_rows + len(entry.pending) + num_branches * entry.num_draft_tokens, num_branches
+        )
+
+
+class _Released(NamedTuple):
+    request_id: RequestId
+    epoch: int
+
+
+_Unread: TypeAlias = "int | ProposeEntry | _Released"
+"""A number is the round that the entries behind it belong to."""
+
+
+class _Client:
+    """One coordinator: its name space, what it has said, and what it waits for."""
+
+    def __init__(self) -> None:
+        self.unread: deque[_Unread] = deque(maxlen=_MAX_UNREAD)
+        self.round_id = 0
+        self.mirrors: OrderedDict[RequestId, _Mirror] = OrderedDict()
+        """Those asked about last come last."""
+        self.wishes: dict[RequestId, _Wish] = {}
+        """The newest of each sequence, in the order in which they began to wait."""
+        self.was_first = [0, 0]
+        """The last batch that it was the first of, among those for what is quick, and for what is not."""
 
 
 class DraftServer:
     """Answers rounds; requests that are there together, of whatever coordinator, are drafted together.
 
-    Coordinators live in name spaces of their own: neither ids nor tokens of one are seen by another.
+    Coordinators live in name spaces of their own: neither ids nor tokens of one are seen by another. What
+    they say is taken in, and drafted, in turn and within bounds, so that none waits for longer than the
+    others have had their turn (`draft_shares.fair_batch`); what does not fit waits for the next batch. Each
+    has an equal share of the places for certain; what the others leave is for whoever comes first.
     """
 
     def __init__(
@@ -88,6 +139,7 @@ class DraftServer:
         proposer: Proposer,
         *,
         grammars: DraftGrammars | None = None,
+        shares: DraftShareConfig | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Serve `proposer`; with `grammars`, its drafts keep to the grammars of requests."""
@@ -96,113 +148,234 @@ class DraftServer:
         self._ahead: LooksAhead | None = None
         if proposer.capabilities.looks_ahead and isinstance(proposer, LooksAhead):
             self._ahead = proposer
+        self._memory = proposer if isinstance(proposer, HasRoom) else None
+        self._max_length = proposer.capabilities.max_context or _MAX_LENGTH
         self._grammars = grammars
+        self._shares = shares or DraftShareConfig()
         self._told: Counter[str] = Counter()
         self._clock = clock or MonotonicClock()
-        self._mirrors: dict[tuple[PeerId, RequestId], _Mirror] = {}
+        self._clients: dict[PeerId, _Client] = {}
+        self._num_sequences = 0
+        self._num_batches = 0
         self._members: frozenset[PeerId] | None = None
         self._next_sweep_s = 0.0
         self.counters: Counter[str] = Counter()
-        """rounds, entries, ahead_entries (of these, with a fan-out), stale_entries, invalid_entries,
-        unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads the tokens, no
-        more), restarts_asked; and by metric name what coordinators are told:
-        `draft_grammar_failures` and what the proposer counts (`proposers.base.HasCounters`)."""
+        """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries,
+        invalid_entries, unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads
+        the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to
+        another), unread_dropped (their coordinator said too much at a time); and by metric name what
+        coordinators are told: `draft_grammar_failures` and what the proposer counts
+        (`proposers.base.HasCounters`)."""
 
     @property
     def num_sequences(self) -> int:
-        """Sequences known here."""
-        return len(self._mirrors)
+        """Sequences known here (any thread)."""
+        return self._num_sequences
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether something was asked that has not been answered."""
+        return any(client.unread or client.wishes for client in self._clients.values())
 
     def retain(self, coordinators: Iterable[PeerId]) -> None:
         """Forget, soon, the sequences of all other coordinators (any thread)."""
         self._members = frozenset(coordinators)
 
     def step(self, timeout_s: float | None) -> bool:
-        """Wait for a message, serve all that are there; return whether one came within `timeout_s`."""
+        """Wait for a message, make a batch of drafts; return whether one came within `timeout_s`, or waited.
+
+        What has waited since the last call is not kept waiting for a message.
+        """
         self._sweep()
-        try:
-            arrived = [self._channel.receive(timeout_s)]
-        except ChannelTimeout:
-            return False
-        while True:
+        is_needed = self.has_waiting
+        for _ in range(_MAX_MESSAGES):
             try:
-                arrived.append(self._channel.receive(0))
+                self._note(self._channel.receive(0 if is_needed else timeout_s))
             except ChannelTimeout:
                 break
-        self._serve(arrived)
+            is_needed = True
+        if not is_needed:
+            return False
+        now_s = self._clock.now_s()
+        for coordinator, client in self._clients.items():
+            if client.unread:
+                self._read(coordinator, client, now_s)
+        self._serve()
         return True
 
-    def _serve(self, arrived: Sequence[Envelope]) -> None:
-        wishes: dict[tuple[PeerId, RequestId], _Wish] = {}
-        rounds: dict[PeerId, int] = {}
-        restarts: dict[PeerId, list[ProposeAnswer]] = defaultdict(list)
-        for envelope in arrived:
-            match envelope.message:
-                case Release(sequences=released):
-                    self._release(envelope.sender, released)
-                    for request_id, _ in released:
-                        wishes.pop((envelope.sender, request_id), None)
-                case ProposeRequest(round_id=round_id, entries=entries):
-                    rounds[envelope.sender] = max(round_id, rounds.get(envelope.sender, round_id))
-                    for entry in entries:
-                        self._take(envelope.sender, entry, wishes, restarts)
-        for coordinator, answers in restarts.items():
-            self.counters["restarts_asked"] += len(answers)
-            self._channel.send(coordinator, ProposeReply(rounds[coordinator], tuple(answers)))
-        quick = [wish for wish in wishes.values() if wish.num_new_tokens <= _PREFILL_TOKENS]
-        slow = [wish for wish in wishes.values() if wish.num_new_tokens > _PREFILL_TOKENS]
-        for batch in (quick, slow):
+    def _note(self, envelope: Envelope) -> None:
+        message = envelope.message
+        client = self._clients.get(envelope.sender)
+        if client is None:
+            client = self._clients[envelope.sender] = _Client()
+        unread = client.unread
+        num_before = len(unread)
+        if isinstance(message, ProposeRequest):
+            num_said = 1 + len(message.entries)
+            unread.append(message.round_id)
+            unread.extend(message.entries)
+        elif not isinstance(message, Release):
+            return
+        else:
+            num_said = len(message.sequences)
+            unread.extend([_Released(*released) for released in message.sequences])
+        if num_before + num_said > len(unread):
+            self.counters["unread_dropped"] += num_before + num_said - len(unread)
+
+    def _read(self, coordinator: PeerId, client: _Client, now_s: float) -> None:
+        """Take in what one coordinator said, as far as its turn goes; refuse at once what has no place."""
+        unanswered: list[ProposeAnswer] = []
+        unread = client.unread
+        num_tokens = 0
+        while unread and num_tokens <= _MAX_TOKENS_READ:
+            said = unread.popleft()
+            if isinstance(said, ProposeEntry):
+                num_tokens += len(said.token_ids)
+                answer = self._take(coordinator, client, said, now_s)
+                if answer is not None:
+                    unanswered.append(answer)
+            elif isinstance(said, int):
+                client.round_id = said
+            else:
+                self._release(client, said)
+        if unanswered:
+            self._send(coordinator, client.round_id, unanswered)
+
+    def _serve(self) -> None:
+        """Make one batch of what is quick, and one of what is not."""
+        shares = self._shares
+        for is_slow in (False, True):
+            waiting = [client for client in self._clients.values() if client.wishes]
+            if len(waiting) > 1:
+                waiting.sort(key=lambda client: client.was_first[is_slow])
+            batch = fair_batch(
+                [
+                    [
+                        (wish, wish.part_of_batch(shares))
+                        for wish in client.wishes.values()
+                        if (wish.num_new_tokens > _PREFILL_TOKENS) == is_slow
+                    ]
+                    for client in waiting
+                ]
+            )
             if batch:
-                self._draft(batch, rounds)
+                self._num_batches += 1
+                self._clients[batch[0].coordinator].was_first[is_slow] = self._num_batches
+                for wish in batch:
+                    del self._clients[wish.coordinator].wishes[wish.entry.request_id]
+                self._draft(batch)
 
     def _take(
-        self,
-        coordinator: PeerId,
-        entry: ProposeEntry,
-        wishes: dict[tuple[PeerId, RequestId], _Wish],
-        restarts: dict[PeerId, list[ProposeAnswer]],
-    ) -> None:
-        """Bring the mirror up to date and note the wish; only the newest wish of a sequence is served."""
-        if entry.fan_out is not None and not _is_valid(entry.pending, entry.fan_out):
+        self, coordinator: PeerId, client: _Client, entry: ProposeEntry, now_s: float
+    ) -> ProposeAnswer | None:
+        """Bring the mirror up to date and note the wish; only the newest wish of a sequence is served.
+
+        Return what is to be answered at once, if there is nothing to draft.
+        """
+        if not _is_valid(entry):
             self.counters["invalid_entries"] += 1
-            return
-        name = (coordinator, entry.request_id)
-        mirror = self._mirrors.get(name)
+            return None
+        name = entry.request_id
+        mirror = client.mirrors.get(name)
         if mirror is not None and (
             entry.epoch < mirror.epoch
-            or (entry.epoch == mirror.epoch and entry.committed_len < mirror.committed_len)
+            or (entry.epoch == mirror.epoch and entry.committed_len < len(mirror.token_ids))
         ):
             self.counters["stale_entries"] += 1
-            return
+            return None
+        if entry.committed_len > self._max_length:
+            # Nothing can be drafted behind it: there is no reason to keep it.
+            self._forget(client, name)
+            return _answer(entry)
         if (mirror is None or entry.epoch > mirror.epoch) and entry.opening is not None:
-            self._forget(name)
-            inner_id = sequence_name(coordinator, entry.request_id, entry.epoch)
-            mirror = _Mirror(inner_id, entry.epoch, entry.opening, self._grammars)
-            self._mirrors[name] = mirror
+            self._forget(client, name)
+            if not self._make_place(coordinator, client, entry):
+                self.counters["refused_entries"] += 1
+                return _answer(entry, is_full=True)
+            inner_id = sequence_name(coordinator, name, entry.epoch)
+            mirror = client.mirrors[name] = _Mirror(inner_id, entry.epoch, entry.opening, self._grammars)
+            self._num_sequences += 1
         if mirror is None or mirror.epoch != entry.epoch or not _catch_up(mirror, entry):
-            self._forget(name)
-            wishes.pop(name, None)
-            restarts[coordinator].append(_answer(entry, needs_start=True))
-            return
-        mirror.last_used_s = self._clock.now_s()
-        earlier = wishes.get(name)
+            self._forget(client, name)
+            self.counters["restarts_asked"] += 1
+            return _answer(entry, needs_start=True)
+        mirror.last_used_s = now_s
+        client.mirrors.move_to_end(name)
+        earlier = client.wishes.get(name)
         num_new = len(entry.token_ids) + (earlier.num_new_tokens if earlier is not None else 0)
-        wishes[name] = _Wish(coordinator, entry, mirror, num_new)
+        client.wishes[name] = _Wish(coordinator, client.round_id, entry, mirror, num_new)
+        return None
 
-    def _draft(self, wishes: Sequence[_Wish], rounds: dict[PeerId, int]) -> None:
+    def _make_place(self, coordinator: PeerId, client: _Client, entry: ProposeEntry) -> bool:
+        """Return whether one more sequence of a coordinator has a place, if need be after others gave way."""
+        num_tokens = min(entry.committed_len + entry.num_draft_tokens, self._max_length)
+        while self._num_places(coordinator) <= 0 or not (
+            self._memory is None or self._memory.has_room(coordinator, num_tokens)
+        ):
+            if not self._forget_idle(client):
+                return False
+        if self.num_sequences >= self._max_sequences:
+            most = max(self._clients.values(), key=lambda other: len(other.mirrors))
+            self._displace(most)
+        return True
+
+    @property
+    def _max_sequences(self) -> int:
+        return self._shares.max_sequences or 1 << 30
+
+    def _num_places(self, coordinator: PeerId) -> int:
+        """Return how many more sequences a coordinator may have: what is free, or what is left of its share.
+
+        Places of its share that others have, beyond their own share, are for it.
+        """
+        if len(self._clients) == 1:
+            return self._max_sequences - self.num_sequences
+        num_held = {name: len(client.mirrors) for name, client in self._clients.items() if client.mirrors}
+        share = equal_share(self._max_sequences, num_held, coordinator)
+        num_free = self._max_sequences - sum(num_held.values())
+        return max(num_free, share - num_held.get(coordinator, 0))
+
+    def _forget_idle(self, client: _Client) -> bool:
+        """Have a coordinator's sequence not asked about for longest give way, if that is long."""
+        oldest = next(iter(client.mirrors.values()), None)
+        if oldest is None or self._clock.now_s() - oldest.last_used_s <= _IDLE_S:
+            return False
+        self._displace(client)
+        return True
+
+    def _displace(self, client: _Client) -> None:
+        self.counters["displaced_sequences"] += 1
+        self._forget(client, next(iter(client.mirrors)))
+
+    def _draft(self, wishes: Sequence[_Wish]) -> None:
         started_s = self._clock.now_s()
         proposals = self._propose(wishes)
         draft_s = self._clock.now_s() - started_s
         self.counters["rounds"] += 1
         self.counters["entries"] += len(wishes)
         answers: dict[PeerId, list[ProposeAnswer]] = defaultdict(list)
+        rounds: dict[PeerId, int] = {}
         for wish in wishes:
             answers[wish.coordinator].append(_answer(wish.entry, proposals.get(wish.mirror.request_id, ())))
+            rounds[wish.coordinator] = max(wish.round_id, rounds.get(wish.coordinator, wish.round_id))
         counts = self._new_counts()
         for coordinator, its_answers in answers.items():
-            reply = ProposeReply(rounds[coordinator], tuple(its_answers), draft_s, counts)
-            self._channel.send(coordinator, reply)
+            self._send(coordinator, rounds[coordinator], its_answers, draft_s, counts)
             counts = None
+
+    def _send(
+        self,
+        coordinator: PeerId,
+        round_id: int,
+        answers: Sequence[ProposeAnswer],
+        draft_s: float = 0.0,
+        counts: dict[str, int] | None = None,
+    ) -> None:
+        """Answer; say how busy it is here."""
+        busy = (0, 0, 0)
+        if self._shares.max_sequences is not None:
+            busy = self.num_sequences, self._shares.max_sequences, max(0, self._num_places(coordinator))
+        self._channel.send(coordinator, ProposeReply(round_id, tuple(answers), draft_s, counts, *busy))
 
     def _propose(self, wishes: Sequence[_Wish]) -> Mapping[RequestId, Sequence[Proposal]]:
         """Ask for everything at once. Entries with a fan-out have several answers, others one at most."""
@@ -242,59 +415,89 @@ class DraftServer:
         self.counters.update(new)
         return dict(new)
 
-    def _release(self, coordinator: PeerId, released: Iterable[tuple[RequestId, int]]) -> None:
-        for request_id, epoch in released:
-            mirror = self._mirrors.get((coordinator, request_id))
-            if mirror is not None and mirror.epoch <= epoch:
-                self._forget((coordinator, request_id))
+    def _release(self, client: _Client, released: _Released) -> None:
+        mirror = client.mirrors.get(released.request_id)
+        if mirror is not None and mirror.epoch <= released.epoch:
+            self._forget(client, released.request_id)
 
-    def _forget(self, name: tuple[PeerId, RequestId]) -> None:
-        mirror = self._mirrors.pop(name, None)
+    def _forget(self, client: _Client, request_id: RequestId) -> None:
+        client.wishes.pop(request_id, None)
+        mirror = client.mirrors.pop(request_id, None)
         if mirror is not None:
+            self._num_sequences -= 1
             self._proposer.release([mirror.request_id])
 
     def _sweep(self) -> None:
+        """End leases that are over, and coordinators that are gone."""
         now_s = self._clock.now_s()
         members, self._members = self._members, None
         if members is None and now_s < self._next_sweep_s:
             return
-        self._next_sweep_s = now_s + _FORGET_AFTER_S / 10
-        for name, mirror in list(self._mirrors.items()):
-            if now_s - mirror.last_used_s > _FORGET_AFTER_S or (
-                members is not None and name[0] not in members
-            ):
-                self._forget(name)
+        lease_s = self._shares.lease_s
+        self._next_sweep_s = now_s + lease_s / 10
+        for coordinator, client in list(self._clients.items()):
+            is_gone = members is not None and coordinator not in members
+            for request_id, mirror in list(client.mirrors.items()):
+                if is_gone or now_s - mirror.last_used_s > lease_s:
+                    self._forget(client, request_id)
+            if is_gone:
+                del self._clients[coordinator]
 
 
 def sequence_name(coordinator: PeerId, request_id: RequestId, epoch: int) -> RequestId:
     """Return the id by which a draft worker's proposer knows a coordinator's sequence."""
-    return RequestId(f"{coordinator}/{request_id}/{epoch}")
+    return owned_id(coordinator, f"{request_id}/{epoch}")
 
 
 def _catch_up(mirror: _Mirror, entry: ProposeEntry) -> bool:
     """Append the entry's unseen tokens; return whether the mirror now is the prefix that it names."""
-    known = mirror.committed_len - entry.base_len
+    known = len(mirror.token_ids) - entry.base_len
     if known < 0 or entry.base_len + len(entry.token_ids) != entry.committed_len:
         return False
     mirror.extend(entry.token_ids[known:])
     return mirror.prefix_hash == entry.prefix_hash
 
 
-def _is_valid(pending: Sequence[int], fan_out: Sequence[int]) -> bool:
-    """Return whether these can be looked ahead of, at a bounded cost."""
+def _is_valid(entry: ProposeEntry) -> bool:
+    """Return whether an entry makes sense, and what it asks for has a bounded cost."""
+    token_ids = entry.token_ids
+    return (
+        0 <= entry.num_draft_tokens <= _MAX_DRAFT_TOKENS
+        and entry.committed_len >= 1
+        and len(token_ids) <= entry.committed_len
+        and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID))
+        and (entry.opening is None or _is_valid_opening(entry.opening))
+        and (entry.fan_out is None or _is_valid_outlook(entry.pending, entry.fan_out))
+    )
+
+
+def _is_valid_opening(opening: DraftOpening) -> bool:
+    try:
+        opening.params.checked()
+    except InputError:
+        return False
+    return 0 <= opening.num_prompt_tokens <= _MAX_TOKEN_ID
+
+
+def _is_valid_outlook(pending: Sequence[int], fan_out: Sequence[int]) -> bool:
     return (
         len(fan_out) == len(pending) + 1 <= _MAX_PENDING + 1
         and min(pending, default=0) >= 0
+        and max(pending, default=0) <= _MAX_TOKEN_ID
         and min(fan_out) >= 0
         and sum(fan_out) <= _MAX_BRANCHES
     )
 
 
 def _answer(
-    entry: ProposeEntry, proposals: Sequence[Proposal] = (), *, needs_start: bool = False
+    entry: ProposeEntry,
+    proposals: Sequence[Proposal] = (),
+    *,
+    needs_start: bool = False,
+    is_full: bool = False,
 ) -> ProposeAnswer:
-    if entry.fan_out is not None:
-        return _ahead_answer(entry, proposals, needs_start=needs_start)
+    if proposals and entry.fan_out is not None:
+        return _ahead_answer(entry, proposals)
     proposal = proposals[0] if proposals else None
     return ProposeAnswer(
         request_id=entry.request_id,
@@ -306,18 +509,18 @@ def _answer(
         parents=proposal.parents if proposal is not None else None,
         needs_start=needs_start,
         q_rows=proposal.q_rows if proposal is not None else None,
+        is_full=is_full,
     )
 
 
-def _ahead_answer(entry: ProposeEntry, proposals: Sequence[Proposal], *, needs_start: bool) -> ProposeAnswer:
+def _ahead_answer(entry: ProposeEntry, proposals: Sequence[Proposal]) -> ProposeAnswer:
     return ProposeAnswer(
         request_id=entry.request_id,
         epoch=entry.epoch,
         committed_len=entry.committed_len,
         prefix_hash=entry.prefix_hash,
         token_ids=(),
-        noise_stream=proposals[0].noise_stream if proposals else None,
-        needs_start=needs_start,
+        noise_stream=proposals[0].noise_stream,
         branches=tuple(
             [DraftBranch(one.committed_len, one.prefix_hash, one.token_ids, one.q_rows) for one in proposals]
         ),

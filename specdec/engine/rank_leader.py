@@ -170,6 +170,10 @@ class LeadingProposer:
         self._leader.tell(RunAhead(entries))
         return self._proposer.propose_ahead(wishes)
 
+    def has_room(self, owner: str, num_tokens: int) -> bool:
+        """As rank 0's part has it: the others have as many blocks."""
+        return self._proposer.has_room(owner, num_tokens)
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget these sequences in all ranks."""
         known = tuple(one for one in request_ids if self._seen.pop(one, None) is not None)

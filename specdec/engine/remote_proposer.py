@@ -7,6 +7,7 @@ round for longer than its deadline once: until it is heard again its requests go
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,14 @@ from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
+from specdec.engine.draft_placement import (
+    DraftPlacementConfig,
+    DraftWorkerView,
+    Move,
+    Vacancy,
+    place,
+    rebalance,
+)
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.transport.base import Channel, Envelope, PeerAddress, PeerId, PeerLost
 from specdec.transport.messages import (
@@ -90,8 +99,24 @@ class _Asked:
 class _Link:
     address: PeerAddress
     patience: DraftPatience
+    vacancy: Vacancy
     asked: _Asked | None = None
     num_registered: int = 0
+    num_others: int = 0
+    """Other coordinators' sequences at this worker, when it answered last."""
+    capacity: int | None = None
+    """Sequences that it takes; None: it has not said."""
+
+    def view(self, now_s: float) -> DraftWorkerView:
+        """What placement looks at."""
+        return DraftWorkerView(
+            worker=self.address.peer_id,
+            num_own=self.num_registered,
+            num_others=self.num_others,
+            capacity=self.capacity,
+            is_ready=self.patience.is_waited_for(now_s),
+            has_place=self.vacancy.has_place(now_s),
+        )
 
 
 class _Round:
@@ -124,6 +149,7 @@ class RemoteProposer:
         capabilities: ProposerCapabilities,
         vocab_size: int,
         deadlines: DraftDeadlineConfig | None = None,
+        placement: DraftPlacementConfig | None = None,
         clock: Clock | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
@@ -133,7 +159,8 @@ class RemoteProposer:
             channel: owned from now on.
             capabilities: of the method that the workers draft by.
             vocab_size: the target's; a proposal with any other token id is dropped.
-            deadlines: how long to wait.
+            deadlines: how long to wait, and how often a worker that is full is asked again.
+            placement: how sequences are spread over the workers.
             clock: of deadlines and counters.
             meanwhile: called once the workers have been asked: what may be done while they draft. Quick.
         """
@@ -141,6 +168,9 @@ class RemoteProposer:
         self._capabilities = capabilities
         self._vocab_size = vocab_size
         self._deadlines = deadlines or DraftDeadlineConfig()
+        self._placement = placement or DraftPlacementConfig()
+        self._next_rebalance_s = 0.0
+        self._chance = random.Random(channel.address.peer_id)
         self._clock = clock or MonotonicClock()
         self._meanwhile = meanwhile
         self._links: dict[PeerId, _Link] = {}
@@ -166,8 +196,10 @@ class RemoteProposer:
         """Counters since the start: `draft_wait_seconds`, `draft_deadline_misses`, `stale_drafts_dropped`,
         `invalid_drafts_dropped`, `fallback_requests` (sequences that went without drafts, per round),
         `draft_compute_seconds` (as the workers measure it), `speculation_cache_hits` and
-        `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for), and
-        what the draft workers count themselves (`DraftServer.counters`).
+        `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for),
+        `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_moved` (from a
+        busy worker to one that was less so), and what the draft workers count themselves
+        (`DraftServer.counters`).
         """
         return dict(self._counters)
 
@@ -179,6 +211,16 @@ class RemoteProposer:
                 return len(self._wanted)
             now_s = self._clock.now_s()
             return sum(link.patience.is_waited_for(now_s) for link in self._links.values())
+
+    @property
+    def pool_usage(self) -> float:
+        """Sequences in the draft pool, of all coordinators, over those that it takes, as told last (any
+        thread); 0 before anything was told.
+        """
+        with self._wanted_lock:
+            told = [link for link in self._links.values() if link.capacity]
+            num_sequences = sum(link.num_others + link.num_registered for link in told)
+            return num_sequences / max(1, sum(link.capacity or 0 for link in told))
 
     def set_workers(self, workers: Sequence[PeerAddress]) -> None:
         """Use exactly these draft workers from the next round on (any thread)."""
@@ -205,6 +247,8 @@ class RemoteProposer:
             and its.committed_len < sequence.committed_len
         }
         unprepared = [sequence for sequence in sequences if sequence.request_id not in prepared]
+        if len(self._links) > 1:
+            self._rebalance(unprepared)
         for worker, group in self._by_worker(unprepared).items():
             self._ask(this_round, self._links[worker], self._wishes(group, num_draft_tokens))
         started_s = self._clock.now_s()
@@ -221,7 +265,10 @@ class RemoteProposer:
         """Send the wishes to those who draft for these sequences; see `proposers.base.AsksAhead`."""
         self._follow_membership()
         by_id = {wish.view.request_id: wish for wish in wishes}
-        for worker, group in self._by_worker([wish.view for wish in wishes]).items():
+        views = [wish.view for wish in wishes]
+        if len(self._links) > 1:
+            self._rebalance(views)
+        for worker, group in self._by_worker(views).items():
             self._ask(self._ahead, self._links[worker], [by_id[view.request_id] for view in group])
 
     def take_ahead_outcomes(self) -> Sequence[AheadOutcome]:
@@ -266,7 +313,8 @@ class RemoteProposer:
         for worker, address in wanted.items():
             if worker not in self._links:
                 self._channel.connect(address)
-                self._links[worker] = _Link(address, DraftPatience(self._deadlines))
+                self._links[worker] = _Link(address, DraftPatience(self._deadlines), Vacancy(self._deadlines))
+        self._next_rebalance_s = 0.0
 
     def _by_worker(self, sequences: Sequence[SequenceView]) -> dict[PeerId, list[SequenceView]]:
         """Group the sequences by the worker to ask now; those that none can be asked for are left out."""
@@ -283,21 +331,53 @@ class RemoteProposer:
                 continue
             registration = self._registrations.get(sequence.request_id)
             if registration is None or (registration.worker in silent and ready):
-                registration = self._register(sequence.request_id, ready or list(self._links))
+                registration = self._register(sequence.request_id, now_s)
             if registration is not None:
                 groups[registration.worker].append(sequence)
         return {worker: group for worker, group in groups.items() if patience[worker].may_ask(now_s)}
 
-    def _register(self, request_id: RequestId, candidates: Sequence[PeerId]) -> _Registration | None:
-        """Give a sequence to the least busy of the candidates, taking it from the one that has it."""
+    def _register(self, request_id: RequestId, now_s: float) -> _Registration | None:
+        """Give a sequence to whoever has a place for it; None: it stays where it is, or without drafts."""
+        worker = place([link.view(now_s) for link in self._links.values()])
+        if worker is None:
+            return self._registrations.get(request_id)
+        return self._register_at(request_id, worker, now_s)
+
+    def _register_at(self, request_id: RequestId, worker: PeerId, now_s: float) -> _Registration:
+        """Give a sequence to a worker, taking it from the one that has it."""
         self.release([request_id])
-        if not candidates:
-            return None
-        worker = min(candidates, key=lambda candidate: self._links[candidate].num_registered)
         registration = self._registrations[request_id] = _Registration(worker, self._next_epoch)
         self._next_epoch += 1
-        self._links[worker].num_registered += 1
+        link = self._links[worker]
+        link.num_registered += 1
+        link.vacancy.placed(now_s)
         return registration
+
+    def _rebalance(self, sequences: Sequence[SequenceView]) -> None:
+        """Now and then, move some sequences of whom nothing is awaited from a busy worker to another.
+
+        The shortest are moved: they are soonest read.
+        """
+        now_s = self._clock.now_s()
+        if now_s < self._next_rebalance_s:
+            return
+        self._next_rebalance_s = now_s + self._placement.rebalance_every_s
+        views = [link.view(now_s) for link in self._links.values()]
+        for move in rebalance(views, self._placement, self._chance.random()):
+            for request_id in self._movable(sequences, move):
+                self._register_at(request_id, move.destination, now_s)
+                self._counters["draft_sequences_moved"] += 1
+
+    def _movable(self, sequences: Sequence[SequenceView], move: Move) -> list[RequestId]:
+        settled = [
+            sequence
+            for sequence in sequences
+            if (registration := self._registrations.get(sequence.request_id)) is not None
+            and registration.worker == move.source
+            and registration.sent_len == registration.confirmed_len
+        ]
+        settled.sort(key=lambda sequence: sequence.committed_len)
+        return [sequence.request_id for sequence in settled[: move.num_sequences]]
 
     def _wishes(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
@@ -411,9 +491,16 @@ class RemoteProposer:
             self._counters.update(reply.counts)
         self._count("draft_compute_seconds", reply.draft_s)
         self._draft_s = reply.draft_s
+        if reply.max_sequences > 0:
+            link.capacity = reply.max_sequences
+            link.num_others = max(0, reply.num_sequences - link.num_registered)
+            link.vacancy.told(reply.num_places)
         pending = this_round.pending.get(link.address.peer_id)
+        num_refused = self._counters["draft_sequences_refused"]
         for answer in reply.answers:
             self._take_answer(answer, pending, this_round.proposals)
+        if self._counters["draft_sequences_refused"] > num_refused:
+            link.vacancy.refused(self._clock.now_s())
         asked = link.asked
         if asked is not None and asked.round_id == reply.round_id and not pending:
             is_fresh = pending is not None and not asked.is_ahead
@@ -432,9 +519,13 @@ class RemoteProposer:
     ) -> None:
         registration = self._registrations.get(answer.request_id)
         if registration is not None and registration.epoch == answer.epoch:
-            if answer.needs_start:
+            if answer.is_full:
+                self._take_refusal(answer.request_id, registration)
+            elif answer.needs_start:
                 registration.sent_len = registration.confirmed_len = 0
             else:
+                if registration.confirmed_len == 0:
+                    self._links[registration.worker].vacancy.accepted()
                 registration.confirmed_len = max(registration.confirmed_len, answer.committed_len)
         key = _PrefixKey(answer.request_id, answer.epoch, answer.committed_len, answer.prefix_hash)
         expected = pending.get(answer.request_id) if pending is not None else None
@@ -443,7 +534,7 @@ class RemoteProposer:
             return
         assert pending is not None
         del pending[answer.request_id]
-        if answer.needs_start:
+        if answer.needs_start or answer.is_full:
             return
         if expected.prepared is not None:
             self._take_branches(answer, expected, expected.prepared)
@@ -458,6 +549,12 @@ class RemoteProposer:
                 q_rows=answer.q_rows,
                 method=self._capabilities.name,
             )
+
+    def _take_refusal(self, request_id: RequestId, registration: _Registration) -> None:
+        """Look for another place when the sequence is asked for again: this worker knows nothing of it."""
+        del self._registrations[request_id]
+        self._links[registration.worker].num_registered -= 1
+        self._counters["draft_sequences_refused"] += 1
 
     def _take_branches(self, answer: ProposeAnswer, expected: _Awaited, prepared: _Prepared) -> None:
         prepared.is_answered = True

@@ -162,6 +162,19 @@ class AsksAhead(Protocol):
 
 
 @runtime_checkable
+class HasRoom(Protocol):
+    """A proposer whose memory may be too small for what is asked of it."""
+
+    def has_room(self, owner: str, num_tokens: int) -> bool:
+        """Whether one more sequence of so many tokens is worth beginning.
+
+        Somebody who has less than an equal share of the memory has room: it is taken from those who have
+        more. `owner` as by `core.ids.owner_of`.
+        """
+        ...
+
+
+@runtime_checkable
 class HasCounters(Protocol):
     """A proposer that counts something worth exporting."""
 

@@ -161,6 +161,10 @@ class DraftModelProposer:
                 answers[drafting.view.request_id] = [self._branch_proposal(drafting, one) for one in kept]
         return answers
 
+    def has_room(self, owner: str, num_tokens: int) -> bool:
+        """See `proposers.base.HasRoom`."""
+        return self._sequences.has_room(owner, num_tokens)
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Free the blocks of these sequences."""
         self._sequences.release(request_ids)

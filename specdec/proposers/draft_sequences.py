@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.core.distributions import TokenDistribution
-from specdec.core.ids import BlockId, RequestId
+from specdec.core.ids import BlockId, RequestId, owner_of
 from specdec.core.sequence import SequenceView
 from specdec.kv.block_allocator import BlockAllocator
-from specdec.kv.block_table import BlockTable
+from specdec.kv.block_table import BlockTable, num_blocks_for
 from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
 from specdec.model.batch import PositionShift, Runner
 from specdec.proposers.bonus import Outlook
@@ -31,6 +31,7 @@ class DraftSequence:
         "is_foreign",
         "kv_variant",
         "num_read",
+        "owner",
         "seen",
         "shaper",
         "shift",
@@ -39,7 +40,8 @@ class DraftSequence:
         "trail",
     )
 
-    def __init__(self, table: BlockTable, salt: str | None) -> None:
+    def __init__(self, owner: str, table: BlockTable, salt: str | None) -> None:
+        self.owner = owner
         self.table = table
         self.shaper: LogitShaper | None = None
         self.trail = PrefixTrail(salt)
@@ -194,7 +196,9 @@ class DraftSequences:
             return None
         if state is None:
             state = self._states[sequence.request_id] = DraftSequence(
-                BlockTable(self._allocator, self._block_size), sequence.cache_salt
+                owner_of(sequence.request_id),
+                BlockTable(self._allocator, self._block_size),
+                sequence.cache_salt,
             )
         elif sequence.request_id in self.branches:
             self._settle(state, sequence)
@@ -207,7 +211,7 @@ class DraftSequences:
             return None
         if self._cache is not None and state.table.num_blocks == 0:
             self._borrow(self._cache, state, sequence)
-        if not self._make_room(state.table.num_missing(committed_len + budget), in_use):
+        if not self._make_room(state, committed_len + budget, in_use):
             # What it holds is worth nothing if it can never be completed, but blocks others.
             self.release((sequence.request_id,))
             return None
@@ -219,18 +223,35 @@ class DraftSequences:
         return None if self._rotary is None else self._rotary.variants.num_tokens_left(committed_len)
 
     def chunks(self, draftings: list[Drafting]) -> list[Chunk]:
-        """Share out what may be read: first to those who have least to catch up on."""
-        chunks: list[Chunk] = []
+        """Share out what may be read: evenly to owners, there first to who has least to catch up on."""
+        draftings = sorted(draftings, key=lambda one: one.view.committed_len - one.state.num_read)
+        missing = [
+            # The last token is read when there is something to draft behind it.
+            one.view.committed_len - one.state.num_read - (one.budget <= 0)
+            for one in draftings
+        ]
+        granted = missing
+        if sum(missing) > self._max_read_tokens:
+            granted = self._granted([one.state.owner for one in draftings], missing)
+        return [
+            Chunk(drafting, num_tokens, num_tokens == wanted)
+            for drafting, num_tokens, wanted in zip(draftings, granted, missing, strict=True)
+            if num_tokens > 0
+        ]
+
+    def _granted(self, owners: list[str], wanted: list[int]) -> list[int]:
+        """Return how many tokens of each sequence are read: of its owner's share, of what that leaves."""
+        granted = [0] * len(wanted)
         left = self._max_read_tokens
-        for drafting in sorted(draftings, key=lambda one: one.view.committed_len - one.state.num_read):
-            missing = drafting.view.committed_len - drafting.state.num_read
-            if drafting.budget <= 0:
-                missing -= 1  # the last token is read when there is something to draft behind it
-            num_tokens = min(missing, left)
-            if num_tokens > 0:
-                chunks.append(Chunk(drafting, num_tokens, num_tokens == missing))
+        share = left // len(set(owners))
+        for most_of_owner in (share, left):
+            left_of_owner = dict.fromkeys(owners, most_of_owner)
+            for index, owner in enumerate(owners):
+                num_tokens = min(wanted[index] - granted[index], left_of_owner[owner], left)
+                granted[index] += num_tokens
+                left_of_owner[owner] -= num_tokens
                 left -= num_tokens
-        return chunks
+        return granted
 
     def note_read(self, drafting: Drafting, num_tokens: int, behind: tuple[int, ...]) -> None:
         """Note that so many more committed tokens were read, and `behind` if that is all of them.
@@ -271,13 +292,38 @@ class DraftSequences:
             state.shift = rotary.shift(variant, num_prompt_tokens)
             state.forget()
 
-    def _make_room(self, num_blocks: int, in_use: set[RequestId]) -> bool:
-        """Free that many blocks: at the cost of branches, then of sequences not asked for for longest."""
+    def has_room(self, owner: str, num_tokens: int) -> bool:
+        """Whether a new sequence finds room and need not take it from who has no more than a fair share."""
+        num_blocks = num_blocks_for(num_tokens, self._block_size)
+        if num_blocks <= self._allocator.num_free:
+            return True
+        held = self._held_by_owner(owner)
+        return held[owner] + num_blocks <= self._allocator.num_usable // len(held)
+
+    def _held_by_owner(self, asking: str) -> dict[str, int]:
+        """Return how many blocks each owner holds, by however many sequences; with the one who asks."""
+        held = {asking: 0}
+        for state in self._states.values():
+            held[state.owner] = held.get(state.owner, 0) + state.table.num_blocks
+        return held
+
+    def _make_room(self, asking: DraftSequence, num_tokens: int, in_use: set[RequestId]) -> bool:
+        """Free what a sequence misses: at the cost of branches, then of who was not asked for for longest."""
+        num_blocks = asking.table.num_missing(num_tokens)
         while self._allocator.num_free < num_blocks:
             if self.branches.drop_oldest(in_use) or self.branches.drop_oldest():
                 continue
-            victim = next((request_id for request_id in self._states if request_id not in in_use), None)
+            victim = self._victim(asking.owner, in_use)
             if victim is None:
                 return False
             self.release((victim,))
         return True
+
+    def _victim(self, asking: str, in_use: set[RequestId]) -> RequestId | None:
+        """Return the sequence that gives way: of the owner who asks, or of one with more than its share."""
+        held = self._held_by_owner(asking)
+        share = self._allocator.num_usable // len(held)
+        for request_id, state in self._states.items():
+            if request_id not in in_use and (state.owner == asking or held[state.owner] > share):
+                return request_id
+        return None

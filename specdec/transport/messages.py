@@ -142,6 +142,8 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What each token was sampled from, for verification rules that need it."""
     branches: tuple[DraftBranch, ...] = ()
     """Of an entry with `fan_out`, the most promising first; all of them of `noise_stream`."""
+    is_full: bool = False
+    """The draft worker has no place for this sequence, and knows nothing of it."""
 
 
 class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):
@@ -153,6 +155,12 @@ class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """Seconds the draft worker spent on them."""
     counts: dict[str, int] | None = None
     """What the draft worker counted since it last told any coordinator, by metric name without prefix."""
+    num_sequences: int = 0
+    """Of all coordinators, at this draft worker."""
+    max_sequences: int = 0
+    """How many it takes; 0: it does not say."""
+    num_places: int = 0
+    """How many more of the receiver it takes now."""
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag=22):

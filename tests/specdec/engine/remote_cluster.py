@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
@@ -13,6 +14,7 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_server import DraftServer
+from specdec.engine.draft_shares import DraftShareConfig
 from specdec.engine.engine import Engine
 from specdec.engine.judge import Judge
 from specdec.engine.remote_proposer import RemoteProposer
@@ -98,6 +100,13 @@ def _branches(wish: AheadWish) -> Iterator[Proposal]:
             )
 
 
+def serve_all(server: DraftServer) -> None:
+    """Take what has arrived, and make batches until nobody waits, as a draft worker's thread does."""
+    server.step(0)
+    while server.has_waiting:
+        server.step(0)
+
+
 class Cluster:
     """One coordinator's engine, one target worker, any number of draft workers, one simulated network."""
 
@@ -112,8 +121,12 @@ class Cluster:
         make_drafter: Callable[[], Proposer] | None = None,
         judge: Judge | None = None,
         mode: OverlapMode = "lockstep",
+        shares: DraftShareConfig | None = None,
+        make_target: Callable[[ManualClock], ToyTarget] | None = None,
     ) -> None:
         """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities."""
+        self.shares = shares
+        self.servers: dict[PeerId, DraftServer] = {}
         self.make_drafter = make_drafter
         self.clock = ManualClock()
         self.network = MemoryNetwork(seed=seed, clock=self.clock)
@@ -131,7 +144,10 @@ class Cluster:
         worker = self.network.open(TARGET)
         coordinator = self.network.open(PeerId("coordinator"))
         worker.admit([coordinator.address])
-        toy = ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
+        if make_target is None:
+            toy = ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
+        else:
+            toy = make_target(self.clock)
         self.target_server = TargetServer(worker, toy)
         self.network.serve(TARGET, lambda: self.target_server.step(0))
         self.network.faults = faults
@@ -152,8 +168,9 @@ class Cluster:
         channel.admit([self.proposer._channel.address])
         drafter = self.drafters[name] = ToyDrafter(self.clock, busy_s)
         proposer = drafter if self.make_drafter is None else self.make_drafter()
-        server = DraftServer(channel, proposer, clock=self.clock)
-        self.network.serve(name, lambda: server.step(0))
+        server = DraftServer(channel, proposer, shares=self.shares, clock=self.clock)
+        self.servers[name] = server
+        self.network.serve(name, partial(serve_all, server))
         self.addresses[name] = channel.address
         self.proposer.set_workers(list(self.addresses.values()))
         return name
@@ -161,6 +178,7 @@ class Cluster:
     def stop_drafter(self, name: PeerId, *, told: bool) -> None:
         """Kill a drafter; `told`: the directory notices too."""
         self.network.kill(name)
+        del self.servers[name]
         del self.drafters[name]
         del self.addresses[name]
         if told:

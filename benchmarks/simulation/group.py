@@ -1,0 +1,591 @@
+"""A target group with its coordinator: the loop of `specdec.engine.round`, as events.
+
+Planning, k, mode, fan-out, order of service, memory and draft deadlines are the engine's own code; every
+round of every group is planned and played. Left out: prefix caches, grammars, priorities, cancellation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from benchmarks.simulation.clock import EventQueue
+from benchmarks.simulation.drafter import DraftJob, DraftWorker
+from benchmarks.simulation.hardware import Hardware
+from benchmarks.simulation.links import DraftLinks
+from benchmarks.simulation.traffic import SimulatedRequest
+from benchmarks.simulation.verdicts import Ints, VerdictRound, play_round
+from specdec.core.ids import RequestId
+from specdec.core.proposal import AheadOutcome
+from specdec.engine.draft_patience import DraftDeadlineConfig
+from specdec.kv.block_table import num_blocks_for
+from specdec.scheduling.queue import WaitingQueue
+from specdec.scheduling.scheduler import plan_round
+from specdec.scheduling.speculation.controller import (
+    DraftOutcome,
+    FixedController,
+    RoundObservation,
+    SpeculationController,
+)
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.state import RoundLimits, RoundPlan
+
+_DEPTHS: Mapping[OverlapMode, int] = {"lockstep": 1, "ping_pong": 2, "draft_ahead": 1}
+_LONG_UNSEEN = 64
+"""As `DraftServer`: with more unseen tokens an entry is served after those that are quick."""
+
+
+class PlainController(FixedController):
+    """A `FixedController` that remembers how it has shared out continuations."""
+
+    def __init__(self, num_draft_tokens: int, mode: OverlapMode = "lockstep") -> None:
+        super().__init__(num_draft_tokens, mode)
+        self._shared: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def fan_out(self, request: object, num_pending: int, max_branches: int) -> tuple[int, ...]:
+        """As `FixedController`, whose answer depends on these two numbers only."""
+        key = (num_pending, max_branches)
+        if key not in self._shared:
+            self._shared[key] = super().fan_out(request, num_pending, max_branches)  # type: ignore[arg-type]
+        return self._shared[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimits:
+    """What one group may use."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    max_branches: int = 4
+    jitter: float = 0.02
+    """Standard deviation of the logarithm of T_verify."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Flight:
+    """A round on its way."""
+
+    mode: OverlapMode
+    plan: RoundPlan
+    decoding: Sequence[SimulatedRequest]
+    prompts: Sequence[SimulatedRequest]
+    budgets: Ints
+    launched_s: float
+    num_elsewhere: int
+    context_tokens: int
+    verdicts: VerdictRound | None = None
+    verify_s: float = 0.0
+    draft_wait_s: float = 0.0
+    draft_ready_s: float | None = None
+    submitted_s: float = 0.0
+    landing_s: float = 0.0
+
+    @property
+    def num_prompt_rows(self) -> int:
+        return sum(self.plan.num_tokens[one.request_id] for one in self.prompts)
+
+    @property
+    def has_budgets(self) -> bool:
+        return bool(self.budgets.any())
+
+
+@dataclass(slots=True)
+class GroupCounts:
+    """What a group has done."""
+
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    draft_misses: int = 0
+    draft_s: float = 0.0
+    """From asking for drafts to the last answer, waited for or not,"""
+    draft_rounds: int = 0
+    """of so many rounds."""
+    target_s: float = 0.0
+    """From submission to commit."""
+    rounds_by_kind: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """Answers of one worker that are due."""
+
+    token: int
+    num_answers: int
+    give_up_s: float
+
+
+class Group:
+    """One coordinator and its target."""
+
+    def __init__(
+        self,
+        name: str,
+        hardware: Hardware,
+        limits: GroupLimits,
+        controller: SpeculationController,
+        events: EventQueue,
+        generator: np.random.Generator,
+        on_finish: Callable[[Group, SimulatedRequest], None],
+        deadlines: DraftDeadlineConfig | None = None,
+    ) -> None:
+        self.name = name
+        self.controller = controller
+        self.limits = limits
+        self.links = DraftLinks(deadlines or DraftDeadlineConfig())
+        self.running: dict[RequestId, SimulatedRequest] = {}
+        self.waiting: WaitingQueue[SimulatedRequest] = WaitingQueue()
+        self.is_alive = True
+        self.counts = GroupCounts()
+        self._hardware = hardware
+        self._events = events
+        self._generator = generator
+        self._on_finish = on_finish
+        self._num_blocks = hardware.target.kv_tokens // limits.block_size
+        self._num_free_blocks = self._num_blocks
+        self._flights: deque[_Flight] = deque()
+        self._is_busy = False
+        self._life = 0
+        self._target_free_s = 0.0
+        self._landed_s: float | None = None
+        self._launching: _Flight | None = None
+        self._awaited: dict[str, _Awaited] = {}
+        """Answers that the launching flight, or the next one, waits for."""
+        self._next_token = 0
+        self._draft_ready_s: float | None = None
+        self._learns = not isinstance(controller, FixedController)
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait."""
+        return len(self.running) + len(self.waiting)
+
+    # ------------------------------------------------------------------------------------ from outside
+
+    def add(self, request: SimulatedRequest) -> None:
+        """Take a request in."""
+        self.waiting.push(request)
+        self._wake()
+
+    def add_running(self, request: SimulatedRequest) -> None:
+        """Take a request in that decodes already: a simulation need not begin empty."""
+        request.num_blocks = num_blocks_for(request.committed_len, self.limits.block_size)
+        self._num_free_blocks -= request.num_blocks
+        self.running[request.request_id] = request
+        self.links.assume_read(request)
+        self._wake()
+
+    def set_workers(self, workers: Iterable[DraftWorker]) -> None:
+        """Use exactly these draft workers."""
+        self.links.set_workers(workers)
+
+    def die(self) -> list[SimulatedRequest]:
+        """Lose everything; return the requests, to go on elsewhere behind what has been delivered."""
+        orphans = [*self.running.values(), *self.waiting]
+        for one in orphans:
+            one.num_computed = one.num_blocks = 0
+            one.is_in_flight = one.has_drafts = one.was_looked_ahead = False
+            one.num_replays += 1
+            self.links.release(one.request_id)
+        self.running.clear()
+        self.waiting = WaitingQueue()
+        self._num_free_blocks = self._num_blocks
+        self._flights.clear()
+        self._awaited.clear()
+        self._launching = None
+        self._landed_s = None
+        self._is_busy = self.is_alive = False
+        self._life += 1
+        return orphans
+
+    def revive(self) -> None:
+        """Begin anew, empty."""
+        self.is_alive = True
+        self._target_free_s = self._events.now_s
+        self._wake()
+
+    def check_integrity(self) -> None:
+        """Assert that blocks add up."""
+        held = sum(one.num_blocks for one in self.running.values())
+        assert held + self._num_free_blocks == self._num_blocks, "blocks leak"
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    def _later(self, time_s: float, callback: Callable[[], None]) -> None:
+        """Call back at a time, unless the group has died before."""
+        life = self._life
+
+        def run() -> None:
+            if life == self._life:
+                callback()
+
+        self._events.at(time_s, run)
+
+    def _wake(self) -> None:
+        if self.is_alive and not self._is_busy:
+            self._is_busy = True
+            self._later(self._events.now_s, self._go)
+
+    def _go(self) -> None:
+        mode = self.controller.mode if self.links.links else "lockstep"
+        if len(self._flights) < _DEPTHS[mode] and self._launch(mode):
+            return
+        if self._flights:
+            self._later(max(self._events.now_s, self._flights[0].landing_s), self._land)
+        else:
+            self._is_busy = False
+            self._landed_s = None
+
+    def _launch(self, mode: OverlapMode) -> bool:
+        plan = self._plan(mode)
+        if plan is None:
+            return False
+        self._apply(plan)
+        requests = [self.running[one] for one in plan.num_tokens]
+        decoding = [one for one in requests if one.is_decoding]
+        prompts = [one for one in requests if not one.is_decoding]
+        num_here = len(requests)
+        budgets = np.array([plan.num_draft_tokens.get(one.request_id, 0) for one in decoding], dtype=np.int64)
+        flight = _Flight(
+            mode=mode,
+            plan=plan,
+            decoding=decoding,
+            prompts=prompts,
+            budgets=budgets,
+            launched_s=self._events.now_s,
+            num_elsewhere=sum(one.is_decoding for one in self.running.values() if one.is_in_flight),
+            context_tokens=sum(one.committed_len for one in requests),
+        )
+        assert num_here, "a round without work"
+        for one in requests:
+            one.is_in_flight = True
+        self._launching = flight
+        self._ask(flight)
+        if self._awaited:
+            give_up_s = max(one.give_up_s for one in self._awaited.values())
+            self._later(max(give_up_s, self._events.now_s), partial(self._give_up, flight))
+        else:
+            self._submit()
+        return True
+
+    def _plan(self, mode: OverlapMode) -> RoundPlan | None:
+        most = -(-len(self.running) // 2) if mode == "ping_pong" else None
+        if not self.running and not len(self.waiting):
+            return None
+        plan = self._plan_at_most(most)
+        if self._flights and (plan.preempted or not plan.num_tokens):
+            return None
+        if plan.preempted or not plan.num_tokens:
+            plan = self._plan_at_most(None)
+        return plan if plan.num_tokens else None
+
+    def _plan_at_most(self, most: int | None) -> RoundPlan:
+        present = [one for one in self.running.values() if not one.is_in_flight]
+        if most is not None and len(present) > most:
+            present = sorted(present, key=lambda one: one.service_key)[:most]
+        here = {one.request_id for one in present}
+        elsewhere = [one for name, one in self.running.items() if name not in here]
+        limits = RoundLimits(
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            block_size=self.limits.block_size,
+            num_free_blocks=self._num_free_blocks,
+            num_usable_blocks=self._num_blocks,
+            num_elsewhere=len(elsewhere),
+        )
+        decoding_elsewhere = [one for one in elsewhere if one.is_decoding]
+        return plan_round(present, self.waiting, limits, self.controller, elsewhere=decoding_elsewhere)
+
+    def _apply(self, plan: RoundPlan) -> None:
+        for request_id in plan.preempted:
+            request = self.running.pop(request_id)
+            self._num_free_blocks += request.num_blocks
+            request.num_computed = request.num_blocks = 0
+            self.counts.preemptions += 1
+            self.waiting.push(request)
+        for request_id in plan.admitted:
+            admitted = self.waiting.remove(request_id)
+            assert admitted is not None
+            self.running[request_id] = admitted
+            self._hold(admitted, admitted.committed_len)
+        for request_id, num_tokens in plan.num_tokens.items():
+            request = self.running[request_id]
+            self._hold(request, max(request.num_computed + num_tokens, request.committed_len))
+
+    def _hold(self, request: SimulatedRequest, num_tokens: int) -> None:
+        number = num_blocks_for(num_tokens, self.limits.block_size)
+        self._num_free_blocks -= number - request.num_blocks
+        request.num_blocks = number
+
+    # ------------------------------------------------------------------------------------ drafts
+
+    def _ask(self, flight: _Flight) -> None:
+        """Ask for drafts of those that were not looked ahead for, and let prompts be read."""
+        unprepared: dict[RequestId, int] = {}
+        for one, budget in zip(flight.decoding, flight.budgets.tolist(), strict=True):
+            if budget > 0 and not one.was_looked_ahead:
+                unprepared[one.request_id] = budget
+        wanted = [self.running[one] for one in unprepared]
+        for name, group in self.links.by_worker([*wanted, *flight.prompts], self._events.now_s).items():
+            budgets = [unprepared.get(one.request_id, 0) for one in group]
+            self._send(name, group, budgets, ())
+
+    def _look_ahead(self, flight: _Flight) -> None:
+        for one in flight.decoding:
+            one.was_looked_ahead = False
+        wanted = [one for one, k in zip(flight.decoding, flight.budgets, strict=True) if k > 0]
+        budget_of = dict(
+            zip((one.request_id for one in flight.decoding), flight.budgets.tolist(), strict=True)
+        )
+        at = {one.request_id: index for index, one in enumerate(flight.decoding)}
+        branches = () if flight.verdicts is None else flight.verdicts.num_branches
+        assert branches is not None
+        for name, group in self.links.by_worker(wanted, self._events.now_s).items():
+            budgets = [budget_of[one.request_id] for one in group]
+            shares = [float(branches[at[one.request_id]]) for one in group]
+            for one in group:
+                one.was_looked_ahead = True
+            self._send(name, group, budgets, shares)
+
+    def _send(
+        self,
+        name: str,
+        group: Sequence[SimulatedRequest],
+        budgets: Sequence[int],
+        branches: Sequence[float],
+    ) -> None:
+        """Send one message: drafts for those with a budget, reading for all that the worker has not seen."""
+        now_s = self._events.now_s
+        link = self.links.links[name]
+        unseen = [self.links.send(one) for one in group]
+        is_awaited = any(budgets) and link.patience.is_waited_for(now_s)
+        token = self._next_token = self._next_token + 1
+        answer = partial(self._answered, name, token, self._life, now_s, len(group), sum(unseen))
+        weights = branches or [1.0] * len(group)
+        num_answers = 0
+        for is_slow in (False, True):
+            members = [at for at, new in enumerate(unseen) if (new > _LONG_UNSEEN) == is_slow]
+            if not members:
+                continue
+            lengths = np.array([budgets[at] for at in members])
+            steps = np.arange(int(lengths.max(initial=0)))
+            share = np.array([weights[at] for at in members])
+            job = DraftJob(
+                taking_part=((lengths[:, None] > steps) * share[:, None]).sum(0),
+                context_tokens=float(sum(group[at].committed_len * weights[at] for at in members)),
+                num_unseen=sum(unseen[at] for at in members) if is_slow else 0,
+                answer=answer if lengths.any() else None,
+            )
+            num_answers += bool(lengths.any())
+            send_s = now_s + self._hardware.wire_s
+            self._events.at(send_s, partial(link.worker.submit, job))
+        if is_awaited:
+            deadline_s = now_s + link.patience.deadline_s(len(group), sum(unseen))
+            self._awaited[name] = _Awaited(token, num_answers, deadline_s)
+        link.patience.asked(now_s)
+
+    def _answered(
+        self,
+        name: str,
+        token: int,
+        life: int,
+        asked_s: float,
+        num_entries: int,
+        num_new: int,
+        draft_s: float,
+    ) -> None:
+        link = self.links.links.get(name)
+        if life != self._life or link is None:
+            return
+        link.patience.heard()
+        awaited = self._awaited.get(name)
+        if awaited is None or awaited.token != token:
+            return
+        awaited.num_answers -= 1
+        if awaited.num_answers:
+            return
+        elapsed_s = self._events.now_s - asked_s
+        link.patience.measured(elapsed_s, num_entries, num_new)
+        link.patience.answered_in_time()
+        del self._awaited[name]
+        self.counts.draft_s += elapsed_s
+        self.counts.draft_rounds += 1
+        self._draft_ready_s = draft_s
+        if self._launching is not None and not self._awaited:
+            self._submit()
+
+    def _give_up(self, flight: _Flight) -> None:
+        """Go on without those whose time is up."""
+        if self._launching is not flight:
+            return
+        for name in self._awaited:
+            if name in self.links.links:
+                self.links.links[name].patience.missed(self._events.now_s)
+            self.counts.draft_misses += 1
+        late = set(self._awaited)
+        self._awaited.clear()
+        self._submit(late)
+
+    # ------------------------------------------------------------------------------------ the target
+
+    def _submit(self, absent: Collection[str] = ()) -> None:
+        flight, self._launching = self._launching, None
+        assert flight is not None
+        now_s = self._events.now_s
+        flight.submitted_s = now_s
+        flight.draft_wait_s = now_s - flight.launched_s
+        flight.draft_ready_s = self._draft_ready_s
+        is_ahead = flight.mode == "draft_ahead"
+        if flight.decoding:
+            is_drafted = np.array([self._is_drafted(one, absent) for one in flight.decoding])
+            fan_out = self._fan_out if is_ahead else None
+            flight.verdicts = play_round(
+                flight.decoding, flight.budgets, is_drafted, fan_out, self._generator
+            )
+        flight.verify_s = self._verify_s(flight)
+        wire_s = self._hardware.wire_s
+        done_s = max(now_s + wire_s, self._target_free_s) + flight.verify_s
+        self._target_free_s = done_s
+        flight.landing_s = done_s + wire_s
+        self._flights.append(flight)
+        if is_ahead:
+            self._look_ahead(flight)
+        else:
+            for one in flight.decoding:
+                one.was_looked_ahead = one.has_drafts = False
+        self._go()
+
+    def _is_drafted(self, one: SimulatedRequest, absent: Collection[str]) -> bool:
+        name = self.links.worker_of(one.request_id)
+        if name is None or name in absent:
+            return False
+        if one.was_looked_ahead:
+            return one.has_drafts
+        return self.links.links[name].patience.is_waited_for(self._events.now_s)
+
+    def _fan_out(self, request: SimulatedRequest, num_pending: int) -> tuple[int, ...]:
+        return self.controller.fan_out(request, num_pending, self.limits.max_branches)
+
+    def _verify_s(self, flight: _Flight) -> float:
+        num_rows = flight.num_prompt_rows + (0 if flight.verdicts is None else flight.verdicts.num_rows)
+        jitter = math.exp(self._generator.normal(0.0, self.limits.jitter))
+        return jitter * self._hardware.verify_s(num_rows, flight.context_tokens)
+
+    def _land(self) -> None:
+        flight = self._flights.popleft()
+        for one in (*flight.decoding, *flight.prompts):
+            one.is_in_flight = False
+        finished = self._commit(flight)
+        self.counts.rounds += 1
+        kind = flight.mode if flight.has_budgets else "plain"
+        self.counts.rounds_by_kind[kind] = self.counts.rounds_by_kind.get(kind, 0) + 1
+        overhead_s = self._hardware.round_overhead_s(len(flight.decoding) + len(flight.prompts))
+        self.counts.target_s += flight.verify_s + overhead_s
+        if self._learns:
+            self._observe(flight, self._events.now_s + overhead_s)
+        self._landed_s = self._events.now_s + overhead_s
+        self._later(self._landed_s, self._go)
+        for one in finished:
+            self._on_finish(self, one)
+
+    def _commit(self, flight: _Flight) -> list[SimulatedRequest]:
+        now_s = self._events.now_s
+        finished = []
+        for one in flight.prompts:
+            one.num_computed += flight.plan.num_tokens[one.request_id]
+            if one.num_computed == one.committed_len:
+                self._advance(one, 1, now_s)
+        verdicts = flight.verdicts
+        if verdicts is not None:
+            news = zip(flight.decoding, verdicts.committed.tolist(), verdicts.hits, strict=True)
+            for one, number, is_hit in news:
+                self._advance(one, number, now_s)
+                one.has_drafts = is_hit
+            self.counts.drafted += int(verdicts.drafted.sum())
+            self.counts.accepted += int(verdicts.accepted.sum())
+        for one in (*flight.decoding, *flight.prompts):
+            if one.is_finished:
+                del self.running[one.request_id]
+                self._num_free_blocks += one.num_blocks
+                one.num_blocks = 0
+                self.links.release(one.request_id)
+                finished.append(one)
+        return finished
+
+    def _advance(self, request: SimulatedRequest, number: int, now_s: float) -> None:
+        request.committed_len += number
+        request.num_generated += number
+        request.num_computed = request.committed_len - 1
+        self._hold(request, request.committed_len)
+        self.counts.tokens += number
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+
+    # ------------------------------------------------------------------------------------ learning
+
+    def _observe(self, flight: _Flight, now_s: float) -> None:
+        its = flight.verdicts
+        num_first = sum(one.num_generated == 1 for one in flight.prompts)
+        num_committed = 0 if its is None else int(its.committed.sum())
+        num_rows = 0 if its is None else its.num_rows
+        self.controller.observe(
+            RoundObservation(
+                num_rows=num_rows + flight.num_prompt_rows,
+                num_sequences=len(flight.decoding) + len(flight.prompts),
+                num_committed=num_committed + num_first,
+                draft_s=flight.draft_wait_s,
+                verify_s=flight.landing_s - flight.submitted_s,
+                outcomes=() if its is None else _outcomes(flight, its),
+                mode=flight.mode,
+                round_s=None if self._landed_s is None else now_s - self._landed_s,
+                num_decoding=len(flight.decoding) + num_first,
+                num_prompt_rows=flight.num_prompt_rows,
+                context_tokens=flight.context_tokens,
+                budgets=flight.plan.num_draft_tokens,
+                draft_ready_s=flight.draft_ready_s,
+                target_s=flight.verify_s,
+                num_elsewhere=flight.num_elsewhere,
+                ahead=() if its is None else _ahead(flight, its),
+            )
+        )
+
+
+def _outcomes(flight: _Flight, its: VerdictRound) -> list[DraftOutcome]:
+    return [
+        DraftOutcome(request_id=one.request_id, num_drafted=drafted, num_accepted=accepted)
+        for one, drafted, accepted in zip(
+            flight.decoding, its.drafted.tolist(), its.accepted.tolist(), strict=True
+        )
+        if drafted
+    ]
+
+
+def _ahead(flight: _Flight, its: VerdictRound) -> list[AheadOutcome]:
+    if its.prepared is None or its.ranks is None:
+        return []
+    return [
+        AheadOutcome(
+            request_id=one.request_id,
+            num_pending=drafted,
+            num_accepted=accepted,
+            num_prepared=prepared,
+            rank=rank if rank < prepared else None,
+        )
+        for one, drafted, accepted, prepared, rank in zip(
+            flight.decoding,
+            its.drafted.tolist(),
+            its.accepted.tolist(),
+            its.prepared.tolist(),
+            its.ranks.tolist(),
+            strict=True,
+        )
+        if prepared
+    ]

@@ -1,0 +1,131 @@
+"""Pictures of the simulation for docs/performance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.core.errors import UserError
+
+
+def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write all pictures as SVG.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError(
+            "--plots needs matplotlib: install drafthouse[train], or leave the option out"
+        ) from error
+    matplotlib.use("svg")
+    # The same numbers give the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "drafthouse", "svg.fonttype": "none", "font.size": 9})
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        _save(_scaling(results["scaling"]), folder / "simulate-scaling.svg"),
+        _save(_pools(results["pools"]), folder / "simulate-pools.svg"),
+        _save(_loads(results["loads"]), folder / "simulate-controller.svg"),
+        _save(_failures(results["failures"]), folder / "simulate-failures.svg"),
+    ]
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    return path
+
+
+def _figure(num_plots: int) -> tuple[Any, Any]:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, num_plots, figsize=(4.2 * num_plots, 3.0), squeeze=False)
+    return figure, axes[0]
+
+
+def _scaling(rows: Sequence[Mapping[str, Any]]) -> Any:
+    figure, (left, right) = _figure(2)
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        for axis, is_one_pool in ((left, False), (right, True)):
+            own = [
+                row["outcome"]
+                for row in rows
+                if row["kind"] == kind and (row["pools"] == 1) == is_one_pool and row["groups_per_pool"] > 1
+            ]
+            own.sort(key=lambda one: one.num_groups)
+            if is_one_pool:
+                axis.plot([one.num_groups for one in own], [one.goodput_per_group for one in own], "o-")
+            else:
+                gpus, total = [one.num_gpus for one in own], [one.goodput for one in own]
+                axis.loglog(gpus, total, "o-", label=kind)
+    left.set(xlabel="GPUs, in pools of 2 groups and a draft worker", ylabel="tokens/s")
+    left.legend(frameon=False)
+    right.set(xlabel="target groups that share one pool (2 per worker)", ylabel="tokens/s per group")
+    right.set_ylim(bottom=0)
+    return figure
+
+
+def _pools(pools: Mapping[str, Any]) -> Any:
+    figure, (left, right) = _figure(2)
+    rows = pools["rows"]
+    for number, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
+        own, colour = [row for row in rows if row["mode"] == mode], f"C{number}"
+        left.scatter(
+            [row["load"] for row in own], [row["workers"] for row in own], s=14, color=colour, label=mode
+        )
+        for row in own:
+            shares = [one[0] / (row["load"] / pools["x"]) for one in row["measured"]]
+            best = max(one[1] for one in row["measured"])
+            values = [one[1] / best for one in row["measured"]]
+            right.plot(shares, values, "-", color=colour, lw=0.5, alpha=0.6)
+    loads = [min(row["load"] for row in rows), max(row["load"] for row in rows)]
+    left.plot(loads, [load / pools["x"] for load in loads], "k--", lw=1, label=f"L / {pools['x']:.2f}")
+    left.set(xscale="log", yscale="log", xlabel="load L by bare times", ylabel="workers per group needed")
+    ticks = (0.2, 0.5, 1.0, 2.0)
+    left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.minorticks_off()
+    left.legend(frameon=False)
+    right.axvline(1.0, color="k", ls="--", lw=1)
+    right.set(
+        xscale="log", xlabel="workers, of what the rule says", ylabel="goodput, of the best", ylim=(0, 1.05)
+    )
+    return figure
+
+
+def _loads(rows: Sequence[Mapping[str, Any]]) -> Any:
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    figure, axes = _figure(len(drafters))
+    for axis, drafter in zip(axes, drafters, strict=True):
+        own = [row for row in rows if row["drafter"] == drafter]
+        batches = [row["batch"] for row in own]
+        plain = [row["goodput"]["plain"] for row in own]
+        for name in own[0]["goodput"]:
+            values = [row["goodput"][name] / base for row, base in zip(own, plain, strict=True)]
+            axis.plot(batches, values, "-", color="0.75", lw=0.8)
+        best = [row["goodput"][row["best_fixed"]] / base for row, base in zip(own, plain, strict=True)]
+        axis.plot(batches, best, "k--", label="best fixed")
+        axis.plot(batches, [row["controller_vs_plain"] for row in own], "o-", label="controller")
+        axis.set(xscale="log", xlabel=f"requests at a time, drafter {drafter}", ylabel="goodput over plain")
+        axis.axhline(1.0, color="0.5", lw=0.8)
+        axis.legend(frameon=False)
+    return figure
+
+
+def _failures(results: Mapping[str, Any]) -> Any:
+    figure, (left, right) = _figure(2)
+    period_s = results["period_s"]
+    seconds = results["tokens_by_second"][: int(7 * period_s)]
+    left.plot(range(len(seconds)), seconds, lw=1)
+    for number in (1, 3, 5):
+        for axis in (left,):
+            axis.axvspan(number * period_s, (number + 1) * period_s, color="0.9")
+    left.set(xlabel="seconds (grey: somebody is dead)", ylabel="tokens/s", ylim=(0, None))
+    names = list(results["phases"])
+    values = [results["phases"][name]["token_p50_ms"] for name in names]
+    right.barh(names[::-1], values[::-1])
+    right.set(xlabel="ms per token of a stream, median")
+    return figure

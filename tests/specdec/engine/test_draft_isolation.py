@@ -1,0 +1,376 @@
+"""One coordinator of a draft worker does what it likes; the others get their drafts all the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.core.clock import ManualClock
+from specdec.core.errors import ChannelTimeout
+from specdec.core.ids import RequestId, owned_id, owner_of
+from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.draft_server import DraftServer, sequence_name
+from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
+from specdec.engine.toy_runner import ToyRunner
+from specdec.engine.toy_target import ToyModel
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.sampling.sampler import Sampler
+from specdec.transport.base import PeerId
+from specdec.transport.memory import MemoryChannel, MemoryNetwork
+from specdec.transport.messages import (
+    DraftOpening,
+    ProposeAnswer,
+    ProposeEntry,
+    ProposeReply,
+    ProposeRequest,
+    Release,
+)
+
+VOCAB = 24
+MODEL = ToyModel(VOCAB, seed=3)
+PARAMS = SamplingParams(temperature=0.9)
+DRAFT = PeerId("draft")
+SHARES = DraftShareConfig(max_sequences=16, max_batch_entries=8, max_batch_rows=256, max_batch_branches=64)
+
+
+class Pool:
+    """A draft worker over a toy model with little memory, and coordinators played by the test."""
+
+    def __init__(
+        self, names: Sequence[str] = ("good", "bad"), shares: DraftShareConfig = SHARES, num_blocks: int = 256
+    ) -> None:
+        self.network = MemoryNetwork(seed=0, clock=ManualClock())
+        channel = self.network.open(DRAFT)
+        self.runner = ToyRunner(MODEL, num_blocks=num_blocks)
+        self.proposer = DraftModelProposer(self.runner, Sampler(), vocab_size=VOCAB, max_read_tokens=64)
+        self.server = DraftServer(channel, self.proposer, shares=shares, clock=self.network.clock)
+        self.channels: dict[str, MemoryChannel] = {}
+        for name in names:
+            self.channels[name] = self.network.open(PeerId(name))
+            self.channels[name].connect(channel.address)
+        channel.admit([one.address for one in self.channels.values()])
+
+    def send(self, name: str, *entries: ProposeEntry, round_id: int = 1) -> None:
+        self.channels[name].send(DRAFT, ProposeRequest(round_id, entries))
+
+    def deliver(self) -> None:
+        self.network.run_for(1e-3)
+
+    def answers(self, name: str) -> list[ProposeAnswer]:
+        self.deliver()
+        found: list[ProposeAnswer] = []
+        with suppress(ChannelTimeout):
+            while True:
+                message = self.channels[name].receive(0).message
+                assert isinstance(message, ProposeReply)
+                found += message.answers
+        return found
+
+    def serve_all(self) -> None:
+        self.deliver()
+        self.server.step(0)
+        while self.server.has_waiting:
+            self.server.step(0)
+        self.proposer.check_integrity()
+
+
+def an_entry(name: str, tokens: Sequence[int], *, base_len: int = 0, **fields: object) -> ProposeEntry:
+    entry = ProposeEntry(
+        request_id=RequestId(name),
+        epoch=1,
+        committed_len=len(tokens),
+        prefix_hash=extend_prefix_hash(EMPTY_PREFIX, tokens),
+        num_draft_tokens=3,
+        base_len=base_len,
+        token_ids=tuple(tokens[base_len:]),
+        opening=DraftOpening(PARAMS, 7, 1) if base_len == 0 else None,
+    )
+    return msgspec.structs.replace(entry, **fields)
+
+
+def drafts(tokens: Sequence[int]) -> tuple[int, ...]:
+    return tuple(MODEL.continuation(tokens, PARAMS, 7, 3))
+
+
+Flood = Callable[[Pool, int], None]
+
+
+def repeats(pool: Pool, tick: int) -> None:
+    same = an_entry("same", [1, 2, 3])
+    for _ in range(500):
+        pool.send("bad", same)
+
+
+def never_releases(pool: Pool, tick: int) -> None:
+    for index in range(200):
+        pool.send("bad", an_entry(f"{tick}-{index}", [tick % VOCAB, index % VOCAB, 1]))
+
+
+def long_prompts(pool: Pool, tick: int) -> None:
+    for index in range(12):
+        tokens = random.Random(index).choices(range(VOCAB), k=200)
+        pool.send("bad", an_entry(f"{tick % 2}-{index}", tokens, epoch=tick))
+
+
+def fan_outs(pool: Pool, tick: int) -> None:
+    for index in range(12):
+        pending, fan_out = (1,) * 20, (3,) * 21
+        tokens = [index, *[1] * tick]
+        pool.send("bad", an_entry(str(index), tokens, pending=pending, fan_out=fan_out, num_draft_tokens=64))
+
+
+def one_great_message(pool: Pool, tick: int) -> None:
+    some = [an_entry(str(index), [1, index % VOCAB], epoch=tick) for index in range(20)]
+    pool.send("bad", *(some * 250))
+
+
+LIES: list[dict[str, object]] = [
+    {"prefix_hash": 5},
+    {"committed_len": 0, "token_ids": (), "prefix_hash": EMPTY_PREFIX},
+    {"committed_len": -1},
+    {"committed_len": 1 << 60},
+    {"base_len": -3},
+    {"base_len": 1 << 60},
+    {"token_ids": (-1, 2, 3), "prefix_hash": extend_prefix_hash(EMPTY_PREFIX, [-1, 2, 3])},
+    {"token_ids": (1 << 40, 2, 3), "prefix_hash": extend_prefix_hash(EMPTY_PREFIX, [1 << 40, 2, 3])},
+    {"num_draft_tokens": 1 << 40},
+    {"num_draft_tokens": -1},
+    {"fan_out": (1 << 50,)},
+    {"fan_out": (1,), "pending": (1 << 50,)},
+    {"opening": DraftOpening(PARAMS, (1 << 64) - 1, 1)},
+    {"opening": DraftOpening(PARAMS, -(1 << 63), 1)},
+    {"opening": DraftOpening(PARAMS, 7, -5)},
+    {"opening": DraftOpening(PARAMS, 7, 1 << 30)},
+    {"opening": DraftOpening(SamplingParams(temperature=float("nan")), 7, 1)},
+    {"opening": DraftOpening(SamplingParams(logit_bias=((-4, 1.0),)), 7, 1)},
+    {"opening": DraftOpening(SamplingParams(logit_bias=((1 << 40, 1.0),)), 7, 1)},
+    {"opening": DraftOpening(SamplingParams(allowed_token_ids=(1 << 40,)), 7, 1)},
+    {"opening": DraftOpening(SamplingParams(repetition_penalty=2.0), 7, 1 << 30)},
+    {"opening": None},
+    {"epoch": -(1 << 40)},
+    {"epoch": 1 << 60},
+]
+
+
+def lies(pool: Pool, tick: int) -> None:
+    for index, lie in enumerate(LIES):
+        pool.send("bad", an_entry(f"lie{index}", [1, 2, 3], **lie), round_id=(-1) ** tick * (1 << 60))
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [repeats, never_releases, long_prompts, fan_outs, one_great_message, lies],
+    ids=lambda f: f.__name__,
+)
+def test_a_coordinator_that_floods_starves_nobody(flood: Flood) -> None:
+    pool = Pool()
+    texts = {f"g{index}": [index, 2, 3] for index in range(3)}
+    sent = dict.fromkeys(texts, 0)
+    for tick in range(1, 13):
+        flood(pool, tick)
+        pool.send("good", *[an_entry(name, text, base_len=sent[name]) for name, text in texts.items()])
+        flood(pool, tick)
+        pool.deliver()
+        found: dict[str, ProposeAnswer] = {}
+        num_steps = 0
+        while len(found) < len(texts):
+            assert num_steps < 4, "batches between a wish and its answer"
+            pool.server.step(0)
+            num_steps += 1
+            found |= {answer.request_id: answer for answer in pool.answers("good")}
+        for name, text in texts.items():
+            assert not found[name].needs_start
+            assert not found[name].is_full
+            assert found[name].token_ids == drafts(text), "drafted, and of its own text"
+            sent[name] = len(text)
+            text += [tick % VOCAB, (tick + len(name)) % VOCAB]
+        assert pool.server.num_sequences <= 16
+    pool.serve_all()
+    known = pool.proposer.sequences.known
+    assert {sequence_name(PeerId("good"), RequestId(name), 1) for name in texts} <= known
+    for answer in pool.answers("bad"):
+        assert not answer.request_id.startswith("g")
+
+
+def test_without_turns_the_flood_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: batches as large, in the order of the coordinators' names."""
+    import specdec.engine.draft_server as module
+
+    def by_name(queues: Sequence[Sequence[tuple[module._Wish, float]]]) -> list[module._Wish]:
+        return sorted((wish for queue in queues for wish, _ in queue), key=lambda wish: wish.coordinator)[:8]
+
+    monkeypatch.setattr(module, "fair_batch", by_name)
+    pool = Pool()
+    pool.send("good", an_entry("g", [1, 2, 3]))
+    for tick in range(1, 13):
+        pool.send("bad", *[an_entry(str(index), [index, *[1] * tick]) for index in range(12)])
+        pool.deliver()
+        pool.server.step(0)
+        assert not pool.answers("good")
+
+
+def test_who_never_releases_gives_up_its_own_sequences_alone() -> None:
+    pool = Pool(("good", "bad"))
+    pool.send("good", *[an_entry(f"g{index}", [index, 2]) for index in range(8)])
+    pool.serve_all()
+    assert {answer.token_ids != () for answer in pool.answers("good")} == {True}
+    for index in range(20):
+        pool.send("bad", an_entry(f"b{index}", [index, 5]))
+    pool.serve_all()
+    answers = pool.answers("bad")
+    assert [answer.is_full for answer in answers].count(False) == 8, (
+        "half of the places are not the good one's"
+    )
+    assert pool.server.counters["displaced_sequences"] == 0
+    pool.network.clock.advance(6.0)
+    pool.send("good", *[an_entry(f"g{index}", [index, 2, 3], base_len=2) for index in range(8)])
+    pool.send("bad", an_entry("another", [9, 9]))
+    pool.serve_all()
+    assert not any(answer.needs_start for answer in pool.answers("good"))
+    (another,) = pool.answers("bad")
+    assert another.token_ids == drafts([9, 9])
+    assert pool.server.counters["displaced_sequences"] == 1, (
+        "its own, that it had not asked about for longest"
+    )
+
+
+def test_who_comes_late_gets_its_share_from_those_who_have_more() -> None:
+    pool = Pool(("first", "second", "third"))
+    pool.send("first", *[an_entry(f"a{index}", [index, 2]) for index in range(20)])
+    pool.serve_all()
+    assert [answer.is_full for answer in pool.answers("first")].count(True) == 4
+    for name in ("second", "third"):
+        pool.send(name, *[an_entry(f"x{index}", [index, 3]) for index in range(6)])
+    pool.serve_all()
+    places = {name: [a.is_full for a in pool.answers(name)].count(False) for name in ("second", "third")}
+    assert places["second"] == 6
+    assert places["third"] == 5
+    assert pool.server.num_sequences == 16
+    pool.send("first", *[an_entry(f"a{index}", [index, 2, 4], base_len=2) for index in range(16)])
+    pool.serve_all()
+    gone = [answer for answer in pool.answers("first") if answer.needs_start]
+    assert len(gone) == 11
+    pool.send("first", *[an_entry(answer.request_id, [1, 2, 4]) for answer in gone])
+    pool.serve_all()
+    assert all(answer.is_full for answer in pool.answers("first"))
+
+
+def test_replies_tell_how_busy_the_worker_is() -> None:
+    pool = Pool(("a", "b"))
+    pool.send("a", an_entry("x", [1, 2]))
+    pool.serve_all()
+    pool.send("b", an_entry("x", [1, 2]), an_entry("y", [1, 2]))
+    pool.serve_all()
+    pool.deliver()
+    first = pool.channels["a"].receive(0).message
+    second = pool.channels["b"].receive(0).message
+    assert isinstance(first, ProposeReply)
+    assert isinstance(second, ProposeReply)
+    assert (first.num_sequences, first.max_sequences, first.num_places) == (1, 16, 15)
+    assert (second.num_sequences, second.max_sequences, second.num_places) == (3, 16, 13)
+
+
+def test_a_sequence_without_room_in_the_cache_is_refused() -> None:
+    pool = Pool(("a",), num_blocks=33)  # 128 tokens
+    for index in range(4):
+        pool.send("a", an_entry(f"s{index}", [index] * 40))
+        pool.serve_all()
+    answers = {answer.request_id: answer for answer in pool.answers("a")}
+    assert [answers[RequestId(f"s{index}")].is_full for index in range(4)] == [False, False, True, True]
+    pool.channels["a"].send(DRAFT, Release(((RequestId("s0"), 1),)))
+    pool.send("a", an_entry("s2", [2] * 40))
+    pool.serve_all()
+    assert [answer.is_full for answer in pool.answers("a")] == [False]
+
+
+def test_memory_is_taken_from_those_who_have_more_than_their_share() -> None:
+    pool = Pool(num_blocks=33)
+    for index in range(3):
+        pool.send("bad", an_entry(f"b{index}", [index] * 36))
+        pool.serve_all()
+    assert [answer.is_full for answer in pool.answers("bad")] == [False] * 3
+    for index in range(2):
+        pool.send("good", an_entry(f"g{index}", [index, *[4] * 16]))
+        pool.serve_all()
+    assert [answer.token_ids != () for answer in pool.answers("good")] == [True, True]
+    known = {owner_of(name) for name in pool.proposer.sequences.known}
+    assert known == {"good", "bad"}
+    num_good = len([name for name in pool.proposer.sequences.known if owner_of(name) == "good"])
+    for _ in range(3):
+        for index in range(3):
+            pool.send("bad", an_entry(f"b{index}", [index] * 36))
+        pool.serve_all()
+    assert num_good == len([name for name in pool.proposer.sequences.known if owner_of(name) == "good"]) == 2
+
+
+def test_reading_prompts_is_shared_too() -> None:
+    """64 tokens are read in a batch: a prompt of one is not put off for the many short ones of the other."""
+    pool = Pool(shares=DraftShareConfig(max_sequences=64))
+    long = random.Random(0).choices(range(VOCAB), k=150)
+    pool.send("good", an_entry("long", long))
+    num_batches = 0
+    sent = 0
+    while True:
+        pool.send("bad", *[an_entry(f"{num_batches}-{index}", [index % VOCAB] * 20) for index in range(5)])
+        pool.deliver()
+        pool.server.step(0)
+        num_batches += 1
+        (answer,) = [one for one in pool.answers("good") if one.request_id == "long"]
+        if answer.token_ids:
+            break
+        sent = len(long)
+        pool.send("good", an_entry("long", long, base_len=sent))
+        assert num_batches <= 6
+    assert answer.token_ids == drafts(long)
+
+
+def test_a_sequence_that_nobody_asks_about_is_forgotten_after_its_lease() -> None:
+    pool = Pool(shares=DraftShareConfig(max_sequences=16, lease_s=20.0))
+    pool.send("good", an_entry("asked", [1, 2]), an_entry("left", [1, 2]))
+    for _ in range(11):
+        pool.serve_all()
+        pool.network.clock.advance(2.0)
+        pool.send("good", an_entry("asked", [1, 2], base_len=2))
+    pool.serve_all()
+    assert pool.server.num_sequences == 1
+    assert not any(answer.needs_start for answer in pool.answers("good"))
+
+
+@given(
+    st.lists(st.lists(st.floats(0.01, 2.0), max_size=12), min_size=1, max_size=5),
+)
+def test_batches_are_fair(queues: list[list[float]]) -> None:
+    waiting = {
+        owner: [((owner, index), part) for index, part in enumerate(queue)]
+        for owner, queue in enumerate(queues)
+    }
+    order = list(waiting)
+    since = dict.fromkeys(order, 0)
+    while any(waiting.values()):
+        batch = fair_batch([waiting[owner] for owner in order if waiting[owner]])
+        parts = {owner: dict(waiting[owner]) for owner in order}
+        total = sum(parts[owner][(owner, index)] for owner, index in batch)
+        assert len(batch) == 1 or total <= 1.0 + 1e-6
+        for owner in order:
+            mine = [wish for wish in batch if wish[0] == owner]
+            assert mine == [wish for wish, _ in waiting[owner][: len(mine)]], "each queue in its order"
+            since[owner] = 0 if mine or not waiting[owner] else since[owner] + 1
+            assert since[owner] < len(order), "nobody waits for longer than everybody's turn"
+            del waiting[owner][: len(mine)]
+        first = batch[0][0]
+        order.remove(first)
+        order.append(first)
+
+
+def test_equal_shares() -> None:
+    assert equal_share(10, ["a", "b"], "c") == 3
+    assert equal_share(10, ["a"], "a") == 10
+    assert owner_of(owned_id("a", "b/c")) == "a"
+    assert owner_of(RequestId("chat")) == ""

@@ -1,0 +1,196 @@
+"""Draft workers that join, leave, fill up and die: who drafts for whom, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from specdec.core.clock import ManualClock
+from specdec.core.ids import RequestId
+from specdec.core.plan import TargetStep
+from specdec.core.request import Request
+from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.remote_proposer import RemoteProposer
+from specdec.engine.toy_target import ToyTarget
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.transport.base import PeerId
+from specdec.transport.memory import Faults
+from tests.specdec.engine.remote_cluster import CAPABILITIES, MODEL, VOCAB, Cluster, a_request, expected
+from tests.specdec.engine.test_look_ahead import wish
+from tests.specdec.engine.test_remote_proposer import budgets, sequence
+
+ROUND_S = 0.02
+
+
+def shares_of(cluster: Cluster) -> list[int]:
+    return sorted(server.num_sequences for server in cluster.servers.values())
+
+
+def test_full_workers_are_asked_seldom_and_a_place_is_found_when_there_is_one() -> None:
+    cluster = Cluster(Faults(), num_drafters=2, shares=DraftShareConfig(max_sequences=3))
+    sequences = [sequence(f"s{index}") for index in range(10)]
+    proposer = cluster.proposer
+    for _ in range(500):
+        found = proposer.propose(sequences, budgets(*sequences))
+        cluster.network.run_for(ROUND_S)
+    assert len(found) == 6, "what has no place goes on without drafts"
+    assert shares_of(cluster) == [3, 3]
+    refused = proposer.counters["draft_sequences_refused"]
+    assert 4 <= refused < 40, "500 rounds, four of ten without a place"
+    assert sum(server.counters["refused_entries"] for server in cluster.servers.values()) == refused
+    assert proposer.pool_usage == 1.0
+    proposer.release([next(iter(found))])
+    sequences = [one for one in sequences if one.request_id != next(iter(found))]
+    rounds = 0
+    while len(proposer.propose(sequences, budgets(*sequences))) < 6:
+        cluster.network.run_for(ROUND_S)
+        rounds += 1
+        assert rounds * ROUND_S < 2.2, "two seconds at most until the next attempt"
+    cluster.start_drafter()
+    for _ in range(5):
+        found = proposer.propose(sequences, budgets(*sequences))
+        cluster.network.run_for(ROUND_S)
+    assert len(found) == 9
+    assert proposer.counters.get("draft_deadline_misses", 0) == 0
+
+
+def test_a_worker_that_joins_gets_its_part_a_few_at_a_time() -> None:
+    cluster = Cluster(Faults(), num_drafters=1, shares=DraftShareConfig(max_sequences=64))
+    sequences = [sequence(f"s{index}", prompt=3 + index) for index in range(12)]
+    proposer = cluster.proposer
+    proposer.propose(sequences, budgets(*sequences))
+    cluster.start_drafter()
+    moved = [proposer.counters.get("draft_sequences_moved", 0)]
+    for number in range(400):
+        assert len(proposer.propose(sequences, budgets(*sequences))) == 12, "nobody loses a draft by moving"
+        cluster.network.run_for(ROUND_S)
+        moved.append(proposer.counters["draft_sequences_moved"])
+        assert moved[-1] - moved[-2] <= 4
+        assert moved[-1] <= 4 * (1 + number * ROUND_S)
+        for one in sequences:
+            one.commit((number % VOCAB,))
+    assert shares_of(cluster) == [6, 6] or shares_of(cluster) == [5, 7]
+    assert moved[-1] in (5, 6)
+    youngest = {name.split("/")[1] for name in list(cluster.drafters.values())[1].known}
+    assert youngest == {f"s{index}" for index in range(int(moved[-1]))}, "the shortest moved"
+    cluster.stop_drafter(next(iter(cluster.drafters)), told=True)
+    assert len(proposer.propose(sequences, budgets(*sequences))) == 12
+    assert shares_of(cluster) == [12]
+
+
+def test_what_is_under_way_does_not_move() -> None:
+    cluster = Cluster(Faults(delay_s=(0.01, 0.01)), num_drafters=1, shares=DraftShareConfig(max_sequences=64))
+    proposer = cluster.proposer
+    sequences = [sequence(f"s{index}") for index in range(8)]
+    proposer.propose(sequences, budgets(*sequences))
+    proposer.look_ahead([wish(one) for one in sequences])
+    cluster.start_drafter()
+    for one in sequences:
+        one.commit((1, 2))
+    proposer.propose(sequences, budgets(*sequences))
+    assert proposer.counters.get("draft_sequences_moved", 0) == 0, "their branches were awaited"
+    cluster.network.run_for(1.1)
+    proposer.look_ahead([wish(one) for one in sequences])
+    assert 0 < proposer.counters["draft_sequences_moved"] <= 4, "between two rounds they may"
+
+
+def test_coordinators_share_two_workers_evenly() -> None:
+    """Each sees its own sequences, and of the others' what the workers tell."""
+    cluster = Cluster(Faults(), num_drafters=2, shares=DraftShareConfig(max_sequences=64))
+    proposers = [cluster.proposer]
+    for index in range(3):
+        channel = cluster.network.open(PeerId(f"other-{index}"))
+        proposers.append(
+            RemoteProposer(channel, capabilities=CAPABILITIES, vocab_size=VOCAB, clock=cluster.clock)
+        )
+    addresses = list(cluster.addresses.values())
+    for address in addresses:
+        cluster.network._channels[address.peer_id].admit([one._channel.address for one in proposers])
+    own = [[sequence(f"s{index}") for index in range(5 + 3 * number)] for number in range(4)]
+    for proposer in proposers:
+        proposer.set_workers(addresses[:1])
+    for round_number in range(400):
+        if round_number == 10:
+            for proposer in proposers:
+                proposer.set_workers(addresses)
+        for proposer, sequences in zip(proposers, own, strict=True):
+            assert len(proposer.propose(sequences, budgets(*sequences))) == len(sequences)
+        cluster.network.run_for(ROUND_S)
+    low, high = shares_of(cluster)
+    assert low + high == 38
+    assert high <= 1.3 * (low + 1)
+    assert sum(one.counters["draft_sequences_moved"] for one in proposers) <= 25
+
+
+class _BusyTarget(ToyTarget):
+    """A target whose rounds take (simulated) time."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(MODEL, num_blocks=64)
+        self._clock = clock
+
+    def submit(self, step: TargetStep) -> None:
+        self._clock.advance(ROUND_S)
+        super().submit(step)
+
+
+def run_with_kills(
+    mode: OverlapMode, num_requests: int, *, is_replaced: bool, num_drafters: int = 3, seed: int = 0
+) -> tuple[float, float, float, int]:
+    """Serve requests while draft workers are killed at random in the middle third.
+
+    Return the tokens per simulated second of each third, and how many workers were killed.
+    """
+    rng = random.Random(seed)
+    cluster = Cluster(
+        Faults(delay_s=(0.0, 0.001)),
+        seed,
+        num_drafters=num_drafters,
+        mode=mode,
+        make_target=_BusyTarget,
+        shares=DraftShareConfig(max_sequences=3),
+    )
+    requests = [a_request(f"r{index}", rng) for index in range(num_requests)]
+    tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+    waiting, active = requests[::-1], list[Request]()
+    num_killed = 0
+    marks = [(0.0, 0)]
+    thirds = [num_requests // 3, 2 * num_requests // 3]
+    while waiting or cluster.engine.has_work:
+        active = [one for one in active if len(tokens[one.request_id]) < (one.params.max_tokens or 0)]
+        while waiting and len(active) < 6:
+            active.append(waiting.pop())
+            cluster.engine.add_request(active[-1])
+        num_begun = num_requests - len(waiting)
+        if len(marks) <= len(thirds) and num_begun >= thirds[len(marks) - 1]:
+            marks.append((cluster.clock.now_s(), sum(map(len, tokens.values()))))
+        if len(marks) == 2 and cluster.drafters and rng.random() < 0.1:
+            cluster.stop_drafter(rng.choice(list(cluster.drafters)), told=rng.random() < 0.5)
+            num_killed += 1
+            if is_replaced:
+                cluster.network.schedule(rng.uniform(0.1, 1.0), cluster.start_drafter)
+        cluster.step(tokens)
+    marks.append((cluster.clock.now_s(), sum(map(len, tokens.values()))))
+    for request in requests:
+        assert tokens[request.request_id] == expected(request), request
+    rates = [
+        (later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in itertools.pairwise(marks)
+    ]
+    return rates[0], rates[1], rates[2], num_killed
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "ping_pong", "draft_ahead"])
+def test_draft_workers_are_killed_at_random_during_500_requests(mode: OverlapMode) -> None:
+    before, during, after, num_killed = run_with_kills(mode, 500, is_replaced=True)
+    assert num_killed > 20
+    assert during < 0.95 * before, "it did not hurt: this proves nothing"
+    assert after > 0.93 * before, (before, during, after)
+
+
+def test_without_new_workers_throughput_does_not_recover() -> None:
+    """Negative control: the drafts are what makes it fast."""
+    before, _, after, num_killed = run_with_kills("lockstep", 150, is_replaced=False)
+    assert num_killed == 3
+    assert after < 0.8 * before
