@@ -80,9 +80,21 @@ class Outlook:
         return self.wish.pending[: self.last]
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Tokens to draft behind the guess that comes after all pending tokens: what there is room for."""
+        committed_len = self.wish.view.committed_len
+        return min(self.wish.num_draft_tokens, self.most_len - (committed_len + len(self.wish.pending) + 1))
+
+    @property
     def num_rows(self) -> int:
         """Verdicts."""
         return self.last - self.first + 1
+
+    @property
+    def goes_straight_on(self) -> bool:
+        """Whether there is one guess: all pending tokens stand, and the drafter's first choice follows."""
+        assert self.wish.fan_out is not None
+        return self.first == self.last == len(self.wish.pending) and self.wish.fan_out[self.last] == 1
 
     @property
     def paths(self) -> list[tuple[int, ...]]:

@@ -149,12 +149,13 @@ class DraftModelProposer:
         plain: list[Chunk] = []
         guessed: list[Drafting] = []
         for chunk in self._sequences.chunks(draftings):
-            if chunk.completes and chunk.drafting.outlook is not None:
+            outlook = chunk.drafting.outlook
+            if chunk.completes and outlook is not None and not self._goes_straight_on(outlook):
                 guessed.append(chunk.drafting)
             else:
                 plain.append(chunk)
         self._draft(plain, self._branch_out(guessed, in_use))
-        answers = {one.view.request_id: [self._proposal(one)] for one in draftings if one.token_ids}
+        answers = {one.view.request_id: [self._answer(one)] for one in draftings if one.token_ids}
         for drafting in guessed:
             if kept := self._sequences.branches.drop_empty(drafting.view.request_id):
                 self._num_branches += len(kept)
@@ -191,16 +192,52 @@ class DraftModelProposer:
             return
         chains = self._chains(starts, q_rows)
         for chunk, chain in zip(chunks, chains, strict=False):
-            chunk.drafting.token_ids = chain
+            drafting = chunk.drafting
             # The last token was not read.
-            self._sequences.note_read(chunk.drafting, chunk.num_tokens, tuple(chain[:-1]))
+            behind = tuple(chain[:-1])
+            if chunk.completes and drafting.outlook is not None:
+                pending, ends = drafting.outlook.pending, drafting.outlook.ends
+                behind = (*pending, *behind)
+                if len(chain) < 2 or chain[0] in ends:
+                    chain = []  # nothing comes behind the guess
+                drafting.state.assumed = (*pending, *chain[:1])
+                self._num_branches += bool(chain)
+            drafting.token_ids = chain
+            self._sequences.note_read(drafting, chunk.num_tokens, behind)
         for (_, held), chain in zip(branched, chains[len(chunks) :], strict=True):
             held.chain = chain
+
+    def _goes_straight_on(self, outlook: Outlook) -> bool:
+        """Whether the guess and what comes behind it are one chain: no row has to be ranked before.
+
+        What a request does to logits counts committed tokens, and draws of its own follow them: neither is
+        known of tokens that are pending.
+        """
+        view = outlook.wish.view
+        return (
+            outlook.goes_straight_on
+            and outlook.num_draft_tokens > 0
+            and self._sampling.shares_noise
+            and not view.params.shapes_logits
+            and view.constraint is None
+        )
 
     def _start(self, chunk: Chunk) -> ChainStart:
         drafting, num_tokens, completes = chunk
         view, state = drafting.view, drafting.state
         params, seed = self._sampling.of(view)
+        if completes and drafting.outlook is not None:
+            read = self._outlook_read(drafting)
+            tokens = (*view.token_ids[read.start :], *drafting.outlook.pending)
+            return ChainStart(
+                token_ids=tokens[max(0, read.start - view.committed_len) :],
+                start=read.start,
+                block_table=state.table.block_ids,
+                budget=1 + drafting.outlook.num_draft_tokens,
+                params=params,
+                seed=seed,
+                shift=state.shift,
+            )
         return ChainStart(
             token_ids=view.token_ids[state.num_read : state.num_read + num_tokens],
             start=state.num_read,
@@ -230,8 +267,10 @@ class DraftModelProposer:
             most_new=self._sequences.num_left_in_variant(wish.view.committed_len),
             ends=wish.view.params.stop_ids(self._eos_token_ids),
         )
-        num_pending = 0 if outlook is None else len(outlook.pending)
-        drafting = self._sequences.open(wish.view, num_pending, in_use)
+        num_tokens = 0 if outlook is None else len(outlook.pending)
+        if outlook is not None and self._goes_straight_on(outlook):
+            num_tokens += outlook.num_draft_tokens
+        drafting = self._sequences.open(wish.view, num_tokens, in_use)
         if drafting is not None:
             drafting.outlook = outlook
             drafting.budget = 0 if outlook is None else wish.num_draft_tokens
@@ -317,6 +356,13 @@ class DraftModelProposer:
 
     def _proposal(self, drafting: Drafting) -> Proposal:
         return self._as_proposal(drafting.view, (), drafting.token_ids, drafting.q_rows)
+
+    def _answer(self, drafting: Drafting) -> Proposal:
+        """Return what was drafted for a wish: behind the committed tokens, or behind the one guess."""
+        if drafting.outlook is None:
+            return self._proposal(drafting)
+        guess, *chain = drafting.token_ids
+        return self._as_proposal(drafting.view, (*drafting.outlook.pending, guess), chain, [])
 
     def _branch_proposal(self, drafting: Drafting, held: HeldBranch) -> Proposal:
         return self._as_proposal(drafting.view, held.branch.assumed, held.chain, held.q_rows)

@@ -27,6 +27,7 @@ class DraftSequence:
     """What the draft model has read of one sequence."""
 
     __slots__ = (
+        "assumed",
         "drafted",
         "is_foreign",
         "kv_variant",
@@ -55,6 +56,8 @@ class DraftSequence:
         """Tokens of the prefix `seen` whose K/V are in the cache."""
         self.drafted: tuple[int, ...] = ()
         """Tokens read behind that prefix (only when all of it was read)."""
+        self.assumed: tuple[int, ...] = ()
+        """The first of these, where they are taken to be what the next verdict says."""
         self.standing: tuple[int, ...] | None = None
         """Of these, tokens behind what has now been committed whose K/V, as those of all that is committed,
         are still there; None: K/V of the last committed token are not."""
@@ -88,6 +91,7 @@ class DraftSequence:
         self.trail.reset(self.kv_variant)
         self.num_read = 0
         self.drafted = ()
+        self.assumed = ()
         self.standing = None
 
 
@@ -200,7 +204,7 @@ class DraftSequences:
                 BlockTable(self._allocator, self._block_size),
                 sequence.cache_salt,
             )
-        elif sequence.request_id in self.branches:
+        elif sequence.request_id in self.branches or state.assumed:
             self._settle(state, sequence)
         self._states.move_to_end(sequence.request_id)
         state.follow(sequence, self._vocab_size)
@@ -274,6 +278,9 @@ class DraftSequences:
             self._num_true_branches += 1
             state.table.release()
             state.table, state.drafted = true.table, true.read
+        elif state.assumed and committed is not None:
+            self._num_true_branches += tuple(committed[: len(state.assumed)]) == state.assumed
+        state.assumed = ()
 
     def _borrow(self, cache: PrefixCache, state: DraftSequence, sequence: SequenceView) -> None:
         """Begin with what has been read of other sequences."""

@@ -101,6 +101,8 @@ class AheadContract(ABC):
     """Whether everything that is wished for fits; None: who knows."""
     params: Sequence[SamplingParams] = PARAMS
     num_steps = 40
+    straight_share = 0.0
+    """Of wishes, those for the one verdict that all is accepted and the drafter's own token follows."""
 
     @abstractmethod
     def make(self) -> DraftModelProposer:
@@ -226,11 +228,14 @@ class AheadContract(ABC):
         if rng.random() < 0.2:  # of another drafter
             pending = tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(0, 4)))
         stream.pending = pending
+        fan_out = tuple([rng.choice([0, 1, 1, 2, 4]) for _ in range(len(pending) + 1)])
+        if self.straight_share and rng.random() < self.straight_share:
+            fan_out = (*([0] * len(pending)), 1)
         return AheadWish(
             view=stream.view(),
             pending=pending,
             num_draft_tokens=rng.randint(0, 5) if rng.random() < 0.2 else rng.randint(1, 5),
-            fan_out=tuple([rng.choice([0, 1, 1, 2, 4]) for _ in range(len(pending) + 1)]),
+            fan_out=fan_out,
         )
 
     def go_on(self, proposer: DraftModelProposer, rng: random.Random, stream: Stream) -> bool:

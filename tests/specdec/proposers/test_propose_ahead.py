@@ -17,8 +17,10 @@ from specdec.model.batch import SequenceSlice
 from specdec.model.rotary import RotaryRule
 from specdec.proposers.base import AheadWish, LooksAhead
 from specdec.proposers.branches import BranchStore
+from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.draft_sequences import Chunk
 from specdec.sampling.noise import gumbel
 from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
@@ -33,6 +35,7 @@ from tests.specdec.proposers.ahead_contract import (
 from tests.specdec.proposers.contract import GREEDY, view
 
 MODEL = ToyModel(VOCAB_SIZE, seed=3, sharpness=1.5)
+ENDLESS = SamplingParams(temperature=1.0, ignore_eos=True)
 
 
 def make(runner: ToyRunner | None = None, **options: object) -> DraftModelProposer:
@@ -248,12 +251,12 @@ class TestReading:
         runner = ToyRunner(MODEL, block_size=block_size)
         proposer, fresh = make(runner), make()
         tokens, pending = self.TOKENS, (1, 2, 3)
-        (proposals,) = proposer.propose_ahead([wish(tokens, pending, (0, 0, 0, 1))]).values()
+        (proposals,) = proposer.propose_ahead([wish(tokens, pending, (0, 0, 0, 1), params=ENDLESS)]).values()
         for _ in range(3):
             tokens = (*tokens, *assumed_of(proposals[0], view("a", tokens), pending))
             pending = proposals[0].token_ids
             runner.num_tokens_read = 0
-            asked = wish(tokens, pending, (0, 0, 0, 0, 1))
+            asked = wish(tokens, pending, (0, 0, 0, 0, 1), params=ENDLESS)
             (proposals,) = proposer.propose_ahead([asked]).values()
             assert runner.num_tokens_read == 1 + 4  # the last pending token, then b and what follows it
             assert fresh.propose_ahead([asked])["a"] == proposals
@@ -381,6 +384,31 @@ def test_capability() -> None:
     proposer = make()
     assert proposer.capabilities.looks_ahead
     assert isinstance(proposer, LooksAhead)
+
+
+class TestStraightOn(AheadContract):
+    """Most wishes are for one guess, which is drafted in one go with what follows it."""
+
+    straight_share = 0.7
+    num_steps = 80
+
+    def make(self) -> DraftModelProposer:
+        return make()
+
+    def test_a_wrong_guess_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Negative control: what was pending is not read."""
+        start = DraftModelProposer._start
+
+        def careless(self: DraftModelProposer, chunk: Chunk) -> ChainStart:
+            found = start(self, chunk)
+            if chunk.drafting.outlook is None or len(found.token_ids) < 2:
+                return found
+            return found._replace(token_ids=(*found.token_ids[:-1], found.token_ids[-1] ^ 1))
+
+        monkeypatch.setattr(DraftModelProposer, "_start", careless)
+        fresh = AheadContract.fresh.__wrapped__(self)  # type: ignore[attr-defined]
+        with pytest.raises(AssertionError):
+            self.test_random_life(0, fresh)
 
 
 class TestNegativeControls:
