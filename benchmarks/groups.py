@@ -205,9 +205,10 @@ def _environment(**settings: str) -> Iterator[None]:
 def _run_group(role: Role, config_json: str, cores: Sequence[int], pipe: Connection) -> None:
     """Serve until told to stop: what a worker actor does, in a process of the benchmark."""
     os.sched_setaffinity(0, cores)
-    from workers.process import prepare_logging, settle_memory
+    from workers.process import give_way, prepare_logging, settle_memory
 
     prepare_logging(role)
+    give_way()
     server, runner, channel = _make_server(role, EngineConfig.model_validate_json(config_json))
     settle_memory()
     pipe.send(channel.address)

@@ -38,6 +38,8 @@ class RunRecord:
     prefill_s: float
     """Until every request had its first token."""
     num_rounds: int
+    num_prefill_rounds: int
+    """Of these, until every request had its first token."""
     draft_s: float
     verify_s: float
     coordinator_s: float
@@ -49,6 +51,16 @@ class RunRecord:
     def decode_s(self) -> float:
         """After every request had its first token."""
         return self.seconds - self.prefill_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of all requests, without their first tokens."""
+        return sum(len(token_ids) - 1 for token_ids in self.token_ids) / self.decode_s
+
+    @property
+    def decode_round_s(self) -> float:
+        """One round, on average, after every request had its first token."""
+        return self.decode_s / max(1, self.num_rounds - self.num_prefill_rounds)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -155,12 +167,14 @@ def run_batch(engine: Engine, requests: Sequence[Request]) -> RunRecord:
     tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
     num_waiting = len(tokens)
     prefill_s = 0.0
+    num_prefill_rounds = 0
     while engine.has_work:
         for output in engine.step():
             num_waiting -= not tokens[output.request_id] and bool(output.token_ids)
             tokens[output.request_id].extend(output.token_ids)
         if num_waiting == 0 and prefill_s == 0.0:
             prefill_s = time.perf_counter() - started_s
+            num_prefill_rounds = engine.metrics().num_rounds - int(before[0])
     seconds = time.perf_counter() - started_s
     after = _counters(engine)
     rounds, draft_s, verify_s, coordinator_s, drafts, accepted = (
@@ -172,6 +186,7 @@ def run_batch(engine: Engine, requests: Sequence[Request]) -> RunRecord:
         seconds=seconds,
         prefill_s=prefill_s,
         num_rounds=int(rounds),
+        num_prefill_rounds=num_prefill_rounds,
         draft_s=draft_s,
         verify_s=verify_s,
         coordinator_s=coordinator_s,

@@ -19,7 +19,6 @@ import importlib
 import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -33,13 +32,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.in_process import InProcess, RunRecord, engine_config, merge
 from benchmarks.inflate import inflate, layers_for_parameters
+from benchmarks.random_models import WIDE, write_random_model
 from benchmarks.report import report_headlines, run_paired, write_results
 from benchmarks.workload import read_prompts
 from specdec.attention.native import resolve_cache_dir
@@ -70,27 +69,6 @@ class Plan:
 
 FULL = Plan(rounds=7)
 QUICK = Plan(rounds=2)
-
-
-def make_wide(demo: Path, folder: Path) -> None:
-    """Write a Llama of about 100 million random weights, with the demo's tokenizer."""
-    config = transformers.LlamaConfig(
-        vocab_size=4096,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-    )
-    torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    for file in demo.iterdir():
-        if "token" in file.name or "template" in file.name:
-            shutil.copy(file, folder / file.name)
 
 
 class Bench:
@@ -247,7 +225,7 @@ def steps(
     torch.set_num_threads(num_threads)
     shortest: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        make_wide(models / "target", Path(folder))
+        write_random_model(models / "target", Path(folder), WIDE)
         runners = {label(name): compiled_runner(Path(folder), name) for name in WEIGHTS}
         for batch in (1, 2, 4, 8, 16, 32):
             seconds = dict.fromkeys(runners, math.inf)
@@ -318,7 +296,7 @@ def run(
         num_layers = layers_for_parameters(models / "target", plan.num_parameters)
         with torch.inference_mode():
             inflate(models / "target", targets["deep"], num_layers)
-        make_wide(models / "target", targets["wide"])
+        write_random_model(models / "target", targets["wide"], WIDE)
         for shape, target in targets.items():
             grown = {label(name): memory_of(target, name, plan.num_threads) for name in WEIGHTS}
             lengths = (0, plan.k) if shape == "deep" else (0,)

@@ -131,8 +131,7 @@ class Bench:
 def summarise(records: Mapping[str, list[RunRecord]]) -> dict[str, Any]:
     """Compare runs of the same prompts; the first of each system is not counted."""
     round_ms = {
-        name: Spread(tuple(1e3 * run.decode_s / run.num_rounds for run in runs[1:]))
-        for name, runs in records.items()
+        name: Spread(tuple(1e3 * run.decode_round_s for run in runs[1:])) for name, runs in records.items()
     }
     texts = {name: [run.token_ids for run in runs] for name, runs in records.items()}
     return {

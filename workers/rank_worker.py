@@ -16,7 +16,7 @@ import ray
 
 from specdec.core.errors import UserError
 from specdec.engine.config import EngineConfig
-from workers.process import prepare_logging, prepare_threads
+from workers.process import give_way, prepare_logging, prepare_threads
 
 if TYPE_CHECKING:
     from specdec.engine.rank_follower import Role
@@ -45,6 +45,7 @@ class RankWorkerProcess:
         self._thread.join()
 
     def _run(self, role: Role, config: EngineConfig, rank: int, size: int, store: tuple[str, int]) -> None:
+        give_way()
         try:
             from specdec.engine.rank_follower import follow
             from specdec.model.parallel.group import RankGroup

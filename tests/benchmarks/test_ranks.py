@@ -12,11 +12,13 @@ from benchmarks.ranks import FULL, QUICK, SYSTEMS, headlines, summarise, system_
 
 
 def run(decode_s: float, token_ids: tuple[int, ...] = (1, 2, 3), **more: Any) -> RunRecord:
-    numbers = {"num_rounds": 10, "draft_s": 0.0, "verify_s": 0.05, "coordinator_s": 0.01, **more}
+    numbers = {"num_rounds": 11, "num_prefill_rounds": 1, "verify_s": 0.05, **more}
     return RunRecord(
         token_ids=(token_ids,),
         seconds=decode_s + 0.5,
         prefill_s=0.5,
+        draft_s=0.0,
+        coordinator_s=0.01,
         num_drafts=0,
         num_accepted=0,
         **numbers,

@@ -47,6 +47,21 @@ def test_a_serving_thread_serves_until_it_is_stopped() -> None:
     assert not thread.is_alive
 
 
+def test_a_serving_thread_does_not_interrupt_who_sends_it_work() -> None:
+    policies: list[int] = []
+    served = threading.Event()
+
+    def serve_once() -> None:
+        policies.append(os.sched_getscheduler(0))
+        served.set()
+
+    thread = ServingThread("test", serve_once, lambda: None)
+    assert served.wait(10)
+    thread.stop(lambda: None)
+    assert policies[0] == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "the others of the process stay as they are"
+
+
 def test_a_failing_serving_thread_ends_the_process() -> None:
     code = (
         "import time; from workers.process import ServingThread\n"
