@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.core.errors import UserError
+from benchmarks.figures import new_figure, prepare_figures, save_figure
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -15,39 +15,17 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
     Raises:
         UserError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError(
-            "--plots needs matplotlib: install drafthouse[train], or leave the option out"
-        ) from error
-    matplotlib.use("svg")
-    # The same numbers give the same file.
-    matplotlib.rcParams.update({"svg.hashsalt": "drafthouse", "svg.fonttype": "none", "font.size": 9})
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare_figures()
     return [
-        _save(_scaling(results["scaling"]), folder / "simulate-scaling.svg"),
-        _save(_pools(results["pools"]), folder / "simulate-pools.svg"),
-        _save(_loads(results["loads"]), folder / "simulate-controller.svg"),
-        _save(_failures(results["failures"]), folder / "simulate-failures.svg"),
+        save_figure(_scaling(results["scaling"]), folder / "simulate-scaling.svg"),
+        save_figure(_pools(results["pools"]), folder / "simulate-pools.svg"),
+        save_figure(_loads(results["loads"]), folder / "simulate-controller.svg"),
+        save_figure(_failures(results["failures"]), folder / "simulate-failures.svg"),
     ]
 
 
-def _save(figure: Any, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    return path
-
-
-def _figure(num_plots: int) -> tuple[Any, Any]:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, num_plots, figsize=(4.2 * num_plots, 3.0), squeeze=False)
-    return figure, axes[0]
-
-
 def _scaling(rows: Sequence[Mapping[str, Any]]) -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (left, right) = new_figure(2)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         for axis, is_one_pool in ((left, False), (right, True)):
             own = [
@@ -69,7 +47,7 @@ def _scaling(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _pools(pools: Mapping[str, Any]) -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (left, right) = new_figure(2)
     rows = pools["rows"]
     for number, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
         own, colour = [row for row in rows if row["mode"] == mode], f"C{number}"
@@ -98,7 +76,7 @@ def _pools(pools: Mapping[str, Any]) -> Any:
 
 def _loads(rows: Sequence[Mapping[str, Any]]) -> Any:
     drafters = list(dict.fromkeys(row["drafter"] for row in rows))
-    figure, axes = _figure(len(drafters))
+    figure, axes = new_figure(len(drafters))
     for axis, drafter in zip(axes, drafters, strict=True):
         own = [row for row in rows if row["drafter"] == drafter]
         batches = [row["batch"] for row in own]
@@ -116,7 +94,7 @@ def _loads(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _failures(results: Mapping[str, Any]) -> Any:
-    figure, (left, right) = _figure(2)
+    figure, (left, right) = new_figure(2)
     period_s = results["period_s"]
     seconds = results["tokens_by_second"][: int(7 * period_s)]
     left.plot(range(len(seconds)), seconds, lw=1)
