@@ -22,8 +22,8 @@ class DraftJob:
     """Tokens of context of those of the first step, together."""
     num_unseen: int
     """Tokens of prompts to be read before."""
-    answer: Callable[[float], None] | None
-    """Called with the seconds that its batch took, when it is done; None: nobody wants to know."""
+    answer: Callable[[], None] | None
+    """Called when it is done; None: nobody wants to know."""
 
 
 class DraftWorker:
@@ -69,10 +69,9 @@ class DraftWorker:
         slow = [job for job in self._serving if job.num_unseen > 0]
         for jobs in (quick, slow):
             if jobs:
-                draft_s = self._proposals_s(jobs) + self._reading_s(jobs)
-                done_s += draft_s
+                done_s += self._proposals_s(jobs) + self._reading_s(jobs)
                 self.num_batches += 1
-                self._events.at(done_s, partial(self._answer, jobs, draft_s, life))
+                self._events.at(done_s, partial(self._answer, jobs, life))
         self.busy_s += done_s - self._events.now_s
         self._events.at(done_s, partial(self._go_on, life))
 
@@ -90,12 +89,12 @@ class DraftWorker:
         context = sum(job.context_tokens for job in drafting)
         return self._hardware.draft_s(taking_part, context / max(float(taking_part[0]), 1e-9))
 
-    def _answer(self, jobs: list[DraftJob], draft_s: float, life: int) -> None:
+    def _answer(self, jobs: list[DraftJob], life: int) -> None:
         if life != self._life:
             return
         for job in jobs:
             if job.answer is not None:
-                self._events.at(self._events.now_s + self._hardware.wire_s, partial(job.answer, draft_s))
+                self._events.at(self._events.now_s + self._hardware.wire_s, job.answer)
 
     def _go_on(self, life: int) -> None:
         if life != self._life:

@@ -201,7 +201,7 @@ class Group:
         self._flights.clear()
         self._awaited.clear()
         self._launching = None
-        self._landed_s = None
+        self._landed_s = self._draft_ready_s = None
         self._is_busy = self.is_alive = False
         self._life += 1
         return orphans
@@ -400,7 +400,6 @@ class Group:
         asked_s: float,
         num_entries: int,
         num_new: int,
-        draft_s: float,
     ) -> None:
         link = self.links.links.get(name)
         if life != self._life or link is None:
@@ -418,7 +417,7 @@ class Group:
         del self._awaited[name]
         self.counts.draft_s += elapsed_s
         self.counts.draft_rounds += 1
-        self._draft_ready_s = draft_s
+        self._draft_ready_s = elapsed_s
         if self._launching is not None and not self._awaited:
             self._submit()
 
@@ -442,7 +441,7 @@ class Group:
         now_s = self._events.now_s
         flight.submitted_s = now_s
         flight.draft_wait_s = now_s - flight.launched_s
-        flight.draft_ready_s = self._draft_ready_s
+        flight.draft_ready_s, self._draft_ready_s = (None if absent else self._draft_ready_s), None
         is_ahead = flight.mode == "draft_ahead"
         if flight.decoding:
             is_drafted = np.array([self._is_drafted(one, absent) for one in flight.decoding])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from specdec.core.errors import ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
-from specdec.engine.profiling import ProfilePlan, ProfileProgress, measure_profile
+from specdec.engine.profiling import ProfilePlan, ProfileProgress, drafts_anything, measure_profile
 from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, require_real
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -431,11 +431,13 @@ def cost_profile_of(
         budget_s=speculative.profile_seconds,
     )
     store = ProfileStore(speculative.profile_dir)
-    profile = store.load(plan.key)
-    if profile is None:
-        profile = measure_profile(target, proposer, plan, progress=progress)
-        if profile.draft:  # without, it is measured anew next time: drafters may not have been there yet
-            store.save(profile)
+    known = store.load(plan.key)
+    if known is not None and (known.draft or not drafts_anything(proposer, plan)):
+        return known
+    # Without costs of drafts, they are measured at the next start: draft workers may not be there yet.
+    profile = measure_profile(target, proposer, plan, known=known, progress=progress)
+    if profile != known:
+        store.save(profile)
     return profile
 
 

@@ -375,7 +375,8 @@ class DraftServer:
         busy = (0, 0, 0)
         if self._shares.max_sequences is not None:
             busy = self.num_sequences, self._shares.max_sequences, max(0, self._num_places(coordinator))
-        self._channel.send(coordinator, ProposeReply(round_id, tuple(answers), draft_s, counts, *busy))
+        now_s = self._clock.now_s()
+        self._channel.send(coordinator, ProposeReply(round_id, tuple(answers), draft_s, counts, *busy, now_s))
 
     def _propose(self, wishes: Sequence[_Wish]) -> Mapping[RequestId, Sequence[Proposal]]:
         """Ask for everything at once. Entries with a fan-out have several answers, others one at most."""

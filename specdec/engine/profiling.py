@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from specdec.core.clock import Clock, MonotonicClock
@@ -385,17 +386,24 @@ class _Counter:
             self.progress(self.done, self.total)
 
 
+def drafts_anything(proposer: Proposer, plan: ProfilePlan) -> bool:
+    """Whether there are proposals that could be measured."""
+    return proposer.capabilities.name != "none" and plan.max_draft_tokens > 0
+
+
 def measure_profile(
     target: Target,
     proposer: Proposer,
     plan: ProfilePlan,
     *,
+    known: CostProfile | None = None,
     clock: Clock | None = None,
     progress: ProfileProgress | None = None,
 ) -> CostProfile:
     """Measure both sides, one after the other, for about `plan.budget_s` seconds.
 
     Neither may have any sequence. A single measurement is never cut short, so a slow machine takes longer.
+    Where steps of the target are `known`, only proposals are measured.
 
     Raises:
         TransportError: the target is lost.
@@ -404,13 +412,15 @@ def measure_profile(
     started_s = clock.now_s()
     steps = TargetProfiler(target, plan, clock)
     proposals = DraftProfiler(proposer, target.description.vocab_size, plan, clock)
-    is_drafting = proposer.capabilities.name != "none" and plan.max_draft_tokens > 0
-    num_planned = len(steps.shapes()) + (len(proposals.shapes()) if is_drafting else 0)
+    is_drafting = drafts_anything(proposer, plan)
+    num_planned = (len(steps.shapes()) if known is None else 0) + is_drafting * len(proposals.shapes())
     counter = _Counter(num_planned, progress)
     draft: list[DraftPoint] = []
     if is_drafting:
         share = plan.budget_s * (1.0 - _VERIFY_SHARE)
         draft = proposals.measure(_Deadline(clock, started_s + share), counter)
+    if known is not None:
+        return msgspec.structs.replace(known, draft=tuple(draft))
     try:
         verify = steps.measure(_Deadline(clock, started_s + plan.budget_s), counter)
     finally:

@@ -19,6 +19,7 @@ from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
+from specdec.engine.arrivals import ArrivalClock
 from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
 from specdec.engine.draft_placement import (
     DraftPlacementConfig,
@@ -100,6 +101,7 @@ class _Link:
     address: PeerAddress
     patience: DraftPatience
     vacancy: Vacancy
+    arrivals: ArrivalClock = field(default_factory=ArrivalClock)
     asked: _Asked | None = None
     num_registered: int = 0
     num_others: int = 0
@@ -126,6 +128,19 @@ class _Round:
         self.pending: dict[PeerId, dict[RequestId, _Awaited]] = defaultdict(dict)
         self.give_up_s: dict[PeerId, float] = {}
         self.proposals: dict[RequestId, Proposal] = {}
+        self.answered_after_s: float | None = None
+        """From asking to the last of the answers that have come."""
+        self.is_complete = True
+        """Whether everybody has answered that is not waited for any more."""
+
+    @property
+    def ready_s(self) -> float | None:
+        """See `proposers.base.AsksAhead`."""
+        return self.answered_after_s if self.is_complete else None
+
+    def answered(self, elapsed_s: float) -> None:
+        """One worker has answered, so long after it was asked."""
+        self.answered_after_s = max(elapsed_s, self.answered_after_s or 0.0)
 
     def forget(self, request_id: RequestId, worker: PeerId) -> None:
         """Wait no longer for what one sequence would have got."""
@@ -135,7 +150,8 @@ class _Round:
 
     def abandon(self, worker: PeerId) -> None:
         """Wait no longer for one worker."""
-        self.pending.pop(worker, None)
+        if self.pending.pop(worker, None):
+            self.is_complete = False
         self.give_up_s.pop(worker, None)
 
 
@@ -179,7 +195,7 @@ class RemoteProposer:
         self._ahead = _Round()
         """Answers to the last `look_ahead` that have not come yet."""
         self._ahead_outcomes: list[AheadOutcome] = []
-        self._draft_s: float | None = None
+        self._ready_s: float | None = None
         self._next_epoch = 0
         self._next_round = 0
         self._wanted: Sequence[PeerAddress] | None = None
@@ -255,6 +271,7 @@ class RemoteProposer:
         if self._meanwhile is not None:
             self._meanwhile()
         self._wait(this_round)
+        self._ready_s = this_round.ready_s
         self._count("draft_wait_seconds", self._clock.now_s() - started_s)
         self._look_up(sequences, num_draft_tokens, prepared, this_round)
         num_wanted = sum(1 for budget in num_draft_tokens.values() if budget > 0)
@@ -277,9 +294,9 @@ class RemoteProposer:
         return outcomes
 
     @property
-    def draft_s(self) -> float | None:
+    def ready_s(self) -> float | None:
         """See `AsksAhead`."""
-        return self._draft_s
+        return self._ready_s
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
@@ -486,11 +503,12 @@ class RemoteProposer:
             self._take_reply(envelope.message, link, this_round)
 
     def _take_reply(self, reply: ProposeReply, link: _Link, this_round: _Round) -> None:
+        read_s = self._clock.now_s()
+        arrived_s = read_s if reply.sent_s is None else link.arrivals.arrival_s(reply.sent_s, read_s)
         link.patience.heard()
         if reply.counts is not None:
             self._counters.update(reply.counts)
         self._count("draft_compute_seconds", reply.draft_s)
-        self._draft_s = reply.draft_s
         if reply.max_sequences > 0:
             link.capacity = reply.max_sequences
             link.num_others = max(0, reply.num_sequences - link.num_registered)
@@ -503,8 +521,12 @@ class RemoteProposer:
             link.vacancy.refused(self._clock.now_s())
         asked = link.asked
         if asked is not None and asked.round_id == reply.round_id and not pending:
-            is_fresh = pending is not None and not asked.is_ahead
-            elapsed_s = self._clock.now_s() - asked.asked_s if is_fresh else reply.draft_s
+            # Answers to what was asked ahead may have lain here for a while; others are waited for.
+            elapsed_s = (arrived_s if asked.is_ahead else read_s) - asked.asked_s
+            if pending is None:  # it came too late, or was not waited for
+                elapsed_s = reply.draft_s
+            else:
+                this_round.answered(elapsed_s)
             link.patience.measured(elapsed_s, asked.num_entries, asked.num_new_tokens)
             link.asked = None
         if pending is not None and not pending:

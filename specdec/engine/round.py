@@ -52,6 +52,7 @@ class _Flight:
     num_prompt_rows: int
     num_context_tokens: int
     draft_s: float
+    draft_ready_s: float | None
     submitted_s: float
 
 
@@ -153,6 +154,7 @@ class RoundLoop:
             num_prompt_rows=_num_prompt_rows(step, lives),
             num_context_tokens=sum(live.committed_len for live in lives),
             draft_s=draft_s,
+            draft_ready_s=draft_s if self._ahead is None else self._ahead.ready_s,
             submitted_s=submitted_s,
         )
         self._flights.append(flight)
@@ -432,7 +434,7 @@ class RoundLoop:
                 context_tokens=flight.num_context_tokens,
                 budgets=flight.budgets,
                 draft_s=flight.draft_s,
-                draft_ready_s=None if self._ahead is None else self._ahead.draft_s,
+                draft_ready_s=flight.draft_ready_s,
                 verify_s=verify_s,
                 target_s=result.forward_s + result.sample_s or None,
                 round_s=None if self._landed_s is None else verified_s - self._landed_s,

@@ -156,8 +156,10 @@ class AsksAhead(Protocol):
         ...
 
     @property
-    def draft_s(self) -> float | None:
-        """Seconds that the last answer took whoever drafted; None before the first."""
+    def ready_s(self) -> float | None:
+        """Seconds from asking for what the last `propose` has looked through to the last answer, waited for
+        or not; None: nothing was asked for, or somebody has not answered.
+        """
         ...
 
 

@@ -161,6 +161,8 @@ class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """How many it takes; 0: it does not say."""
     num_places: int = 0
     """How many more of the receiver it takes now."""
+    sent_s: float | None = None
+    """When it was sent, by the draft worker's own clock: of use beside other replies of the same worker."""
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag=22):

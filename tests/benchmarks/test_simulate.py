@@ -190,7 +190,7 @@ def test_a_worker_is_the_queue_of_theory() -> None:
     def serve_next() -> None:
         arrived_s, size = backlog[0]
 
-        def done(draft_s: float) -> None:
+        def done() -> None:
             spent.append(events.now_s - arrived_s)
             backlog.pop(0)
             if backlog:
@@ -247,7 +247,7 @@ def test_jobs_that_are_there_together_are_drafted_together() -> None:
     done: dict[str, float] = {}
 
     def job(name: str, num_unseen: int = 0) -> DraftJob:
-        def answer(draft_s: float) -> None:
+        def answer() -> None:
             done[name] = events.now_s
 
         return DraftJob(

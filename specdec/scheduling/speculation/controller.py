@@ -51,8 +51,8 @@ class RoundObservation:
     budgets: Mapping[RequestId, int] = field(default_factory=dict)
     """Draft tokens that were asked for, by request. With `outcomes` it tells how often there are drafts."""
     draft_ready_s: float | None = None
-    """From asking for proposals to the last answer, waited for or not: T_draft with its wire; None: as
-    `draft_s` in lockstep, else not known."""
+    """From asking for proposals to the last answer, waited for or not: T_draft with its wire, and with what
+    lay before it in the queue of a draft worker; None: not known, or nobody was asked."""
     target_s: float | None = None
     """What the target itself reports of its step, without wire and queue; None: not known."""
     num_elsewhere: int = 0

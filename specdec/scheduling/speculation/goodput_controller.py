@@ -413,8 +413,6 @@ class GoodputController:
             self._costs.verify.note(shape, observation.target_s + self._wire_s)
         budgets = observation.budgets or {one.request_id: one.num_drafted for one in observation.outcomes}
         ready_s = observation.draft_ready_s
-        if ready_s is None and observation.mode == "lockstep":
-            ready_s = observation.draft_s
         if budgets and ready_s is not None and observation.num_prompt_rows == 0:
             num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
             mean_context = context / max(1, observation.num_sequences)

@@ -10,17 +10,27 @@ import pytest
 
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.build import controller_for, draft_bytes
+from specdec.engine.build import (
+    build_draft_proposer,
+    build_target,
+    controller_for,
+    cost_profile_of,
+    draft_bytes,
+)
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.profiling import measure_profile
+from specdec.engine.remote_proposer import RemoteProposer
 from specdec.model.config import CompileConfig, ModelConfig
+from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.transport.base import PeerId
+from specdec.transport.memory import MemoryNetwork
 from tests.architectures import save_model
 
 
@@ -174,6 +184,29 @@ def test_costs_are_measured_once_and_kept(
     start("b")
     assert len(measured) == 3
     assert measured[0] == measured[2] != measured[1]
+
+
+def test_a_draft_pool_that_comes_later_is_measured_at_the_next_start(tmp_path: Path, folder: Path) -> None:
+    """Steps of the target are not measured again."""
+    speculative = {"controller": "goodput", "profile_dir": str(tmp_path / "p"), "profile_seconds": 1.0}
+    its_config = config(folder, method="draft_model", model=str(folder), **speculative)
+    target = build_target(its_config)
+    late = RemoteProposer(
+        MemoryNetwork().open(PeerId("c")),
+        capabilities=ProposerCapabilities(name="draft_model", kv="own", remote=True, looks_ahead=True),
+        vocab_size=target.description.vocab_size,
+    )
+    without = cost_profile_of(its_config, target, late)
+    assert without.verify
+    assert not without.draft
+    there = build_draft_proposer(its_config)
+    complete = cost_profile_of(its_config, target, there)
+    assert complete.verify == without.verify
+    assert complete.draft
+    assert cost_profile_of(its_config, target, late) == complete
+    late.close()
+    there.close()
+    target.close()
 
 
 def test_nothing_is_measured_where_nothing_depends_on_it(

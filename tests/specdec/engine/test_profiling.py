@@ -174,6 +174,25 @@ def test_a_drafter_that_is_not_there_is_not_waited_for() -> None:
     assert profile.fault() is None
 
 
+def test_proposals_are_measured_beside_steps_that_are_known() -> None:
+    clock = ManualClock()
+    known = measure_profile(big_target(clock), TimedProposer(clock, is_there=False), plan(), clock=clock)
+    target = big_target(clock)
+    ticks: list[tuple[int, int]] = []
+    profile = measure_profile(
+        target,
+        TimedProposer(clock),
+        plan(),
+        known=known,
+        clock=clock,
+        progress=lambda *tick: ticks.append(tick),
+    )
+    assert profile.verify == known.verify
+    assert {point.num_sequences for point in profile.draft} == {1, 4, 16}
+    assert target.num_rows == []
+    assert ticks[-1][0] == ticks[-1][1] == len(profile.draft)
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "block_size", "max_model_len", "max_num_seqs"),
     [(8, 4, 24, 1), (16, 4, 32, 8), (64, 1, 40, 3), (300, 4, 256, 64), (40, 16, 600, 2)],
