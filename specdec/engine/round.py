@@ -52,6 +52,11 @@ class _Flight:
     num_prompt_rows: int
     num_context_tokens: int
     draft_s: float
+    """From asking for drafts to having them."""
+    drafted_s: float
+    """When they were there."""
+    drafting_s: float
+    """T_draft, as whoever drafted measures it."""
     submitted_s: float
 
 
@@ -94,6 +99,8 @@ class RoundLoop:
         """When the last round ended, if there has been work since."""
         self._waited_s = 0.0
         """During the present call: for drafts and for the target."""
+        self._target_done_s = 0.0
+        """About when the target had done the last flight that has landed."""
 
     @property
     def num_in_flight(self) -> int:
@@ -112,7 +119,9 @@ class RoundLoop:
         while len(self._flights) < _DEPTHS[mode] and self._launch(mode):
             pass
         outputs = self._land(self._flights.popleft())
-        self._metrics.coordinator_s += self._clock.now_s() - started_s - self._waited_s
+        elapsed_s = self._clock.now_s() - started_s
+        self._metrics.round_s += elapsed_s
+        self._metrics.coordinator_s += elapsed_s - self._waited_s
         return outputs
 
     def abandon(self) -> None:
@@ -153,6 +162,8 @@ class RoundLoop:
             num_prompt_rows=_num_prompt_rows(step, lives),
             num_context_tokens=sum(live.committed_len for live in lives),
             draft_s=draft_s,
+            drafted_s=proposed_s,
+            drafting_s=0.0 if self._ahead is None else self._ahead.take_drafting_s(),
             submitted_s=submitted_s,
         )
         self._flights.append(flight)
@@ -417,8 +428,11 @@ class RoundLoop:
         metrics = self._metrics
         metrics.num_rounds += 1
         metrics.generation_tokens += num_committed
+        metrics.rounds_by_mode[flight.mode] += 1
         metrics.draft_s += flight.draft_s
         metrics.verify_s += verify_s
+        target_s = result.forward_s + result.sample_s
+        self._note_overlap(flight, target_s or verify_s)
         metrics.target_forward_s += result.forward_s
         metrics.target_sample_s += result.sample_s
         self._controller.observe(
@@ -434,7 +448,7 @@ class RoundLoop:
                 draft_s=flight.draft_s,
                 draft_ready_s=None if self._ahead is None else self._ahead.draft_s,
                 verify_s=verify_s,
-                target_s=result.forward_s + result.sample_s or None,
+                target_s=target_s or None,
                 round_s=None if self._landed_s is None else verified_s - self._landed_s,
                 num_elsewhere=sum(len(other.lives) for other in self._flights),
                 outcomes=outcomes,
@@ -442,6 +456,14 @@ class RoundLoop:
             )
         )
         self._landed_s = verified_s if self._flights or len(self._roster) > 0 else None
+
+    def _note_overlap(self, flight: _Flight, target_s: float) -> None:
+        """Count how much of the drafting for a flight went on while the target had something to verify."""
+        asked_s = flight.drafted_s - flight.draft_s
+        exposed_s = flight.drafted_s - max(asked_s, min(self._target_done_s, flight.drafted_s))
+        self._metrics.drafting_s += flight.drafting_s
+        self._metrics.hidden_drafting_s += max(0.0, flight.drafting_s - exposed_s)
+        self._target_done_s = max(self._target_done_s, flight.submitted_s) + target_s
 
 
 def _num_prompt_rows(step: TargetStep, lives: Sequence[LiveRequest]) -> int:
