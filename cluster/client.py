@@ -11,13 +11,15 @@ from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
 from cluster.directory_actor import DirectoryLink
 from cluster.runtime import bind_host, channel_options, new_peer_id
-from cluster.stream_book import StreamBook, add_up
+from cluster.series import CLUSTER_SERIES
+from cluster.stream_book import StreamBook
 from specdec.core.clock import MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import DrafthouseError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
+from specdec.core.series import combine
 from specdec.transport.base import Envelope, PeerId
 from specdec.transport.messages import MetricsQuery, MetricsReply
 from specdec.transport.pump import ChannelPump
@@ -147,7 +149,7 @@ class ClusterService:
         finally:
             del self._metrics_waiters[nonce]
         return {
-            **add_up(snapshots),
+            **combine(snapshots, CLUSTER_SERIES),
             "coordinators": float(len(asked)),
             **count_workers(self._members),
             **{name: float(value) for name, value in self._book.counters.items()},

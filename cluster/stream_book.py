@@ -9,7 +9,7 @@ output with a finish reason, or, before its first output, in one exception.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -355,17 +355,6 @@ class StreamBook:
     def _reject(self, stream: _Stream, error: DrafthouseError) -> None:
         del self._streams[stream.request.request_id]
         stream.sink(error)
-
-
-def add_up(snapshots: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Combine metrics of several coordinators: shares are averaged, all else is added."""
-    totals: Counter[str] = Counter()
-    num = 0
-    for snapshot in snapshots:
-        num += 1
-        for name, value in snapshot.items():
-            totals[name] += value  # type: ignore[assignment]
-    return {name: value / num if name.endswith("_perc") else value for name, value in totals.items()}
 
 
 def _last_output(

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, UntypedMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
+from cluster.series import CLUSTER_SERIES
 from specdec.core.outputs import RequestOutput
 
 PREFIX = "ray_drafthouse_"
@@ -30,9 +31,6 @@ ITL_BUCKETS_S = (
 E2E_BUCKETS_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
-_GAUGE = re.compile(
-    r"^coordinators$|^num_requests_|_(perc|ratio|occupancy|utilization|workers)$|^num_(free|used)_"
-)
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -121,7 +119,15 @@ class _Snapshot:
             assert match is not None, f"not a series name: {series!r}"
             name, labels = match["name"], dict(_LABEL.findall(match["labels"] or ""))
             if name not in families:
-                kind = GaugeMetricFamily if _GAUGE.search(name) else CounterMetricFamily
-                families[name] = kind(PREFIX + name, name.replace("_", " "), labels=tuple(labels))
+                families[name] = _family(name, tuple(labels))
             families[name].add_metric(tuple(labels.values()), value)  # type: ignore[attr-defined]
         yield from families.values()
+
+
+def _family(name: str, labels: tuple[str, ...]) -> Metric:
+    """Return the empty family of a metric. One that is not known here (newer workers) has no type."""
+    series = CLUSTER_SERIES.get(name)
+    if series is None:
+        return UntypedMetricFamily(PREFIX + name, "Not known to this ingress.", labels=labels)
+    kind = GaugeMetricFamily if series.kind == "gauge" else CounterMetricFamily
+    return kind(PREFIX + name, series.help, labels=labels)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from specdec.core.outputs import FinishReason
 from specdec.scheduling.speculation.explanation import ControllerState
+from specdec.scheduling.speculation.modes import OverlapMode
 
 DropReason = Literal["stale", "malformed", "late", "unverifiable"]
 """Why a proposal was not used: for another prefix; not a chain of valid tokens; no answer at all; not sampled
@@ -20,6 +21,7 @@ class EngineMetrics:
     """Counters since the engine started, and gauges of its last round. Times are seconds."""
 
     num_rounds: int = 0
+    rounds_by_mode: Counter[OverlapMode] = field(default_factory=Counter)
     num_drafts: int = 0
     """Proposals that were verified."""
     num_draft_tokens: int = 0
@@ -43,8 +45,14 @@ class EngineMetrics:
     """Tokens of requests that began to run, looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Of these, tokens that were found: they were not computed."""
+    round_s: float = 0.0
+    """From planning to commit."""
     draft_s: float = 0.0
     """Waiting for proposals."""
+    drafting_s: float = 0.0
+    """T_draft, where drafts come from elsewhere, as whoever drafted measures it."""
+    hidden_drafting_s: float = 0.0
+    """The part of it in which the target had something to verify."""
     verify_s: float = 0.0
     """From the submission of a step to its answer."""
     target_forward_s: float = 0.0
@@ -95,7 +103,10 @@ class EngineMetrics:
             "prefix_cache_hits": self.prefix_cache_hits,
             "prompt_tokens": self.prompt_tokens,
             "generation_tokens": self.generation_tokens,
+            "round_time_seconds": self.round_s,
             "draft_time_seconds": self.draft_s,
+            "drafting_time_seconds": self.drafting_s,
+            "drafting_hidden_time_seconds": self.hidden_drafting_s,
             "verify_time_seconds": self.verify_s,
             "target_forward_time_seconds": self.target_forward_s,
             "target_sample_time_seconds": self.target_sample_s,
@@ -105,6 +116,8 @@ class EngineMetrics:
             "kv_cache_usage_perc": self.kv_cache_usage,
         }
         values.update(self.speculation.gauges())
+        for mode, count in dict(self.rounds_by_mode).items():
+            values[f'overlap_rounds{{mode="{mode}"}}'] = count
         for position, count in enumerate(list(self.num_accepted_tokens_per_pos)):
             values[f'spec_decode_num_accepted_tokens_per_pos{{position="{position}"}}'] = count
         for drop_reason, count in dict(self.proposals_dropped).items():

@@ -196,6 +196,8 @@ class RemoteProposer:
         """Answers to the last `look_ahead` that have not come yet."""
         self._ahead_outcomes: list[AheadOutcome] = []
         self._ready_s: float | None = None
+        self._drafting_s = 0.0
+        """The longest of the answers heard since the last `propose` began."""
         self._next_epoch = 0
         self._next_round = 0
         self._wanted: Sequence[PeerAddress] | None = None
@@ -213,6 +215,7 @@ class RemoteProposer:
         `invalid_drafts_dropped`, `fallback_requests` (sequences that went without drafts, per round),
         `draft_compute_seconds` (as the workers measure it), `speculation_cache_hits` and
         `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for),
+        `speculation_cache_late` (of the misses, those whose continuations had not come in time),
         `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_moved` (from a
         busy worker to one that was less so), and what the draft workers count themselves
         (`DraftServer.counters`).
@@ -252,6 +255,7 @@ class RemoteProposer:
         those that `look_ahead` has named, only what it asked for is waited for.
         """
         self._follow_membership()
+        self._drafting_s = 0.0
         this_round, self._ahead = self._ahead, _Round()
         for worker in this_round.pending.keys() - self._links.keys():
             this_round.abandon(worker)
@@ -297,6 +301,11 @@ class RemoteProposer:
     def ready_s(self) -> float | None:
         """See `AsksAhead`."""
         return self._ready_s
+
+    def take_drafting_s(self) -> float:
+        """See `AsksAhead`."""
+        drafting_s, self._drafting_s = self._drafting_s, 0.0
+        return drafting_s
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
@@ -455,7 +464,9 @@ class RemoteProposer:
                 continue
             branch = its.branches.get((sequence.committed_len, sequence.prefix_hash))
             self._counters["speculation_cache_misses" if branch is None else "speculation_cache_hits"] += 1
-            self._ahead_outcomes.append(_outcome(sequence, its))
+            outcome = _outcome(sequence, its)
+            self._ahead_outcomes.append(outcome)
+            self._counters["speculation_cache_late"] += outcome.is_late
             if branch is not None:
                 this_round.proposals[sequence.request_id] = Proposal(
                     request_id=sequence.request_id,
@@ -509,6 +520,7 @@ class RemoteProposer:
         if reply.counts is not None:
             self._counters.update(reply.counts)
         self._count("draft_compute_seconds", reply.draft_s)
+        self._drafting_s = max(self._drafting_s, reply.draft_s)
         if reply.max_sequences > 0:
             link.capacity = reply.max_sequences
             link.num_others = max(0, reply.num_sequences - link.num_registered)
@@ -522,7 +534,7 @@ class RemoteProposer:
         asked = link.asked
         if asked is not None and asked.round_id == reply.round_id and not pending:
             # Answers to what was asked ahead may have lain here for a while; others are waited for.
-            elapsed_s = (arrived_s if asked.is_ahead else read_s) - asked.asked_s
+            elapsed_s = max(0.0, (arrived_s if asked.is_ahead else read_s) - asked.asked_s)
             if pending is None:  # it came too late, or was not waited for
                 elapsed_s = reply.draft_s
             else:

@@ -53,6 +53,12 @@ class _Flight:
     num_context_tokens: int
     draft_s: float
     draft_ready_s: float | None
+    """From asking for them to the last answer, waited for or not."""
+    """From asking for drafts to having them."""
+    drafted_s: float
+    """When they were there."""
+    drafting_s: float
+    """T_draft, as whoever drafted measures it."""
     submitted_s: float
 
 
@@ -95,6 +101,8 @@ class RoundLoop:
         """When the last round ended, if there has been work since."""
         self._waited_s = 0.0
         """During the present call: for drafts and for the target."""
+        self._target_done_s = 0.0
+        """About when the target had done the last flight that has landed."""
 
     @property
     def num_in_flight(self) -> int:
@@ -113,7 +121,9 @@ class RoundLoop:
         while len(self._flights) < _DEPTHS[mode] and self._launch(mode):
             pass
         outputs = self._land(self._flights.popleft())
-        self._metrics.coordinator_s += self._clock.now_s() - started_s - self._waited_s
+        elapsed_s = self._clock.now_s() - started_s
+        self._metrics.round_s += elapsed_s
+        self._metrics.coordinator_s += elapsed_s - self._waited_s
         return outputs
 
     def abandon(self) -> None:
@@ -155,6 +165,8 @@ class RoundLoop:
             num_context_tokens=sum(live.committed_len for live in lives),
             draft_s=draft_s,
             draft_ready_s=draft_s if self._ahead is None else self._ahead.ready_s,
+            drafted_s=proposed_s,
+            drafting_s=0.0 if self._ahead is None else self._ahead.take_drafting_s(),
             submitted_s=submitted_s,
         )
         self._flights.append(flight)
@@ -419,8 +431,11 @@ class RoundLoop:
         metrics = self._metrics
         metrics.num_rounds += 1
         metrics.generation_tokens += num_committed
+        metrics.rounds_by_mode[flight.mode] += 1
         metrics.draft_s += flight.draft_s
         metrics.verify_s += verify_s
+        target_s = result.forward_s + result.sample_s
+        self._note_overlap(flight, target_s or verify_s)
         metrics.target_forward_s += result.forward_s
         metrics.target_sample_s += result.sample_s
         self._controller.observe(
@@ -436,7 +451,7 @@ class RoundLoop:
                 draft_s=flight.draft_s,
                 draft_ready_s=flight.draft_ready_s,
                 verify_s=verify_s,
-                target_s=result.forward_s + result.sample_s or None,
+                target_s=target_s or None,
                 round_s=None if self._landed_s is None else verified_s - self._landed_s,
                 num_elsewhere=sum(len(other.lives) for other in self._flights),
                 outcomes=outcomes,
@@ -444,6 +459,14 @@ class RoundLoop:
             )
         )
         self._landed_s = verified_s if self._flights or len(self._roster) > 0 else None
+
+    def _note_overlap(self, flight: _Flight, target_s: float) -> None:
+        """Count how much of the drafting for a flight went on while the target had something to verify."""
+        asked_s = flight.drafted_s - flight.draft_s
+        exposed_s = flight.drafted_s - max(asked_s, min(self._target_done_s, flight.drafted_s))
+        self._metrics.drafting_s += flight.drafting_s
+        self._metrics.hidden_drafting_s += max(0.0, flight.drafting_s - exposed_s)
+        self._target_done_s = max(self._target_done_s, flight.submitted_s) + target_s
 
 
 def _num_prompt_rows(step: TargetStep, lives: Sequence[LiveRequest]) -> int:

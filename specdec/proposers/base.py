@@ -162,6 +162,13 @@ class AsksAhead(Protocol):
         """
         ...
 
+    def take_drafting_s(self) -> float:
+        """Return the seconds of drafting that the answers heard by the last `propose` took, once.
+
+        The longest, where several drafted at a time; 0 when nothing was heard.
+        """
+        ...
+
 
 @runtime_checkable
 class HasRoom(Protocol):

@@ -112,12 +112,7 @@ class FixedController:
             raise ValueError(f"num_draft_tokens must not be negative, got {num_draft_tokens}")
         self._num_draft_tokens = num_draft_tokens
         self._mode = mode
-        self._state = ControllerState(
-            mode=mode,
-            is_speculating=num_draft_tokens > 0,
-            reason="configured",
-            mean_num_draft_tokens=float(num_draft_tokens),
-        )
+        self._num_decoding = 0
         self._ranks = GuessRanks()
 
     @property
@@ -128,10 +123,18 @@ class FixedController:
     @property
     def state(self) -> ControllerState:
         """What was configured."""
-        return self._state
+        num_draft_tokens = self._num_draft_tokens
+        return ControllerState(
+            mode=self._mode,
+            is_speculating=num_draft_tokens > 0,
+            reason="configured",
+            mean_num_draft_tokens=float(num_draft_tokens),
+            num_requests_by_k=(*((0,) * num_draft_tokens), self._num_decoding),
+        )
 
     def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
         """Return k for each."""
+        self._num_decoding = len(decoding) + len(elsewhere)
         return [self._num_draft_tokens] * len(decoding)
 
     def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:

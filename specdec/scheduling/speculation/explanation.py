@@ -23,6 +23,17 @@ more / less; measured_slower: expected to gain, but measured rounds say otherwis
 `slo` forbids longer rounds; probing: off, and trying for a few rounds whether that is still right; auditing:
 on, and looking for a few rounds how fast it goes without; idle: nothing has been decided yet."""
 
+IN_WORDS: Mapping[Reason, str] = {
+    "configured": "k is fixed by the configuration",
+    "gain": "drafting is expected to bring more tokens per second than plain decoding",
+    "no_gain": "drafting is expected to bring no more tokens per second than plain decoding",
+    "measured_slower": "drafting was expected to gain, but rounds with it have been slower",
+    "latency_target": "every round with drafts would be longer than somebody's slo.itl_ms",
+    "probing": "off, but tried for a few rounds to see whether that is still right",
+    "auditing": "on, but left out for a few rounds to see how fast it goes without",
+    "idle": "nothing has been decided yet",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
@@ -49,9 +60,9 @@ class ControllerState:
     """Expected time of a round."""
     acceptance: tuple[float, ...] = ()
     """Mean expected acceptance by position."""
-    pool_worth: float = 1.0
+    pool_worth: float | None = None
     """Goodput with speculation over goodput without, the mean of the last minutes. At 1 or below, the
-    drafters are not worth their devices."""
+    drafters are not worth their devices. None: nobody compares."""
     num_switches: int = 0
     """How often speculation was switched on or off, or its mode changed."""
     num_probe_rounds: int = 0
@@ -67,12 +78,13 @@ class ControllerState:
             "speculation_expected_draft_seconds": self.draft_s,
             "speculation_expected_verify_seconds": self.verify_s,
             "speculation_expected_round_seconds": self.round_s,
-            "speculation_pool_worth": self.pool_worth,
             "speculation_switches": self.num_switches,
             "speculation_probe_rounds": self.num_probe_rounds,
             "speculation_audit_rounds": self.num_audit_rounds,
             f'speculation_state{{mode="{self.mode}",reason="{self.reason}"}}': 1.0,
         }
+        if self.pool_worth is not None:
+            values["speculation_pool_worth"] = self.pool_worth
         for num_draft_tokens, count in enumerate(self.num_requests_by_k):
             values[f'speculation_chosen_num_draft_tokens{{k="{num_draft_tokens}"}}'] = count
         for position, acceptance in enumerate(self.acceptance):

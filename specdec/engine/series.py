@@ -1,0 +1,112 @@
+"""Every number that an engine and its drafters export, by name without prefix.
+
+`docs/operations.md` explains them to operators; a test compares this list with what is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from specdec.core.series import Series
+
+_OF_ROUNDS: Mapping[str, Series] = {
+    "rounds": Series("counter", "Rounds: propose, verify, commit."),
+    "overlap_rounds": Series("counter", "Rounds by how drafting and verification followed each other."),
+    "round_time_seconds": Series("counter", "Time of all rounds, from planning to commit."),
+    "draft_time_seconds": Series("counter", "Time in which rounds waited for proposals."),
+    "verify_time_seconds": Series("counter", "From the submission of the target's steps to their answers."),
+    "target_forward_time_seconds": Series("counter", "The target's forwards, as it measures them."),
+    "target_sample_time_seconds": Series("counter", "The target's choice of tokens, as it measures it."),
+    "coordinator_time_seconds": Series(
+        "counter", "Time of rounds that is neither waiting for drafts nor for the target."
+    ),
+    "drafting_time_seconds": Series(
+        "counter", "T_draft of all rounds: as draft workers measure it, of several the longest."
+    ),
+    "drafting_hidden_time_seconds": Series(
+        "counter", "The part of drafting_time_seconds in which the target had something to verify."
+    ),
+    "num_preemptions": Series("counter", "Requests that gave their KV blocks to others."),
+    "num_recomputed_tokens": Series("counter", "Tokens computed once more after a preemption."),
+    "prefix_cache_queries": Series("counter", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": Series("counter", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens": Series("counter", "Prompt tokens of requests that were taken in."),
+    "generation_tokens": Series("counter", "Tokens generated."),
+    "request_timeouts": Series("counter", "Requests that ended because their time was up."),
+    "request_success": Series("counter", "Requests that ended, by finish reason."),
+    "num_requests_running": Series("gauge", "Requests that take part in rounds."),
+    "num_requests_waiting": Series("gauge", "Requests that wait for their turn."),
+    "kv_cache_usage_perc": Series("gauge", "Share of the target's KV blocks that are held, 0 to 1.", "mean"),
+}
+
+_OF_DRAFTS: Mapping[str, Series] = {
+    "spec_decode_num_drafts": Series("counter", "Proposals verified."),
+    "spec_decode_num_draft_tokens": Series("counter", "Draft tokens verified."),
+    "spec_decode_num_accepted_tokens": Series("counter", "Draft tokens accepted."),
+    "spec_decode_num_accepted_tokens_per_pos": Series(
+        "counter", "Draft tokens accepted, by position in their proposal."
+    ),
+    "spec_decode_wasted_draft_tokens": Series("counter", "Draft tokens verified and not accepted."),
+    "spec_decode_num_missing_proposals": Series("counter", "Requests drafted for that no proposal came for."),
+    "spec_decode_num_proposals_dropped": Series("counter", "Proposals that were not used, by reason."),
+    "spec_decode_num_lossy_tokens": Series("counter", "Tokens committed by a rule that is not lossless."),
+    "draft_prefix_cache_queries": Series("counter", "Tokens looked up in draft models' prefix caches."),
+    "draft_prefix_cache_hits": Series("counter", "Tokens found in draft models' prefix caches."),
+    "draft_ahead_branches": Series("counter", "Continuations drafted for verdicts that were not known yet."),
+    "draft_ahead_branches_left_out": Series("counter", "Continuations that draft models had no memory for."),
+    "draft_ahead_branches_true": Series("counter", "Continuations whose verdict came true."),
+    "draft_grammar_failures": Series("counter", "Grammars that draft models could not follow."),
+}
+
+_OF_DRAFT_POOL: Mapping[str, Series] = {
+    "draft_workers": Series("gauge", "Draft workers that are waited for.", "max"),
+    "draft_pool_usage_perc": Series(
+        "gauge", "Requests in the draft pool over those that it takes, 0 to 1.", "mean"
+    ),
+    "draft_wait_seconds": Series("counter", "Time in which draft workers were waited for."),
+    "draft_compute_seconds": Series("counter", "Drafting, as each draft worker measures it."),
+    "draft_deadline_misses": Series("counter", "Draft workers that did not answer in time."),
+    "stale_drafts_dropped": Series("counter", "Drafts that came for another prefix, or too late."),
+    "invalid_drafts_dropped": Series("counter", "Drafts with tokens that nobody asked for."),
+    "fallback_requests": Series(
+        "counter", "Requests that a round went on without the draft pool's drafts for."
+    ),
+    "speculation_cache_hits": Series("counter", "Verdicts that a continuation had been drafted for."),
+    "speculation_cache_misses": Series("counter", "Verdicts that no continuation was there for."),
+    "speculation_cache_late": Series(
+        "counter", "Of the misses, those whose continuations had not come in time."
+    ),
+    "draft_sequences_refused": Series("counter", "Requests that a draft worker had no place for."),
+    "draft_sequences_moved": Series("counter", "Requests moved to a draft worker that is less busy."),
+}
+
+_OF_CONTROLLER: Mapping[str, Series] = {
+    "speculation_on": Series("gauge", "Share of the target groups that speculate.", "mean"),
+    "speculation_state": Series("gauge", "Target groups by mode, and by why it is the mode."),
+    "speculation_mean_num_draft_tokens": Series(
+        "gauge", "Mean k over the requests of the last decision.", "mean"
+    ),
+    "speculation_chosen_num_draft_tokens": Series("gauge", "Requests by k, of the last decision."),
+    "speculation_goodput_on": Series(
+        "gauge", "Expected tokens per second with speculation, in its best mode."
+    ),
+    "speculation_goodput_off": Series("gauge", "Expected tokens per second without speculation."),
+    "speculation_expected_draft_seconds": Series("gauge", "Expected T_draft of the choice.", "mean"),
+    "speculation_expected_verify_seconds": Series("gauge", "Expected T_verify of the choice.", "mean"),
+    "speculation_expected_round_seconds": Series("gauge", "Expected time of a round.", "mean"),
+    "speculation_expected_acceptance": Series("gauge", "Mean expected acceptance, by position.", "mean"),
+    "speculation_pool_worth": Series(
+        "gauge",
+        "Tokens per second with speculation over those without, the mean of the last two minutes; "
+        "at 1 or below drafters are not worth their devices.",
+        "mean",
+    ),
+    "speculation_switches": Series("counter", "Changes of mode, and of whether to speculate."),
+    "speculation_probe_rounds": Series(
+        "counter", "Rounds with drafts to see whether being without is right."
+    ),
+    "speculation_audit_rounds": Series("counter", "Rounds without drafts to see whether drafting is right."),
+}
+
+ENGINE_SERIES: Mapping[str, Series] = {**_OF_ROUNDS, **_OF_DRAFTS, **_OF_DRAFT_POOL, **_OF_CONTROLLER}
+"""By name."""

@@ -1,0 +1,58 @@
+"""Every number that an engine exports is described, and every description is of a number that is exported."""
+
+from __future__ import annotations
+
+import random
+
+from specdec.core.series import name_of
+from specdec.engine.metrics import EngineMetrics
+from specdec.engine.series import ENGINE_SERIES
+from specdec.scheduling.speculation.explanation import ControllerState
+from specdec.transport.memory import Faults
+from tests.specdec.engine.remote_cluster import Cluster, a_request
+
+OF_DRAFT_WORKERS = {
+    "draft_prefix_cache_queries",
+    "draft_prefix_cache_hits",
+    "draft_ahead_branches",
+    "draft_ahead_branches_left_out",
+    "draft_ahead_branches_true",
+    "draft_grammar_failures",
+}
+"""Counted where a draft model is."""
+OF_THE_POOL = {
+    "draft_workers",
+    "draft_pool_usage_perc",
+    "draft_deadline_misses",
+    "stale_drafts_dropped",
+    "invalid_drafts_dropped",
+    "draft_sequences_refused",
+    "draft_sequences_moved",
+}
+"""Only there once it has happened, or added by whoever knows the pool."""
+
+
+def full_metrics() -> EngineMetrics:
+    """Metrics in which everything has happened."""
+    metrics = EngineMetrics()
+    metrics.count_draft(3, 2)
+    metrics.proposals_dropped["late"] += 1
+    metrics.finished["stop"] += 1
+    metrics.rounds_by_mode["ping_pong"] += 1
+    metrics.speculation = ControllerState(num_requests_by_k=(1, 2), acceptance=(0.5,), pool_worth=1.5)
+    return metrics
+
+
+def test_what_an_engine_exports_is_described() -> None:
+    cluster = Cluster(Faults(), mode="draft_ahead")
+    rng = random.Random(1)
+    cluster.run([a_request(f"r{index}", rng) for index in range(4)])
+    exported = {*full_metrics().snapshot(), *cluster.proposer.counters}
+    names = {name_of(series) for series in exported}
+    assert names <= ENGINE_SERIES.keys()
+    assert ENGINE_SERIES.keys() - names <= OF_DRAFT_WORKERS | OF_THE_POOL
+
+
+def test_a_pool_that_nobody_compares_has_no_worth() -> None:
+    assert "speculation_pool_worth" not in EngineMetrics().snapshot()
+    assert full_metrics().snapshot()["speculation_pool_worth"] == 1.5
