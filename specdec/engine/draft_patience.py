@@ -68,6 +68,12 @@ class DraftPatience:
         expected_s = self._round_s + (num_new_tokens * (self._token_s or 0.0) if prefill else 0.0)
         return min(config.max_deadline_s, max(config.min_deadline_s, config.deadline_multiple * expected_s))
 
+    def is_worth_waiting_for(self, num_new_tokens: int) -> bool:
+        """Whether reading so many unseen tokens takes no longer than a usual round, as far as is known."""
+        if self._round_s is None or self._token_s is None:
+            return True
+        return num_new_tokens * self._token_s <= self._round_s
+
     def asked(self, now_s: float) -> None:
         """A round was sent."""
         if not self.is_waited_for(now_s):

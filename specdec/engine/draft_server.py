@@ -16,7 +16,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
 from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
-from specdec.proposers.base import AheadWish, HasRoom, LooksAhead, Proposer, counters_of
+from specdec.proposers.base import AheadWish, HasRoom, LooksAhead, Proposer, ReadsAlong, counters_of
 from specdec.transport.base import Channel, Envelope, PeerId
 from specdec.transport.messages import (
     DraftBranch,
@@ -88,6 +88,8 @@ class _Wish(NamedTuple):
     entry: ProposeEntry
     mirror: _Mirror
     num_new_tokens: int
+    read_s: float = 0.0
+    """What was spent on reading a part of it."""
 
     def part_of_batch(self, shares: DraftShareConfig) -> float:
         """By about how many tokens the draft model evaluates for it, and how many branches it makes."""
@@ -149,6 +151,7 @@ class DraftServer:
         if proposer.capabilities.looks_ahead and isinstance(proposer, LooksAhead):
             self._ahead = proposer
         self._memory = proposer if isinstance(proposer, HasRoom) else None
+        self._reader = proposer if isinstance(proposer, ReadsAlong) else None
         self._max_length = proposer.capabilities.max_context or _MAX_LENGTH
         self._grammars = grammars
         self._shares = shares or DraftShareConfig()
@@ -303,7 +306,10 @@ class DraftServer:
         client.mirrors.move_to_end(name)
         earlier = client.wishes.get(name)
         num_new = len(entry.token_ids) + (earlier.num_new_tokens if earlier is not None else 0)
-        client.wishes[name] = _Wish(coordinator, client.round_id, entry, mirror, num_new)
+        if self._reader is not None:
+            num_new = self._reader.num_unread(mirror)
+        read_s = earlier.read_s if earlier is not None else 0.0
+        client.wishes[name] = _Wish(coordinator, client.round_id, entry, mirror, num_new, read_s)
         return None
 
     def _make_place(self, coordinator: PeerId, client: _Client, entry: ProposeEntry) -> bool:
@@ -354,14 +360,37 @@ class DraftServer:
         self.counters["rounds"] += 1
         self.counters["entries"] += len(wishes)
         answers: dict[PeerId, list[ProposeAnswer]] = defaultdict(list)
+        spent_s: dict[PeerId, float] = defaultdict(float)
         rounds: dict[PeerId, int] = {}
         for wish in wishes:
-            answers[wish.coordinator].append(_answer(wish.entry, proposals.get(wish.mirror.request_id, ())))
+            its_proposals = proposals.get(wish.mirror.request_id, ())
+            num_unread = 0 if its_proposals else self._num_unread(wish)
+            if num_unread and self._reads_on(wish, num_unread, draft_s):
+                continue
+            spent_s[wish.coordinator] = max(draft_s + wish.read_s, spent_s[wish.coordinator])
+            answers[wish.coordinator].append(_answer(wish.entry, its_proposals, num_unread=num_unread))
             rounds[wish.coordinator] = max(wish.round_id, rounds.get(wish.coordinator, wish.round_id))
         counts = self._new_counts()
         for coordinator, its_answers in answers.items():
-            self._send(coordinator, rounds[coordinator], its_answers, draft_s, counts)
+            self._send(coordinator, rounds[coordinator], its_answers, spent_s[coordinator], counts)
             counts = None
+
+    def _num_unread(self, wish: _Wish) -> int:
+        return 0 if self._reader is None else self._reader.num_unread(wish.mirror)
+
+    def _reads_on(self, wish: _Wish, num_unread: int, spent_s: float) -> bool:
+        """Put a wish to read what is committed back where it has not been read as a whole.
+
+        Nobody waits for its answer, which is to say that all was read. One that has got no further gets it
+        now: there is no room.
+        """
+        if wish.entry.num_draft_tokens > 0 or num_unread >= wish.num_new_tokens:
+            return False
+        wishes = self._clients[wish.coordinator].wishes
+        wishes.setdefault(
+            wish.entry.request_id, wish._replace(num_new_tokens=num_unread, read_s=wish.read_s + spent_s)
+        )
+        return True
 
     def _send(
         self,
@@ -496,6 +525,7 @@ def _answer(
     *,
     needs_start: bool = False,
     is_full: bool = False,
+    num_unread: int = 0,
 ) -> ProposeAnswer:
     if proposals and entry.fan_out is not None:
         return _ahead_answer(entry, proposals)
@@ -511,6 +541,7 @@ def _answer(
         needs_start=needs_start,
         q_rows=proposal.q_rows if proposal is not None else None,
         is_full=is_full,
+        num_unread=num_unread,
     )
 
 

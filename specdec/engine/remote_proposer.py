@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,6 +41,11 @@ from specdec.transport.messages import (
     Release,
 )
 
+_FEW_TOKENS = 16
+"""What one round may bring a sequence: nobody asks how long they take to read."""
+_MOST_WAITED_FOR = 256
+"""Tokens. A sequence that has more to catch up on does so while its request goes on without drafts."""
+
 
 class _PrefixKey(NamedTuple):
     request_id: RequestId
@@ -59,6 +64,8 @@ class _Registration:
     """Leading tokens that were sent to it."""
     confirmed_len: int = 0
     """Leading tokens that it has answered for."""
+    read_len: int = 0
+    """Leading tokens behind which it can draft at once."""
 
 
 class _Awaited(NamedTuple):
@@ -194,6 +201,8 @@ class RemoteProposer:
         self._prepared: dict[RequestId, _Prepared] = {}
         self._ahead = _Round()
         """Answers to the last `look_ahead` that have not come yet."""
+        self._reading: set[RequestId] = set()
+        """Sequences that are only read: their answers are due, but nobody waits for them."""
         self._ahead_outcomes: list[AheadOutcome] = []
         self._ready_s: float | None = None
         self._drafting_s = 0.0
@@ -251,8 +260,9 @@ class RemoteProposer:
     ) -> dict[RequestId, Proposal]:
         """Ask the draft workers and wait for them, each at most for its deadline.
 
-        Sequences without a budget are sent as well, for the workers to read ahead, but not waited for. For
-        those that `look_ahead` has named, only what it asked for is waited for.
+        Sequences without a budget are sent as well, for the workers to read ahead, but not waited for; nor
+        are those that have much to catch up on. For those that `look_ahead` has named, only what it asked
+        for is waited for.
         """
         self._follow_membership()
         self._drafting_s = 0.0
@@ -270,7 +280,8 @@ class RemoteProposer:
         if len(self._links) > 1:
             self._rebalance(unprepared)
         for worker, group in self._by_worker(unprepared).items():
-            self._ask(this_round, self._links[worker], self._wishes(group, num_draft_tokens))
+            link = self._links[worker]
+            self._ask(this_round, link, self._wishes(group, num_draft_tokens, self._behind(link, group)))
         started_s = self._clock.now_s()
         if self._meanwhile is not None:
             self._meanwhile()
@@ -290,7 +301,11 @@ class RemoteProposer:
         if len(self._links) > 1:
             self._rebalance(views)
         for worker, group in self._by_worker(views).items():
-            self._ask(self._ahead, self._links[worker], [by_id[view.request_id] for view in group])
+            link = self._links[worker]
+            behind = self._behind(link, group)
+            in_reach = [by_id[view.request_id] for view in group if view.request_id not in behind]
+            others = [view for view in group if view.request_id in behind]
+            self._ask(self._ahead, link, [*in_reach, *self._wishes(others, {}, behind)])
 
     def take_ahead_outcomes(self) -> Sequence[AheadOutcome]:
         """See `AsksAhead`."""
@@ -312,6 +327,7 @@ class RemoteProposer:
         by_worker: dict[PeerId, list[tuple[RequestId, int]]] = defaultdict(list)
         for request_id in request_ids:
             self._prepared.pop(request_id, None)
+            self._reading.discard(request_id)
             registration = self._registrations.pop(request_id, None)
             if registration is not None and registration.worker in self._links:
                 self._ahead.forget(request_id, registration.worker)
@@ -405,15 +421,41 @@ class RemoteProposer:
         settled.sort(key=lambda sequence: sequence.committed_len)
         return [sequence.request_id for sequence in settled[: move.num_sequences]]
 
+    def _behind(self, link: _Link, sequences: Sequence[SequenceView]) -> frozenset[RequestId]:
+        """Return the sequences that have too much to catch up on for a round to wait for it.
+
+        The draft KV of a request that went without drafts for a while can be gone on with, but what was
+        committed meanwhile has to be read. Those that have least to read are waited for.
+        """
+        unread = [
+            (num_unread, sequence.request_id)
+            for sequence in sequences
+            if (num_unread := sequence.committed_len - self._registrations[sequence.request_id].read_len)
+            > _FEW_TOKENS
+        ]
+        behind: list[RequestId] = []
+        num_waited_for = 0
+        for num_unread, request_id in sorted(unread):
+            num_waited_for += num_unread
+            if num_unread > _MOST_WAITED_FOR or not link.patience.is_worth_waiting_for(num_waited_for):
+                behind.append(request_id)
+        return frozenset(behind)
+
     def _wishes(
-        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+        self,
+        sequences: Sequence[SequenceView],
+        num_draft_tokens: Mapping[RequestId, int],
+        behind: Container[RequestId],
     ) -> list[_Wish]:
-        """Return what to ask for behind committed tokens, leaving out what would tell nobody anything."""
+        """Return what to ask for behind committed tokens, leaving out what would tell nobody anything.
+
+        What is `behind` is only to be read.
+        """
         return [
             _Wish(sequence, budget)
             for sequence in sequences
-            if (budget := num_draft_tokens.get(sequence.request_id, 0)) > 0
-            or self._registrations[sequence.request_id].sent_len < sequence.committed_len
+            if (budget := 0 if (name := sequence.request_id) in behind else num_draft_tokens.get(name, 0)) > 0
+            or self._registrations[name].sent_len < sequence.committed_len
         ]
 
     def _ask(self, this_round: _Round, link: _Link, wishes: Sequence[_Wish | AheadWish]) -> None:
@@ -421,15 +463,16 @@ class RemoteProposer:
             return
         worker = link.address.peer_id
         entries = []
-        num_new = 0
+        num_new = num_awaited_new = 0
         for wish in wishes:
             sequence, budget = wish.view, wish.num_draft_tokens
             registration = self._registrations[sequence.request_id]
             entry = _entry(wish, registration)
             entries.append(entry)
             registration.sent_len = sequence.committed_len
-            num_new += sequence.committed_len - registration.confirmed_len
+            num_new += sequence.committed_len - registration.read_len
             if budget > 0:
+                num_awaited_new += sequence.committed_len - registration.read_len
                 key = _PrefixKey(entry.request_id, entry.epoch, entry.committed_len, entry.prefix_hash)
                 awaited = _Awaited(key, budget)
                 if isinstance(wish, AheadWish):
@@ -438,8 +481,12 @@ class RemoteProposer:
                     )
                     awaited = _Awaited(key, budget, prepared, sum(wish.fan_out or ()))
                 this_round.pending[worker][sequence.request_id] = awaited
+            else:
+                self._reading.add(sequence.request_id)
         now_s = self._clock.now_s()
         self._channel.send(worker, ProposeRequest(self._next_round, tuple(entries)))
+        if worker in this_round.pending:
+            num_new = num_awaited_new
         link.asked = _Asked(self._next_round, now_s, len(entries), num_new, this_round is self._ahead)
         self._next_round += 1
         if worker in this_round.pending and link.patience.is_waited_for(now_s):
@@ -495,7 +542,7 @@ class RemoteProposer:
 
     def _take_arrivals(self, this_round: _Round) -> None:
         """Hear what arrived since the last call, if one was due: even a stale one tells of its sender."""
-        if all(link.asked is None for link in self._links.values()):
+        if not self._reading and all(link.asked is None for link in self._links.values()):
             return
         while True:
             try:
@@ -553,11 +600,14 @@ class RemoteProposer:
     ) -> None:
         registration = self._registrations.get(answer.request_id)
         if registration is not None and registration.epoch == answer.epoch:
+            self._reading.discard(answer.request_id)
             if answer.is_full:
                 self._take_refusal(answer.request_id, registration)
             elif answer.needs_start:
-                registration.sent_len = registration.confirmed_len = 0
+                registration.sent_len = registration.confirmed_len = registration.read_len = 0
             else:
+                if answer.committed_len >= registration.confirmed_len:
+                    registration.read_len = max(0, answer.committed_len - max(0, answer.num_unread))
                 if registration.confirmed_len == 0:
                     self._links[registration.worker].vacancy.accepted()
                 registration.confirmed_len = max(registration.confirmed_len, answer.committed_len)

@@ -184,6 +184,15 @@ class HasRoom(Protocol):
 
 
 @runtime_checkable
+class ReadsAlong(Protocol):
+    """A proposer that has to read what was committed before it can draft; much of it, a part at a time."""
+
+    def num_unread(self, view: SequenceView) -> int:
+        """Return how many committed tokens, the last one aside, it has not read."""
+        ...
+
+
+@runtime_checkable
 class HasCounters(Protocol):
     """A proposer that counts something worth exporting."""
 

@@ -162,6 +162,10 @@ class DraftModelProposer:
                 answers[drafting.view.request_id] = [self._branch_proposal(drafting, one) for one in kept]
         return answers
 
+    def num_unread(self, view: SequenceView) -> int:
+        """See `proposers.base.ReadsAlong`."""
+        return self._sequences.num_unread(view)
+
     def has_room(self, owner: str, num_tokens: int) -> bool:
         """See `proposers.base.HasRoom`."""
         return self._sequences.has_room(owner, num_tokens)

@@ -222,6 +222,11 @@ class DraftSequences:
         state.table.grow(committed_len + budget)
         return Drafting(sequence, state, budget)
 
+    def num_unread(self, view: SequenceView) -> int:
+        """See `proposers.base.ReadsAlong`."""
+        state = self._states.get(view.request_id)
+        return max(0, view.committed_len - 1 - (0 if state is None else state.num_read))
+
     def num_left_in_variant(self, committed_len: int) -> int | None:
         """Return how many tokens may be committed before all K/V change; None: any number."""
         return None if self._rotary is None else self._rotary.variants.num_tokens_left(committed_len)

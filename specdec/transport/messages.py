@@ -144,6 +144,8 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Of an entry with `fan_out`, the most promising first; all of them of `noise_stream`."""
     is_full: bool = False
     """The draft worker has no place for this sequence, and knows nothing of it."""
+    num_unread: int = 0
+    """Tokens of the prefix that have to be read before anything can be drafted behind it."""
 
 
 class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):

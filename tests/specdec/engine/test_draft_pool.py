@@ -76,6 +76,9 @@ def test_a_worker_that_joins_gets_its_part_a_few_at_a_time() -> None:
     youngest = {name.split("/")[1] for name in list(cluster.drafters.values())[1].known}
     assert youngest == {f"s{index}" for index in range(int(moved[-1]))}, "the shortest moved"
     cluster.stop_drafter(next(iter(cluster.drafters)), told=True)
+    stayed = proposer.propose(sequences, budgets(*sequences))
+    assert stayed.keys() == {RequestId(name) for name in youngest}, "long texts are read meanwhile"
+    cluster.network.run_for(ROUND_S)
     assert len(proposer.propose(sequences, budgets(*sequences))) == 12
     assert shares_of(cluster) == [12]
 

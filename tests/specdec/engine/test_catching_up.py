@@ -1,0 +1,138 @@
+"""Requests that went without drafts for a while, or moved: what was committed meanwhile has to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
+from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
+from specdec.engine.remote_proposer import RemoteProposer
+from specdec.engine.toy_runner import ToyRunner
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.sampling.sampler import Sampler
+from specdec.transport.memory import Faults
+from tests.specdec.engine.remote_cluster import OTHER_MODEL, VOCAB, Cluster
+from tests.specdec.engine.test_draft_server import Bench, entry
+from tests.specdec.engine.test_look_ahead import wish
+from tests.specdec.engine.test_remote_proposer import FreeSequence, budgets, scripted, sequence
+
+
+def runner(num_blocks: int = 1024) -> ToyRunner:
+    return ToyRunner(OTHER_MODEL, num_blocks=num_blocks, max_model_len=2048)
+
+
+def cluster_of(max_read_tokens: int) -> Cluster:
+    def make_drafter() -> DraftModelProposer:
+        return DraftModelProposer(runner(), Sampler(), vocab_size=VOCAB, max_read_tokens=max_read_tokens)
+
+    return Cluster(Faults(), make_drafter=make_drafter)
+
+
+def off_for(one: FreeSequence, num_tokens: int) -> None:
+    one.commit(tuple(index % VOCAB for index in range(num_tokens)))
+
+
+def propose(proposer: RemoteProposer, *sequences: FreeSequence) -> Mapping[RequestId, Proposal]:
+    return proposer.propose(sequences, budgets(*sequences))
+
+
+def test_a_short_pause_costs_no_round() -> None:
+    cluster = cluster_of(512)
+    one = sequence("a")
+    assert propose(cluster.proposer, one)
+    off_for(one, 250)
+    assert propose(cluster.proposer, one), "read and drafted for in one go"
+
+
+def test_after_a_long_pause_it_is_read_while_the_request_and_the_others_go_on() -> None:
+    cluster = cluster_of(64)
+    one, other = sequence("a"), sequence("b")
+    assert len(propose(cluster.proposer, one, other)) == 2
+    off_for(one, 400)
+    other.commit((1,))
+    with_drafts: list[bool] = []
+    while not with_drafts or not with_drafts[-1]:
+        proposals = propose(cluster.proposer, one, other)
+        assert other.request_id in proposals, "one that has read all does not wait for one that has not"
+        with_drafts.append(one.request_id in proposals)
+        assert len(with_drafts) < 20
+        cluster.network.run_for(0.1)
+        for each in (one, other):
+            each.commit((2,))
+    assert not with_drafts[0]
+    assert cluster.proposer.counters.get("draft_deadline_misses", 0) == 0
+
+
+def test_nor_does_looking_ahead_wait_for_it() -> None:
+    cluster, worker, proposer = scripted({})
+    one = sequence("a")
+    assert propose(proposer, one)
+    off_for(one, 300)
+    proposer.look_ahead([wish(one)])
+    cluster.network.run_for(0.1)
+    asked = worker.asked[-1].entries[0]
+    assert (asked.num_draft_tokens, asked.fan_out, len(asked.token_ids)) == (0, None, 300)
+
+
+def test_a_worker_says_how_much_it_has_still_to_read() -> None:
+    cluster, worker, proposer = scripted({"token_ids": (), "num_unread": 500})
+    one = sequence("a", prompt=700)
+    for _ in range(3):
+        assert not propose(proposer, one)
+        cluster.network.run_for(0.1)
+        assert worker.asked[-1].entries[0].num_draft_tokens == 0
+        one.commit((1,))
+    assert not propose(proposer, one)
+    cluster.network.run_for(0.1)
+    one.commit((1,))
+    worker.replies = [{"num_unread": 0}]
+    assert not propose(proposer, one), "it has not answered yet"
+    cluster.network.run_for(0.1)
+    one.commit((1,))
+    assert propose(proposer, one)
+    assert worker.asked[-1].entries[0].num_draft_tokens == 3
+
+
+def test_what_takes_longer_than_a_round_is_not_waited_for() -> None:
+    patience = DraftPatience(DraftDeadlineConfig())
+    assert patience.is_worth_waiting_for(250), "nothing is known"
+    patience.measured(0.01, num_entries=1, num_new_tokens=3)
+    patience.measured(0.02, num_entries=1, num_new_tokens=100)  # 0.1 ms a token
+    assert patience.is_worth_waiting_for(100)
+    assert not patience.is_worth_waiting_for(101)
+
+
+def test_of_many_those_with_least_to_read_are_waited_for() -> None:
+    cluster = cluster_of(4096)
+    sequences = [sequence(f"s{index}") for index in range(4)]
+    assert len(propose(cluster.proposer, *sequences)) == 4
+    (link,) = cluster.proposer._links.values()
+    link.patience = DraftPatience(DraftDeadlineConfig())
+    link.patience.measured(0.01, num_entries=1, num_new_tokens=3)
+    link.patience.measured(0.02, num_entries=1, num_new_tokens=100)
+    for index, one in enumerate(sequences):
+        off_for(one, 60 - 10 * index)
+    waited_for = propose(cluster.proposer, *sequences).keys()
+    assert waited_for == {RequestId("s2"), RequestId("s3")}
+
+
+def test_a_long_text_is_read_in_turn_with_what_is_quick_and_answered_when_it_is_read() -> None:
+    bench = Bench(DraftModelProposer(runner(), Sampler(), vocab_size=VOCAB, max_read_tokens=64), 1)
+    long = tuple(index % VOCAB for index in range(200))
+    bench.send(0, entry("long", long, num_draft_tokens=0))
+    answers: list[list[str]] = []
+    for number in range(4):
+        quick = (1, *([2] * number))
+        bench.send(0, entry(f"quick-{number}", quick))
+        answers.append(sorted(answer.request_id for answer in bench.serve()[0]))
+    # 199 tokens, 64 at a time.
+    assert answers == [["quick-0"], ["quick-1"], ["quick-2"], ["long", "quick-3"]]
+
+
+def test_a_text_that_finds_no_room_is_answered_at_once() -> None:
+    bench = Bench(DraftModelProposer(runner(num_blocks=40), Sampler(), vocab_size=VOCAB), 1)
+    texts = [tuple((index + first) % VOCAB for index in range(100)) for first in range(2)]
+    bench.send(0, *(entry(f"s{first}", text, num_draft_tokens=0) for first, text in enumerate(texts)))
+    assert sorted(answer.num_unread for answer in bench.serve()[0]) == [0, 99]
+    assert not bench.server.has_waiting
