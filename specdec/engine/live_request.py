@@ -51,6 +51,7 @@ class LiveRequest:
         "service_key",
         "stats",
         "table",
+        "told_len",
         "trail",
     )
 
@@ -88,6 +89,8 @@ class LiveRequest:
         """Whether the target keeps state of this request, which it has to be told to forget."""
         self.is_in_flight = False
         """Whether a round with it is being verified."""
+        self.told_len = 0
+        """Committed tokens when the proposer saw it last."""
         self.num_given_up = 0
         """Computed tokens lost by the last preemption, until it runs again."""
         self.generates = text.max_generated > 0
@@ -188,6 +191,11 @@ class LiveRequest:
     def awaits_drafts(self) -> bool:
         """Whether its prompt is still being read and drafts are wanted after it."""
         return not self.sequence.is_decoding and self.requested_draft_tokens != 0
+
+    @property
+    def num_untold(self) -> int:
+        """Committed tokens since the proposer saw it last; none if it is never to be drafted for."""
+        return 0 if self.requested_draft_tokens == 0 else self.committed_len - self.told_len
 
     @property
     def scores_prompt(self) -> bool:

@@ -34,6 +34,10 @@ from specdec.verification.sample_and_match import match
 
 Proposals = dict[RequestId, Proposal]
 
+_KEPT_UP_TOKENS = 48
+"""While nothing is drafted for a request, those who would draft elsewhere are told of so many tokens at a
+time: they read them meanwhile, and can go on at once when they are asked again."""
+
 _DEPTHS: Mapping[OverlapMode, int] = {"lockstep": 1, "ping_pong": 2, "draft_ahead": 1}
 """Rounds in flight at a time."""
 
@@ -94,6 +98,7 @@ class RoundLoop:
         self._ahead: AsksAhead | None = None
         if proposer.capabilities.looks_ahead and isinstance(proposer, AsksAhead):
             self._ahead = proposer
+        self._keeps_up = proposer.capabilities.remote
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
         self._flights: deque[_Flight] = deque()
@@ -203,14 +208,19 @@ class RoundLoop:
         """Ask for proposals. Whatever does not fit is dropped: that request goes on with one token."""
         budgets = plan.num_draft_tokens
         running = self._roster.running
-        # Prompts that are still being read come with a budget of 0: a proposer may read them too.
+        # Prompts that are still being read, and what goes on without drafts, come with a budget of 0: a
+        # proposer may read them too.
         sequences = [
             live
             for live in map(running.__getitem__, plan.num_tokens)
-            if live.request_id in budgets or live.awaits_drafts
+            if live.request_id in budgets
+            or live.awaits_drafts
+            or (self._keeps_up and live.num_untold >= _KEPT_UP_TOKENS)
         ]
         if not sequences:
             return {}
+        for live in sequences:
+            live.told_len = live.committed_len
         try:
             proposals = self._proposer.propose(sequences, budgets)
         except TransportError:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
+
+import msgspec
+import pytest
 
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
@@ -11,8 +15,9 @@ from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.toy_runner import ToyRunner
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.sampler import Sampler
+from specdec.scheduling.speculation.controller import FixedController
 from specdec.transport.memory import Faults
-from tests.specdec.engine.remote_cluster import OTHER_MODEL, VOCAB, Cluster
+from tests.specdec.engine.remote_cluster import OTHER_MODEL, VOCAB, Cluster, a_request
 from tests.specdec.engine.test_draft_server import Bench, entry
 from tests.specdec.engine.test_look_ahead import wish
 from tests.specdec.engine.test_remote_proposer import FreeSequence, budgets, scripted, sequence
@@ -35,6 +40,21 @@ def off_for(one: FreeSequence, num_tokens: int) -> None:
 
 def propose(proposer: RemoteProposer, *sequences: FreeSequence) -> Mapping[RequestId, Proposal]:
     return proposer.propose(sequences, budgets(*sequences))
+
+
+@pytest.mark.parametrize(("requested", "num_asked"), [(None, 4), (0, 0)])
+def test_draft_workers_read_on_while_nothing_is_drafted(requested: int | None, num_asked: int) -> None:
+    cluster, worker, _ = scripted({"token_ids": ()})
+    controller = cluster.engine._parts.controller
+    assert isinstance(controller, FixedController)
+    controller._num_draft_tokens = 0
+    request = a_request("a", random.Random(1))
+    params = msgspec.structs.replace(request.params, max_tokens=170)
+    cluster.run([msgspec.structs.replace(request, params=params, num_draft_tokens=requested)])
+    asked = [entry for message in worker.asked for entry in message.entries]
+    assert all(entry.num_draft_tokens == 0 for entry in asked)
+    assert [len(entry.token_ids) for entry in asked[1:]] == [48] * (num_asked - 1)
+    assert len(asked) == num_asked
 
 
 def test_a_short_pause_costs_no_round() -> None:
