@@ -74,10 +74,10 @@ class Decision:
     """By request."""
     is_partial: bool
     """Whether these are those of the option for some requests only (a probe)."""
-    gains: Floats
-    """[N, K + 1]: expected accepted tokens of a request that k draft tokens are asked for."""
-    gains_if_drafted: Floats
-    """[N, K + 1]: expected accepted tokens of a proposal of length k."""
+    gains: Sequence[float]
+    """By request: accepted tokens that are expected of the draft tokens chosen."""
+    gains_if_drafted: Sequence[Sequence[float]]
+    """By request, by length: accepted tokens that are expected of a proposal."""
     acceptance_levels: Sequence[bytes]
     """By request, acceptance by position in `_NUM_LEVELS` levels."""
 
@@ -239,8 +239,10 @@ class GoodputController:
             num_draft_tokens=chosen.tolist(),
             is_partial=is_partial,
             acceptance_levels=_levels(batch.estimate.accepted),
-            gains=_added_up(batch.estimate.reached),
-            gains_if_drafted=_added_up(np.cumprod(batch.estimate.accepted, axis=1, dtype=np.float64)),
+            gains=_added_up(batch.estimate.reached)[np.arange(num_sequences), chosen].tolist(),
+            gains_if_drafted=_added_up(
+                np.cumprod(batch.estimate.accepted, axis=1, dtype=np.float64)
+            ).tolist(),
         )
         return self._decision
 
@@ -519,26 +521,22 @@ def _expected_gain(decision: Decision, observation: RoundObservation) -> float:
     """Return the draft tokens that were expected to be accepted in a round, given who was in it."""
     option, index = decision.option, decision.index
     drafted = observation.budgets or [one.request_id for one in observation.outcomes]
-    here = [index[one] for one in drafted if one in index]
-    if not here:
+    gains = decision.gains
+    foreseen = sum(gains)
+    if not drafted or foreseen <= 0.0:
         return 0.0
-    chosen = np.asarray(decision.num_draft_tokens)
-    foreseen = float(decision.gains[np.arange(len(chosen)), chosen].sum())
-    if foreseen <= 0.0:
-        return 0.0
-    share = (option.tokens - len(chosen)) / foreseen  # below 1 where not everyone has drafts (draft_ahead)
-    return share * float(decision.gains[here, chosen[here]].sum())
+    share = (option.tokens - len(gains)) / foreseen  # below 1 where not everyone has drafts (draft_ahead)
+    return share * sum(gains[index[one]] for one in drafted if one in index)
 
 
 def _drafted_gain(decision: Decision, observation: RoundObservation) -> float:
     """Return the draft tokens that were to be accepted, given the proposals that there were."""
-    index, last = decision.index, decision.gains_if_drafted.shape[1] - 1
-    known = [one for one in observation.outcomes if one.request_id in index]
-    if not known:
-        return 0.0
-    rows = [index[one.request_id] for one in known]
-    lengths = [min(one.num_drafted, last) for one in known]
-    return float(decision.gains_if_drafted[rows, lengths].sum())
+    index, gains = decision.index, decision.gains_if_drafted
+    return sum(
+        gains[index[one.request_id]][min(one.num_drafted, len(gains[0]) - 1)]
+        for one in observation.outcomes
+        if one.request_id in index
+    )
 
 
 def _levels(accepted: Floats) -> list[bytes]:
