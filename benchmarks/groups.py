@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from specdec.core.errors import DrafthouseError
 from specdec.engine.config import EngineConfig
-from specdec.scheduling.speculation.controller import FixedController
+from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.guesses import share_guesses
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import Schedulable
@@ -121,9 +121,16 @@ class TwoGroups:
     """A target group, a draft group, and an engine over both."""
 
     def __init__(
-        self, config: EngineConfig, *, target_cores: Sequence[int], draft_cores: Sequence[int]
+        self,
+        config: EngineConfig,
+        *,
+        target_cores: Sequence[int],
+        draft_cores: Sequence[int],
+        controller: SpeculationController | None = None,
     ) -> None:
         """Start both processes and connect; takes as long as loading and compiling both models.
+
+        `controller` takes the place of `self.controller`.
 
         Raises:
             GroupDied: a process ended instead.
@@ -148,6 +155,7 @@ class TwoGroups:
             group.answer()
         target = RemoteTarget(channels["target"], addresses["target"], incarnation=1)
         made_up = config.speculative_config.synthetic_acceptance
+        self.target = target
         self.synthetic = None if made_up is None else SyntheticTarget(target, made_up)
         """Decides what is accepted, where that is made up."""
         self.proposer = RemoteProposer(
@@ -163,7 +171,7 @@ class TwoGroups:
             proposer=self.proposer,
             tokenizer=build_tokenizer(config),
             scheduler=config.scheduler,
-            controller=self.controller,
+            controller=controller or self.controller,
             max_branches=32,
             prefix_caching=config.cache.enable_prefix_caching,
         )

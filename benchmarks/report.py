@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -37,6 +38,51 @@ class Spread:
             "min": min(self.values),
             "max": max(self.values),
             "n": len(self.values),
+        }
+
+
+_T_95 = (
+    *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
+    *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
+)
+"""Student's t: 95 % of it lies below, for 1 to 20 degrees of freedom."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRatio:
+    """Ratios of measurements that were taken in pairs, one beside the other."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.values)
+
+    @property
+    def lower(self) -> float:
+        """The true ratio is above this with 95 % confidence, if logarithms are normal."""
+        return self._bound(-1.0)
+
+    @property
+    def upper(self) -> float:
+        """The true ratio is below this with 95 % confidence, if logarithms are normal."""
+        return self._bound(1.0)
+
+    def _bound(self, sign: float) -> float:
+        logs = [math.log(value) for value in self.values]
+        if len(logs) < 2:
+            return math.inf if sign > 0 else 0.0
+        t = _T_95[min(len(logs) - 1, len(_T_95)) - 1]
+        return math.exp(statistics.mean(logs) + sign * t * statistics.stdev(logs) / math.sqrt(len(logs)))
+
+    def summary(self) -> dict[str, Any]:
+        """Median, both bounds and the ratios themselves."""
+        return {
+            "median": self.median,
+            "lower": self.lower,
+            "upper": self.upper,
+            "values": list(self.values),
         }
 
 
@@ -110,7 +156,7 @@ def _processor() -> str:
 
 def to_plain(value: Any) -> Any:
     """JSON-ready form of nested dataclasses, spreads and paths."""
-    if isinstance(value, Spread):
+    if isinstance(value, Spread | PairedRatio):
         return value.summary()
     if isinstance(value, Paired):
         return value.seconds

@@ -90,6 +90,10 @@ class _Prepared:
     branches: dict[tuple[int, int], DraftBranch] = field(default_factory=dict)
     """By committed_len and prefix_hash after it."""
 
+    def is_of_verdict(self, committed_len: int) -> bool:
+        """Whether a sequence of so many tokens may be what that round has made of it, and that round alone."""
+        return self.committed_len < committed_len <= self.committed_len + self.num_pending + 1
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -274,7 +278,7 @@ class RemoteProposer:
             sequence.request_id: its
             for sequence in sequences
             if (its := self._prepared.pop(sequence.request_id, None)) is not None
-            and its.committed_len < sequence.committed_len
+            and its.is_of_verdict(sequence.committed_len)
         }
         unprepared = [sequence for sequence in sequences if sequence.request_id not in prepared]
         if len(self._links) > 1:

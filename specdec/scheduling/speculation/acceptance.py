@@ -44,6 +44,8 @@ _SURPRISE = 3.0
 _AVAILABILITY_DECAY = 1.0 / 32.0
 _AVAILABILITY_TRIALS = 4.0
 _CLASS_STALE_ROUNDS = 512.0
+_MOST_UNREAD = 24
+"""Verdicts and wishes that may lie unread: learning from a few at a time costs as much as from many."""
 _STALE_ROUNDS = 256.0
 """After so many rounds without a verdict a request is known half as well."""
 
@@ -123,9 +125,13 @@ class AcceptanceTracker:
         """Variance of the factors of a class's requests."""
         self._class_last_round: dict[int, int] = {}
         self._round = 0
+        self._unread: list[tuple[Sequence[DraftOutcome], Mapping[RequestId, int]]] = []
+        self._num_unread = 0
+        self._classes_of_unread: Mapping[RequestId, str] = {}
 
     def __len__(self) -> int:
         """Return the number of requests that something is known of."""
+        self._read()
         return len(self._slots)
 
     def note(
@@ -134,22 +140,26 @@ class AcceptanceTracker:
         budgets: Mapping[RequestId, int],
         classes: Mapping[RequestId, str],
     ) -> None:
-        """Learn from the verdicts of one round.
+        """Learn from the verdicts of one round, at the latest when something is asked.
 
         Args:
             outcomes: verdicts, at most one per request.
             budgets: draft tokens asked for; with them, how often and how far drafts are there is learnt.
                 Empty: nothing is learnt of that.
-            classes: of requests that may be new.
+            classes: of requests that may be new; not to be changed afterwards.
         """
+        if classes is not self._classes_of_unread:
+            self._read()
+            self._classes_of_unread = classes
         self._round += 1
-        if outcomes:
-            self._note_verdicts(outcomes, classes)
-        if budgets:
-            self._note_lengths(outcomes, budgets, classes)
+        self._unread.append((outcomes, budgets))
+        self._num_unread += len(outcomes) + len(budgets)
+        if self._num_unread >= _MOST_UNREAD:
+            self._read()
 
     def forget(self, request_ids: Sequence[RequestId]) -> None:
         """Forget these requests; their classes remember. Unknown ids are ignored."""
+        self._read()
         for request_id in request_ids:
             slot = self._slots.pop(request_id, None)
             if slot is not None:
@@ -157,11 +167,13 @@ class AcceptanceTracker:
 
     def forget_idle(self, num_rounds: int) -> None:
         """Forget requests that have had no verdict for so many rounds."""
+        self._read()
         idle = self._round - num_rounds
         self.forget([one for one, slot in self._slots.items() if self._last_round[slot] < idle])
 
     def estimate(self, request_ids: Sequence[RequestId], classes: Sequence[str]) -> AcceptanceEstimate:
         """Return what to expect of requests, known or not."""
+        self._read()
         slots = np.array([self._slots.get(one, -1) for one in request_ids], dtype=np.int64)
         of_class = np.array([self._class_index(name) for name in classes], dtype=np.int64)
         is_known = slots >= 0
@@ -181,19 +193,32 @@ class AcceptanceTracker:
 
     def class_acceptance(self, name: str = OTHER_CLASS) -> Floats:
         """Return what a new request of a class begins with, [positions]."""
+        self._read()
         acceptance: Floats = 1.0 - self._class_failures[self._classes.get(name, 0)]
         return acceptance
 
-    def _note_verdicts(self, outcomes: Sequence[DraftOutcome], classes: Mapping[RequestId, str]) -> None:
-        slots = np.array([self._slot(one.request_id, classes) for one in outcomes], dtype=np.int64)
-        drafted = np.array([one.num_drafted for one in outcomes])
-        accepted = np.array([one.num_accepted for one in outcomes])
+    def _read(self) -> None:
+        """Learn from what lies unread."""
+        if not self._unread:
+            return
+        rounds, self._unread = self._unread, []
+        self._num_unread = 0
+        verdicts = [one for outcomes, _ in rounds for one in outcomes]
+        if verdicts:
+            self._read_verdicts(verdicts, len(rounds))
+        self._read_lengths(rounds)
+
+    def _read_verdicts(self, verdicts: Sequence[DraftOutcome], num_rounds: int) -> None:
+        drafted = np.array([one.num_drafted for one in verdicts])
+        accepted = np.array([one.num_accepted for one in verdicts])
         positions = np.arange(self.num_positions)
         is_trial = positions < np.minimum(accepted + 1, drafted)[:, None]
         is_success = positions < accepted[:, None]
-        trials, successes = is_trial.astype(np.float64), (is_success & is_trial).astype(np.float64)
+        slots, counts, (trials, successes) = _by_request(
+            [self._slot(one.request_id) for one in verdicts], is_trial, is_success & is_trial
+        )
         requests = self._requests
-        kept = 1.0 - np.where(is_trial, _REQUEST_DECAY, _UNTRIED_DECAY)
+        kept = (1.0 - _REQUEST_DECAY) ** trials * (1.0 - _UNTRIED_DECAY) ** (counts[:, None] - trials)
         requests.trials[slots] = requests.trials[slots] * kept + trials
         requests.successes[slots] = requests.successes[slots] * kept + successes
         of_class = self._class_of_slot[slots]
@@ -202,10 +227,10 @@ class AcceptanceTracker:
         self._follow_factor(slots, trials.sum(1), failed, expected)
         self._last_round[slots] = self._round
         for index, members in _by_class(of_class):
-            self._fade_class(index)
+            self._fade_class(index, num_rounds)
             _decay_in(self._class_verdicts, index, trials[members].sum(0), successes[members].sum(0))
             self._class_failures[index] = 1.0 - _class_rates(self._class_verdicts, index)
-            self._note_spread(index, self._totals[slots[members]])
+            self._note_spread(index, self._totals[slots[members]], num_rounds)
 
     def _follow_factor(
         self, slots: NDArray[np.int64], trials: Floats, failed: Floats, expected: Floats
@@ -240,7 +265,7 @@ class AcceptanceTracker:
         factor: Floats = (totals[:, _FAILURES] + prior) / (totals[:, _EXPECTED] + prior)
         return factor
 
-    def _note_spread(self, index: int, totals: Floats) -> None:
+    def _note_spread(self, index: int, totals: Floats, num_rounds: int) -> None:
         """Learn how alike requests of a class are: how far failures scatter beyond what chance does."""
         expected = totals[:, _EXPECTED]
         counts = expected > _FEWEST_EXPECTED
@@ -251,51 +276,50 @@ class AcceptanceTracker:
         excess = ((failures - expected) ** 2 / expected - chance).sum() / expected.sum()
         start = 1.0 / max(_REQUEST_TRIALS * float(self._class_failures[index, 0]), _FEWEST_FAILURES)
         before = self._class_spread.get(index, start)
-        weight = 1.0 - (1.0 - _SPREAD_DECAY) ** min(int(counts.sum()), 8)
+        weight = 1.0 - (1.0 - _SPREAD_DECAY) ** min(int(counts.sum()) * num_rounds, 8)
         after = before + weight * (float(excess) - before)
         self._class_spread[index] = min(max(after, 1.0 / _MOST_FAILURES), 1.0 / _FEWEST_FAILURES)
 
-    def _note_lengths(
-        self,
-        outcomes: Sequence[DraftOutcome],
-        budgets: Mapping[RequestId, int],
-        classes: Mapping[RequestId, str],
-    ) -> None:
-        got = {one.request_id: one.num_drafted for one in outcomes}
-        wanted_ids = [one for one, budget in budgets.items() if budget > 0]
-        if not wanted_ids:
+    def _read_lengths(self, rounds: Sequence[tuple[Sequence[DraftOutcome], Mapping[RequestId, int]]]) -> None:
+        wanted: list[tuple[RequestId, int, int]] = []
+        for outcomes, budgets in rounds:
+            got = {one.request_id: one.num_drafted for one in outcomes}
+            wanted += [(one, budget, got.get(one, 0)) for one, budget in budgets.items() if budget > 0]
+        if not wanted:
             return
-        slots = np.array([self._slot(one, classes) for one in wanted_ids], dtype=np.int64)
-        budget = np.minimum([budgets[one] for one in wanted_ids], self.num_positions)
-        length = np.array([got.get(one, 0) for one in wanted_ids])
+        budget = np.minimum([one[1] for one in wanted], self.num_positions)
+        length = np.array([one[2] for one in wanted])
+        positions = np.arange(self.num_positions)
+        is_trial = (positions < budget[:, None]) & (positions <= length[:, None])
+        slots, counts, (trials, successes) = _by_request(
+            [self._slot(one[0]) for one in wanted], is_trial, is_trial & (positions < length[:, None])
+        )
         totals = self._totals[slots]
-        totals[:, _WANTED] = totals[:, _WANTED] * (1.0 - _AVAILABILITY_DECAY) + 1.0
-        totals[:, _GOT] = totals[:, _GOT] * (1.0 - _AVAILABILITY_DECAY) + (length > 0)
+        kept = (1.0 - _AVAILABILITY_DECAY) ** counts
+        totals[:, _WANTED] = totals[:, _WANTED] * kept + counts
+        totals[:, _GOT] = totals[:, _GOT] * kept + successes[:, 0]
         self._totals[slots] = totals
         self._last_round[slots] = self._round
-        positions = np.arange(self.num_positions)
-        trials = ((positions < budget[:, None]) & (positions <= length[:, None])).astype(np.float64)
-        successes = trials * (positions < length[:, None])
         of_class = self._class_of_slot[slots]
         for index, members in _by_class(of_class):
             _decay_in(self._class_lengths, index, trials[members].sum(0), successes[members].sum(0))
-            counts = self._class_lengths
-            self._class_presence[index] = (counts.successes[index] + 4.0 * _FIRST_AVAILABILITY) / (
-                counts.trials[index] + 4.0
+            lengths = self._class_lengths
+            self._class_presence[index] = (lengths.successes[index] + 4.0 * _FIRST_AVAILABILITY) / (
+                lengths.trials[index] + 4.0
             )
 
-    def _fade_class(self, index: int) -> None:
-        """Let a class that had no verdicts for a while be learnt anew: now they tell more than those
+    def _fade_class(self, index: int, num_rounds: int) -> None:
+        """Let a class that had no verdicts before these rounds be learnt anew: now they tell more than those
         before.
         """
-        age = self._round - self._class_last_round.get(index, self._round)
+        age = self._round - self._class_last_round.get(index, self._round) - (num_rounds - 1)
         self._class_last_round[index] = self._round
         if age > 1:
             fade = 0.5 ** (age / _CLASS_STALE_ROUNDS)
             self._class_verdicts.trials[index] *= fade
             self._class_verdicts.successes[index] *= fade
 
-    def _slot(self, request_id: RequestId, classes: Mapping[RequestId, str]) -> int:
+    def _slot(self, request_id: RequestId) -> int:
         slot = self._slots.get(request_id)
         if slot is None:
             slot = self._free.pop() if self._free else len(self._slots)
@@ -304,7 +328,9 @@ class AcceptanceTracker:
             self._requests.trials[slot] = self._requests.successes[slot] = 0.0
             self._totals[slot] = 0.0
             self._last_round[slot] = self._round
-            self._class_of_slot[slot] = self._class_index(classes.get(request_id, OTHER_CLASS))
+            self._class_of_slot[slot] = self._class_index(
+                self._classes_of_unread.get(request_id, OTHER_CLASS)
+            )
         return slot
 
     def _reserve(self, num_rows: int) -> None:
@@ -339,6 +365,23 @@ class AcceptanceTracker:
         failures: Floats = (self._class_failures[:num_classes] * weights).sum(0)
         presence: Floats = (self._class_presence[:num_classes] * weights).sum(0)
         return failures, presence
+
+
+def _by_request(
+    slots: Sequence[int], *values: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], list[Floats]]:
+    """Return each slot once, how often it was there, and the rows of values added up for it."""
+    unique, inverse, counts = np.unique(slots, return_inverse=True, return_counts=True)
+    if len(unique) == len(slots):
+        return (
+            np.array(slots, dtype=np.int64),
+            np.ones(len(slots), dtype=np.int64),
+            [rows.astype(np.float64) for rows in values],
+        )
+    sums = [np.zeros((len(unique), rows.shape[1])) for rows in values]
+    for its, rows in zip(sums, values, strict=True):
+        np.add.at(its, inverse, rows)
+    return unique, counts, sums
 
 
 def _by_class(of_class: NDArray[np.int64]) -> list[tuple[int, NDArray[np.bool_] | slice]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from specdec.scheduling.speculation.goodput import Kind
@@ -155,7 +155,8 @@ class Overheads:
     """Seconds of a round that are neither drafting nor verifying: running medians.
 
     By number of sequences, and by whether there were drafts; where one of both is not known, it is as the
-    other.
+    other. Rounds with drafts never have less to do: where it seems so, the machine was slower at one time
+    than at another, and both are thought to be alike.
     """
 
     _NUM_RECENT = 15
@@ -172,9 +173,11 @@ class Overheads:
 
     def of(self, num_sequences: int, *, has_drafts: bool) -> float:
         """Return what to expect: of the closest number of sequences that is known; 0 before the first."""
-        known = (self._with_drafts or self._without) if has_drafts else (self._without or self._with_drafts)
-        if not known:
-            return 0.0
+        known = [of for of in (self._with_drafts, self._without) if of]
+        typical = [self._typical(of, num_sequences) for of in known]
+        return (max if has_drafts else min)(typical, default=0.0)
+
+    def _typical(self, known: Mapping[int, deque[float]], num_sequences: int) -> float:
         size = num_sequences.bit_length()
         closest = min(known, key=lambda other: (abs(other - size), other))
         recent = sorted(known[closest])

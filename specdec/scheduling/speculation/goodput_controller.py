@@ -24,10 +24,17 @@ from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.speculation.trials import Trial, TrialLength, Trials
 from specdec.scheduling.state import Schedulable
 
-_NUM_PROBED = 16
-"""Requests that a probe drafts for."""
+_LEAST_PROBED, _MOST_PROBED = 4, 16
+"""Requests that a probe drafts for, in one round: a quarter of them, within these."""
 _PROBE_VERDICTS = 48
 """Proposals that a probe brings, if it may take that long."""
+_EARLY_ROUNDS = 32
+_DECISION_S = 0.025
+"""After so many seconds a decision is thought over, if there were enough rounds: it takes about 0.2 ms."""
+_MOST_UNDECIDED_ROUNDS = 32
+"""After so many rounds it is, however short they are."""
+_URGENT = 0.03
+"""So much better plain decoding has to be to be gone back to at once, as a share."""
 _TRANSIENT_ROUNDS: Mapping[Kind, int] = {"plain": 1, "lockstep": 0, "ping_pong": 2, "draft_ahead": 3}
 """Rounds after a change of kind that say nothing of it: drafts are not there yet, or no more under way."""
 _FIRST_ROUNDS = 8
@@ -74,10 +81,10 @@ class Decision:
     """By request."""
     is_partial: bool
     """Whether these are those of the option for some requests only (a probe)."""
-    gains: Floats
-    """[N, K + 1]: expected accepted tokens of a request that k draft tokens are asked for."""
-    gains_if_drafted: Floats
-    """[N, K + 1]: expected accepted tokens of a proposal of length k."""
+    gains: Sequence[float]
+    """By request: accepted tokens that are expected of the draft tokens chosen."""
+    gains_if_drafted: Sequence[Sequence[float]]
+    """By request, by length: accepted tokens that are expected of a proposal."""
     acceptance_levels: Sequence[bytes]
     """By request, acceptance by position in `_NUM_LEVELS` levels."""
 
@@ -118,6 +125,7 @@ class GoodputController:
         self._classes: Mapping[RequestId, str] = {}
         self._round = 0
         self._decided_round = 0
+        self._since_decision_s = 0.0
         self._switched_round = 0
         self._switched_batch = 0
         self._num_switches = 0
@@ -147,11 +155,21 @@ class GoodputController:
             return []
         sequences = (*decoding, *elsewhere)
         decision = self._decision
-        is_due = self._round - self._decided_round >= self._settings.decide_every
-        if decision is None or is_due or not _is_same(decision, sequences):
+        if decision is None or self._is_due() or not _is_same(decision, sequences):
             decision = self._decide(sequences, len(decoding))
         index, chosen = decision.index, decision.num_draft_tokens
         return [chosen[index[one.request_id]] for one in decoding]
+
+    def _is_due(self) -> bool:
+        """Return whether it is time to think again: soon after the start, later every few rounds.
+
+        Short rounds are more of them, for thinking takes time too.
+        """
+        num_rounds = self._round - self._decided_round
+        if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
+            return False
+        is_early = self._round < _EARLY_ROUNDS
+        return is_early or self._since_decision_s >= _DECISION_S or num_rounds >= _MOST_UNDECIDED_ROUNDS
 
     def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
         """Share out continuations by what is expected of this request."""
@@ -211,12 +229,13 @@ class GoodputController:
             for kind, option in options.items()
         }
         self._decided_round = self._round
+        self._since_decision_s = 0.0
         self._switch(options, rates, num_sequences)
         option, reason = self._apply_trial(options, rates, region, num_sequences)
         if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
             reason = "latency_target"
         chosen = option.num_draft_tokens
-        is_partial = reason == "probing" and option.kind == "lockstep" and num_sequences > _NUM_PROBED
+        is_partial = reason == "probing" and option.kind == "lockstep" and self._tried(options, rates)[1]
         if is_partial:
             chosen = self._probed(chosen)
         elif option.kind == "ping_pong" and num_here < num_sequences:
@@ -239,8 +258,10 @@ class GoodputController:
             num_draft_tokens=chosen.tolist(),
             is_partial=is_partial,
             acceptance_levels=_levels(batch.estimate.accepted),
-            gains=_added_up(batch.estimate.reached),
-            gains_if_drafted=_added_up(np.cumprod(batch.estimate.accepted, axis=1, dtype=np.float64)),
+            gains=_added_up(batch.estimate.reached)[np.arange(num_sequences), chosen].tolist(),
+            gains_if_drafted=_added_up(
+                np.cumprod(batch.estimate.accepted, axis=1, dtype=np.float64)
+            ).tolist(),
         )
         return self._decision
 
@@ -292,10 +313,12 @@ class GoodputController:
             return  # not there: nobody can use a draft at this moment, which says nothing of those to come
         has_changed = not 1 / _LARGEST_CHANGE < num_sequences / self._switched_batch < _LARGEST_CHANGE
         is_settled = self._round - self._switched_round >= self._settings.dwell_rounds
-        if not (has_changed or is_settled):
-            return
-        # Going back to plain decoding takes half as much: it is what nobody may be worse off than.
+        # Going back to plain decoding takes half as much, and where it is clearly better, no patience: it is
+        # what nobody may be worse off than.
         margin = self._settings.margin * (0.5 if best == "plain" else 1.0)
+        is_urgent = best == "plain" and rates[best] > rates[current] * (1.0 + _URGENT)
+        if not (has_changed or is_settled or is_urgent):
+            return
         if rates[best] > rates[current] * (1.0 + margin):
             self._set_kind(best, num_sequences)
 
@@ -320,14 +343,14 @@ class GoodputController:
         plain = options["plain"]
         usual = options.get(self._kind, plain)
         trials = self._trials
-        tried = self._tried(options, rates)
+        tried, _ = self._tried(options, rates)
         if self._kind != "plain":
             is_known = self._evidence.num_rounds(self._round, "plain", region) >= _ENOUGH_AUDITED
             if not is_known and trials.current is None:
                 length = TrialLength(_AUDIT_ROUNDS, _AUDIT_ROUNDS)
                 trials.begin_audit(length, plain.round_s - plain.tokens / rates[usual.kind])
         if tried is not None and trials.current is None:
-            num_probed = min(num_sequences, _NUM_PROBED)
+            num_probed = _num_probed(num_sequences)
             fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
             fewest = max(fewest, 6 // num_probed)
             length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
@@ -340,8 +363,10 @@ class GoodputController:
         trials.cancel()
         return usual, self._reason(options, usual)
 
-    def _tried(self, options: Mapping[Kind, Option], rates: Mapping[Kind, float]) -> Option | None:
-        """Return what a probe does; None: there is nothing to look at.
+    def _tried(
+        self, options: Mapping[Kind, Option], rates: Mapping[Kind, float]
+    ) -> tuple[Option | None, bool]:
+        """Return what a probe does, and whether it only asks for verdicts; None: there is nothing to look at.
 
         That is what should be better than what is done, but was measured not to be. While speculation is off
         it may also be lockstep, which tells most of acceptance in few rounds.
@@ -350,8 +375,8 @@ class GoodputController:
         others = [option for kind, option in options.items() if kind not in ("plain", self._kind)]
         best = max(others, key=lambda option: option.rate, default=None)
         if best is not None and best.rate > usual * (1.0 + self._settings.margin):
-            return best
-        return options.get("lockstep", best) if self._kind == "plain" else None
+            return best, False
+        return (options.get("lockstep", best), True) if self._kind == "plain" else (None, False)
 
     def _for_cohort(self, cohort: Batch) -> np.typing.NDArray[np.int64]:
         option = self._evaluate(cohort).cohort()
@@ -359,8 +384,9 @@ class GoodputController:
 
     def _probed(self, chosen: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.int64]:
         """Draft for a few requests only, others each time: at least one token each."""
-        order = (np.arange(len(chosen)) + self._round * _NUM_PROBED) % len(chosen)
-        return np.where(order < _NUM_PROBED, np.maximum(chosen, 1), 0)
+        number = _num_probed(len(chosen))
+        order = (np.arange(len(chosen)) + self._round * number) % len(chosen)
+        return np.where(order < number, np.maximum(chosen, 1), 0)
 
     def _reason(self, options: Mapping[Kind, Option], usual: Option) -> Reason:
         if usual.kind != "plain":
@@ -428,6 +454,7 @@ class GoodputController:
             round_s = observation.draft_s + observation.verify_s
         if round_s <= 0.0:
             return
+        self._since_decision_s += round_s
         option = decision.option
         num_decoding = observation.num_decoding
         if num_decoding is None:
@@ -455,7 +482,7 @@ class GoodputController:
         usual_rate = decision.rates.get(self._kind or option.kind, option.rate)
         lost_s = min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
         if self._trials.note_round(round_s, lost_s):
-            self._decided_round = -self._settings.decide_every  # think it over at once
+            self._decided_round = -_MOST_UNDECIDED_ROUNDS  # think it over at once
 
     def _prompt_s(self, observation: RoundObservation) -> float:
         """Return what the rows that read prompts have cost a round."""
@@ -499,6 +526,10 @@ class GoodputController:
         )
 
 
+def _num_probed(num_sequences: int) -> int:
+    return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
+
+
 def _is_same(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
     index = decision.index
     return len(sequences) == len(index) and all(one.request_id in index for one in sequences)
@@ -519,26 +550,22 @@ def _expected_gain(decision: Decision, observation: RoundObservation) -> float:
     """Return the draft tokens that were expected to be accepted in a round, given who was in it."""
     option, index = decision.option, decision.index
     drafted = observation.budgets or [one.request_id for one in observation.outcomes]
-    here = [index[one] for one in drafted if one in index]
-    if not here:
+    gains = decision.gains
+    foreseen = sum(gains)
+    if not drafted or foreseen <= 0.0:
         return 0.0
-    chosen = np.asarray(decision.num_draft_tokens)
-    foreseen = float(decision.gains[np.arange(len(chosen)), chosen].sum())
-    if foreseen <= 0.0:
-        return 0.0
-    share = (option.tokens - len(chosen)) / foreseen  # below 1 where not everyone has drafts (draft_ahead)
-    return share * float(decision.gains[here, chosen[here]].sum())
+    share = (option.tokens - len(gains)) / foreseen  # below 1 where not everyone has drafts (draft_ahead)
+    return share * sum(gains[index[one]] for one in drafted if one in index)
 
 
 def _drafted_gain(decision: Decision, observation: RoundObservation) -> float:
     """Return the draft tokens that were to be accepted, given the proposals that there were."""
-    index, last = decision.index, decision.gains_if_drafted.shape[1] - 1
-    known = [one for one in observation.outcomes if one.request_id in index]
-    if not known:
-        return 0.0
-    rows = [index[one.request_id] for one in known]
-    lengths = [min(one.num_drafted, last) for one in known]
-    return float(decision.gains_if_drafted[rows, lengths].sum())
+    index, gains = decision.index, decision.gains_if_drafted
+    return sum(
+        gains[index[one.request_id]][min(one.num_drafted, len(gains[0]) - 1)]
+        for one in observation.outcomes
+        if one.request_id in index
+    )
 
 
 def _levels(accepted: Floats) -> list[bytes]:

@@ -15,7 +15,7 @@ Trial = Literal["probing", "auditing"]
 
 _LARGEST_ALLOWANCE = 64.0
 """Rounds whose time the allowance may come to."""
-_FIRST_ALLOWANCE = 6.0
+_FIRST_ALLOWANCE = 2.0
 """Rounds whose time may be lost before any time has passed."""
 _FEWEST_ROUNDS_BETWEEN = 48
 _MOST_DOUBLINGS = 6

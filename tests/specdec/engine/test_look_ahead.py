@@ -81,6 +81,19 @@ def test_the_verdict_that_was_prepared_for_needs_no_question() -> None:
     assert counts(cluster, *HITS_AND_MISSES) == [1, 0]
 
 
+def test_what_was_prepared_some_rounds_ago_is_no_verdict() -> None:
+    """Speculation was off meanwhile: nobody asked."""
+    cluster, worker = prophet()
+    one = sequence("a")
+    cluster.proposer.look_ahead([wish(one)])
+    one.commit((4,) * 9)
+    proposal = cluster.proposer.propose([one], budgets(one))[one.request_id]
+    assert proposal.token_ids == (9, 9, 9), "it is asked about in the ordinary way"
+    assert cluster.proposer.take_ahead_outcomes() == []
+    assert counts(cluster, *HITS_AND_MISSES) == [0, 0]
+    assert len(worker.asked) == 2
+
+
 def test_what_was_prepared_is_cut_to_the_budget() -> None:
     cluster, worker = prophet()
     one = sequence("a")

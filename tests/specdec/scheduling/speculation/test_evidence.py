@@ -86,6 +86,14 @@ def test_overheads_are_medians_of_the_closest_batch() -> None:
     assert overheads.of(64, has_drafts=False) == pytest.approx(0.0005)
 
 
+def test_rounds_without_drafts_never_have_more_to_do() -> None:
+    """The machine was slower when they were measured, that is all."""
+    overheads = Overheads()
+    overheads.note(16, 0.001, has_drafts=True)
+    overheads.note(16, 0.004, has_drafts=False)
+    assert overheads.of(16, has_drafts=False) <= overheads.of(16, has_drafts=True)
+
+
 ROUND_S = 0.01
 
 
@@ -109,7 +117,7 @@ def test_probes_lose_little_and_become_rare(loss: float) -> None:
     assert len(begins) >= 3
     assert trials.num_probe_rounds * loss < 0.01 * num_rounds
     gaps = [after - before for before, after in itertools.pairwise(begins)]
-    assert gaps[-1] > 3000
+    assert gaps[-1] >= 3000
 
 
 def test_a_loss_beyond_what_was_expected_is_paid_for() -> None:

@@ -1,0 +1,388 @@
+"""The controller beside plain decoding and beside the best fixed setting, everywhere.
+
+    python -m benchmarks.never_slower --json benchmarks/results/never-slower.json    # about 50 minutes
+    python -m benchmarks.never_slower --quick                                       # under five minutes
+
+Batch x context x acceptance, in both ways to run two models on two cores: colocated (one process, two
+threads) and in two groups with a core each. The target is the demo target made as costly as 26 million
+parameters (bf16), the draft model is the demo's. What is accepted is made up (`specdec.engine.synthetic`);
+kernels and messages are not.
+
+In each cell every fixed setting is tried for a moment, and the best of them is measured again: choosing
+the best by the same numbers that it is compared by would favour it. Then plain decoding, that setting and
+the controller take turns (ABBA). The controller begins each cell anew, with the costs that a start has
+measured and knowing nothing of acceptance; its first seconds are reported apart (`cold`), and then it runs
+for a while before it is measured. Only decoding counts: prompts lie in the cache.
+
+The fixed settings are k = 0, 1, 2, 4, 8 in lockstep, and in two groups ping_pong and draft_ahead with
+k = 4. A cell fails where the ratio is below 0.97 with 95 % confidence, which is to say that its upper bound
+is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.deployments import Deployment, Scale, Setting, start_apart, start_colocated
+from benchmarks.inflate import inflate, layers_for_parameters
+from benchmarks.load_step import StepPlan, play
+from benchmarks.load_step import summarise as summarise_step
+from benchmarks.overlap import acceptance_of
+from benchmarks.report import PairedRatio, report_headlines, write_results
+from benchmarks.steady import SPARE_TOKENS, Batch, Counted, decode_for, read
+from benchmarks.workload import read_prompts, window
+from specdec.scheduling.speculation.controller import SpeculationController
+from specdec.scheduling.speculation.explanation import ControllerState
+
+LIMIT = 0.97
+_PLAIN = Setting(num_draft_tokens=0)
+_OVERLAPPED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One situation."""
+
+    deployment: str
+    batch: int
+    context: int
+    acceptance: float
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.deployment}, {self.batch} x {self.context}, acceptance {self.acceptance:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured, and for how long."""
+
+    cells: tuple[Cell, ...]
+    steps: tuple[tuple[str, StepPlan], ...]
+    """By deployment."""
+    pairs: int
+    block_s: float
+    """Decoding of one variant, in one pair."""
+    try_s: float
+    """Decoding of one fixed setting, twice, to find the best."""
+    cold_s: tuple[float, float]
+    """The first seconds of the controller, and those after them."""
+    warm_s: float
+    """Decoding of the controller before it is measured."""
+    num_tokens: int = 192
+    target_parameters: float = 26e6
+
+    @property
+    def scale(self) -> Scale:
+        """What has to fit."""
+        longest = max(cell.context for cell in self.cells)
+        most = max(cell.batch for cell in self.cells)
+        length = longest + self.num_tokens + SPARE_TOKENS
+        tokens = max(cell.batch * (cell.context + self.num_tokens + SPARE_TOKENS + 16) for cell in self.cells)
+        return Scale(
+            max_num_seqs=max(most, *(step.high for _, step in self.steps), 1),
+            max_model_len=max(length, 512),
+            lengths=(1, 2, 4, 8),
+            target_cache_bytes=(tokens + 4096) * 20_000,
+            draft_cache_bytes=(tokens + 4096) * 1_000 + (64 << 20),
+        )
+
+
+def _grid(
+    deployment: str, batches: Sequence[int], contexts: Sequence[int], rates: Sequence[float]
+) -> tuple[Cell, ...]:
+    return tuple(
+        Cell(deployment=deployment, batch=batch, context=context, acceptance=rate)
+        for context, batch, rate in itertools.product(contexts, batches, rates)
+    )
+
+
+_LONG = 3840
+"""4k is where sequences end."""
+_BATCHES, _CONTEXTS, _RATES = (1, 4, 16, 64), (128, 1024, _LONG), (0.2, 0.5, 0.8, 0.95)
+_COLOCATED, _APART = "colocated", "two groups"
+FULL = Plan(
+    cells=(
+        *_grid(_COLOCATED, _BATCHES, _CONTEXTS, _RATES),
+        *_grid(_APART, _BATCHES, _CONTEXTS, _RATES),
+    ),
+    steps=((_COLOCATED, StepPlan()), (_APART, StepPlan())),
+    pairs=6,
+    block_s=0.6,
+    try_s=0.15,
+    cold_s=(1.0, 1.5),
+    warm_s=1.5,
+)
+QUICK = Plan(
+    cells=(
+        *_grid(_COLOCATED, (1,), (128, _LONG), (0.2, 0.95)),
+        *_grid(_COLOCATED, (64,), (128,), (0.2, 0.95)),
+    ),
+    steps=((_COLOCATED, StepPlan(repeats=1)),),
+    pairs=8,
+    block_s=0.8,
+    try_s=0.25,
+    cold_s=(1.0, 2.0),
+    warm_s=2.0,
+)
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Counted decoding by variant, one entry for each pair."""
+
+    plain: list[Counted] = field(default_factory=list)
+    best: list[Counted] = field(default_factory=list)
+    controller: list[Counted] = field(default_factory=list)
+
+
+class Bench:
+    """One deployment, cell after cell."""
+
+    def __init__(self, plan: Plan, deployment: Deployment, text: Sequence[int]) -> None:
+        self._plan = plan
+        self._deployment = deployment
+        self._text = text
+        self._num_read: dict[int, int] = {}
+        """By context: prompts that are in the cache."""
+
+    def cell(self, cell: Cell, tick: Callable[[], None]) -> dict[str, Any]:
+        """Measure one situation."""
+        plan, deployment = self._plan, self._deployment
+        deployment.synthetic.acceptance = acceptance_of(cell.acceptance)
+        batch = Batch(prompts=self._prompts(cell), num_tokens=plan.num_tokens)
+        tried = self._try(batch)
+        best = max(tried, key=lambda setting: tried[setting])
+        tick()
+        controller = deployment.controller()
+        cold = self._cold(batch, controller)
+        self._decode(batch, controller, plan.warm_s)
+        tick()
+        runs = _Runs()
+        for number in range(plan.pairs):
+            self._pair(batch, best, controller, runs, is_reversed=number % 2 == 1)
+            tick()
+        return {
+            "cell": cell,
+            "tried": {setting.name: rate for setting, rate in tried.items()},
+            "best": best.name,
+            "cold": cold,
+            "chosen": _summary_of(controller.state),
+            **summarise(runs),
+        }
+
+    def step(self, step: StepPlan, tick: Callable[[], None]) -> dict[str, Any]:
+        """Play the load step with plain decoding and with controllers that are new each time."""
+        deployment = self._deployment
+        deployment.synthetic.acceptance = acceptance_of(step.acceptance)
+        prompts = window(self._text, 256, step.prompt_tokens, 1)
+        runs: dict[str, list[list[float]]] = {"plain": [], "controller": []}
+        for name in (["plain", "controller", "controller", "plain"] * step.repeats)[: 2 * step.repeats]:
+            deployment.exchanged.current = (
+                deployment.controller() if name == "controller" else _PLAIN.controller()
+            )
+            runs[name].append(play(deployment.engine, step, prompts))
+            tick()
+        self._num_read.clear()
+        return {"deployment": deployment.name, **summarise_step(step, runs)}
+
+    def _prompts(self, cell: Cell) -> Sequence[tuple[int, ...]]:
+        """Return the prompts of a cell: those of a larger batch of the same context begin with them."""
+        prompts = window(self._text, cell.batch, cell.context, 0)
+        if self._num_read.get(cell.context, 0) < cell.batch:
+            self._deployment.exchanged.current = _PLAIN.controller()
+            read(self._deployment.engine, prompts, lambda: None)
+            self._num_read = {cell.context: cell.batch}
+        return prompts
+
+    def _try(self, batch: Batch) -> dict[Setting, float]:
+        settings = self._deployment.settings
+        rates = dict.fromkeys(settings, 0.0)
+        for setting in (*settings, *reversed(settings)):
+            rates[setting] += 0.5 * self._decode(batch, setting.controller(), self._plan.try_s).rate
+        return rates
+
+    def _cold(self, batch: Batch, controller: SpeculationController) -> dict[str, Any]:
+        """Measure the first seconds of a new controller, between two stretches of plain decoding."""
+        plan = self._plan
+        before = self._decode(batch, _PLAIN.controller(), plan.cold_s[0] / 2)
+        first = self._decode(batch, controller, plan.cold_s[0], is_cold=True)
+        second = self._decode(batch, controller, plan.cold_s[1])
+        after = self._decode(batch, _PLAIN.controller(), plan.cold_s[0] / 2)
+        plain = (before.num_tokens + after.num_tokens) / (before.seconds + after.seconds)
+        return {
+            "seconds": (first.seconds, second.seconds),
+            "vs_plain": (first.rate / plain, second.rate / plain),
+        }
+
+    def _pair(
+        self, batch: Batch, best: Setting, controller: SpeculationController, runs: _Runs, is_reversed: bool
+    ) -> None:
+        variants = [(runs.plain, _PLAIN.controller()), (runs.controller, controller)]
+        if best != _PLAIN:
+            variants.append((runs.best, best.controller()))
+        for its, one in reversed(variants) if is_reversed else variants:
+            its.append(self._decode(batch, one, self._plan.block_s))
+
+    def _decode(
+        self, batch: Batch, controller: SpeculationController, seconds: float, *, is_cold: bool = False
+    ) -> Counted:
+        self._deployment.exchanged.current = controller
+        return decode_for(self._deployment.engine, batch, seconds, is_cold=is_cold)
+
+
+def summarise(runs: _Runs) -> dict[str, Any]:
+    """Compare the controller, pair by pair, with plain decoding and with the best fixed setting."""
+    rates = {
+        name: tuple(one.rate for one in its)
+        for name, its in (("plain", runs.plain), ("best", runs.best), ("controller", runs.controller))
+        if its
+    }
+
+    def ratio(other: str) -> PairedRatio:
+        return PairedRatio(tuple(a / b for a, b in zip(rates["controller"], rates[other], strict=True)))
+
+    return {
+        "tokens_per_s": rates,
+        "vs_plain": ratio("plain"),
+        "vs_best_fixed": ratio("best" if "best" in rates else "plain"),
+    }
+
+
+def _summary_of(state: ControllerState) -> dict[str, Any]:
+    return {
+        "mode": state.mode,
+        "reason": state.reason,
+        "mean_num_draft_tokens": state.mean_num_draft_tokens,
+        "num_switches": state.num_switches,
+        "num_probe_rounds": state.num_probe_rounds,
+        "num_audit_rounds": state.num_audit_rounds,
+    }
+
+
+def headlines_of(cells: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the smallest upper bounds, the smallest medians beside them, and the load step."""
+    headlines: dict[str, float] = {}
+    for name in ("vs_plain", "vs_best_fixed"):
+        headlines[f"worst_{name}"] = min(cell[name].upper for cell in cells)
+        headlines[f"worst_{name}_median"] = min(cell[name].median for cell in cells)
+    headlines["cold_vs_plain"] = min(cell["cold"]["vs_plain"][0] for cell in cells)
+    if steps:
+        headlines["load_step_worst_phase"] = min(step["worst_phase"] for step in steps)
+        headlines["load_step_worst_second"] = min(step["worst_bin"] for step in steps)
+    return headlines
+
+
+def failures_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the cells that fail, and by what."""
+    return [
+        f"{cell['cell'].name}: {name} {cell[name].median:.3f}, at most {cell[name].upper:.3f}"
+        for cell in cells
+        for name in ("vs_plain", "vs_best_fixed")
+        if cell[name].upper < LIMIT
+    ]
+
+
+def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
+    """Lay out all cells for people."""
+    table = Table("cell", "plain tok/s", "best fixed", "vs best", "", "vs plain", "", "cold", "chosen")
+    for cell in cells:
+        columns = [
+            cell["cell"].name,
+            f"{PairedRatio(cell['tokens_per_s']['plain']).median:.0f}",
+            cell["best"],
+        ]
+        for name in ("vs_best_fixed", "vs_plain"):
+            ratio: PairedRatio = cell[name]
+            columns += [f"{ratio.median:.3f}", f"{ratio.lower:.3f}-{ratio.upper:.3f}"]
+        columns.append(" ".join(f"{value:.2f}" for value in cell["cold"]["vs_plain"]))
+        chosen = cell["chosen"]
+        columns.append(f"{chosen['mode']} {chosen['mean_num_draft_tokens']:.1f} ({chosen['reason']})")
+        table.add_row(*columns)
+    return table
+
+
+@contextlib.contextmanager
+def _models(plan: Plan, models: Path) -> Iterator[tuple[Path, Path]]:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "target"
+        inflate(models / "target", target, layers_for_parameters(models / "target", plan.target_parameters))
+        yield target, models / "draft"
+
+
+def measure(
+    plan: Plan, models: Path, progress: Progress
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure all cells and steps, one deployment after the other."""
+    texts = read_prompts(models / "prompts.jsonl")
+    cells: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    with _models(plan, models) as (target, draft):
+        for name in dict.fromkeys(cell.deployment for cell in plan.cells):
+            starting = progress.add_task(f"starting: {name}", total=1)
+            deployment: Deployment
+            if name == _COLOCATED:
+                num_threads = len(os.sched_getaffinity(0))
+                deployment = start_colocated(target, draft, plan.scale, num_threads)
+            else:
+                deployment = start_apart(target, draft, plan.scale, _OVERLAPPED)
+            progress.advance(starting)
+            with contextlib.closing(deployment):
+                text = [token for one in texts for token in deployment.engine.tokenizer.encode(one)]
+                bench = Bench(plan, deployment, text)
+                for cell in (cell for cell in plan.cells if cell.deployment == name):
+                    task = progress.add_task(cell.name, total=plan.pairs + 2)
+                    cells.append(bench.cell(cell, partial(progress.advance, task)))
+                for step in (step for where, step in plan.steps if where == name):
+                    task = progress.add_task(f"load step: {name}", total=2 * step.repeats)
+                    steps.append(bench.step(step, partial(progress.advance, task)))
+    return cells, steps
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Six corner cells, one load step.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
+        "models/demo"
+    ),
+) -> None:
+    """Compare the controller with plain decoding and with fixed settings.
+
+    Example: python -m benchmarks.never_slower --quick --json runs/never-slower.json
+    """
+    plan = QUICK if quick else FULL
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    ) as progress:
+        cells, steps = measure(plan, models, progress)
+    headlines, failures = headlines_of(cells, steps), failures_of(cells)
+    write_results(
+        json, {"plan": plan, "cells": cells, "steps": steps, "failures": failures, "headlines": headlines}
+    )
+    console = Console(highlight=False, width=180)
+    console.print(table_of(cells))
+    for failure in failures:
+        console.print(f"fails: {failure}")
+    report_headlines(headlines)
+
+
+if __name__ == "__main__":
+    typer.run(main)

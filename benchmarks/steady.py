@@ -1,0 +1,114 @@
+"""Goodput of a batch that stays the same: every request decodes from the first to the last moment counted."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdec.core.ids import RequestId
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.engine import Engine
+from specdec.sampling.noise import choice_seed
+
+_SETTLING_ROUNDS = 6
+"""Rounds after the last first token that are not counted: drafters read prompts meanwhile."""
+SPARE_TOKENS = 64
+"""Room behind `Batch.num_tokens`: for the last round, and for what is decoded while others settle."""
+_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class Counted:
+    """Tokens, and the seconds that they took."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_rounds: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Requests that decode together."""
+
+    prompts: Sequence[tuple[int, ...]]
+    num_tokens: int
+    """That a request may generate before another one with the same prompt takes its place."""
+
+
+def decode_for(engine: Engine, batch: Batch, seconds: float, *, is_cold: bool = False) -> Counted:
+    """Decode for about so many seconds, and at least once.
+
+    Requests are replaced all together, when the first of them is about to end; what happens from then until
+    the new ones have settled is not counted. With `is_cold` nothing is left out of the first pass but the
+    prompts.
+
+    Raises:
+        ValueError: requests end before they have settled.
+    """
+    counted = Counted()
+    while not counted.num_rounds or counted.seconds < seconds:
+        _decode_once(engine, batch, counted, seconds, 0 if is_cold else _SETTLING_ROUNDS)
+        if not counted.num_rounds:
+            raise ValueError(f"{batch.num_tokens} tokens are too few: requests end before they have settled")
+        is_cold = False
+    return counted
+
+
+def read(engine: Engine, prompts: Sequence[tuple[int, ...]], tick: Callable[[], None]) -> None:
+    """Have prompts read, so that later requests find them in the cache."""
+    for prompt in prompts:
+        engine.generate([list(prompt)], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        tick()
+
+
+def _decode_once(
+    engine: Engine, batch: Batch, counted: Counted, seconds: float, num_settling_rounds: int
+) -> None:
+    requests = _requests(batch)
+    lengths = dict.fromkeys((request.request_id for request in requests), 0)
+    for request in requests:
+        engine.add_request(request)
+    num_settling = -1  # until everybody has a token
+    last_s = time.perf_counter()
+    while num_settling != 0 or (max(lengths.values()) < batch.num_tokens and counted.seconds < seconds):
+        num_new = 0
+        for output in engine.step():
+            lengths[output.request_id] += len(output.token_ids)
+            num_new += len(output.token_ids)
+        now_s = time.perf_counter()
+        if num_settling == 0:
+            counted.num_tokens += num_new
+            counted.seconds += now_s - last_s
+            counted.num_rounds += 1
+        elif num_settling > 0:
+            num_settling -= 1
+        elif min(lengths.values()) > 0:
+            num_settling = num_settling_rounds
+        last_s = now_s
+    for request in requests:
+        engine.abort(request.request_id)
+    while engine.has_work:
+        engine.step()
+
+
+def _requests(batch: Batch) -> list[Request]:
+    number = next(_numbers)
+    # Nobody comes to its end: all are there until all are taken away.
+    params = SamplingParams(temperature=0.0, max_tokens=batch.num_tokens + SPARE_TOKENS, ignore_eos=True)
+    return [
+        Request(
+            request_id=RequestId(f"steady-{number}-{index}"),
+            prompt_token_ids=prompt,
+            params=params,
+            seed=choice_seed(number, index),
+        )
+        for index, prompt in enumerate(batch.prompts)
+    ]

@@ -1,0 +1,185 @@
+"""The arithmetic of the comparison, the plan, and that counted rounds are those of a batch that stays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from benchmarks.deployments import ExchangedController, Setting
+from benchmarks.load_step import StepPlan, play
+from benchmarks.load_step import summarise as summarise_step
+from benchmarks.never_slower import (
+    FULL,
+    LIMIT,
+    QUICK,
+    Cell,
+    _Runs,
+    failures_of,
+    headlines_of,
+    summarise,
+    table_of,
+)
+from benchmarks.report import PairedRatio, to_plain
+from benchmarks.steady import SPARE_TOKENS, Batch, Counted, decode_for, read
+from specdec.engine.engine import Engine
+from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, make_proposer
+
+
+def test_bounds_are_those_of_students_t() -> None:
+    values = (0.95, 1.01, 0.99, 1.04, 0.97, 0.98)
+    ratio = PairedRatio(values)
+    logs = [math.log(value) for value in values]
+    low, high = stats.t.interval(0.90, len(logs) - 1, loc=sum(logs) / len(logs), scale=stats.sem(logs))
+    assert ratio.lower == pytest.approx(math.exp(low), rel=1e-3)
+    assert ratio.upper == pytest.approx(math.exp(high), rel=1e-3)
+    assert ratio.lower < ratio.median < ratio.upper
+    for number in range(2, 22):
+        one = PairedRatio((1.0,) * (number - 1) + (1.1,))
+        logs = [math.log(value) for value in one.values]
+        high = stats.t.interval(0.90, number - 1, loc=sum(logs) / number, scale=stats.sem(logs))[1]
+        assert one.upper == pytest.approx(math.exp(high), rel=1e-3)
+
+
+def test_a_single_pair_says_nothing() -> None:
+    assert PairedRatio((0.5,)).upper == math.inf
+    assert PairedRatio((0.5,)).lower == 0.0
+
+
+def runs(controller: float, plain: float, best: float | None, number: int = 5) -> _Runs:
+    def counted(rate: float | None, wobble: float) -> list[Counted]:
+        if rate is None:
+            return []
+        return [
+            Counted(num_tokens=round(1000 * rate), seconds=1000.0 * (1.0 + wobble * (index % 2)))
+            for index in range(number)
+        ]
+
+    return _Runs(plain=counted(plain, 0.01), best=counted(best, 0.01), controller=counted(controller, 0.02))
+
+
+def a_cell(controller: float, plain: float, best: float | None, cold: float = 1.0) -> dict[str, Any]:
+    return {
+        "cell": Cell(deployment="colocated", batch=4, context=128, acceptance=0.5),
+        "best": "plain" if best is None else "lockstep, k = 2",
+        "cold": {"vs_plain": (cold, 1.0)},
+        "chosen": {"mode": "lockstep", "mean_num_draft_tokens": 2.0, "reason": "gain"},
+        **summarise(runs(controller, plain, best)),
+    }
+
+
+def test_a_cell_fails_only_where_it_is_slower_for_sure() -> None:
+    good, bad = a_cell(99.0, 60.0, 100.0), a_cell(90.0, 60.0, 100.0)
+    assert good["vs_plain"].median > 1.6
+    assert failures_of([good]) == []
+    (failure,) = failures_of([bad])
+    assert "vs_best_fixed 0.9" in failure
+    slower_than_plain = a_cell(90.0, 100.0, None)
+    assert slower_than_plain["vs_plain"] == slower_than_plain["vs_best_fixed"]
+    assert len(failures_of([slower_than_plain])) == 2
+
+
+def test_headlines_are_the_worst_upper_bounds() -> None:
+    cells = [a_cell(99.0, 60.0, 100.0, cold=0.98), a_cell(95.0, 60.0, 100.0, cold=0.99)]
+    step = {"worst_phase": 0.99, "worst_bin": 0.9}
+    headlines = headlines_of(cells, [step])
+    assert headlines["worst_vs_best_fixed"] == cells[1]["vs_best_fixed"].upper < LIMIT
+    assert headlines["worst_vs_best_fixed_median"] == pytest.approx(0.95, abs=0.01)
+    assert headlines["worst_vs_plain"] > 1.5
+    assert headlines["cold_vs_plain"] == 0.98
+    assert headlines["load_step_worst_second"] == 0.9
+    assert "load_step_worst_phase" not in headlines_of(cells, [])
+    Console(file=None, quiet=True).print(table_of(cells))
+    plain = to_plain(cells[0]["vs_plain"])
+    assert set(plain) == {"median", "lower", "upper", "values"}
+
+
+def test_the_plan_is_what_is_asked_for() -> None:
+    for name in ("colocated", "two groups"):
+        cells = {
+            (cell.batch, cell.context, cell.acceptance) for cell in FULL.cells if cell.deployment == name
+        }
+        assert len(cells) == 48
+        assert {batch for batch, _, _ in cells} == {1, 4, 16, 64}
+        assert {rate for _, _, rate in cells} == {0.2, 0.5, 0.8, 0.95}
+    assert FULL.pairs >= 5
+    assert QUICK.pairs >= 5
+    assert len(QUICK.cells) == 6
+    assert FULL.scale.max_model_len <= 4096
+    assert FULL.scale.target_cache_bytes + FULL.scale.draft_cache_bytes < 7e9
+
+
+def an_engine(proposer: str, controller: SpeculationController) -> Engine:
+    return Engine.from_parts(
+        target=ToyTarget(MODEL, num_blocks=1024, max_model_len=256),
+        proposer=make_proposer(proposer),
+        tokenizer=ToyTokenizer.of_letters(VOCAB_SIZE),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        controller=controller,
+    )
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_what_is_counted_is_the_batch_that_stays(k: int) -> None:
+    """Every counted round has everybody in it: plain decoding counts one token each."""
+    exchanged = ExchangedController()
+    engine = an_engine("draft_model", exchanged)
+    exchanged.current = Setting(num_draft_tokens=k).controller()
+    batch = Batch(prompts=[(1, 2, 3), (4, 5), (1, 1)], num_tokens=60)
+    read(engine, batch.prompts, lambda: None)
+    counted = decode_for(engine, batch, 0.01)
+    assert counted.num_rounds > 0
+    assert counted.seconds > 0.0
+    if k == 0:
+        assert counted.num_tokens == 3 * counted.num_rounds
+    else:
+        assert counted.num_tokens > 3 * counted.num_rounds
+    assert not engine.has_work
+    engine.check_integrity()
+    with pytest.raises(ValueError, match="too few"):
+        decode_for(engine, Batch(prompts=[(1, 2)], num_tokens=3), 0.01)
+
+
+def test_the_load_rises_and_falls() -> None:
+    engine = an_engine("none", FixedController(0))
+    plan = StepPlan(low_s=0.1, high_s=0.3, bin_s=0.1, high=4, prompt_tokens=3, num_tokens=5)
+    assert [plan.wanted(at) for at in (0.0, 0.05, 0.15, 0.39, 0.45)] == [1, 1, 4, 4, 1]
+    most = 0
+    step = engine.step
+
+    def watched() -> Any:
+        nonlocal most
+        most = max(most, engine.metrics().num_running)
+        return step()
+
+    engine.step = watched  # type: ignore[method-assign]
+    rates = play(engine, plan, [(1, 2, 3), (3, 4, 5)])
+    assert len(rates) == 5
+    assert min(rates) > 0.0
+    assert most == 4
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_the_load_step_is_compared_by_second_and_by_phase() -> None:
+    plan = StepPlan(low_s=1.0, high_s=2.0, bin_s=1.0)
+    summary = summarise_step(
+        plan,
+        {
+            "plain": [[10.0, 100.0, 100.0, 10.0], [10.0, 100.0, 100.0, 10.0]],
+            "controller": [[20.0, 50.0, 150.0, 9.0], [20.0, 50.0, 150.0, 9.0]],
+        },
+    )
+    assert summary["ratios"] == [2.0, 0.5, 1.5, 0.9]
+    assert summary["phases"] == {"low": 2.0, "high": 1.0, "low again": 0.9}
+    assert (summary["worst_bin"], summary["worst_phase"]) == (0.5, 0.9)
+
+
+def test_room_is_left_for_the_last_round() -> None:
+    assert 2 * (1 + max(FULL.scale.lengths)) < SPARE_TOKENS
