@@ -22,7 +22,7 @@ from specdec.core.sequence import SequenceView
 from specdec.model.batch import Runner
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.proposers.bonus import BonusBy, BonusGuesser, Outlook, OutlookRead
-from specdec.proposers.branches import BlockCopy, HeldBranch
+from specdec.proposers.branches import BlockCopy, Branch, HeldBranch
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, QRows, StepwiseDraftLoop
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_sequences import Chunk, Drafting, DraftSequences
@@ -283,22 +283,21 @@ class DraftModelProposer:
         if not draftings:
             return []
         guessed = self._guesser.guess([self._outlook_read(drafting) for drafting in draftings])
-        wanted = [
-            (drafting, branch)
-            for drafting, branches in zip(draftings, guessed, strict=True)
-            for branch in branches
-        ]
-        wanted.sort(key=lambda one: one[1].promise)
+        wanted: dict[str, list[tuple[Drafting, Branch]]] = {}
+        for drafting, branches in zip(draftings, guessed, strict=True):
+            wanted.setdefault(drafting.state.owner, []).extend([(drafting, branch) for branch in branches])
+        for of_owner in wanted.values():
+            of_owner.sort(key=lambda one: one[1].promise)
         branched: list[tuple[Drafting, HeldBranch]] = []
         copies: list[BlockCopy] = []
         for drafting in draftings:
             assert drafting.outlook is not None
             num_tokens = drafting.view.committed_len - drafting.state.num_read
             self._sequences.note_read(drafting, num_tokens, drafting.outlook.pending)
-        for drafting, branch in wanted:
-            view, table = drafting.view, drafting.state.table
+        for drafting, branch in self._sequences.branches.in_turns(wanted):
+            view, state = drafting.view, drafting.state
             held = self._sequences.branches.try_hold(
-                view.request_id, table, view.committed_len, branch, in_use
+                view.request_id, state.owner, state.table, view.committed_len, branch, in_use
             )
             if held is None:
                 self._num_branches_left_out += 1

@@ -318,13 +318,27 @@ class DraftSequences:
         """Free what a sequence misses: at the cost of branches, then of who was not asked for for longest."""
         num_blocks = asking.table.num_missing(num_tokens)
         while self._allocator.num_free < num_blocks:
-            if self.branches.drop_oldest(in_use) or self.branches.drop_oldest():
+            if self._drop_branches(asking.owner, in_use):
                 continue
             victim = self._victim(asking.owner, in_use)
             if victim is None:
                 return False
             self.release((victim,))
         return True
+
+    def _drop_branches(self, asking: str, in_use: set[RequestId]) -> bool:
+        """Have branches give way: of the owner who asks, or of one with more than its share, with them."""
+        if len(self.branches) == 0:
+            return False
+        held = self._held_by_owner(asking)
+        for owner, number in self.branches.num_own_blocks.items():
+            held[owner] = held.get(owner, 0) + number
+        share = self._allocator.num_usable // len(held)
+
+        def may_go(owner: str) -> bool:
+            return owner == asking or held[owner] > share
+
+        return self.branches.drop_oldest(in_use, may_go) or self.branches.drop_oldest((), may_go)
 
     def _victim(self, asking: str, in_use: set[RequestId]) -> RequestId | None:
         """Return the sequence that gives way: of the owner who asks, or of one with more than its share."""

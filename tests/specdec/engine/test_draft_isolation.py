@@ -25,6 +25,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.transport.base import PeerId
 from specdec.transport.memory import MemoryChannel, MemoryNetwork
 from specdec.transport.messages import (
+    DraftBranch,
     DraftOpening,
     ProposeAnswer,
     ProposeEntry,
@@ -308,6 +309,64 @@ def test_memory_is_taken_from_those_who_have_more_than_their_share() -> None:
             pool.send("bad", an_entry(f"b{index}", [index] * 36))
         pool.serve_all()
     assert num_good == len([name for name in pool.proposer.sequences.known if owner_of(name) == "good"]) == 2
+
+
+def looking_ahead(name: str, tokens: Sequence[int], *, width: int = 2) -> ProposeEntry:
+    return an_entry(name, tokens, pending=(1, 2, 3), fan_out=(width,) * 4, num_draft_tokens=6)
+
+
+def test_branches_of_one_leave_the_others_theirs() -> None:
+    """48 blocks for branches of both. One asks for hundreds, in the same batch, before and after."""
+    alone = Pool(num_blocks=193)
+    alone.send("good", looking_ahead("g", [1, 2, 3]))
+    alone.serve_all()
+    (expected,) = alone.answers("good")
+    assert len(expected.branches) >= 4
+
+    pool = Pool(num_blocks=193)
+    for tick in range(4):
+        for index in range(4):
+            pool.send("bad", looking_ahead(f"b{index}", [index, 5, *[5] * tick], width=4))
+        if tick == 1:
+            pool.send("good", looking_ahead("g", [1, 2, 3]))
+        pool.serve_all()
+        pool.answers("bad")
+        if tick == 1:
+            (found,) = pool.answers("good")
+            assert found.branches == expected.branches
+    name = sequence_name(PeerId("good"), RequestId("g"), 1)
+    branches = pool.proposer.sequences.branches
+    held = [one for one in branches if one.owner == "good"]
+    assert name in branches
+    assert len(held) == len(expected.branches), "kept until the verdict"
+    assert branches.num_own_blocks["bad"] > 8, "what is left is for whoever comes"
+    true = expected.branches[0]
+    pool.send("good", an_entry("g", _committed(true, [1, 2, 3]), base_len=3))
+    pool.serve_all()
+    assert pool.server.counters["draft_ahead_branches_true"] == 1
+
+
+def _committed(branch: DraftBranch, tokens: Sequence[int]) -> list[int]:
+    """The text that a branch assumes, behind pending tokens 1, 2 and 3."""
+    num_kept = branch.committed_len - len(tokens) - 1
+    kept = [*tokens, *(1, 2, 3)[:num_kept]]
+    return next(
+        [*kept, token_id]
+        for token_id in range(VOCAB)
+        if extend_prefix_hash(EMPTY_PREFIX, [*kept, token_id]) == branch.prefix_hash
+    )
+
+
+def test_a_growing_sequence_takes_no_branches_of_those_within_their_share() -> None:
+    pool = Pool(num_blocks=65, shares=DraftShareConfig(max_sequences=64))
+    pool.send("good", looking_ahead("g", [1, 2, 3]))
+    pool.serve_all()
+    num_held = len(list(pool.proposer.sequences.branches))
+    assert num_held > 0
+    for tick in range(10):
+        pool.send("bad", *[an_entry(f"{tick}-{index}", [tick, index, *[7] * 30]) for index in range(4)])
+        pool.serve_all()
+    assert len([one for one in pool.proposer.sequences.branches if one.owner == "good"]) == num_held
 
 
 def test_reading_prompts_is_shared_too() -> None:
