@@ -150,6 +150,7 @@ class DraftServer:
             self._ahead = proposer
         self._memory = proposer if isinstance(proposer, HasRoom) else None
         self._max_length = proposer.capabilities.max_context or _MAX_LENGTH
+        self._told_length = proposer.capabilities.max_context or 0
         self._grammars = grammars
         self._shares = shares or DraftShareConfig()
         self._told: Counter[str] = Counter()
@@ -163,7 +164,8 @@ class DraftServer:
         """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries,
         invalid_entries, unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads
         the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to
-        another), unread_dropped (their coordinator said too much at a time); and by metric name what
+        another), outgrown_sequences (their coordinator's share of the memory is too small for them now),
+        unread_dropped (their coordinator said too much at a time); and by metric name what
         coordinators are told: `draft_grammar_failures` and what the proposer counts
         (`proposers.base.HasCounters`)."""
 
@@ -353,10 +355,16 @@ class DraftServer:
         draft_s = self._clock.now_s() - started_s
         self.counters["rounds"] += 1
         self.counters["entries"] += len(wishes)
+        crowded_out = () if self._memory is None else self._memory.crowded_out
         answers: dict[PeerId, list[ProposeAnswer]] = defaultdict(list)
         rounds: dict[PeerId, int] = {}
         for wish in wishes:
-            answers[wish.coordinator].append(_answer(wish.entry, proposals.get(wish.mirror.request_id, ())))
+            inner_id = wish.mirror.request_id
+            if is_full := inner_id in crowded_out:
+                self.counters["outgrown_sequences"] += 1
+                self._forget(self._clients[wish.coordinator], wish.entry.request_id)
+            answer = _answer(wish.entry, proposals.get(inner_id, ()), is_full=is_full)
+            answers[wish.coordinator].append(answer)
             rounds[wish.coordinator] = max(wish.round_id, rounds.get(wish.coordinator, wish.round_id))
         counts = self._new_counts()
         for coordinator, its_answers in answers.items():
@@ -376,7 +384,8 @@ class DraftServer:
         if self._shares.max_sequences is not None:
             busy = self.num_sequences, self._shares.max_sequences, max(0, self._num_places(coordinator))
         now_s = self._clock.now_s()
-        self._channel.send(coordinator, ProposeReply(round_id, tuple(answers), draft_s, counts, *busy, now_s))
+        reply = ProposeReply(round_id, tuple(answers), draft_s, counts, *busy, now_s, self._told_length)
+        self._channel.send(coordinator, reply)
 
     def _propose(self, wishes: Sequence[_Wish]) -> Mapping[RequestId, Sequence[Proposal]]:
         """Ask for everything at once. Entries with a fan-out have several answers, others one at most."""

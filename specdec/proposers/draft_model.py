@@ -125,7 +125,7 @@ class DraftModelProposer:
         in_use = {sequence.request_id for sequence in sequences}
         draftings = [
             drafting
-            for sequence in sequences
+            for sequence in self._sequences.in_turns(sequences)
             if (
                 drafting := self._sequences.open(
                     sequence, num_draft_tokens.get(sequence.request_id, 0), in_use
@@ -143,9 +143,14 @@ class DraftModelProposer:
         Two steps, each for all sequences at once: a forward whose logits tell what the target may choose
         behind each pending token, then the draft loop, in which branches and ordinary wishes are alike.
         """
-        in_use = {wish.view.request_id for wish in wishes}
+        wish_of = {wish.view.request_id: wish for wish in wishes}
+        in_use = set(wish_of)
         assert len(in_use) == len(wishes), "one wish per sequence"
-        draftings = [drafting for wish in wishes if (drafting := self._open_ahead(wish, in_use))]
+        draftings = [
+            drafting
+            for view in self._sequences.in_turns([wish.view for wish in wishes])
+            if (drafting := self._open_ahead(wish_of[view.request_id], in_use))
+        ]
         plain: list[Chunk] = []
         guessed: list[Drafting] = []
         for chunk in self._sequences.chunks(draftings):
@@ -165,6 +170,11 @@ class DraftModelProposer:
     def has_room(self, owner: str, num_tokens: int) -> bool:
         """See `proposers.base.HasRoom`."""
         return self._sequences.has_room(owner, num_tokens)
+
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        """See `proposers.base.HasRoom`."""
+        return self._sequences.crowded_out
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Free the blocks of these sequences."""

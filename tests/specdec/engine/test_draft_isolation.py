@@ -311,6 +311,51 @@ def test_memory_is_taken_from_those_who_have_more_than_their_share() -> None:
     assert num_good == len([name for name in pool.proposer.sequences.known if owner_of(name) == "good"]) == 2
 
 
+def test_a_sequence_that_has_outgrown_the_memory_is_told_so() -> None:
+    pool = Pool(("a",), num_blocks=33)  # 128 tokens
+    texts = {name: [index, *[3] * 19] for index, name in enumerate(("x", "y"))}
+    sent = dict.fromkeys(texts, 0)
+    told: list[str] = []
+    while not told:
+        pool.send("a", *[an_entry(name, text, base_len=sent[name]) for name, text in texts.items()])
+        pool.serve_all()
+        answers = {answer.request_id: answer for answer in pool.answers("a")}
+        told = [name for name, answer in answers.items() if answer.is_full]
+        for name, text in texts.items():
+            assert bool(answers[RequestId(name)].token_ids) != (name in told)
+            sent[name] = len(text)
+            text += [len(text) % VOCAB] * 4
+        assert len(texts["x"]) < 80
+    assert len(told) == 1
+    assert len(texts["x"]) > 60, "half of the memory"
+    assert pool.server.num_sequences == len(pool.proposer.sequences.known) == 1
+    assert pool.server.counters["outgrown_sequences"] == 1
+    (gone,) = told
+    pool.send("a", an_entry(gone, texts[gone], base_len=sent[gone]))
+    pool.serve_all()
+    assert [answer.needs_start for answer in pool.answers("a")] == [True], "it is not known any more"
+
+
+def test_who_has_less_than_its_share_finds_room_in_a_batch_with_those_who_have_more() -> None:
+    """All are asked about in every batch, so that nothing lies idle."""
+    pool = Pool(num_blocks=33)
+    many = [an_entry(f"b{index}", [index] * 36) for index in range(3)]
+    pool.send("bad", *many)
+    pool.serve_all()
+    assert [answer.is_full for answer in pool.answers("bad")] == [False] * 3
+    text, sent, num_full = [0, *[4] * 16], 0, 0
+    for _ in range(6):
+        pool.send("bad", *[an_entry(f"b{index}", [index] * 36, base_len=36) for index in range(3)])
+        pool.send("good", an_entry("g", text, base_len=sent))
+        pool.serve_all()
+        (answer,) = pool.answers("good")
+        assert answer.token_ids == drafts(text)
+        sent = len(text)
+        text += [6, 7, 8]
+        num_full += sum(answer.is_full for answer in pool.answers("bad"))
+    assert num_full == 1, "who had more than its share is told, once for each sequence"
+
+
 def looking_ahead(name: str, tokens: Sequence[int], *, width: int = 2) -> ProposeEntry:
     return an_entry(name, tokens, pending=(1, 2, 3), fan_out=(width,) * 4, num_draft_tokens=6)
 
