@@ -9,12 +9,11 @@ from typing import NamedTuple, TypeAlias
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout, InputError
-from specdec.core.ids import RequestId, owned_id
+from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
-from specdec.core.sequence import TokenConstraint
-from specdec.engine.draft_grammar import DraftGrammars
+from specdec.engine.draft_grammar import DraftGrammars, FollowedGrammar
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
 from specdec.proposers.base import AheadWish, HasRoom, LooksAhead, Proposer, counters_of
 from specdec.transport.base import Channel, Envelope, PeerId
@@ -68,9 +67,11 @@ class _Mirror:
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
-        self.constraint: TokenConstraint | None = None
+        self.constraint: FollowedGrammar | None = None
         if grammars is not None:
-            self.constraint = grammars.follow(opening.grammar, self.token_ids, opening.num_prompt_tokens)
+            self.constraint = grammars.follow(
+                opening.grammar, self.token_ids, opening.num_prompt_tokens, owner_of(request_id)
+            )
         self.last_used_s = 0.0
 
     @property
@@ -435,6 +436,8 @@ class DraftServer:
         mirror = client.mirrors.pop(request_id, None)
         if mirror is not None:
             self._num_sequences -= 1
+            if mirror.constraint is not None:
+                mirror.constraint.close()
             self._proposer.release([mirror.request_id])
 
     def _sweep(self) -> None:

@@ -4,8 +4,8 @@ A branch of a sequence holds the blocks that are full of what it has in common w
 by counting references, and blocks of its own behind them; only the block that is partly full is copied. When
 it turns out to be true its table becomes the sequence's.
 
-Owners (`core.ids.owner_of`) share what branches may hold: each has an equal part of it for certain, and what the
-others leave is for whoever comes first.
+Owners (`core.ids.owner_of`) share what branches may hold: each has an equal part of it for certain, and what
+the others leave is for whoever comes first.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class BranchStore:
                 assert (self._allocator.reference_count(block) > 1) == (index < num_shared)
 
     def _make_room(self, asking: str, num_blocks: int, in_use: Collection[RequestId]) -> bool:
-        """End the oldest branches that have to give way to others of one owner; return whether there were any.
+        """End the oldest branches that have to give way to those of one owner; return whether any did.
 
         Somebody who has none may have one even if it is greater than a share.
         """

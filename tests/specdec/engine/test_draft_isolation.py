@@ -16,6 +16,7 @@ from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.draft_server import DraftServer, sequence_name
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
 from specdec.engine.toy_runner import ToyRunner
@@ -45,13 +46,19 @@ class Pool:
     """A draft worker over a toy model with little memory, and coordinators played by the test."""
 
     def __init__(
-        self, names: Sequence[str] = ("good", "bad"), shares: DraftShareConfig = SHARES, num_blocks: int = 256
+        self,
+        names: Sequence[str] = ("good", "bad"),
+        shares: DraftShareConfig = SHARES,
+        num_blocks: int = 256,
+        grammars: DraftGrammars | None = None,
     ) -> None:
         self.network = MemoryNetwork(seed=0, clock=ManualClock())
         channel = self.network.open(DRAFT)
         self.runner = ToyRunner(MODEL, num_blocks=num_blocks)
         self.proposer = DraftModelProposer(self.runner, Sampler(), vocab_size=VOCAB, max_read_tokens=64)
-        self.server = DraftServer(channel, self.proposer, shares=shares, clock=self.network.clock)
+        self.server = DraftServer(
+            channel, self.proposer, grammars=grammars, shares=shares, clock=self.network.clock
+        )
         self.channels: dict[str, MemoryChannel] = {}
         for name in names:
             self.channels[name] = self.network.open(PeerId(name))
