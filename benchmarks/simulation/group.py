@@ -133,7 +133,6 @@ class _Asked(NamedTuple):
     asked_s: float
     num_entries: int
     num_new_tokens: int
-    is_ahead: bool
 
 
 class Group:
@@ -398,7 +397,7 @@ class Group:
         ]
         token = self._next_token = self._next_token + 1
         num_new = sum(wish.num_unseen for wish in wishes)
-        asked = _Asked(name, token, self._life, now_s, len(wishes), num_new, branches is not None)
+        asked = _Asked(name, token, self._life, now_s, len(wishes), num_new)
         message = DraftMessage(self.name, wishes, partial(self._answered, asked))
         self._events.at(now_s + self._hardware.wire_s, partial(link.worker.submit, message))
         num_proposals = sum(budget > 0 for budget in budgets)
@@ -422,8 +421,7 @@ class Group:
         if any(awaited.num_proposals.values()):
             return
         elapsed_s = self._events.now_s - asked.asked_s
-        measured_s = reply.draft_s if asked.is_ahead else elapsed_s
-        link.patience.measured(measured_s, asked.num_entries, asked.num_new_tokens)
+        link.patience.measured(elapsed_s, asked.num_entries, asked.num_new_tokens)
         link.patience.answered_in_time()
         del self._awaited[name]
         self.counts.draft_s += elapsed_s
