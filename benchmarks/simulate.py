@@ -65,7 +65,9 @@ FULL = Plan(
         drafters=("1B", "3B"), lengths=(2, 4), batches=(8, 32, 96), traces=("chat",), group_seconds=20.0
     ),
     scaling=ScalingPlan(groups=(8, 32, 128, 512), one_pool=(2, 4, 8, 16, 32)),
-    loads=LoadPlan(batches=(1, 4, 8, 16, 32, 64, 128), lengths=(2, 4, 6), drafters=("1B", "3B")),
+    loads=LoadPlan(
+        batches=(1, 4, 8, 16, 32, 64, 128), lengths=(2, 4, 6), drafters=("1B", "3B"), learning_s=30.0
+    ),
     failures=FailurePlan(pools=4, period_s=20.0),
 )
 

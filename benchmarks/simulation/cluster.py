@@ -16,6 +16,7 @@ from benchmarks.simulation.group import Group, GroupLimits
 from benchmarks.simulation.hardware import Hardware
 from benchmarks.simulation.traffic import CHAT, LoadStep, SimulatedRequest, Source, Trace, arrival_times
 from specdec.core.ids import RequestId
+from specdec.engine.draft_placement import DraftPlacementConfig
 from specdec.scheduling.speculation.controller import SpeculationController
 
 MakeController = Callable[[], SpeculationController]
@@ -32,6 +33,7 @@ class ClusterSpec:
     groups_per_pool: int = 1
     workers_per_pool: int = 1
     limits: GroupLimits = field(default_factory=GroupLimits)
+    placement: DraftPlacementConfig = field(default_factory=DraftPlacementConfig)
     lease_s: float = 6.0
     """A draft worker that has died is taken off the list after so long (`MembershipConfig.lease_s`)."""
     renew_s: float = 1.0
@@ -133,6 +135,7 @@ class Cluster:
                 self.events,
                 np.random.default_rng([seed, index]),
                 self._finish,
+                placement=spec.placement,
             )
             for index in range(spec.num_groups)
         ]

@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.simulation.clock import EventQueue
-from benchmarks.simulation.drafter import DraftJob, DraftWorker
+from benchmarks.simulation.drafter import DraftMessage, DraftReply, DraftWish, DraftWorker
 from benchmarks.simulation.hardware import Hardware
 from benchmarks.simulation.links import DraftLinks
 from benchmarks.simulation.traffic import SimulatedRequest
@@ -23,6 +24,7 @@ from benchmarks.simulation.verdicts import Ints, VerdictRound, play_round
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
 from specdec.engine.draft_patience import DraftDeadlineConfig
+from specdec.engine.draft_placement import DraftPlacementConfig
 from specdec.kv.block_table import num_blocks_for
 from specdec.scheduling.queue import WaitingQueue
 from specdec.scheduling.scheduler import plan_round
@@ -34,10 +36,9 @@ from specdec.scheduling.speculation.controller import (
 )
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import RoundLimits, RoundPlan
+from specdec.transport.base import PeerId
 
 _DEPTHS: Mapping[OverlapMode, int] = {"lockstep": 1, "ping_pong": 2, "draft_ahead": 1}
-_LONG_UNSEEN = 64
-"""As `DraftServer`: with more unseen tokens an entry is served after those that are quick."""
 
 
 class PlainController(FixedController):
@@ -118,9 +119,20 @@ class GroupCounts:
 class _Awaited:
     """Answers of one worker that are due."""
 
+    num_proposals: dict[int, int] = field(default_factory=dict)
+    """By message; several where some of its sequences were looked ahead for and others were not."""
+    give_up_s: float = 0.0
+
+
+class _Asked(NamedTuple):
+    """A message on its way to a draft worker."""
+
+    worker: PeerId
     token: int
-    num_answers: int
-    give_up_s: float
+    life: int
+    asked_s: float
+    num_entries: int
+    num_new_tokens: int
 
 
 class Group:
@@ -136,11 +148,18 @@ class Group:
         generator: np.random.Generator,
         on_finish: Callable[[Group, SimulatedRequest], None],
         deadlines: DraftDeadlineConfig | None = None,
+        placement: DraftPlacementConfig | None = None,
     ) -> None:
         self.name = name
         self.controller = controller
         self.limits = limits
-        self.links = DraftLinks(deadlines or DraftDeadlineConfig())
+        self.links = DraftLinks(
+            name,
+            events,
+            hardware.wire_s,
+            deadlines or DraftDeadlineConfig(),
+            placement or DraftPlacementConfig(),
+        )
         self.running: dict[RequestId, SimulatedRequest] = {}
         self.waiting: WaitingQueue[SimulatedRequest] = WaitingQueue()
         self.is_alive = True
@@ -157,7 +176,7 @@ class Group:
         self._target_free_s = 0.0
         self._landed_s: float | None = None
         self._launching: _Flight | None = None
-        self._awaited: dict[str, _Awaited] = {}
+        self._awaited: dict[PeerId, _Awaited] = {}
         """Answers that the launching flight, or the next one, waits for."""
         self._next_token = 0
         self._draft_ready_s: float | None = None
@@ -336,7 +355,7 @@ class Group:
         wanted = [self.running[one] for one in unprepared]
         for name, group in self.links.by_worker([*wanted, *flight.prompts], self._events.now_s).items():
             budgets = [unprepared.get(one.request_id, 0) for one in group]
-            self._send(name, group, budgets, ())
+            self._send(name, group, budgets)
 
     def _look_ahead(self, flight: _Flight) -> None:
         for one in flight.decoding:
@@ -357,62 +376,52 @@ class Group:
 
     def _send(
         self,
-        name: str,
+        name: PeerId,
         group: Sequence[SimulatedRequest],
         budgets: Sequence[int],
-        branches: Sequence[float],
+        branches: Sequence[float] | None = None,
     ) -> None:
         """Send one message: drafts for those with a budget, reading for all that the worker has not seen."""
         now_s = self._events.now_s
         link = self.links.links[name]
-        unseen = [self.links.send(one) for one in group]
-        is_awaited = any(budgets) and link.patience.is_waited_for(now_s)
-        token = self._next_token = self._next_token + 1
-        answer = partial(self._answered, name, token, self._life, now_s, len(group), sum(unseen))
-        weights = branches or [1.0] * len(group)
-        num_answers = 0
-        for is_slow in (False, True):
-            members = [at for at, new in enumerate(unseen) if (new > _LONG_UNSEEN) == is_slow]
-            if not members:
-                continue
-            lengths = np.array([budgets[at] for at in members])
-            steps = np.arange(int(lengths.max(initial=0)))
-            share = np.array([weights[at] for at in members])
-            job = DraftJob(
-                taking_part=((lengths[:, None] > steps) * share[:, None]).sum(0),
-                context_tokens=float(sum(group[at].committed_len * weights[at] for at in members)),
-                num_unseen=sum(unseen[at] for at in members) if is_slow else 0,
-                answer=answer if lengths.any() else None,
+        numbers: Sequence[float | None] = [None] * len(group) if branches is None else branches
+        wishes = [
+            DraftWish(
+                request_id=one.request_id,
+                num_draft_tokens=budget,
+                context_tokens=one.committed_len,
+                num_unseen=self.links.send(one),
+                num_branches=number,
             )
-            num_answers += bool(lengths.any())
-            send_s = now_s + self._hardware.wire_s
-            self._events.at(send_s, partial(link.worker.submit, job))
-        if is_awaited:
-            deadline_s = now_s + link.patience.deadline_s(len(group), sum(unseen))
-            self._awaited[name] = _Awaited(token, num_answers, deadline_s)
+            for one, budget, number in zip(group, budgets, numbers, strict=True)
+        ]
+        token = self._next_token = self._next_token + 1
+        num_new = sum(wish.num_unseen for wish in wishes)
+        asked = _Asked(name, token, self._life, now_s, len(wishes), num_new)
+        message = DraftMessage(self.name, wishes, partial(self._answered, asked))
+        self._events.at(now_s + self._hardware.wire_s, partial(link.worker.submit, message))
+        num_proposals = sum(budget > 0 for budget in budgets)
+        if num_proposals and link.patience.is_waited_for(now_s):
+            awaited = self._awaited.setdefault(name, _Awaited())
+            awaited.num_proposals[token] = num_proposals
+            awaited.give_up_s = now_s + link.patience.deadline_s(asked.num_entries, num_new)
         link.patience.asked(now_s)
 
-    def _answered(
-        self,
-        name: str,
-        token: int,
-        life: int,
-        asked_s: float,
-        num_entries: int,
-        num_new: int,
-    ) -> None:
+    def _answered(self, asked: _Asked, reply: DraftReply) -> None:
+        name = asked.worker
         link = self.links.links.get(name)
-        if life != self._life or link is None:
+        if asked.life != self._life or link is None:
             return
         link.patience.heard()
+        self.links.hear(name, reply)
         awaited = self._awaited.get(name)
-        if awaited is None or awaited.token != token:
+        if awaited is None or asked.token not in awaited.num_proposals:
             return
-        awaited.num_answers -= 1
-        if awaited.num_answers:
+        awaited.num_proposals[asked.token] -= sum(wish.num_draft_tokens > 0 for wish in reply.wishes)
+        if any(awaited.num_proposals.values()):
             return
-        elapsed_s = self._events.now_s - asked_s
-        link.patience.measured(elapsed_s, num_entries, num_new)
+        elapsed_s = self._events.now_s - asked.asked_s
+        link.patience.measured(elapsed_s, asked.num_entries, asked.num_new_tokens)
         link.patience.answered_in_time()
         del self._awaited[name]
         self.counts.draft_s += elapsed_s

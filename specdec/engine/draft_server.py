@@ -9,12 +9,11 @@ from typing import NamedTuple, TypeAlias
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout, InputError
-from specdec.core.ids import RequestId, owned_id
+from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
-from specdec.core.sequence import TokenConstraint
-from specdec.engine.draft_grammar import DraftGrammars
+from specdec.engine.draft_grammar import DraftGrammars, FollowedGrammar
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
 from specdec.proposers.base import AheadWish, HasRoom, LooksAhead, Proposer, ReadsAlong, counters_of
 from specdec.transport.base import Channel, Envelope, PeerId
@@ -68,9 +67,11 @@ class _Mirror:
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
-        self.constraint: TokenConstraint | None = None
+        self.constraint: FollowedGrammar | None = None
         if grammars is not None:
-            self.constraint = grammars.follow(opening.grammar, self.token_ids, opening.num_prompt_tokens)
+            self.constraint = grammars.follow(
+                opening.grammar, self.token_ids, opening.num_prompt_tokens, owner_of(request_id)
+            )
         self.last_used_s = 0.0
 
     @property
@@ -153,6 +154,7 @@ class DraftServer:
         self._memory = proposer if isinstance(proposer, HasRoom) else None
         self._reader = proposer if isinstance(proposer, ReadsAlong) else None
         self._max_length = proposer.capabilities.max_context or _MAX_LENGTH
+        self._told_length = proposer.capabilities.max_context or 0
         self._grammars = grammars
         self._shares = shares or DraftShareConfig()
         self._told: Counter[str] = Counter()
@@ -166,7 +168,8 @@ class DraftServer:
         """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries,
         invalid_entries, unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads
         the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to
-        another), unread_dropped (their coordinator said too much at a time); and by metric name what
+        another), outgrown_sequences (their coordinator's share of the memory is too small for them now),
+        unread_dropped (their coordinator said too much at a time); and by metric name what
         coordinators are told: `draft_grammar_failures` and what the proposer counts
         (`proposers.base.HasCounters`)."""
 
@@ -359,16 +362,23 @@ class DraftServer:
         draft_s = self._clock.now_s() - started_s
         self.counters["rounds"] += 1
         self.counters["entries"] += len(wishes)
+        crowded_out = () if self._memory is None else self._memory.crowded_out
         answers: dict[PeerId, list[ProposeAnswer]] = defaultdict(list)
         spent_s: dict[PeerId, float] = defaultdict(float)
         rounds: dict[PeerId, int] = {}
         for wish in wishes:
-            its_proposals = proposals.get(wish.mirror.request_id, ())
-            num_unread = 0 if its_proposals else self._num_unread(wish)
-            if num_unread and self._reads_on(wish, num_unread, draft_s):
-                continue
+            inner_id = wish.mirror.request_id
+            its_proposals, num_unread = proposals.get(inner_id, ()), 0
+            if is_full := inner_id in crowded_out:
+                self.counters["outgrown_sequences"] += 1
+                self._forget(self._clients[wish.coordinator], wish.entry.request_id)
+            elif not its_proposals:
+                num_unread = self._num_unread(wish)
+                if num_unread and self._reads_on(wish, num_unread, draft_s):
+                    continue
             spent_s[wish.coordinator] = max(draft_s + wish.read_s, spent_s[wish.coordinator])
-            answers[wish.coordinator].append(_answer(wish.entry, its_proposals, num_unread=num_unread))
+            answer = _answer(wish.entry, its_proposals, is_full=is_full, num_unread=num_unread)
+            answers[wish.coordinator].append(answer)
             rounds[wish.coordinator] = max(wish.round_id, rounds.get(wish.coordinator, wish.round_id))
         counts = self._new_counts()
         for coordinator, its_answers in answers.items():
@@ -405,7 +415,8 @@ class DraftServer:
         if self._shares.max_sequences is not None:
             busy = self.num_sequences, self._shares.max_sequences, max(0, self._num_places(coordinator))
         now_s = self._clock.now_s()
-        self._channel.send(coordinator, ProposeReply(round_id, tuple(answers), draft_s, counts, *busy, now_s))
+        reply = ProposeReply(round_id, tuple(answers), draft_s, counts, *busy, now_s, self._told_length)
+        self._channel.send(coordinator, reply)
 
     def _propose(self, wishes: Sequence[_Wish]) -> Mapping[RequestId, Sequence[Proposal]]:
         """Ask for everything at once. Entries with a fan-out have several answers, others one at most."""
@@ -455,6 +466,8 @@ class DraftServer:
         mirror = client.mirrors.pop(request_id, None)
         if mirror is not None:
             self._num_sequences -= 1
+            if mirror.constraint is not None:
+                mirror.constraint.close()
             self._proposer.release([mirror.request_id])
 
     def _sweep(self) -> None:

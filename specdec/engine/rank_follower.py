@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from specdec.core.ids import RequestId
+from specdec.core.ids import RequestId, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import build_draft_grammars, build_draft_part, build_target_part
@@ -101,7 +101,7 @@ def follow_drafter(proposer: Proposer, group: RankGroup, grammars: DraftGrammars
                 proposer.propose_ahead([_wish(sequences, one, grammars) for one in wishes])
             case ReleaseDrafts(request_ids=request_ids):
                 for request_id in request_ids:
-                    sequences.pop(request_id, None)
+                    _drop(sequences, request_id)
                 proposer.release(request_ids)
             case Stop():
                 proposer.close()
@@ -121,7 +121,9 @@ class _Followed:
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
-        self.constraint = grammars.follow(opening.grammar, self.token_ids, opening.num_prompt_tokens)
+        self.constraint = grammars.follow(
+            opening.grammar, self.token_ids, opening.num_prompt_tokens, owner_of(request_id)
+        )
 
     @property
     def committed_len(self) -> int:
@@ -132,8 +134,15 @@ class _Followed:
         self.prefix_hash = extend_prefix_hash(self.prefix_hash, token_ids)
 
 
+def _drop(sequences: dict[RequestId, _Followed], request_id: RequestId) -> None:
+    sequence = sequences.pop(request_id, None)
+    if sequence is not None and sequence.constraint is not None:
+        sequence.constraint.close()
+
+
 def _update(sequences: dict[RequestId, _Followed], entry: DraftEntry, grammars: DraftGrammars) -> _Followed:
     if entry.opening is not None:
+        _drop(sequences, entry.request_id)
         sequences[entry.request_id] = _Followed(entry.request_id, entry.opening, grammars)
     sequence = sequences[entry.request_id]
     assert sequence.committed_len == entry.base_len, "rank 0 and this one disagree about a sequence"

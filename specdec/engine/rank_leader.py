@@ -174,6 +174,11 @@ class LeadingProposer:
         """As rank 0's part has it: the others have as many blocks."""
         return self._proposer.has_room(owner, num_tokens)
 
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        """Those of rank 0's part: the others have no room for them either."""
+        return self._proposer.crowded_out
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget these sequences in all ranks."""
         known = tuple(one for one in request_ids if self._seen.pop(one, None) is not None)

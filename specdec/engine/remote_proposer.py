@@ -119,6 +119,8 @@ class _Link:
     """Other coordinators' sequences at this worker, when it answered last."""
     capacity: int | None = None
     """Sequences that it takes; None: it has not said."""
+    max_length: int | None = None
+    """Longest prefix (tokens) that it continues; None: it has not said, or has no limit."""
 
     def view(self, now_s: float) -> DraftWorkerView:
         """What placement looks at."""
@@ -202,6 +204,9 @@ class RemoteProposer:
         self._meanwhile = meanwhile
         self._links: dict[PeerId, _Link] = {}
         self._registrations: dict[RequestId, _Registration] = {}
+        self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
+        """Sequences that workers had room for and no longer have, and when to ask those again."""
+        self._max_length = capabilities.max_context
         self._prepared: dict[RequestId, _Prepared] = {}
         self._ahead = _Round()
         """Answers to the last `look_ahead` that have not come yet."""
@@ -229,7 +234,8 @@ class RemoteProposer:
         `draft_compute_seconds` (as the workers measure it), `speculation_cache_hits` and
         `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for),
         `speculation_cache_late` (of the misses, those whose continuations had not come in time),
-        `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_moved` (from a
+        `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_outgrown` (given
+        up by a worker whose memory they had become too long for), `draft_sequences_moved` (from a
         busy worker to one that was less so), and what the draft workers count themselves
         (`DraftServer.counters`).
         """
@@ -328,6 +334,17 @@ class RemoteProposer:
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
+        request_ids = tuple(request_ids)
+        for request_id in request_ids:
+            self._outgrown.pop(request_id, None)
+        self._leave(request_ids)
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        self._channel.close()
+
+    def _leave(self, request_ids: Iterable[RequestId]) -> None:
+        """Have draft workers forget sequences."""
         by_worker: dict[PeerId, list[tuple[RequestId, int]]] = defaultdict(list)
         for request_id in request_ids:
             self._prepared.pop(request_id, None)
@@ -339,10 +356,6 @@ class RemoteProposer:
                 by_worker[registration.worker].append((request_id, registration.epoch))
         for worker, released in by_worker.items():
             self._channel.send(worker, Release(tuple(released)))
-
-    def close(self) -> None:
-        """Close the channel. Idempotent."""
-        self._channel.close()
 
     def _follow_membership(self) -> None:
         with self._wanted_lock:
@@ -361,11 +374,23 @@ class RemoteProposer:
                 self._channel.connect(address)
                 self._links[worker] = _Link(address, DraftPatience(self._deadlines), Vacancy(self._deadlines))
         self._next_rebalance_s = 0.0
+        self._note_lengths()
+
+    def _note_lengths(self) -> None:
+        """Know which sequences nobody can go on with."""
+        told = [link.max_length for link in self._links.values()]
+        longest = max([length for length in told if length is not None], default=None)
+        most = self._capabilities.max_context
+        if longest is None or None in told:
+            self._max_length = most
+        else:
+            self._max_length = longest if most is None else min(longest, most)
 
     def _by_worker(self, sequences: Sequence[SequenceView]) -> dict[PeerId, list[SequenceView]]:
         """Group the sequences by the worker to ask now; those that none can be asked for are left out."""
         now_s = self._clock.now_s()
-        limit = self._capabilities.max_context
+        limit = self._max_length
+        too_long: list[RequestId] = []
         patience = {worker: link.patience for worker, link in self._links.items()}
         ready = [worker for worker, its in patience.items() if its.is_waited_for(now_s)]
         silent = {
@@ -374,24 +399,33 @@ class RemoteProposer:
         groups: dict[PeerId, list[SequenceView]] = defaultdict(list)
         for sequence in sequences:
             if limit is not None and sequence.committed_len >= limit:
+                too_long.append(sequence.request_id)
                 continue
             registration = self._registrations.get(sequence.request_id)
             if registration is None or (registration.worker in silent and ready):
                 registration = self._register(sequence.request_id, now_s)
             if registration is not None:
                 groups[registration.worker].append(sequence)
+        self._leave(too_long)
         return {worker: group for worker, group in groups.items() if patience[worker].may_ask(now_s)}
 
     def _register(self, request_id: RequestId, now_s: float) -> _Registration | None:
         """Give a sequence to whoever has a place for it; None: it stays where it is, or without drafts."""
-        worker = place([link.view(now_s) for link in self._links.values()])
+        resting = self._outgrown.get(request_id, {})
+        worker = place(
+            [
+                link.view(now_s)
+                for name, link in self._links.items()
+                if not resting or now_s >= resting.get(name, now_s)
+            ]
+        )
         if worker is None:
             return self._registrations.get(request_id)
         return self._register_at(request_id, worker, now_s)
 
     def _register_at(self, request_id: RequestId, worker: PeerId, now_s: float) -> _Registration:
         """Give a sequence to a worker, taking it from the one that has it."""
-        self.release([request_id])
+        self._leave([request_id])
         registration = self._registrations[request_id] = _Registration(worker, self._next_epoch)
         self._next_epoch += 1
         link = self._links[worker]
@@ -576,6 +610,9 @@ class RemoteProposer:
             link.capacity = reply.max_sequences
             link.num_others = max(0, reply.num_sequences - link.num_registered)
             link.vacancy.told(reply.num_places)
+        if reply.max_length > 0 and reply.max_length != link.max_length:
+            link.max_length = reply.max_length
+            self._note_lengths()
         pending = this_round.pending.get(link.address.peer_id)
         num_refused = self._counters["draft_sequences_refused"]
         for answer in reply.answers:
@@ -639,10 +676,19 @@ class RemoteProposer:
             )
 
     def _take_refusal(self, request_id: RequestId, registration: _Registration) -> None:
-        """Look for another place when the sequence is asked for again: this worker knows nothing of it."""
+        """Look for another place when the sequence is asked for again: this worker knows nothing of it.
+
+        What had a place here once, and is too long for it now, says nothing about places for others.
+        """
         del self._registrations[request_id]
         self._links[registration.worker].num_registered -= 1
-        self._counters["draft_sequences_refused"] += 1
+        resting = self._outgrown.get(request_id)
+        if registration.confirmed_len > 0 or (resting is not None and registration.worker in resting):
+            resting = self._outgrown.setdefault(request_id, {})
+            resting[registration.worker] = self._clock.now_s() + self._deadlines.max_retry_s
+            self._counters["draft_sequences_outgrown"] += 1
+        else:
+            self._counters["draft_sequences_refused"] += 1
 
     def _take_branches(self, answer: ProposeAnswer, expected: _Awaited, prepared: _Prepared) -> None:
         prepared.is_answered = True

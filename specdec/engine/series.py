@@ -77,6 +77,9 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
         "counter", "Of the misses, those whose continuations had not come in time."
     ),
     "draft_sequences_refused": Series("counter", "Requests that a draft worker had no place for."),
+    "draft_sequences_outgrown": Series(
+        "counter", "Requests given up by a draft worker whose memory they had become too long for."
+    ),
     "draft_sequences_moved": Series("counter", "Requests moved to a draft worker that is less busy."),
 }
 

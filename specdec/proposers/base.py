@@ -182,6 +182,14 @@ class HasRoom(Protocol):
         """
         ...
 
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        """Sequences that had no room in the last call: nothing is known of them any more.
+
+        Their owners had all of their share: asking again soon is of no use.
+        """
+        ...
+
 
 @runtime_checkable
 class ReadsAlong(Protocol):

@@ -22,7 +22,7 @@ from specdec.core.sequence import SequenceView
 from specdec.model.batch import Runner
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.proposers.bonus import BonusBy, BonusGuesser, Outlook, OutlookRead
-from specdec.proposers.branches import BlockCopy, HeldBranch
+from specdec.proposers.branches import BlockCopy, Branch, HeldBranch
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, QRows, StepwiseDraftLoop
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_sequences import Chunk, Drafting, DraftSequences
@@ -125,7 +125,7 @@ class DraftModelProposer:
         in_use = {sequence.request_id for sequence in sequences}
         draftings = [
             drafting
-            for sequence in sequences
+            for sequence in self._sequences.in_turns(sequences)
             if (
                 drafting := self._sequences.open(
                     sequence, num_draft_tokens.get(sequence.request_id, 0), in_use
@@ -143,9 +143,14 @@ class DraftModelProposer:
         Two steps, each for all sequences at once: a forward whose logits tell what the target may choose
         behind each pending token, then the draft loop, in which branches and ordinary wishes are alike.
         """
-        in_use = {wish.view.request_id for wish in wishes}
+        wish_of = {wish.view.request_id: wish for wish in wishes}
+        in_use = set(wish_of)
         assert len(in_use) == len(wishes), "one wish per sequence"
-        draftings = [drafting for wish in wishes if (drafting := self._open_ahead(wish, in_use))]
+        draftings = [
+            drafting
+            for view in self._sequences.in_turns([wish.view for wish in wishes])
+            if (drafting := self._open_ahead(wish_of[view.request_id], in_use))
+        ]
         plain: list[Chunk] = []
         guessed: list[Drafting] = []
         for chunk in self._sequences.chunks(draftings):
@@ -169,6 +174,11 @@ class DraftModelProposer:
     def has_room(self, owner: str, num_tokens: int) -> bool:
         """See `proposers.base.HasRoom`."""
         return self._sequences.has_room(owner, num_tokens)
+
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        """See `proposers.base.HasRoom`."""
+        return self._sequences.crowded_out
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Free the blocks of these sequences."""
@@ -287,22 +297,21 @@ class DraftModelProposer:
         if not draftings:
             return []
         guessed = self._guesser.guess([self._outlook_read(drafting) for drafting in draftings])
-        wanted = [
-            (drafting, branch)
-            for drafting, branches in zip(draftings, guessed, strict=True)
-            for branch in branches
-        ]
-        wanted.sort(key=lambda one: one[1].promise)
+        wanted: dict[str, list[tuple[Drafting, Branch]]] = {}
+        for drafting, branches in zip(draftings, guessed, strict=True):
+            wanted.setdefault(drafting.state.owner, []).extend([(drafting, branch) for branch in branches])
+        for of_owner in wanted.values():
+            of_owner.sort(key=lambda one: one[1].promise)
         branched: list[tuple[Drafting, HeldBranch]] = []
         copies: list[BlockCopy] = []
         for drafting in draftings:
             assert drafting.outlook is not None
             num_tokens = drafting.view.committed_len - drafting.state.num_read
             self._sequences.note_read(drafting, num_tokens, drafting.outlook.pending)
-        for drafting, branch in wanted:
-            view, table = drafting.view, drafting.state.table
+        for drafting, branch in self._sequences.branches.in_turns(wanted):
+            view, state = drafting.view, drafting.state
             held = self._sequences.branches.try_hold(
-                view.request_id, table, view.committed_len, branch, in_use
+                view.request_id, state.owner, state.table, view.committed_len, branch, in_use
             )
             if held is None:
                 self._num_branches_left_out += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -137,6 +137,10 @@ class DraftSequences:
         self._cache = PrefixCache(runner.num_blocks, runner.block_size) if prefix_caching else None
         self._allocator = BlockAllocator(runner.num_blocks) if self._cache is None else self._cache.allocator
         self._states: OrderedDict[RequestId, DraftSequence] = OrderedDict()
+        self._opened: set[RequestId] = set()
+        """In the last call."""
+        self._crowded_out: list[RequestId] = []
+        """In the last call."""
         self.branches = BranchStore(self._allocator, runner.block_size)
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
@@ -187,6 +191,24 @@ class DraftSequences:
         for block, num_holders in holders.items():
             assert self._allocator.reference_count(block) == num_holders
 
+    def in_turns(self, sequences: Sequence[SequenceView]) -> Sequence[SequenceView]:
+        """Begin a call; return its sequences in the order to open them: of owners who hold least first.
+
+        So whoever has less than a share finds room before those who have more hold on to theirs.
+        """
+        self._opened.clear()
+        self._crowded_out.clear()
+        owners = {owner_of(sequence.request_id) for sequence in sequences}
+        if len(owners) <= 1:
+            return sequences
+        held = self._held_by_owner(owners.pop())
+        return sorted(sequences, key=lambda one: held.get(owner_of(one.request_id), 0))
+
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        """See `proposers.base.HasRoom`."""
+        return self._crowded_out
+
     def open(self, sequence: SequenceView, budget: int, in_use: set[RequestId]) -> Drafting | None:
         """Hold blocks for a sequence and its draft; None when it has no room or cannot be read.
 
@@ -207,6 +229,7 @@ class DraftSequences:
         elif sequence.request_id in self.branches or state.assumed:
             self._settle(state, sequence)
         self._states.move_to_end(sequence.request_id)
+        self._opened.add(sequence.request_id)
         state.follow(sequence, self._vocab_size)
         if self._rotary is not None:
             self._rotate(state, sequence, self._rotary)
@@ -216,8 +239,10 @@ class DraftSequences:
         if self._cache is not None and state.table.num_blocks == 0:
             self._borrow(self._cache, state, sequence)
         if not self._make_room(state, committed_len + budget, in_use):
-            # What it holds is worth nothing if it can never be completed, but blocks others.
-            self.release((sequence.request_id,))
+            if not self._is_entitled(state, committed_len + budget):
+                # What it holds is worth nothing if it can never be completed, but blocks others.
+                self.release((sequence.request_id,))
+                self._crowded_out.append(sequence.request_id)
             return None
         state.table.grow(committed_len + budget)
         return Drafting(sequence, state, budget)
@@ -323,16 +348,41 @@ class DraftSequences:
         """Free what a sequence misses: at the cost of branches, then of who was not asked for for longest."""
         num_blocks = asking.table.num_missing(num_tokens)
         while self._allocator.num_free < num_blocks:
-            if self.branches.drop_oldest(in_use) or self.branches.drop_oldest():
+            if self._drop_branches(asking.owner, in_use):
                 continue
             victim = self._victim(asking.owner, in_use)
+            if victim is None and self._is_entitled(asking, num_tokens):
+                victim = self._victim(asking.owner, self._opened)
             if victim is None:
                 return False
             self.release((victim,))
         return True
 
+    def _is_entitled(self, asking: DraftSequence, num_tokens: int) -> bool:
+        """Whether the owner of a sequence of so many tokens has, with it, no more than an equal share."""
+        held = self._held_by_owner(asking.owner)
+        wanted = held[asking.owner] + asking.table.num_missing(num_tokens)
+        return len(held) > 1 and wanted <= self._allocator.num_usable // len(held)
+
+    def _drop_branches(self, asking: str, in_use: set[RequestId]) -> bool:
+        """Have branches give way: of the owner who asks, or of one with more than its share, with them."""
+        if len(self.branches) == 0:
+            return False
+        held = self._held_by_owner(asking)
+        for owner, number in self.branches.num_own_blocks.items():
+            held[owner] = held.get(owner, 0) + number
+        share = self._allocator.num_usable // len(held)
+
+        def may_go(owner: str) -> bool:
+            return owner == asking or held[owner] > share
+
+        return self.branches.drop_oldest(in_use, may_go) or self.branches.drop_oldest((), may_go)
+
     def _victim(self, asking: str, in_use: set[RequestId]) -> RequestId | None:
-        """Return the sequence that gives way: of the owner who asks, or of one with more than its share."""
+        """Return the sequence that gives way: of the owner who asks, or of one with more than its share.
+
+        None of `in_use`: of the call, or, for those entitled to it, of what has been opened in the call.
+        """
         held = self._held_by_owner(asking)
         share = self._allocator.num_usable // len(held)
         for request_id, state in self._states.items():

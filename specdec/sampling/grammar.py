@@ -198,6 +198,11 @@ class GrammarCompiler:
         self._is_closed = False
         self._threads = ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="grammar")
 
+    @property
+    def num_threads(self) -> int:
+        """Grammars that are compiled at once."""
+        return self._config.num_threads
+
     def check_size(self, grammar: Grammar) -> None:
         """Check, at once, what needs no compilation.
 

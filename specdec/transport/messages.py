@@ -143,7 +143,7 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     branches: tuple[DraftBranch, ...] = ()
     """Of an entry with `fan_out`, the most promising first; all of them of `noise_stream`."""
     is_full: bool = False
-    """The draft worker has no place for this sequence, and knows nothing of it."""
+    """The draft worker has no place for this sequence, or none any more, and knows nothing of it."""
     num_unread: int = 0
     """Tokens of the prefix that have to be read before anything can be drafted behind it."""
 
@@ -165,6 +165,8 @@ class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """How many more of the receiver it takes now."""
     sent_s: float | None = None
     """When it was sent, by the draft worker's own clock: of use beside other replies of the same worker."""
+    max_length: int = 0
+    """Longest prefix that it continues, in tokens; 0: it does not say."""
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag=22):

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from benchmarks.simulate import FULL, Plan, headlines_of, simulate
 from benchmarks.simulation.clock import EventQueue
 from benchmarks.simulation.cluster import Cluster, ClusterSpec, Failure
-from benchmarks.simulation.drafter import DraftJob, DraftWorker
+from benchmarks.simulation.drafter import DraftMessage, DraftReply, DraftWish, DraftWorker
 from benchmarks.simulation.experiments import (
     FailurePlan,
     LoadPlan,
@@ -40,6 +40,9 @@ from benchmarks.simulation.traffic import (
 )
 from benchmarks.simulation.verdicts import GUESS_RATES, play_round
 from specdec.core.errors import UserError
+from specdec.core.ids import RequestId
+from specdec.engine.draft_placement import DraftPlacementConfig
+from specdec.engine.draft_shares import DraftShareConfig
 from specdec.scheduling.speculation.modes import OverlapMode
 
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
@@ -74,6 +77,8 @@ def check_books(cluster: Cluster) -> None:
         assert group.load == 0
         group.check_integrity()
         assert all(link.num_registered == 0 for link in group.links.links.values())
+    cluster.run(cluster.events.now_s + 1.0)
+    assert all(worker.num_sequences == 0 for workers in cluster.workers for worker in workers)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -172,6 +177,15 @@ def _requests(number: int) -> list[SimulatedRequest]:
     return [source.draw(0.0) for _ in range(number)]
 
 
+def a_wish(name: str, num_draft_tokens: int, *, context: int = 0, num_unseen: int = 1) -> DraftWish:
+    return DraftWish(
+        request_id=RequestId(name),
+        num_draft_tokens=num_draft_tokens,
+        context_tokens=context,
+        num_unseen=num_unseen,
+    )
+
+
 def test_a_worker_is_the_queue_of_theory() -> None:
     """Poisson arrivals of exponential reading jobs, served one at a time: M/M/1, if they are not merged."""
     events = EventQueue()
@@ -190,14 +204,13 @@ def test_a_worker_is_the_queue_of_theory() -> None:
     def serve_next() -> None:
         arrived_s, size = backlog[0]
 
-        def done() -> None:
+        def done(reply: DraftReply) -> None:
             spent.append(events.now_s - arrived_s)
             backlog.pop(0)
             if backlog:
                 serve_next()
 
-        nothing = np.zeros(0)
-        worker.submit(DraftJob(taking_part=nothing, context_tokens=0.0, num_unseen=size, answer=done))
+        worker.submit(DraftMessage("all", [a_wish("prompt", 0, num_unseen=size)], done))
 
     def arrive(size: int) -> None:
         backlog.append((events.now_s, size))
@@ -246,28 +259,74 @@ def test_jobs_that_are_there_together_are_drafted_together() -> None:
     worker = DraftWorker("one", hardware, events)
     done: dict[str, float] = {}
 
-    def job(name: str, num_unseen: int = 0) -> DraftJob:
-        def answer() -> None:
+    def message(name: str, num_unseen: int = 1) -> DraftMessage:
+        def answer(reply: DraftReply) -> None:
             done[name] = events.now_s
 
-        return DraftJob(
-            taking_part=np.full(4, 8.0), context_tokens=800.0, num_unseen=num_unseen, answer=answer
-        )
+        wishes = [a_wish(f"{name}-{index}", 4, context=100, num_unseen=num_unseen) for index in range(8)]
+        return DraftMessage(name, wishes, answer)
 
     for name in ("first", "second", "third"):
-        worker.submit(job(name))
-    worker.submit(job("reads", num_unseen=2000))
+        worker.submit(message(name))
+    worker.submit(message("reads", num_unseen=2000))
     events.run(1.0)
     one_s = hardware.draft_s(np.full(4, 8.0), 100.0)
     two_s = hardware.draft_s(np.full(4, 16.0), 100.0)
     assert done["first"] == pytest.approx(one_s + hardware.wire_s)
     assert done["second"] == done["third"] == pytest.approx(one_s + two_s + hardware.wire_s)
     assert done["reads"] > done["third"], "whoever reads comes behind those that are quick"
-    worker.submit(job("lost"))
+    worker.submit(message("lost"))
     worker.die()
     worker.revive()
     events.run(2.0)
     assert "lost" not in done
+
+
+@pytest.mark.parametrize("is_fair", [True, False], ids=["fair", "in order of arrival"])
+def test_a_coordinator_with_much_to_draft_does_not_hold_up_another(is_fair: bool) -> None:
+    """Batches are those of the engine; without turns the one that comes last would wait for all."""
+    events, hardware = EventQueue(), llama_pair()
+    shares = DraftShareConfig(max_batch_entries=32 if is_fair else 4096)
+    worker = DraftWorker("one", hardware, events, shares)
+    done: dict[str, float] = {}
+
+    def submit(coordinator: str, number: int) -> None:
+        def answer(reply: DraftReply) -> None:
+            done[coordinator] = events.now_s
+
+        wishes = [a_wish(f"{coordinator}-{index}", 4, context=4000) for index in range(number)]
+        worker.submit(DraftMessage(coordinator, wishes, answer))
+
+    submit("great", 2)
+    for _ in range(10):
+        submit("great", 100)
+    submit("small", 4)
+    events.run(10.0)
+    batch_s = hardware.draft_s(np.full(4, 32.0), 4000.0)
+    assert (done["small"] < 3 * batch_s) == is_fair
+    assert done["great"] >= done["small"]
+
+
+@pytest.mark.parametrize("max_moves", [4, 0])
+def test_sequences_move_to_a_worker_that_comes_back(max_moves: int) -> None:
+    """By the engine's own rebalancing; where nothing may move, long requests stay with who was there."""
+    trace = replace(SHORT, output=Lengths(median=8000, mean=8001))
+    spec = spec_of(trace=trace, num_pools=1, groups_per_pool=4, workers_per_pool=2)
+    cluster = Cluster(replace(spec, placement=DraftPlacementConfig(max_moves=max_moves)), seed=6)
+    cluster.keep_busy(16)
+    cluster.fail([Failure(what="draft_worker", index=1, at_s=0.5, down_s=8.0)])
+    cluster.run(9.0)
+    assert [worker.num_sequences for worker in cluster.workers[0]] == [64, 0]
+    cluster.run(18.0)
+    first, second = (worker.num_sequences for worker in cluster.workers[0])
+    assert first + second == 64
+    num_moved = sum(group.links.num_moved for group in cluster.groups)
+    if max_moves == 0:
+        assert num_moved == 0
+        assert second < 16, "only requests that came since"
+    else:
+        assert 24 <= second <= 40
+        assert num_moved <= 40, "no more than needed"
 
 
 def test_verdicts_are_as_likely_as_they_should_be() -> None:

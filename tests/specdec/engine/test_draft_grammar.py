@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from specdec.core.clock import ManualClock
+from specdec.core.errors import InputError
+from specdec.core.ids import RequestId
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.engine.build import build_draft_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.draft_server import DraftServer
+from specdec.engine.draft_shares import DraftShareConfig
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.rank_follower import follow_drafter
@@ -31,8 +35,10 @@ from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
+from specdec.transport.messages import DraftOpening, ProposeEntry, Release
 from tests.rank_pool import RankPool
 from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels
+from tests.specdec.engine.test_draft_isolation import Pool, an_entry
 from tests.specdec.engine.test_grammars import GRAMMARS, PROMPTS, models, params_of, streams
 
 pytest.importorskip("llguidance")
@@ -209,7 +215,9 @@ def test_nobody_waits_for_the_compiler(models: GrammarModels, remote: Callable[.
     assert cluster.proposer.counters.get("draft_grammar_failures", 0) == 0
     assert cluster.grammars is not None
     assert isinstance(cluster.grammars._compiler, SlowCompiler)
-    assert cluster.grammars._compiler.num_begun == len(PROMPTS)
+    assert cluster.grammars._compiler.num_begun == min(len(PROMPTS), cluster.grammars._compiler.num_threads)
+    cluster.network.run_for(0.1)
+    assert cluster.grammars.num_waiting == 0, "nothing waits for sequences that have ended"
 
 
 @pytest.mark.parametrize(
@@ -299,6 +307,85 @@ def test_coordinators_hear_of_the_draft_side_prefix_cache(
             "draft_ahead_branches_true": 0,
             "draft_ahead_branches_left_out": 0,
         }
+
+
+# --------------------------------------------------------------------------------- several coordinators
+
+
+class ByHandCompiler(GrammarCompiler):
+    """Is done when the test says so."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(lambda: None, vocab_size=24, eos_token_ids=(0,), **fields)
+        self.begun: list[str] = []
+        self.futures: list[Future[GrammarState]] = []
+
+    def begin(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> Future[GrammarState]:
+        self.begun.append(grammar.text)
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def finish_one(self) -> None:
+        """End the one that was begun first."""
+        self.futures.pop(0).set_exception(InputError("not today", param="regex"))
+
+
+def with_grammar(name: str, text: str) -> ProposeEntry:
+    opening = DraftOpening(SamplingParams(), 7, 1, None, Grammar(kind="regex", text=text))
+    return an_entry(name, [1, 2, 3], opening=opening)
+
+
+def test_coordinators_take_turns_at_the_compiler() -> None:
+    """One sends many grammars, all different; those of the other are compiled in turn with them."""
+    made = ByHandCompiler(config=GrammarConfig(num_threads=2))
+    pool = Pool(shares=DraftShareConfig(max_sequences=64), grammars=DraftGrammars(made))
+    pool.send("bad", *[with_grammar(f"b{index}", f"bad{index}") for index in range(20)])
+    pool.serve_all()
+    pool.send("good", *[with_grammar(f"g{index}", f"good{index}") for index in range(3)])
+    pool.serve_all()
+    assert made.begun == ["bad0", "bad1"], "one for each thread"
+    for _ in range(8):
+        made.finish_one()
+    assert [text for text in made.begun if "good" in text] == ["good0", "good1", "good2"]
+    order = [text.rstrip("0123456789") for text in made.begun]
+    assert order[2:8] in (["bad", "good"] * 3, ["good", "bad"] * 3)
+    assert len(made.begun) == 10
+    assert len(made.futures) == 2
+
+
+def test_grammars_of_forgotten_sequences_are_not_compiled() -> None:
+    """Who opens and releases at once leaves nothing behind."""
+    made = ByHandCompiler(config=GrammarConfig(num_threads=1))
+    grammars = DraftGrammars(made)
+    pool = Pool(shares=DraftShareConfig(max_sequences=16), grammars=grammars)
+    for tick in range(50):
+        pool.send("bad", *[with_grammar(f"{tick}-{index}", f"bad{tick}-{index}") for index in range(12)])
+        pool.serve_all()
+        assert grammars.num_waiting <= 16, "no more than sequences"
+        released = tuple((RequestId(f"{tick}-{index}"), 1) for index in range(12))
+        pool.channels["bad"].send(PeerId("draft"), Release(released))
+        pool.serve_all()
+        assert grammars.num_waiting == 0
+    pool.send("good", with_grammar("g", "good"))
+    pool.serve_all()
+    made.finish_one()
+    assert made.begun == ["bad0-0", "good"]
+
+
+def test_compiling_goes_on_in_threads_until_nothing_waits(models: GrammarModels) -> None:
+    """The turns, with the real compiler: all are followed in the end, whatever the order."""
+    grammars = DraftGrammars(compiler(models, GrammarCompiler))
+    followed = [
+        grammars.follow(Grammar(kind="regex", text=f"a{{{index + 1}}}"), [], 0, owner)
+        for index in range(10)
+        for owner in ("one", "two")
+    ]
+    until_s = time.monotonic() + 60
+    while any(one is not None and one.allowed_after(()) is None for one in followed):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert grammars.num_waiting == 0
+    grammars.close()
 
 
 # --------------------------------------------------------------------------------- over several ranks

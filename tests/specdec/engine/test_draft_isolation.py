@@ -16,6 +16,7 @@ from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.draft_server import DraftServer, sequence_name
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
 from specdec.engine.toy_runner import ToyRunner
@@ -25,6 +26,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.transport.base import PeerId
 from specdec.transport.memory import MemoryChannel, MemoryNetwork
 from specdec.transport.messages import (
+    DraftBranch,
     DraftOpening,
     ProposeAnswer,
     ProposeEntry,
@@ -44,13 +46,19 @@ class Pool:
     """A draft worker over a toy model with little memory, and coordinators played by the test."""
 
     def __init__(
-        self, names: Sequence[str] = ("good", "bad"), shares: DraftShareConfig = SHARES, num_blocks: int = 256
+        self,
+        names: Sequence[str] = ("good", "bad"),
+        shares: DraftShareConfig = SHARES,
+        num_blocks: int = 256,
+        grammars: DraftGrammars | None = None,
     ) -> None:
         self.network = MemoryNetwork(seed=0, clock=ManualClock())
         channel = self.network.open(DRAFT)
         self.runner = ToyRunner(MODEL, num_blocks=num_blocks)
         self.proposer = DraftModelProposer(self.runner, Sampler(), vocab_size=VOCAB, max_read_tokens=64)
-        self.server = DraftServer(channel, self.proposer, shares=shares, clock=self.network.clock)
+        self.server = DraftServer(
+            channel, self.proposer, grammars=grammars, shares=shares, clock=self.network.clock
+        )
         self.channels: dict[str, MemoryChannel] = {}
         for name in names:
             self.channels[name] = self.network.open(PeerId(name))
@@ -308,6 +316,109 @@ def test_memory_is_taken_from_those_who_have_more_than_their_share() -> None:
             pool.send("bad", an_entry(f"b{index}", [index] * 36))
         pool.serve_all()
     assert num_good == len([name for name in pool.proposer.sequences.known if owner_of(name) == "good"]) == 2
+
+
+def test_a_sequence_that_has_outgrown_the_memory_is_told_so() -> None:
+    pool = Pool(("a",), num_blocks=33)  # 128 tokens
+    texts = {name: [index, *[3] * 19] for index, name in enumerate(("x", "y"))}
+    sent = dict.fromkeys(texts, 0)
+    told: list[str] = []
+    while not told:
+        pool.send("a", *[an_entry(name, text, base_len=sent[name]) for name, text in texts.items()])
+        pool.serve_all()
+        answers = {answer.request_id: answer for answer in pool.answers("a")}
+        told = [name for name, answer in answers.items() if answer.is_full]
+        for name, text in texts.items():
+            assert bool(answers[RequestId(name)].token_ids) != (name in told)
+            sent[name] = len(text)
+            text += [len(text) % VOCAB] * 4
+        assert len(texts["x"]) < 80
+    assert len(told) == 1
+    assert len(texts["x"]) > 60, "half of the memory"
+    assert pool.server.num_sequences == len(pool.proposer.sequences.known) == 1
+    assert pool.server.counters["outgrown_sequences"] == 1
+    (gone,) = told
+    pool.send("a", an_entry(gone, texts[gone], base_len=sent[gone]))
+    pool.serve_all()
+    assert [answer.needs_start for answer in pool.answers("a")] == [True], "it is not known any more"
+
+
+def test_who_has_less_than_its_share_finds_room_in_a_batch_with_those_who_have_more() -> None:
+    """All are asked about in every batch, so that nothing lies idle."""
+    pool = Pool(num_blocks=33)
+    many = [an_entry(f"b{index}", [index] * 36) for index in range(3)]
+    pool.send("bad", *many)
+    pool.serve_all()
+    assert [answer.is_full for answer in pool.answers("bad")] == [False] * 3
+    text, sent, num_full = [0, *[4] * 16], 0, 0
+    for _ in range(6):
+        pool.send("bad", *[an_entry(f"b{index}", [index] * 36, base_len=36) for index in range(3)])
+        pool.send("good", an_entry("g", text, base_len=sent))
+        pool.serve_all()
+        (answer,) = pool.answers("good")
+        assert answer.token_ids == drafts(text)
+        sent = len(text)
+        text += [6, 7, 8]
+        num_full += sum(answer.is_full for answer in pool.answers("bad"))
+    assert num_full == 1, "who had more than its share is told, once for each sequence"
+
+
+def looking_ahead(name: str, tokens: Sequence[int], *, width: int = 2) -> ProposeEntry:
+    return an_entry(name, tokens, pending=(1, 2, 3), fan_out=(width,) * 4, num_draft_tokens=6)
+
+
+def test_branches_of_one_leave_the_others_theirs() -> None:
+    """48 blocks for branches of both. One asks for hundreds, in the same batch, before and after."""
+    alone = Pool(num_blocks=193)
+    alone.send("good", looking_ahead("g", [1, 2, 3]))
+    alone.serve_all()
+    (expected,) = alone.answers("good")
+    assert len(expected.branches) >= 4
+
+    pool = Pool(num_blocks=193)
+    for tick in range(4):
+        for index in range(4):
+            pool.send("bad", looking_ahead(f"b{index}", [index, 5, *[5] * tick], width=4))
+        if tick == 1:
+            pool.send("good", looking_ahead("g", [1, 2, 3]))
+        pool.serve_all()
+        pool.answers("bad")
+        if tick == 1:
+            (found,) = pool.answers("good")
+            assert found.branches == expected.branches
+    name = sequence_name(PeerId("good"), RequestId("g"), 1)
+    branches = pool.proposer.sequences.branches
+    held = [one for one in branches if one.owner == "good"]
+    assert name in branches
+    assert len(held) == len(expected.branches), "kept until the verdict"
+    assert branches.num_own_blocks["bad"] > 8, "what is left is for whoever comes"
+    true = expected.branches[0]
+    pool.send("good", an_entry("g", _committed(true, [1, 2, 3]), base_len=3))
+    pool.serve_all()
+    assert pool.server.counters["draft_ahead_branches_true"] == 1
+
+
+def _committed(branch: DraftBranch, tokens: Sequence[int]) -> list[int]:
+    """The text that a branch assumes, behind pending tokens 1, 2 and 3."""
+    num_kept = branch.committed_len - len(tokens) - 1
+    kept = [*tokens, *(1, 2, 3)[:num_kept]]
+    return next(
+        [*kept, token_id]
+        for token_id in range(VOCAB)
+        if extend_prefix_hash(EMPTY_PREFIX, [*kept, token_id]) == branch.prefix_hash
+    )
+
+
+def test_a_growing_sequence_takes_no_branches_of_those_within_their_share() -> None:
+    pool = Pool(num_blocks=65, shares=DraftShareConfig(max_sequences=64))
+    pool.send("good", looking_ahead("g", [1, 2, 3]))
+    pool.serve_all()
+    num_held = len(list(pool.proposer.sequences.branches))
+    assert num_held > 0
+    for tick in range(10):
+        pool.send("bad", *[an_entry(f"{tick}-{index}", [tick, index, *[7] * 30]) for index in range(4)])
+        pool.serve_all()
+    assert len([one for one in pool.proposer.sequences.branches if one.owner == "good"]) == num_held
 
 
 def test_reading_prompts_is_shared_too() -> None:

@@ -13,7 +13,11 @@ from specdec.core.plan import TargetStep
 from specdec.core.request import Request
 from specdec.engine.draft_shares import DraftShareConfig
 from specdec.engine.remote_proposer import RemoteProposer
+from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyTarget
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.sampling.sampler import Sampler
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
@@ -125,6 +129,67 @@ def test_coordinators_share_two_workers_evenly() -> None:
     assert low + high == 38
     assert high <= 1.3 * (low + 1)
     assert sum(one.counters["draft_sequences_moved"] for one in proposers) <= 25
+
+
+def small_drafter(num_blocks: int, max_model_len: int = 256) -> Proposer:
+    runner = ToyRunner(MODEL, num_blocks=num_blocks, max_model_len=max_model_len)
+    return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB)
+
+
+def test_a_sequence_outgrows_a_worker_and_goes_on_at_a_larger_one_or_without_drafts() -> None:
+    cluster = Cluster(Faults(), make_drafter=lambda: small_drafter(17))  # 64 tokens
+    proposer = cluster.proposer
+    long, short = sequence("long", prompt=30), sequence("short", prompt=4)
+    found = proposer.propose([long, short], budgets(long, short))
+    assert len(found) == 2
+    while len(found) == 2:
+        assert long.committed_len < 64
+        cluster.network.run_for(ROUND_S)
+        long.commit((1, 2, 3, 4))
+        found = proposer.propose([long, short], budgets(long, short))
+    assert found.keys() == {"short"}
+    assert proposer.counters["draft_sequences_outgrown"] == 1
+    (server,) = cluster.servers.values()
+    num_asked = server.counters["entries"] + server.counters["refused_entries"]
+    for _ in range(200):
+        cluster.network.run_for(ROUND_S)
+        assert proposer.propose([long, short], budgets(long, short)).keys() == {"short"}
+    num_asked = server.counters["entries"] + server.counters["refused_entries"] - num_asked
+    assert 200 < num_asked <= 203, "the other one in every round, this one every two seconds"
+    other = sequence("other", prompt=4)
+    found = proposer.propose([other], budgets(other))
+    assert len(found) == 1, "who is small still has a place"
+    assert proposer.counters.get("draft_sequences_refused", 0) == 0
+    cluster.make_drafter = lambda: small_drafter(256)
+    cluster.start_drafter()
+    found = proposer.propose([long, short, other], budgets(long, short, other))
+    assert len(found) == 3
+    assert proposer.counters.get("draft_deadline_misses", 0) == 0
+    proposer.release([long.request_id])
+    assert not proposer._outgrown
+
+
+def test_a_sequence_longer_than_the_draft_model_reads_is_asked_for_no_more() -> None:
+    """The coordinator need not know that length: workers tell it."""
+    cluster = Cluster(Faults(), num_drafters=2, make_drafter=lambda: small_drafter(64, max_model_len=40))
+    proposer = cluster.proposer
+    long, short = sequence("long", prompt=30), sequence("short", prompt=4)
+    assert proposer._capabilities.max_context is None
+    while long.committed_len < 60:
+        found = proposer.propose([long, short], budgets(long, short))
+        assert (long.request_id in found) == (long.committed_len < 40)
+        assert short.request_id in found
+        cluster.network.run_for(ROUND_S)
+        long.commit((1, 2))
+    assert shares_of(cluster) == [0, 1], "its place is for others"
+    num_entries = sum(server.counters["entries"] for server in cluster.servers.values())
+    for _ in range(10):
+        proposer.propose([long], budgets(long))
+        proposer.look_ahead([wish(long)])
+        cluster.network.run_for(ROUND_S)
+    assert num_entries == sum(server.counters["entries"] for server in cluster.servers.values())
+    much_longer = sequence("much longer", prompt=50)
+    assert proposer.propose([much_longer], budgets(much_longer)) == {}
 
 
 class _BusyTarget(ToyTarget):

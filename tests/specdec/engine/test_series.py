@@ -27,6 +27,7 @@ OF_THE_POOL = {
     "stale_drafts_dropped",
     "invalid_drafts_dropped",
     "draft_sequences_refused",
+    "draft_sequences_outgrown",
     "draft_sequences_moved",
 }
 """Only there once it has happened, or added by whoever knows the pool."""
