@@ -28,6 +28,7 @@ from specdec.proposers.target_facts import TargetFacts
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.status import DraftLinkStatus
 from specdec.transport.zmq import KeyPair, ZmqChannel
 from specdec.verification.registry import capabilities_of
 from workers.target_worker import TargetWorker
@@ -141,6 +142,10 @@ class TargetGroup:
             "draft_pool_usage_perc": proposer.pool_usage,
             **proposer.counters,
         }
+
+    def draft_links(self) -> tuple[DraftLinkStatus, ...]:
+        """The draft workers as the proposer sees them; nobody where it drafts in this process."""
+        return () if self._proposer is None else self._proposer.links
 
     def stop(self) -> None:
         """End the target worker. The engine over it is closed by whoever has it."""

@@ -40,6 +40,7 @@ from specdec.transport.messages import (
     ProposeRequest,
     Release,
 )
+from specdec.transport.status import DraftLinkStatus
 
 
 class _PrefixKey(NamedTuple):
@@ -240,6 +241,20 @@ class RemoteProposer:
             told = [link for link in self._links.values() if link.capacity]
             num_sequences = sum(link.num_others + link.num_registered for link in told)
             return num_sequences / max(1, sum(link.capacity or 0 for link in told))
+
+    @property
+    def links(self) -> tuple[DraftLinkStatus, ...]:
+        """The draft workers as they are seen here (any thread)."""
+        now_s = self._clock.now_s()
+        with self._wanted_lock:
+            return tuple(
+                DraftLinkStatus(
+                    worker=worker,
+                    num_requests=link.num_registered,
+                    is_waited_for=link.patience.is_waited_for(now_s),
+                )
+                for worker, link in self._links.items()
+            )
 
     def set_workers(self, workers: Sequence[PeerAddress]) -> None:
         """Use exactly these draft workers from the next round on (any thread)."""
