@@ -51,7 +51,7 @@ def _draft_worker(member: Member, told: Iterable[TargetGroupStatus]) -> DraftWor
         since=member.since,
         incarnation=member.incarnation,
         compile_state=member.compile_state,
-        is_waited_for=any(link.is_waited_for for link in links),
+        is_waited_for=any(link.is_waited_for for link in links) if links else None,
         num_requests=sum(link.num_requests for link in links),
         max_requests=member.capacity,
     )

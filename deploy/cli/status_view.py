@@ -87,12 +87,11 @@ def _draft_workers(workers: Iterable[DraftWorkerStatus], now: float) -> Table:
     table = _table("Draft pool", columns)
     num_requests = num_places = 0
     for worker in workers:
-        state = ("drafting", "green") if worker.is_waited_for else ("not answering in time", "red")
         num_requests += worker.num_requests
         num_places += worker.max_requests
         table.add_row(
             worker.id,
-            _colored(*state),
+            _draft_state(worker),
             _age(now - worker.since),
             str(worker.incarnation),
             f"{worker.num_requests} of {worker.max_requests}",
@@ -102,6 +101,14 @@ def _draft_workers(workers: Iterable[DraftWorkerStatus], now: float) -> Table:
         total = (f"{num_requests} of {num_places}", _share(num_requests, num_places))
         table.add_row("all", "", "", "", *total, style="bold")
     return table
+
+
+def _draft_state(worker: DraftWorkerStatus) -> Text:
+    if worker.is_waited_for is None:
+        return Text("not asked yet")
+    if not worker.is_waited_for:
+        return _colored("was late or silent", "red")
+    return _colored("in time", "green")
 
 
 def _speculation(group: TargetGroupStatus, choice: ChoiceStatus, *, alone: bool) -> RenderableType:

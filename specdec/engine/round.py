@@ -52,9 +52,9 @@ class _Flight:
     num_prompt_rows: int
     num_context_tokens: int
     draft_s: float
+    """Waiting for drafts."""
     draft_ready_s: float | None
     """From asking for them to the last answer, waited for or not."""
-    """From asking for drafts to having them."""
     drafted_s: float
     """When they were there."""
     drafting_s: float

@@ -76,7 +76,7 @@ class DraftLinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     """Of this target group."""
     is_waited_for: bool
-    """Whether it answers in time."""
+    """Whether it has answered in time, when asked last."""
 
 
 class TargetGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,8 +115,8 @@ class DraftWorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     """Which worker of its place in the pool it is: 1 for the first."""
     compile_state: WorkState
-    is_waited_for: bool
-    """Whether any target group gets answers in time."""
+    is_waited_for: bool | None
+    """Whether any target group got its last answers in time; None: none has asked it yet."""
     num_requests: int
     """Of all target groups that answer."""
     max_requests: int

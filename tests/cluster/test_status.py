@@ -57,6 +57,11 @@ def test_a_coordinator_that_does_not_answer_is_there_all_the_same() -> None:
     assert answering.is_answering
 
 
+def test_of_a_draft_worker_that_nobody_has_asked_nobody_knows() -> None:
+    (d1, d2) = service_status(MEMBERS, {PeerId("c1"): told(d1=(0, False))}).draft_workers
+    assert (d1.is_waited_for, d2.is_waited_for) == (False, None)
+
+
 def test_who_has_left_and_answers_late_is_not_shown() -> None:
     status = service_status((), {PeerId("c1"): told(d1=(2, True))})
     assert status.target_groups == status.draft_workers == ()

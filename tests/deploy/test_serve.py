@@ -250,7 +250,7 @@ def test_status_command(server: Server) -> None:
     status = json.loads(done.stdout)
     assert status["application"]["is_ready"]
     assert [group["is_serving"] for group in status["target_groups"]] == [True]
-    assert [worker["is_waited_for"] for worker in status["draft_workers"]] == [True]
+    assert [worker["incarnation"] for worker in status["draft_workers"]] == [1]
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

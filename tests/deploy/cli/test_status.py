@@ -106,6 +106,15 @@ SERVICE = ServiceStatus(
             num_requests=0,
             max_requests=32,
         ),
+        DraftWorkerStatus(
+            id="draft-3",
+            since=0.0,
+            incarnation=1,
+            compile_state="ready",
+            is_waited_for=None,
+            num_requests=0,
+            max_requests=32,
+        ),
     ),
 )
 KEYS = frozenset({digest_api_key("right")})
@@ -146,9 +155,10 @@ def test_everything_is_shown_of_every_target_group() -> None:
     assert lines_with(stdout, "78 % hits, 2 % late")
     assert lines_with(stdout, "1.34 of plain decoding", ": worth its devices")
     assert lines_with(stdout, "0.81 of plain decoding", "the draft pool is not worth its devices")
-    assert lines_with(stdout, "draft-1", "drafting", "3", "4 of 32", "12 %")
-    assert lines_with(stdout, "draft-2", "not answering in time")
-    assert lines_with(stdout, "all", "4 of 64", "6 %")
+    assert lines_with(stdout, "draft-1", "in time", "3", "4 of 32", "12 %")
+    assert lines_with(stdout, "draft-2", "was late or silent")
+    assert lines_with(stdout, "draft-3", "not asked yet")
+    assert lines_with(stdout, "all", "4 of 96", "4 %")
 
 
 def test_json_is_the_body_of_the_route() -> None:
