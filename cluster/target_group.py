@@ -23,7 +23,7 @@ from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.synthetic import require_real
 from specdec.engine.tokenizer import Tokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
-from specdec.proposers.registry import create_proposer
+from specdec.proposers.registry import create_proposer, with_fallback
 from specdec.proposers.target_facts import TargetFacts
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
@@ -107,7 +107,7 @@ class TargetGroup:
         proposer = self._make_proposer(target.description, meanwhile)
         return Engine.from_parts(
             target=target,
-            proposer=proposer,
+            proposer=with_fallback(proposer, self._config.speculative_config),
             tokenizer=self._tokenizer,
             scheduler=self._config.scheduler,
             controller=controller_for(

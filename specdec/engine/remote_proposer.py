@@ -79,6 +79,8 @@ class _Prepared:
     committed_len: int
     """Before that round."""
     num_pending: int
+    is_foreign: bool = False
+    """Whether what is pending is not the draft workers' own."""
     is_answered: bool = False
     noise_stream: NoiseStream | None = None
     branches: dict[tuple[int, int], DraftBranch] = field(default_factory=dict)
@@ -449,7 +451,7 @@ class RemoteProposer:
                 awaited = _Awaited(key, budget)
                 if isinstance(wish, AheadWish):
                     prepared = self._prepared[sequence.request_id] = _Prepared(
-                        sequence.committed_len, len(wish.pending)
+                        sequence.committed_len, len(wish.pending), wish.is_foreign
                     )
                     awaited = _Awaited(key, budget, prepared, sum(wish.fan_out or ()))
                 this_round.pending[worker][sequence.request_id] = awaited
@@ -640,6 +642,7 @@ def _outcome(sequence: SequenceView, prepared: _Prepared) -> AheadOutcome:
         num_prepared=len(alike),
         rank=alike.index(true) if true in prepared.branches else None,
         is_late=not prepared.is_answered,
+        is_foreign=prepared.is_foreign,
     )
 
 
