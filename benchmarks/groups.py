@@ -57,7 +57,9 @@ class ChosenController(FixedController):
         self._num_branches = num_branches
         self._acceptance = acceptance
 
-    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
+    def fan_out(
+        self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
+    ) -> tuple[int, ...]:
         """Prepare for the likeliest verdicts."""
         accepted = (self._acceptance,) * (num_pending + 1)
         return share_guesses(accepted, self._ranks.rates, min(max_branches, self._num_branches))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
 from cluster.directory_actor import DirectoryLink
 from cluster.runtime import bind_host, channel_options, new_peer_id
 from cluster.series import CLUSTER_SERIES
+from cluster.status import service_status
 from cluster.stream_book import StreamBook
 from specdec.core.clock import MonotonicClock
 from specdec.core.description import TargetDescription
@@ -21,14 +22,15 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.series import combine
 from specdec.transport.base import Envelope, PeerId
-from specdec.transport.messages import MetricsQuery, MetricsReply
+from specdec.transport.messages import Message, MetricsQuery, MetricsReply, StatusQuery, StatusReply
 from specdec.transport.pump import ChannelPump
+from specdec.transport.status import ServiceStatus
 from specdec.transport.zmq import ZmqChannel
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
-_METRICS_TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 2.0
 
 
 class ClusterService:
@@ -58,7 +60,7 @@ class ClusterService:
         )
         self._connected: dict[PeerId, Member] = {}
         self._members: tuple[Member, ...] = ()
-        self._metrics_waiters: dict[int, asyncio.Queue[Mapping[str, float]]] = {}
+        self._waiters: dict[int, asyncio.Queue[Envelope]] = {}
         self._next_query = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -133,34 +135,50 @@ class ClusterService:
     async def metrics(self) -> Mapping[str, float]:
         """Metrics of all coordinators together, and this door's own."""
         await self.start()
-        asked = self._book.coordinators
-        answers: asyncio.Queue[Mapping[str, float]] = asyncio.Queue()
-        nonce = self._next_query
-        self._next_query += 1
-        self._metrics_waiters[nonce] = answers
-        snapshots: list[Mapping[str, float]] = []
-        try:
-            for coordinator in asked:
-                self._pump.send(coordinator, MetricsQuery(nonce))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                    for _ in asked:
-                        snapshots.append(await answers.get())
-        finally:
-            del self._metrics_waiters[nonce]
+        envelopes = await self._ask(MetricsQuery)
+        snapshots = [one.message.values for one in envelopes if isinstance(one.message, MetricsReply)]
         return {
             **combine(snapshots, CLUSTER_SERIES),
-            "coordinators": float(len(asked)),
+            "coordinators": float(len(self._book.coordinators)),
             **count_workers(self._members),
             **{name: float(value) for name, value in self._book.counters.items()},
         }
 
+    async def status(self) -> ServiceStatus:
+        """What all target groups and draft workers are doing."""
+        await self.start()
+        told = {
+            envelope.sender: envelope.message.status
+            for envelope in await self._ask(StatusQuery)
+            if isinstance(envelope.message, StatusReply) and envelope.message.status is not None
+        }
+        return service_status(self._members, told)
+
+    async def _ask(self, query: Callable[[int], Message]) -> list[Envelope]:
+        """Ask all coordinators that can be reached; return the replies of those that are quick enough."""
+        asked = self._book.coordinators
+        answers: asyncio.Queue[Envelope] = asyncio.Queue()
+        nonce = self._next_query
+        self._next_query += 1
+        self._waiters[nonce] = answers
+        replies: list[Envelope] = []
+        try:
+            for coordinator in asked:
+                self._pump.send(coordinator, query(nonce))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    for _ in asked:
+                        replies.append(await answers.get())
+        finally:
+            del self._waiters[nonce]
+        return replies
+
     def _hear(self, envelope: Envelope) -> None:
         message = envelope.message
-        if isinstance(message, MetricsReply):
-            waiter = self._metrics_waiters.get(message.nonce)
+        if isinstance(message, MetricsReply | StatusReply):
+            waiter = self._waiters.get(message.nonce)
             if waiter is not None:
-                waiter.put_nowait(message.values)
+                waiter.put_nowait(envelope)
             return
         self._book.hear(envelope)
         self._changed.set()

@@ -75,6 +75,7 @@ class CoordinatorReplica:
             role="coordinator",
             capacity=engine.scheduler.max_num_seqs,
             model_revision=description.revision,
+            since=time.time(),
             compile_state=self._group.compile_state,
         )
         self._directory.announce(self._member)

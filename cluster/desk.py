@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import CapacityError, InputError
@@ -32,9 +34,12 @@ from specdec.transport.messages import (
     Pong,
     RefusalKind,
     Refused,
+    StatusQuery,
+    StatusReply,
     SubmitRequest,
     Welcome,
 )
+from specdec.transport.status import TargetGroupStatus
 
 TARGET_LOST = "target_lost"
 """Error code of outputs by which an engine gives its requests up; they are replayed, not delivered."""
@@ -100,6 +105,8 @@ class RequestDesk:
         """Facts about the target; None while there is none."""
         self.metrics: Mapping[str, float] = {}
         """Latest snapshot of the engine's metrics."""
+        self.status: TargetGroupStatus | None = None
+        """What the engine is doing; None before the first."""
         self.num_replays = 0
 
     @property
@@ -125,6 +132,8 @@ class RequestDesk:
                     self._send(sender, self._pong(sender, nonce))
                 case MetricsQuery(nonce=nonce):
                     self._send(sender, MetricsReply(nonce, dict(self.metrics)))
+                case StatusQuery(nonce=nonce):
+                    self._send(sender, StatusReply(nonce, self._status_now()))
                 case Hello(incarnation=incarnation):
                     self._send(sender, Welcome(incarnation, self.description))
 
@@ -274,6 +283,17 @@ class RequestDesk:
             num_waiting=int(self.metrics.get("num_requests_waiting", 0)) + len(self._submitted),
             draining=self._is_draining,
             closing=self._end_s is not None,
+        )
+
+    def _status_now(self) -> TargetGroupStatus | None:
+        status = self.status
+        if status is None:
+            return None
+        return msgspec.structs.replace(
+            status,
+            is_serving=self.description is not None,
+            is_draining=self._is_draining,
+            num_waiting=status.num_waiting + len(self._submitted),
         )
 
     def _note_crash(self, output: RequestOutput, frames: dict[PeerId, list[RequestOutput]]) -> None:

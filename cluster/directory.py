@@ -23,6 +23,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that it serves at once."""
     model_revision: str = ""
     """Of a coordinator: revision of its target."""
+    since: float = 0.0
+    """When it was ready, in seconds since the epoch by its own clock."""
+    incarnation: int = 1
+    """Of a draft worker: which of its place in the pool it is."""
     compile_state: WorkState = "off"
     """Of a draft worker, and of a coordinator's target worker: what has become of compiling its forward."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import msgspec
 
@@ -41,6 +42,8 @@ class DraftPoolReplica:
         self._lock = threading.Lock()
         self._worker: WorkerHandle | None = None
         self._worker_id: PeerId | None = None
+        self._num_workers = 0
+        """Workers that have been ready, one after the other."""
         self._member: Member | None = None
         self._counters: dict[str, float] = {}
         self._directory = DirectoryLink(
@@ -96,6 +99,7 @@ class DraftPoolReplica:
         worker = WorkerHandle(actor, "draft worker")
         self._worker = worker
         address = worker.await_address(pool.load_timeout_s)
+        self._num_workers += 1
         with self._lock:
             self._worker_id = worker_id
             worker.call("admit", self._coordinators)
@@ -104,6 +108,8 @@ class DraftPoolReplica:
                 address=address,
                 role="draft",
                 capacity=shares.max_sequences or 0,
+                since=time.time(),
+                incarnation=self._num_workers,
                 compile_state=worker.compile_state(),
             )
         )

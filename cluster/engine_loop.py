@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from cluster.desk import COORDINATOR_FAILED, RequestDesk
+from specdec.core.clock import MonotonicClock
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.core.outputs import RequestOutput
 from specdec.engine.engine import Engine
+from specdec.engine.status import StatusKeeper
 from specdec.transport.base import ChannelCounters
+from specdec.transport.status import DraftLinkStatus
 
 logger = logging.getLogger(__name__)
 
 _IDLE_CHECK_S = 0.5
-_METRICS_INTERVAL_S = 0.25
+_PUBLISH_INTERVAL_S = 0.25
 _MAX_BACKOFF_S = 30.0
 _STOP_S = 5.0
 
@@ -40,6 +43,10 @@ class EngineSource(Protocol):
         """Counters that the engine itself does not have."""
         ...
 
+    def draft_links(self) -> tuple[DraftLinkStatus, ...]:
+        """The draft workers as the engine's proposer sees them."""
+        ...
+
     def stop(self) -> None:
         """End the target (any thread)."""
         ...
@@ -55,7 +62,9 @@ class EngineLoop:
         self._channel = channel
         self._stopping = False
         self._ready = threading.Event()
-        self._metrics_due_s = 0.0
+        self._publish_due_s = 0.0
+        self._status: StatusKeeper
+        """Of the present engine."""
         self._held: list[RequestOutput] = []
         """Outputs of the last round, for when the workers are busy with the next."""
         self.first_error: BaseException | None = None
@@ -119,6 +128,10 @@ class EngineLoop:
 
     def _serve(self, engine: Engine) -> None:
         """Serve until the target is lost or the loop is to stop."""
+        self._status = StatusKeeper(
+            MonotonicClock(), max_num_running=engine.max_num_seqs, incarnation=self.num_losses + 1
+        )
+        self._publish(engine)
         self._desk.description = engine.description
         self._desk.begin_replay()
         self._ready.set()
@@ -131,7 +144,8 @@ class EngineLoop:
                 else:
                     self._desk.wait(_IDLE_CHECK_S)
                     self._source.check_idle()
-                self._publish_metrics(engine)
+                if time.monotonic() >= self._publish_due_s:
+                    self._publish(engine)
         except TransportError as error:
             logger.warning("the target is lost: %s", error)
         finally:
@@ -174,18 +188,19 @@ class EngineLoop:
                 return engine
         return None
 
-    def _publish_metrics(self, engine: Engine) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._metrics_due_s:
-            self._metrics_due_s = now_s + _METRICS_INTERVAL_S
-            self._desk.metrics = {
-                **engine.metrics().snapshot(),
-                **self._source.metrics(),
-                "target_losses": self.num_losses,
-                "target_recovery_seconds": self.recovery_s,
-                "replays": self._desk.num_replays,
-                **{
-                    f'channel_messages_dropped{{reason="{reason}"}}': count
-                    for reason, count in list(self._channel.dropped.items())
-                },
-            }
+    def _publish(self, engine: Engine) -> None:
+        """Tell the desk how things are."""
+        self._publish_due_s = time.monotonic() + _PUBLISH_INTERVAL_S
+        metrics, of_source = engine.metrics(), self._source.metrics()
+        self._desk.metrics = {
+            **metrics.snapshot(),
+            **of_source,
+            "target_losses": self.num_losses,
+            "target_recovery_seconds": self.recovery_s,
+            "replays": self._desk.num_replays,
+            **{
+                f'channel_messages_dropped{{reason="{reason}"}}': count
+                for reason, count in list(self._channel.dropped.items())
+            },
+        }
+        self._desk.status = self._status.take(metrics, of_source, self._source.draft_links())

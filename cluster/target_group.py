@@ -23,11 +23,12 @@ from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.synthetic import require_real
 from specdec.engine.tokenizer import Tokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
-from specdec.proposers.registry import create_proposer
+from specdec.proposers.registry import create_proposer, with_fallback
 from specdec.proposers.target_facts import TargetFacts
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.status import DraftLinkStatus
 from specdec.transport.zmq import KeyPair, ZmqChannel
 from specdec.verification.registry import capabilities_of
 from workers.target_worker import TargetWorker
@@ -106,7 +107,7 @@ class TargetGroup:
         proposer = self._make_proposer(target.description, meanwhile)
         return Engine.from_parts(
             target=target,
-            proposer=proposer,
+            proposer=with_fallback(proposer, self._config.speculative_config),
             tokenizer=self._tokenizer,
             scheduler=self._config.scheduler,
             controller=controller_for(
@@ -141,6 +142,10 @@ class TargetGroup:
             "draft_pool_usage_perc": proposer.pool_usage,
             **proposer.counters,
         }
+
+    def draft_links(self) -> tuple[DraftLinkStatus, ...]:
+        """The draft workers as the proposer sees them; nobody where it drafts in this process."""
+        return () if self._proposer is None else self._proposer.links
 
     def stop(self) -> None:
         """End the target worker. The engine over it is closed by whoever has it."""

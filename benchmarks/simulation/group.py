@@ -48,8 +48,10 @@ class PlainController(FixedController):
         super().__init__(num_draft_tokens, mode)
         self._shared: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def fan_out(self, request: object, num_pending: int, max_branches: int) -> tuple[int, ...]:
-        """As `FixedController`, whose answer depends on these two numbers only."""
+    def fan_out(
+        self, request: object, num_pending: int, max_branches: int, *, is_foreign: bool = False
+    ) -> tuple[int, ...]:
+        """As `FixedController`, whose answer depends on these two numbers only; nothing is foreign here."""
         key = (num_pending, max_branches)
         if key not in self._shared:
             self._shared[key] = super().fan_out(request, num_pending, max_branches)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import typer
 from deploy.cli.border import DebugOption, leave_at_once, readable_errors
 
 DEFAULT_CONFIG = Path("configs/demo.yaml")
+DEFAULT_URL = "http://127.0.0.1:8000"
 app = typer.Typer(
     name="drafthouse",
     help="Exact speculative decoding on a Ray cluster, behind an OpenAI-compatible endpoint.",
@@ -106,6 +107,38 @@ def serve(
             show_logs=logs,
         )
     )
+
+
+@app.command()
+@readable_errors
+def status(
+    url: Annotated[str, typer.Argument(help="Where the server is, as `serve` printed it.")] = DEFAULT_URL,
+    json: Annotated[bool, typer.Option("--json", help="Print the server's own JSON, one line.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks, with --watch.")] = 2.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="DRAFTHOUSE_API_KEY", help="Where the server has keys (http.api_keys_file)."),
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Show what a running server is doing, and why.
+
+    Target groups and draft workers, requests, and of each target group what its speculation controller has
+    chosen: mode, k, tokens per second expected and measured, acceptance, T_draft and T_verify, and whether
+    the draft pool is worth its devices.
+
+    Examples:
+
+        drafthouse status
+
+        drafthouse status http://127.0.0.1:8123 --watch
+
+        drafthouse status --json | jq .target_groups[].choice
+    """
+    from deploy.cli.status import StatusOptions, show_status
+
+    show_status(StatusOptions(url=url, api_key=api_key, as_json=json, interval_s=interval if watch else None))
 
 
 @app.command()

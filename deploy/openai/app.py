@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from importlib import metadata
 
 import msgspec
 from fastapi import FastAPI
@@ -33,6 +34,7 @@ from deploy.openai.responses import ChoiceResult, complete_body
 from deploy.openai.settings import DoorSettings
 from deploy.openai.streaming import ClientLeft, EventStream, EventStreamResponse, until_client_leaves
 from deploy.openai.tokenization import DoorTokenizer
+from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
 from specdec.core.errors import DrafthouseError
 from specdec.engine.service import GenerationService
@@ -63,6 +65,7 @@ def create_app(service: GenerationService, settings: DoorSettings, tokenizer: Do
     app.add_api_route("/v1/chat/completions", door.chat_completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", door.models, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models/{model:path}", door.model, methods=["GET"], response_model=None)
+    app.add_api_route(STATUS_PATH, door.status, methods=["GET"], response_model=None)
     app.add_api_route("/health", door.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", door.prometheus, methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _http_failure)
@@ -105,6 +108,19 @@ class _Door:
             raise model_not_found(model, self._settings.model_name(description))
         return _json(self._card(description))
 
+    async def status(self) -> Response:
+        """GET /v1/status: what runs, and what the controllers have chosen."""
+        description = self._service.description()
+        service = await self._service.status()
+        return _json(
+            Status(
+                now=time.time(),
+                application=self._application(description),
+                target_groups=service.target_groups,
+                draft_workers=service.draft_workers,
+            )
+        )
+
     async def health(self) -> Response:
         """GET /health: 200 exactly when a request would be tried."""
         self._description()
@@ -132,6 +148,23 @@ class _Door:
             created=self._start_s,
             max_model_len=description.max_model_len,
             revision=description.revision,
+        )
+
+    def _application(self, description: TargetDescription | None) -> ApplicationStatus:
+        version, since = metadata.version("drafthouse"), float(self._start_s)
+        if description is None:
+            return ApplicationStatus(version=version, since=since, is_ready=False)
+        return ApplicationStatus(
+            version=version,
+            since=since,
+            is_ready=True,
+            model=self._settings.model_name(description),
+            revision=description.revision,
+            dtype=description.dtype,
+            quantization=description.quantization,
+            parallelism=self._settings.parallelism,
+            rule=description.rule,
+            max_model_len=description.max_model_len,
         )
 
     async def _respond(self, prepared: PreparedRequest, http: HttpRequest) -> Response:

@@ -33,6 +33,8 @@ class Proposal:
     """What each token was sampled from, only for rules that need it."""
     method: str = ""
     """Name of the proposer, for metrics."""
+    is_fallback: bool = False
+    """Whether it stands in for one that did not come: it tells nothing of who should have proposed."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,3 +72,5 @@ class AheadOutcome:
     """Which of these the target chose, 0 for the first; None: it chose another one."""
     is_late: bool = False
     """Whether the continuation was prepared, but did not come in time."""
+    is_foreign: bool = False
+    """Whether the pending tokens were not the drafter's own (`Proposal.is_fallback`)."""

@@ -10,6 +10,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVarTuple
 
+import msgspec
+
+from specdec.core.clock import MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ChannelClosed, DrafthouseError
 from specdec.core.idle_work import IdleWork
@@ -17,7 +20,9 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.engine.engine import Engine
+from specdec.engine.status import StatusKeeper
 from specdec.engine.text_stream import Finish
+from specdec.transport.status import ServiceStatus
 
 __all__ = ["AsyncEngine", "IdleWork"]
 
@@ -76,6 +81,7 @@ class AsyncEngine:
         """
         self._engine = engine
         self._idle_work = engine.idle_work if idle_work is None else tuple(idle_work)
+        self._status = StatusKeeper(MonotonicClock(), max_num_running=engine.max_num_seqs)
         self._commands: deque[Callable[[], None]] = deque()
         self._takes_commands = True
         self._lock = threading.Lock()
@@ -113,6 +119,12 @@ class AsyncEngine:
     async def metrics(self) -> Mapping[str, float]:
         """Return current counters and gauges."""
         return {**self._engine.metrics().snapshot(), **self._engine.draft_counters}
+
+    async def status(self) -> ServiceStatus:
+        """Return one target group, in this process."""
+        group = self._status.take(self._engine.metrics(), self._engine.draft_counters)
+        ready = self.description() is not None
+        return ServiceStatus(target_groups=(msgspec.structs.replace(group, is_serving=ready),))
 
     def close(self) -> None:
         """End every live request with its last output, stop the thread, close the engine. Idempotent."""

@@ -20,7 +20,7 @@ from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.registry import create_proposer
+from specdec.proposers.registry import create_proposer, with_fallback
 from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
@@ -91,7 +91,7 @@ def build_parts(
     tokenizer = build_tokenizer(config)
     return EngineParts(
         target=target if made_up is None else SyntheticTarget(target, made_up),
-        proposer=proposer,
+        proposer=with_fallback(proposer, config.speculative_config),
         tokenizer=tokenizer if made_up is None else SilentTokenizer(tokenizer),
         scheduler=config.scheduler,
         controller=controller,
@@ -451,7 +451,7 @@ def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
         blocks=f"{description.num_blocks}x{description.block_size}",
         target_setup=target.model_dump_json(exclude={"model"}),
         draft_setup=draft.model_dump_json(
-            exclude={"profile_seconds", "profile_dir", "overlap", "controller"}
+            exclude={"profile_seconds", "profile_dir", "overlap", "controller", "fallback"}
         ),
         draft=None if draft.model is None else _folder_state(draft.model),
         scheduler=config.scheduler.model_dump_json(),

@@ -380,7 +380,7 @@ class DraftServer:
             answer = _answer(wish.entry, its_proposals, is_full=is_full, num_unread=num_unread)
             answers[wish.coordinator].append(answer)
             rounds[wish.coordinator] = max(wish.round_id, rounds.get(wish.coordinator, wish.round_id))
-        counts = self._new_counts()
+        counts = self._new_counts() if answers else None
         for coordinator, its_answers in answers.items():
             self._send(coordinator, rounds[coordinator], its_answers, spent_s[coordinator], counts)
             counts = None

@@ -159,6 +159,11 @@ class Engine:
         return self._admission.max_sequence_len
 
     @property
+    def max_num_seqs(self) -> int:
+        """Requests that run at once, at most."""
+        return self._parts.scheduler.max_num_seqs
+
+    @property
     def idle_work(self) -> tuple[IdleWork, ...]:
         """What makes target and proposer faster once it is done; `AsyncEngine` does it while idle."""
         return self._idle_work

@@ -17,9 +17,20 @@ as the verification rule needs it."""
 
 
 @dataclass(slots=True)
+class MethodCounts:
+    """Proposals by one method."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(slots=True)
 class EngineMetrics:
     """Counters since the engine started, and gauges of its last round. Times are seconds."""
 
+    method: str = "none"
+    """How the proposer drafts."""
     num_rounds: int = 0
     rounds_by_mode: Counter[OverlapMode] = field(default_factory=Counter)
     num_drafts: int = 0
@@ -28,6 +39,8 @@ class EngineMetrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     """[i]: how often draft token i of a proposal was accepted."""
+    other_methods: dict[str, MethodCounts] = field(default_factory=dict)
+    """The part of all these that was not drafted by `method`: what stood in, and what grammars forced."""
     num_lossy_tokens: int = 0
     """Tokens committed by a verification rule that does not keep the target's distribution."""
     proposals_dropped: Counter[DropReason] = field(default_factory=Counter)
@@ -78,6 +91,23 @@ class EngineMetrics:
         for position in range(num_accepted):
             per_position[position] += 1
 
+    def count_other_method(self, method: str, num_drafted: int, num_accepted: int) -> None:
+        """Count that a proposal, counted already, was by another method than `method`."""
+        counts = self.other_methods.setdefault(method, MethodCounts())
+        counts.num_drafts += 1
+        counts.num_draft_tokens += num_drafted
+        counts.num_accepted_tokens += num_accepted
+
+    def by_method(self) -> Mapping[str, MethodCounts]:
+        """Return the counts of every method that has proposed something (any thread)."""
+        others = dict(self.other_methods)
+        own = MethodCounts(
+            self.num_drafts - sum(one.num_drafts for one in others.values()),
+            self.num_draft_tokens - sum(one.num_draft_tokens for one in others.values()),
+            self.num_accepted_tokens - sum(one.num_accepted_tokens for one in others.values()),
+        )
+        return {self.method: own, **others} if own.num_drafts > 0 else others
+
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per verified proposal: 1 + accepted / drafts (1.0 without drafts)."""
@@ -120,6 +150,12 @@ class EngineMetrics:
             values[f'overlap_rounds{{mode="{mode}"}}'] = count
         for position, count in enumerate(list(self.num_accepted_tokens_per_pos)):
             values[f'spec_decode_num_accepted_tokens_per_pos{{position="{position}"}}'] = count
+        for method, counts in self.by_method().items():
+            values[f'spec_decode_num_drafts_by_method{{method="{method}"}}'] = counts.num_drafts
+            values[f'spec_decode_num_draft_tokens_by_method{{method="{method}"}}'] = counts.num_draft_tokens
+            values[f'spec_decode_num_accepted_tokens_by_method{{method="{method}"}}'] = (
+                counts.num_accepted_tokens
+            )
         for drop_reason, count in dict(self.proposals_dropped).items():
             values[f'spec_decode_num_proposals_dropped{{reason="{drop_reason}"}}'] = count
         for finish_reason, count in dict(self.finished).items():

@@ -40,6 +40,7 @@ from specdec.transport.messages import (
     ProposeRequest,
     Release,
 )
+from specdec.transport.status import DraftLinkStatus
 
 _FEW_TOKENS = 16
 """What one round may bring a sequence: nobody asks how long they take to read."""
@@ -85,6 +86,8 @@ class _Prepared:
     committed_len: int
     """Before that round."""
     num_pending: int
+    is_foreign: bool = False
+    """Whether what is pending is not the draft workers' own."""
     is_answered: bool = False
     noise_stream: NoiseStream | None = None
     branches: dict[tuple[int, int], DraftBranch] = field(default_factory=dict)
@@ -259,6 +262,20 @@ class RemoteProposer:
             told = [link for link in self._links.values() if link.capacity]
             num_sequences = sum(link.num_others + link.num_registered for link in told)
             return num_sequences / max(1, sum(link.capacity or 0 for link in told))
+
+    @property
+    def links(self) -> tuple[DraftLinkStatus, ...]:
+        """The draft workers as they are seen here (any thread)."""
+        now_s = self._clock.now_s()
+        with self._wanted_lock:
+            return tuple(
+                DraftLinkStatus(
+                    worker=worker,
+                    num_requests=link.num_registered,
+                    is_waited_for=link.patience.is_waited_for(now_s),
+                )
+                for worker, link in self._links.items()
+            )
 
     def set_workers(self, workers: Sequence[PeerAddress]) -> None:
         """Use exactly these draft workers from the next round on (any thread)."""
@@ -515,7 +532,7 @@ class RemoteProposer:
                 awaited = _Awaited(key, budget)
                 if isinstance(wish, AheadWish):
                     prepared = self._prepared[sequence.request_id] = _Prepared(
-                        sequence.committed_len, len(wish.pending)
+                        sequence.committed_len, len(wish.pending), wish.is_foreign
                     )
                     awaited = _Awaited(key, budget, prepared, sum(wish.fan_out or ()))
                 this_round.pending[worker][sequence.request_id] = awaited
@@ -725,6 +742,7 @@ def _outcome(sequence: SequenceView, prepared: _Prepared) -> AheadOutcome:
         num_prepared=len(alike),
         rank=alike.index(true) if true in prepared.branches else None,
         is_late=not prepared.is_answered,
+        is_foreign=prepared.is_foreign,
     )
 
 

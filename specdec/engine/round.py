@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from specdec.core.clock import Clock
 from specdec.core.distributions import rows_fault
@@ -56,14 +56,24 @@ class _Flight:
     num_prompt_rows: int
     num_context_tokens: int
     draft_s: float
+    """Waiting for drafts."""
     draft_ready_s: float | None
     """From asking for them to the last answer, waited for or not."""
-    """From asking for drafts to having them."""
     drafted_s: float
     """When they were there."""
     drafting_s: float
     """T_draft, as whoever drafted measures it."""
     submitted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """What a flight has brought."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    outcomes: list[DraftOutcome] = field(default_factory=list)
+    stand_ins: list[DraftOutcome] = field(default_factory=list)
+    """Of proposals that stood in for missing ones."""
 
 
 class RoundLoop:
@@ -95,6 +105,7 @@ class RoundLoop:
         self._vocab_size = target.description.vocab_size
         self._rule = capabilities_of(target.description.rule)
         require_verifiable(proposer.capabilities, self._rule)
+        self._method = metrics.method = proposer.capabilities.name
         self._ahead: AsksAhead | None = None
         if proposer.capabilities.looks_ahead and isinstance(proposer, AsksAhead):
             self._ahead = proposer
@@ -185,9 +196,9 @@ class RoundLoop:
         result = self._collect(flight.step)
         verified_s = self._clock.now_s()
         self._waited_s += verified_s - awaited_s
-        outputs, outcomes = self._commit(flight, result, verified_s)
-        self._observe(flight, result, outputs, outcomes, verified_s)
-        return outputs
+        landing = self._commit(flight, result, verified_s)
+        self._observe(flight, result, landing, verified_s)
+        return landing.outputs
 
     def _plan(self, now_s: float, mode: OverlapMode) -> RoundPlan | None:
         roster = self._roster
@@ -334,9 +345,16 @@ class RoundLoop:
                 continue
             proposal = flight.proposals.get(work.request_id)
             pending = proposal.token_ids if proposal is not None else ()
-            fan_out = self._controller.fan_out(live, len(pending), self._max_branches)
+            is_foreign = proposal is not None and proposal.is_fallback
+            fan_out = self._controller.fan_out(live, len(pending), self._max_branches, is_foreign=is_foreign)
             if any(fan_out):
-                wish = AheadWish(view=live, pending=pending, num_draft_tokens=budget, fan_out=fan_out)
+                wish = AheadWish(
+                    view=live,
+                    pending=pending,
+                    num_draft_tokens=budget,
+                    fan_out=fan_out,
+                    is_foreign=is_foreign,
+                )
                 wishes.append(wish)
         self._ahead.look_ahead(wishes)
 
@@ -354,15 +372,13 @@ class RoundLoop:
                 )
         return result
 
-    def _commit(
-        self, flight: _Flight, result: TargetResult, now_s: float
-    ) -> tuple[list[RequestOutput], list[DraftOutcome]]:
+    def _commit(self, flight: _Flight, result: TargetResult, now_s: float) -> _Landing:
         if result.kv_generation != self._kv_generation:
             if self._kv_generation is not None:
                 self._roster.drop_cache()
             self._kv_generation = result.kv_generation
-        outputs: list[RequestOutput] = []
-        outcomes: list[DraftOutcome] = []
+        landing = _Landing()
+        outputs = landing.outputs
         for work, live, answer in zip(flight.step.works, flight.lives, result.results, strict=True):
             live.is_in_flight = False
             if self._roster.running.get(work.request_id) is not live:
@@ -378,26 +394,30 @@ class RoundLoop:
                 if not live.generates and live.num_computed == live.committed_len:
                     outputs.append(self._retire(live, live.end(Finish(reason="length"), now_s)))
             else:
-                outcome = self._advance(live, answer, flight.proposals.get(work.request_id), now_s)
-                if outcome is not None:
-                    outcomes.append(outcome)
+                self._advance(live, answer, flight.proposals.get(work.request_id), landing, now_s)
                 outputs.append(self._settle(live, now_s))
-        return outputs, outcomes
+        return landing
 
     def _advance(
-        self, live: LiveRequest, answer: WorkResult, proposal: Proposal | None, now_s: float
-    ) -> DraftOutcome | None:
-        """Commit what the target says; return what became of the draft, if there was one."""
+        self,
+        live: LiveRequest,
+        answer: WorkResult,
+        proposal: Proposal | None,
+        landing: _Landing,
+        now_s: float,
+    ) -> None:
+        """Commit what the target says; note what became of the draft, if there was one."""
         drafted = proposal.token_ids if proposal is not None else ()
         verdict = match(drafted[: len(answer.token_ids) - 1], None, answer.token_ids)
         num_kept = live.commit(verdict.token_ids, answer.logprobs, now_s)
         self._roster.note_computed(live)
-        if not drafted:
-            return None
+        if proposal is None or not drafted:
+            return
         if not self._rule.exact and not live.params.is_greedy:
             self._metrics.num_lossy_tokens += num_kept
             live.stats.speculation.num_lossy_tokens += num_kept
-        return self._count_draft(live, len(drafted), min(verdict.num_accepted, num_kept))
+        outcome = self._count_draft(live, proposal.method, len(drafted), min(verdict.num_accepted, num_kept))
+        (landing.stand_ins if proposal.is_fallback else landing.outcomes).append(outcome)
 
     def _settle(self, live: LiveRequest, now_s: float) -> RequestOutput:
         """Return what is new of a request that has advanced; give back what it does not need any more."""
@@ -417,8 +437,12 @@ class RoundLoop:
         self._metrics.finished[output.finish_reason] += 1
         return output
 
-    def _count_draft(self, live: LiveRequest, num_drafted: int, num_accepted: int) -> DraftOutcome:
+    def _count_draft(
+        self, live: LiveRequest, method: str, num_drafted: int, num_accepted: int
+    ) -> DraftOutcome:
         self._metrics.count_draft(num_drafted, num_accepted)
+        if method != self._method:
+            self._metrics.count_other_method(method, num_drafted, num_accepted)
         speculation = live.stats.speculation
         speculation.num_drafts += 1
         speculation.num_draft_tokens += num_drafted
@@ -431,11 +455,10 @@ class RoundLoop:
         self,
         flight: _Flight,
         result: TargetResult,
-        outputs: list[RequestOutput],
-        outcomes: list[DraftOutcome],
+        landing: _Landing,
         verified_s: float,
     ) -> None:
-        num_committed = sum(len(output.token_ids) for output in outputs)
+        num_committed = sum(len(output.token_ids) for output in landing.outputs)
         verify_s = verified_s - flight.submitted_s
         works = flight.step.works
         metrics = self._metrics
@@ -464,7 +487,8 @@ class RoundLoop:
                 target_s=target_s or None,
                 round_s=None if self._landed_s is None else verified_s - self._landed_s,
                 num_elsewhere=sum(len(other.lives) for other in self._flights),
-                outcomes=outcomes,
+                outcomes=landing.outcomes,
+                stand_ins=landing.stand_ins,
                 ahead=flight.ahead,
             )
         )

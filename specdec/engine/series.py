@@ -46,6 +46,14 @@ _OF_DRAFTS: Mapping[str, Series] = {
     "spec_decode_num_accepted_tokens_per_pos": Series(
         "counter", "Draft tokens accepted, by position in their proposal."
     ),
+    "spec_decode_num_drafts_by_method": Series(
+        "counter",
+        "Proposals verified, by who made them: the drafter, its fallback, a grammar that forces tokens.",
+    ),
+    "spec_decode_num_draft_tokens_by_method": Series("counter", "Draft tokens verified, by who made them."),
+    "spec_decode_num_accepted_tokens_by_method": Series(
+        "counter", "Draft tokens accepted, by who made them."
+    ),
     "spec_decode_wasted_draft_tokens": Series("counter", "Draft tokens verified and not accepted."),
     "spec_decode_num_missing_proposals": Series("counter", "Requests drafted for that no proposal came for."),
     "spec_decode_num_proposals_dropped": Series("counter", "Proposals that were not used, by reason."),

@@ -9,6 +9,7 @@ from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.engine.target import TargetDescription
+from specdec.transport.status import ServiceStatus
 
 SHUTTING_DOWN = "shutting_down"
 """Error code of a stream's last output when the service ends before the stream does. Nothing was wrong with
@@ -48,4 +49,8 @@ class GenerationService(Protocol):
 
     async def metrics(self) -> Mapping[str, float]:
         """Current counters and gauges, by metric name without prefix."""
+        ...
+
+    async def status(self) -> ServiceStatus:
+        """What it is doing and why, for people."""
         ...

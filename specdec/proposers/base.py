@@ -111,6 +111,9 @@ class AheadWish:
     """One entry more than `pending`. [a]: how many tokens b to prepare for as the target's own, if exactly
     the first a pending tokens stand. None: nothing is assumed, the wish is for what `propose` would give."""
 
+    is_foreign: bool = False
+    """Whether `pending` is not the drafter's own (`Proposal.is_fallback`)."""
+
     @property
     def is_ordinary(self) -> bool:
         """Whether the wish is for what `propose` would give."""

@@ -79,8 +79,12 @@ class SpeculativeConfig(StrictConfig):
     """Quantize the draft model's weights, as `target.quantization` does the target's; independent of it."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix the draft model continues, in tokens; None: its own limit."""
+    fallback: Literal["none", "ngram"] = "none"
+    """What a request is proposed in a round that the draft model has nothing for: its drafts were not
+    prepared (overlap draft_ahead), or its draft worker is late, dead or full. none: nothing, it goes on with
+    one token; ngram: what followed its last tokens before (see `prompt_lookup_min`)."""
     prompt_lookup_min: int = Field(default=2, ge=1)
-    """Shortest n-gram (tokens) that ngram looks up."""
+    """Shortest n-gram (tokens) that ngram looks up, as method or as fallback."""
     prompt_lookup_max: int = Field(default=4, ge=1)
     """Longest n-gram (tokens) that ngram looks up."""
     rejection_sample_method: Rule = "sample_and_match"
@@ -168,6 +172,8 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.draft_tensor_parallel_size > 1:
             raise ValueError("synthetic_acceptance: not with draft_tensor_parallel_size: leave one out")
+        if self.fallback != "none":
+            raise ValueError("synthetic_acceptance is that of the draft model alone: leave out fallback")
         return self
 
     @model_validator(mode="after")
@@ -212,6 +218,11 @@ class SpeculativeConfig(StrictConfig):
         if self.method != "draft_model" and self.draft_tensor_parallel_size > 1:
             raise ValueError(
                 f"method {self.method} has no model to divide: leave out draft_tensor_parallel_size"
+            )
+        if self.method != "draft_model" and self.fallback != "none":
+            raise ValueError(
+                f"fallback: {self.fallback} stands in for a draft model; method {self.method} has none: "
+                "leave out fallback"
             )
         if self.method != "draft_model" and self.attention_backend != "auto":
             raise ValueError(f"method {self.method} runs no model: leave out attention_backend")

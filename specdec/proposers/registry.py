@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from specdec.core.errors import ConfigError
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.proposers.target_facts import TargetFacts
@@ -26,11 +27,22 @@ def create_proposer(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     return factory(config, target)
 
 
+def with_fallback(proposer: Proposer, config: SpeculativeConfig) -> Proposer:
+    """Return the proposer with what `config.fallback` names standing in for it; it then owns the proposer."""
+    if config.fallback == "none":
+        return proposer
+    return FallbackProposer(proposer, _ngram(config))
+
+
 def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     return NoProposer()
 
 
 def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    return _ngram(config)
+
+
+def _ngram(config: SpeculativeConfig) -> NgramProposer:
     return NgramProposer(
         prompt_lookup_min=config.prompt_lookup_min, prompt_lookup_max=config.prompt_lookup_max
     )

@@ -4,8 +4,8 @@
     target worker -> coordinator   Welcome, StepDone, Fenced, Fatal
     coordinator -> draft worker    ProposeRequest, Release
     draft worker -> coordinator    ProposeReply
-    ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery
-    coordinator -> ingress         Welcome, Admitted, Refused, OutputFrame, Pong, MetricsReply
+    ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery, StatusQuery
+    coordinator -> ingress         Welcome, Admitted, Refused, OutputFrame, Pong, MetricsReply, StatusReply
     channel -> channel             LaneOffer, LaneMoved
     coordinator -> target worker   SendHidden
     target worker -> draft worker  HiddenStates, with a tensor
@@ -29,6 +29,7 @@ from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import NoiseStream
 from specdec.core.request import Request
 from specdec.core.sampling_params import Grammar, SamplingParams
+from specdec.transport.status import TargetGroupStatus
 
 PROTOCOL_VERSION = 1
 _MAGIC = b"DH"
@@ -252,6 +253,19 @@ class MetricsReply(msgspec.Struct, frozen=True, array_like=True, tag=43):
     values: dict[str, float]
 
 
+class StatusQuery(msgspec.Struct, frozen=True, array_like=True, tag=44):
+    """Asks what the target group is doing."""
+
+    nonce: int
+
+
+class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag=45):
+    """What the target group is doing; None: it has not begun."""
+
+    nonce: int
+    status: TargetGroupStatus | None
+
+
 class LaneOffer(msgspec.Struct, frozen=True, array_like=True, tag=50):
     """A channel listens on a Unix socket for the peer that it has linked to (see `transport.lane`)."""
 
@@ -337,6 +351,8 @@ Message = (
     | Pong
     | MetricsQuery
     | MetricsReply
+    | StatusQuery
+    | StatusReply
     | LaneOffer
     | LaneMoved
     | SendHidden

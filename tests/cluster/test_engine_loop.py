@@ -19,6 +19,7 @@ from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.none import NoProposer
 from specdec.transport.base import ChannelCounters, Envelope, PeerId
 from specdec.transport.messages import Abort, Message, OutputFrame, SubmitRequest
+from specdec.transport.status import DraftLinkStatus
 
 VOCAB = 9
 MODEL = ToyModel(VOCAB, seed=3)
@@ -58,6 +59,9 @@ class ToySource:
 
     def metrics(self) -> Mapping[str, float]:
         return {}
+
+    def draft_links(self) -> tuple[DraftLinkStatus, ...]:
+        return ()
 
     def stop(self) -> None:
         pass

@@ -20,6 +20,7 @@ from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.messages import Hello
+from specdec.transport.status import ServiceStatus
 from specdec.transport.zmq import ZmqChannel
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -192,6 +193,53 @@ def test_a_killed_draft_worker_changes_nothing_but_speed(
         await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > before)
 
     with_service(cluster_config, scenario)
+
+
+def test_the_status_says_who_is_there_and_what_is_done(deployed: None, cluster_config: ClusterConfig) -> None:
+    wanted = requests(4, max_tokens=180, name="status")
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        status = await status_when(service, lambda status: status.target_groups[0].num_running == 4)
+        (group,), (drafter,) = status.target_groups, status.draft_workers
+        assert group.is_answering
+        assert group.is_serving
+        assert group.choice is not None
+        assert (group.choice.mode, group.choice.reason) == ("lockstep", "configured")
+        assert group.choice.num_requests_by_k.keys() == {3}
+        assert (drafter.num_requests, drafter.max_requests) == (4, 8)
+        assert 0 < group.since <= time.time()
+        await streams.finish()
+        status = await status_when(service, lambda status: status.target_groups[0].num_running == 0)
+        recent = status.target_groups[0].recent
+        assert recent is not None
+        assert recent.tokens_per_s > 0
+        assert recent.acceptance is not None
+        assert recent.draft_s is not None
+        # A draft worker that is replaced is another one, at the same place.
+        (before,) = status.draft_workers
+        kill(cluster_config, "draft")
+        status = await status_when(
+            service,
+            lambda status: [one.incarnation for one in status.draft_workers] == [before.incarnation + 1],
+        )
+        (after,) = status.draft_workers
+        assert after.id != before.id
+        assert after.since > before.since
+
+    with_service(cluster_config, scenario)
+
+
+async def status_when(service: object, holds: Callable[[ServiceStatus], bool]) -> ServiceStatus:
+    """Wait until the status is as it should be; return it."""
+    until = time.monotonic() + 60
+    while True:
+        status: ServiceStatus = await service.status()  # type: ignore[attr-defined]
+        if holds(status):
+            return status
+        assert time.monotonic() < until, status
+        await asyncio.sleep(0.02)
 
 
 def test_streams_outlive_the_target_worker(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -238,6 +239,18 @@ def test_bad_requests_are_answered_and_named(server: Server, client: openai.Open
         assert response.status_code == status
         assert "message" in response.json()["error"]
     assert client.completions.create(model="tiny", prompt="ab", max_tokens=2).choices[0].text
+
+
+def test_status_command(server: Server) -> None:
+    command = [sys.executable, "-c", "from deploy.cli import main; main()", "status", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "model tiny in float32" in done.stdout
+    assert "on, lockstep: k is fixed by the configuration" in done.stdout
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    status = json.loads(done.stdout)
+    assert status["application"]["is_ready"]
+    assert [group["is_serving"] for group in status["target_groups"]] == [True]
+    assert [worker["incarnation"] for worker in status["draft_workers"]] == [1]
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -9,7 +9,7 @@ from typing import Protocol
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
 from specdec.scheduling.speculation.explanation import ControllerState
-from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses
+from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses, share_guesses_behind_foreign
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import Schedulable
 
@@ -36,6 +36,7 @@ class RoundObservation:
     verify_s: float
     """From the submission of the target's step to its answer."""
     outcomes: Sequence[DraftOutcome]
+    """Of the drafter's own proposals."""
     mode: OverlapMode = "lockstep"
     """How this round was run; the first rounds after a change may be mixed, and count as the former mode."""
     round_s: float | None = None
@@ -57,6 +58,8 @@ class RoundObservation:
     """What the target itself reports of its step, without wire and queue; None: not known."""
     num_elsewhere: int = 0
     """Sequences in the other flight of ping_pong."""
+    stand_ins: Sequence[DraftOutcome] = ()
+    """Of proposals that stood in for missing ones: they tell nothing of the drafter."""
     ahead: Sequence[AheadOutcome] = ()
     """What became of the continuations that this round could have had its drafts from: of the verdicts of
     the round before, where something was prepared for them."""
@@ -89,8 +92,12 @@ class SpeculationController(Protocol):
         """
         ...
 
-    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
+    def fan_out(
+        self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
+    ) -> tuple[int, ...]:
         """Share out continuations to prepare among the verdicts that `num_pending` draft tokens may get.
+
+        Foreign ones are not the drafter's own: they stood in for a proposal that did not come.
 
         Returns:
             entry a, of 0 to `num_pending`: for how many tokens behind exactly a accepted ones. At most
@@ -137,15 +144,23 @@ class FixedController:
         self._num_decoding = len(decoding) + len(elsewhere)
         return [self._num_draft_tokens] * len(decoding)
 
-    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
-        """Share out by what is usual: two of three tokens accepted."""
-        return share_guesses(_USUAL_ACCEPTANCE[: num_pending + 1], self._ranks.rates, max_branches)
+    def fan_out(
+        self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
+    ) -> tuple[int, ...]:
+        """Share out by what is usual: two of three tokens accepted, or of foreign ones two of five."""
+        usual = _USUAL_ACCEPTANCE[: num_pending + 1]
+        if is_foreign:
+            return share_guesses_behind_foreign(
+                _USUAL_FOREIGN_ACCEPTANCE[:num_pending], usual[0], self._ranks.rates, max_branches
+            )
+        return share_guesses(usual, self._ranks.rates, max_branches)
 
     def observe(self, observation: RoundObservation) -> None:
         """Nothing to learn."""
 
 
 _USUAL_ACCEPTANCE = (0.67,) * 65
+_USUAL_FOREIGN_ACCEPTANCE = (0.4,) * 64
 
 
 def bounded_choice(

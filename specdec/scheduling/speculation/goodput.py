@@ -88,6 +88,10 @@ class AheadOutlook:
     """Most continuations per request."""
     in_time: float = 1.0
     """Share of prepared continuations that come in time."""
+    stand_in_gain: float = 0.0
+    """Accepted tokens of what stands in for a proposal that is missing, 0 where nothing does."""
+    stand_in_rows: float = 0.0
+    """Rows of it."""
 
 
 class Option(NamedTuple):
@@ -236,17 +240,30 @@ class Evaluation:
         for num_branches in _branch_counts(min(outlook.max_branches, hits.shape[1])):
             hit_rates = hits[:, num_branches - 1]
             has_drafts = hit_rates[0] / (1.0 - hit_rates[1:] + hit_rates[0])
-            verify_s = self._verify_s(self._verify_table, num_sequences, has_drafts)
+            tokens = num_sequences + has_drafts * self._gains
+            other_rows: Floats | float = 0.0
+            if outlook.stand_in_rows > 0.0:
+                missing = (1.0 - has_drafts) * self._taking_part[:, :1]
+                tokens += missing * outlook.stand_in_gain
+                other_rows = missing * outlook.stand_in_rows
+            verify_s = self._verify_s(self._verify_table, num_sequences, has_drafts, other_rows)
             draft_s = self._costs.draft.by_steps(self._taking_part * num_branches, self._mean_context)
             round_s = np.maximum(draft_s, verify_s) + self._overhead("draft_ahead")
-            tokens = num_sequences + has_drafts * self._gains
             found = self._best("draft_ahead", tokens, round_s, draft_s, verify_s, num_branches)
             if found is not None and (best is None or found.rate > best.rate):
                 best = found
         return best
 
-    def _verify_s(self, table: Floats, num_sequences: int, has_drafts: Floats | float = 1.0) -> Floats:
+    def _verify_s(
+        self,
+        table: Floats,
+        num_sequences: int,
+        has_drafts: Floats | float = 1.0,
+        other_rows: Floats | float = 0.0,
+    ) -> Floats:
         """Return the expected time of steps of some of the sequences, of which so many have drafts.
+
+        There are `other_rows` for those that have none.
 
         How many rows there are is a matter of chance where not everyone has a whole proposal, and time is not
         linear in rows: the mean is taken over two numbers of rows, a standard deviation to both sides.
@@ -258,9 +275,8 @@ class Evaluation:
         spread = np.sqrt(np.maximum(rows * (asked - rows), 0.0) / drafting)
         fewer = np.maximum(rows - spread, 0.0)
         more = np.minimum(rows + spread, asked)
-        seconds: Floats = 0.5 * (
-            _at_rows(table, num_sequences + fewer) + _at_rows(table, num_sequences + more)
-        )
+        plain = num_sequences + other_rows
+        seconds: Floats = 0.5 * (_at_rows(table, plain + fewer) + _at_rows(table, plain + more))
         return seconds
 
     def _best(

@@ -18,9 +18,10 @@ from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.scheduling.speculation.evidence import Evidence, MeasuredRound, Overheads
 from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Kind, Option
-from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses
+from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses, share_guesses_behind_foreign
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settings import ControllerSettings
+from specdec.scheduling.speculation.standins import StandIns
 from specdec.scheduling.speculation.trials import Trial, TrialLength, Trials
 from specdec.scheduling.state import Schedulable
 
@@ -120,6 +121,7 @@ class GoodputController:
         self._trials = Trials(settings.trial_share)
         self._ranks = GuessRanks()
         self._in_time = 1.0
+        self._stand_ins = StandIns(num_steps)
         self._kind: Kind | None = None
         self._decision: Decision | None = None
         self._classes: Mapping[RequestId, str] = {}
@@ -171,11 +173,15 @@ class GoodputController:
         is_early = self._round < _EARLY_ROUNDS
         return is_early or self._since_decision_s >= _DECISION_S or num_rounds >= _MOST_UNDECIDED_ROUNDS
 
-    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
+    def fan_out(
+        self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
+    ) -> tuple[int, ...]:
         """Share out continuations by what is expected of this request."""
-        return self._shares(request.request_id, num_pending, max_branches)
+        return self._shares(request.request_id, num_pending, max_branches, is_foreign=is_foreign)
 
-    def _shares(self, request_id: RequestId, num_pending: int, max_branches: int) -> tuple[int, ...]:
+    def _shares(
+        self, request_id: RequestId, num_pending: int, max_branches: int, *, is_foreign: bool
+    ) -> tuple[int, ...]:
         decision = self._decision
         at = None if decision is None else decision.index.get(request_id)
         if decision is None or at is None:
@@ -184,6 +190,10 @@ class GoodputController:
         if num_pending == 0:
             return (num_branches,)
         levels = decision.acceptance_levels[at]
+        if is_foreign:
+            own = (levels[0] + 0.5) / _NUM_LEVELS
+            accepted = self._stand_ins.accepted[:num_pending]
+            return share_guesses_behind_foreign(accepted, own, self._ranks.rates, num_branches)
         key = (levels[: num_pending + 1], num_pending, num_branches)
         shared = self._fan_outs.get(key)
         if shared is None:
@@ -200,6 +210,9 @@ class GoodputController:
         if decision is None:
             return
         self._acceptance.note(observation.outcomes, self._owed(observation), self._classes)
+        if observation.stand_ins or (self._stand_ins.are_there and observation.mode == "draft_ahead"):
+            num_wanted = sum(budget > 0 for budget in observation.budgets.values())
+            self._stand_ins.note(num_wanted - len(observation.outcomes), observation.stand_ins)
         if len(self._fan_outs) > _MAX_FAN_OUTS or self._round % _FAN_OUT_ROUNDS == 0:
             self._fan_outs.clear()
         if self._round % _IDLE_ROUNDS == 0:
@@ -221,7 +234,11 @@ class GoodputController:
         region = _region_of(batch)
         evaluation = self._evaluate(batch)
         outlook = AheadOutlook(
-            rates=self._ranks.rates, max_branches=settings.max_branches, in_time=self._in_time
+            rates=self._ranks.rates,
+            max_branches=settings.max_branches,
+            in_time=self._in_time,
+            stand_in_gain=self._stand_ins.gain,
+            stand_in_rows=self._stand_ins.rows,
         )
         options = evaluation.options(settings.modes, outlook)
         rates = {
@@ -415,17 +432,20 @@ class GoodputController:
         """Return whether nothing was prepared for a verdict that something was asked for."""
         if ahead.num_prepared > 0 or ahead.is_late:
             return False
-        shared = self._shares(ahead.request_id, ahead.num_pending, self._settings.max_branches)
+        shared = self._shares(
+            ahead.request_id, ahead.num_pending, self._settings.max_branches, is_foreign=ahead.is_foreign
+        )
         return shared[ahead.num_accepted] > 0
 
     def _note_ahead(self, ahead: AheadOutcome) -> None:
         self._in_time += _LATE_DECAY * ((0.0 if ahead.is_late else 1.0) - self._in_time)
         if ahead.num_prepared == 0:
             return
-        if ahead.num_accepted < ahead.num_pending:
+        if ahead.num_accepted < ahead.num_pending and not ahead.is_foreign:
             self._ranks.note(ahead.num_prepared, ahead.rank)
         elif ahead.rank != 0 and ahead.num_prepared > 1:
-            # The first guess behind a proposal that stands is a draft token; those after it are guesses.
+            # The first guess behind a proposal that stands, or that is not the drafter's own, is what it
+            # would have drafted; those after it are guesses.
             self._ranks.note(ahead.num_prepared - 1, None if ahead.rank is None else ahead.rank - 1)
 
     def _note_costs(self, observation: RoundObservation, decision: Decision) -> None:
@@ -475,7 +495,9 @@ class GoodputController:
                 expected_s=expected_s,
                 measured_s=own_s,
                 expected_tokens=num_decoding + _expected_gain(decision, observation),
-                drafted_tokens=num_decoding + _drafted_gain(decision, observation),
+                drafted_tokens=num_decoding
+                + _drafted_gain(decision, observation)
+                + len(observation.stand_ins) * self._stand_ins.gain_if_there,
             )
             self._evidence.note(self._round, measured)
         self._note_worth(decision, round_s)

@@ -136,3 +136,20 @@ def share_guesses(accepted: Sequence[float] | Floats, rates: Floats, max_guesses
     # A stable sort keeps equal guesses of one accept length in their order, so that none is left out before.
     chosen = np.argsort(-gains, axis=None, kind="stable")[:max_guesses]
     return tuple(np.bincount(chosen // gains.shape[1], minlength=num_lengths).tolist())
+
+
+def share_guesses_behind_foreign(
+    accepted: Sequence[float] | Floats, next_accepted: float, rates: Floats, max_guesses: int
+) -> tuple[int, ...]:
+    """As `share_guesses`, for pending tokens that are not the drafter's own.
+
+    Behind one of these that is rejected the drafter's first guess is what it would have drafted itself.
+
+    Args:
+        accepted: [k] for k pending tokens: how likely each is accepted, given that it is reached.
+        next_accepted: how likely a token of the drafter's own would be.
+        rates: of `GuessRanks`.
+        max_guesses: how many there may be.
+    """
+    behind = np.concatenate(([next_accepted], rates[:-1]))
+    return share_guesses([*accepted, next_accepted], behind, max_guesses)

@@ -35,7 +35,7 @@ def user_error(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["generate"], ["bench", "offline"], ["config", "validate"]]
+    "command", [[], ["serve"], ["status"], ["generate"], ["bench", "offline"], ["config", "validate"]]
 )
 def test_help_has_examples(command: list[str]) -> None:
     code, stdout, _ = invoke(*command, "--help")

@@ -24,6 +24,7 @@ from specdec.core.outputs import (
     TokenLogprobs,
 )
 from specdec.core.request import Request
+from specdec.transport.status import ServiceStatus
 from tests.architectures import make_tokenizer
 
 DESCRIPTION = TargetDescription(
@@ -66,6 +67,7 @@ class ScriptedService:
     aborted: list[RequestId] = field(default_factory=list)
     closed: list[RequestId] = field(default_factory=list)
     snapshot: Mapping[str, float] = field(default_factory=dict)
+    service_status: ServiceStatus = field(default_factory=ServiceStatus)
 
     def description(self) -> TargetDescription | None:
         return self.described if self.is_ready else None
@@ -94,6 +96,9 @@ class ScriptedService:
 
     async def metrics(self) -> Mapping[str, float]:
         return self.snapshot
+
+    async def status(self) -> ServiceStatus:
+        return self.service_status
 
     def _output(
         self, request: Request, index: int, text: str, finish_reason: FinishReason | None

@@ -18,12 +18,14 @@ from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
+from tests.specdec.engine.toy_engines import Forgetful
 
 TOKENIZER_FOLDER = Path(__file__).parents[3] / "models" / "demo" / "target"
 VOCAB_SIZE = 4112
@@ -81,7 +83,10 @@ class GrammarModels:
         if drafter == "ngram":
             return NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
         runner = self.runner(0 if drafter == "same model" else 1, num_blocks)
-        return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+        proposer = DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+        if drafter == "forgetful model":
+            return FallbackProposer(Forgetful(proposer), self.proposer("ngram", num_blocks))
+        return proposer
 
     def engine(
         self,

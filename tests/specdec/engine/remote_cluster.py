@@ -22,6 +22,7 @@ from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
+from specdec.proposers.fallback import FallbackProposer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -123,8 +124,11 @@ class Cluster:
         mode: OverlapMode = "lockstep",
         shares: DraftShareConfig | None = None,
         make_target: Callable[[ManualClock], ToyTarget] | None = None,
+        fallback: Proposer | None = None,
     ) -> None:
-        """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities."""
+        """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities; where they have
+        nothing, `fallback` stands in.
+        """
         self.shares = shares
         self.servers: dict[PeerId, DraftServer] = {}
         self.make_drafter = make_drafter
@@ -154,7 +158,7 @@ class Cluster:
         target = RemoteTarget(coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock)
         self.engine = Engine.from_parts(
             target=target,
-            proposer=self.proposer,
+            proposer=self.proposer if fallback is None else FallbackProposer(self.proposer, fallback),
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
             controller=FixedController(4, mode=mode),

@@ -94,6 +94,8 @@ COVER = [
     ("lark", "ngram", 1, {"min_p": 0.01}),
     ("lark", "same model", 6, {}),
     ("gbnf", "ngram", 5, {}),
+    ("schema", "forgetful model", 4, {"temperature": 0.8}),
+    ("regex", "forgetful model", 3, {}),
     ("gbnf", "other model", 3, {"logit_bias": ((50, 3.0),)}),
 ]
 
@@ -117,7 +119,7 @@ def test_same_tokens_under_speculation(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", GRAMMARS)
-@pytest.mark.parametrize("drafter", ["none", "ngram", "same model", "other model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "same model", "other model", "forgetful model"])
 @pytest.mark.parametrize("num_draft_tokens", range(1, 9))
 def test_same_tokens_under_speculation_in_every_setting(
     models: GrammarModels, kind: str, drafter: str, num_draft_tokens: int

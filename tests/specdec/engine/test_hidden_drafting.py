@@ -70,7 +70,7 @@ class _FarOracle(OracleProposer):
         return ()
 
     @property
-    def draft_s(self) -> float | None:
+    def ready_s(self) -> float | None:
         return self._draft_s
 
     def take_drafting_s(self) -> float:

@@ -66,6 +66,26 @@ class OracleProposer:
         pass
 
 
+class Forgetful:
+    """A drafter that has nothing behind an odd number of tokens, whatever they are."""
+
+    def __init__(self, drafter: Proposer) -> None:
+        self._drafter = drafter
+        self.capabilities = drafter.capabilities
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        made = self._drafter.propose(sequences, num_draft_tokens)
+        return {name: one for name, one in made.items() if one.committed_len % 2 == 0}
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        self._drafter.release(request_ids)
+
+    def close(self) -> None:
+        self._drafter.close()
+
+
 def toy_draft_model(*, num_blocks: int = 256, max_read_tokens: int = 512) -> DraftModelProposer:
     """A draft model that agrees with the target except for what depends on the whole prefix."""
     similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)

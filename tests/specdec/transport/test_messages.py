@@ -19,6 +19,7 @@ from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, Target
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.transport import messages as m
+from specdec.transport.status import ChoiceStatus, DraftLinkStatus, TargetGroupStatus
 
 ID = RequestId("cmpl-1-0")
 BIG = (1 << 64) - 1
@@ -102,6 +103,31 @@ EXAMPLES: list[m.Message] = [
     m.Ping(1),
     m.Pong(1, ((ID, Epoch(1)),), 2, 3, True),
     m.MetricsQuery(1),
+    m.StatusQuery(1),
+    m.StatusReply(1, None),
+    m.StatusReply(
+        2,
+        TargetGroupStatus(
+            id="coordinator-1",
+            num_running=3,
+            choice=ChoiceStatus(
+                mode="draft_ahead",
+                is_speculating=True,
+                reason="gain",
+                explanation="it gains",
+                mean_num_draft_tokens=2.5,
+                num_requests_by_k={2: 1, 3: 1},
+                expected_tokens_per_s=90.0,
+                expected_tokens_per_s_by_mode={"plain": 50.0, "draft_ahead": 90.0},
+                expected_draft_s=0.01,
+                expected_verify_s=0.02,
+                expected_round_s=0.02,
+                expected_acceptance=(0.8, 0.7),
+                pool_worth=1.8,
+            ),
+            draft_workers=(DraftLinkStatus(worker="draft-1", num_requests=3, is_waited_for=True),),
+        ),
+    ),
     m.MetricsReply(1, {"x": 1.5}),
     m.LaneOffer("drafthouse-0", bytes(32)),
     m.LaneMoved("drafthouse-0"),

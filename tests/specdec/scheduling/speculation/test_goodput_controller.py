@@ -407,6 +407,49 @@ def test_continuations_are_shared_out() -> None:
     assert controller.fan_out(fake_request("stranger", 5), 2, 4) == (0, 0, 0)
 
 
+# ---- proposals that stand in --------------------------------------------------------------------------
+
+
+def ahead_with(stand_ins: float | None, *, is_told_apart: bool = True) -> tuple[GoodputController, World]:
+    """Draft ahead for a while, with something that stands in on a miss; perhaps taken for drafts."""
+    controller = controller_of(profile_of(COSTS["expensive"]), ("draft_ahead",), max_branches=4)
+    world = world_of(COSTS["expensive"], 8, chance=0.8)
+    world.stand_ins = stand_ins
+    inner = controller.observe
+
+    def observe(observation: RoundObservation) -> None:
+        taken = (*observation.outcomes, *observation.stand_ins)
+        inner(replace(observation, outcomes=taken, stand_ins=()))
+
+    if not is_told_apart:
+        controller.observe = observe  # type: ignore[method-assign]
+    world.run(controller, 1500)
+    return controller, world
+
+
+@pytest.mark.parametrize("stand_ins", [0.05, 0.95])
+def test_what_stands_in_tells_nothing_of_the_drafter(stand_ins: float) -> None:
+    usual = ahead_with(None)[0].state.acceptance[0]
+    assert ahead_with(stand_ins)[0].state.acceptance[0] == pytest.approx(usual, abs=0.04)
+    misled = ahead_with(stand_ins, is_told_apart=False)[0].state.acceptance[0]
+    assert abs(misled - usual) > 0.04, "control: taken for drafts, they would be believed"
+
+
+def test_what_stands_in_is_part_of_what_is_expected() -> None:
+    controller, world = ahead_with(0.8)
+    without, _ = ahead_with(None)
+    assert controller.state.goodput_on > 1.03 * without.state.goodput_on
+    assert controller.state.goodput_on == pytest.approx(world.run(controller, 500).rate, rel=0.06)
+
+
+def test_guesses_behind_what_stands_in_begin_with_what_would_have_been_drafted() -> None:
+    controller, world = ahead_with(0.1)
+    own = controller.fan_out(world.requests[0], 3, 4)
+    foreign = controller.fan_out(world.requests[0], 3, 4, is_foreign=True)
+    assert sum(own) == sum(foreign) == 4
+    assert foreign[0] > own[0], "they hardly ever stand"
+
+
 def test_answers_that_are_always_late_end_drafting_ahead() -> None:
     """Continuations are prepared, but no answer comes in time: another way is found, and k = 0 is not it."""
     controller = controller_of(profile_of(COSTS["gpu"]), ("lockstep", "draft_ahead"))

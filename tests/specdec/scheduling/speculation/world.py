@@ -170,6 +170,8 @@ class World:
     seed: int = 0
     availability: float = 1.0
     lifetime: int = LIFETIME
+    stand_ins: float | None = None
+    """draft_ahead: acceptance of tokens that stand in where nothing was prepared; None: nothing does."""
     requests: list[FakeRequest] = field(default_factory=list)
     round_number: int = 0
     booking: Booking = field(default_factory=Booking)
@@ -229,19 +231,27 @@ class World:
                 number if one.request_id in self._has_drafts else 0
                 for one, number in zip(requests, drafted, strict=True)
             ]
+        stood = [0] * len(requests)
+        if decided == "draft_ahead" and self.stand_ins is not None:
+            stood = [0 if there else number for number, there in zip(chosen, drafted, strict=True)]
         context = float(sum(one.committed_len for one in requests))
         mean_context = context / len(requests)
         accepted, expected = self._verdicts(requests, drafted)
-        rows = len(requests) + sum(drafted)
+        accepted_of_stood, expected_of_stood = self._stand_in_verdicts(stood)
+        committed = [own + other for own, other in zip(accepted, accepted_of_stood, strict=True)]
+        expected += expected_of_stood
+        rows = len(requests) + sum(drafted) + sum(stood)
         verify_s = self.costs.verify(len(requests), context, rows)
         overhead_s = self.costs.overhead(len(requests))
         told_ahead = self._verdicts_ahead if decided == "draft_ahead" else []
         if decided == "draft_ahead":
             fans = [
-                controller.fan_out(one, number, self.max_branches)
-                for one, number in zip(requests, drafted, strict=True)
+                controller.fan_out(one, own + other, self.max_branches, is_foreign=other > 0)
+                for one, own, other in zip(requests, drafted, stood, strict=True)
             ]
-            self._verdicts_ahead = self._outcomes_ahead(requests, drafted, accepted, fans)
+            pending = [own + other for own, other in zip(drafted, stood, strict=True)]
+            foreign = [other > 0 for other in stood]
+            self._verdicts_ahead = self._outcomes_ahead(requests, pending, committed, fans, foreign)
             lengths = [number for number, fan in zip(chosen, fans, strict=True) for _ in range(sum(fan))]
             draft_s = self.costs.drafting(lengths, mean_context)
             true_s = max(draft_s, verify_s) + overhead_s
@@ -257,7 +267,7 @@ class World:
             self._verdicts_ahead = []
         seen_draft_s, seen_verify_s = draft_s * self._luck(), verify_s * self._luck()
         waited_s = max(0.0, seen_draft_s - seen_verify_s) if decided == "draft_ahead" else seen_draft_s
-        self._commit(requests, accepted)
+        self._commit(requests, committed)
         self._book(len(requests) + expected, true_s, any(drafted) or any(chosen))
         self._former_mode = decided
         self._last_commit = self._target_free = self._drafter_free = 0.0
@@ -266,10 +276,11 @@ class World:
             RoundObservation(
                 num_rows=rows,
                 num_sequences=len(requests),
-                num_committed=len(requests) + sum(accepted),
+                num_committed=len(requests) + sum(committed),
                 draft_s=waited_s,
                 verify_s=seen_verify_s,
                 outcomes=_outcomes(requests, drafted, accepted),
+                stand_ins=_outcomes(requests, stood, accepted_of_stood),
                 mode=decided,
                 round_s=waited_s + seen_verify_s + overhead_s,
                 num_decoding=len(requests),
@@ -350,22 +361,38 @@ class World:
             expected += sum(p**position for position in range(1, number + 1))
         return accepted, expected
 
+    def _stand_in_verdicts(self, stood: Sequence[int]) -> tuple[list[int], float]:
+        """As `_verdicts`, of tokens that stand in."""
+        accepted = [0] * len(stood)
+        expected = 0.0
+        for index, number in enumerate(stood):
+            if number:
+                assert self.stand_ins is not None
+                while accepted[index] < number and self.generator.random() < self.stand_ins:
+                    accepted[index] += 1
+                expected += sum(self.stand_ins**position for position in range(1, number + 1))
+        return accepted, expected
+
     def _outcomes_ahead(
         self,
         requests: Sequence[FakeRequest],
         pending: Sequence[int],
         accepted: Sequence[int],
         fans: Sequence[tuple[int, ...]],
+        foreign: Sequence[bool],
     ) -> list[AheadOutcome]:
         outcomes = []
         self._has_drafts = set()
-        for one, number, stands, fan in zip(requests, pending, accepted, fans, strict=True):
+        for one, number, stands, fan, is_foreign in zip(
+            requests, pending, accepted, fans, foreign, strict=True
+        ):
             rank = 0
-            is_first = stands == number and self.generator.random() < self.acceptance(self.round_number, one)
+            is_behind_first = stands == number or is_foreign  # the first guess is what it would have drafted
+            is_first = is_behind_first and self.generator.random() < self.acceptance(self.round_number, one)
             if not is_first:
                 while rank < 31 and self.generator.random() >= TRUE_GUESS_RATES[rank]:
                     rank += 1
-                rank += stands == number
+                rank += is_behind_first
             is_hit = rank < fan[stands]
             if is_hit:
                 self._has_drafts.add(one.request_id)
@@ -376,6 +403,7 @@ class World:
                     num_accepted=stands,
                     num_prepared=fan[stands],
                     rank=rank if is_hit else None,
+                    is_foreign=is_foreign,
                 )
             )
         return outcomes

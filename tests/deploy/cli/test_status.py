@@ -1,0 +1,273 @@
+"""`drafthouse status` against a door over a scripted service, and against everything else one may meet."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from rich.console import Console
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from typer.testing import CliRunner
+
+import deploy.cli.status as command
+from deploy.cli.main import app
+from deploy.openai.middleware import digest_api_key
+from deploy.openai.settings import DoorSettings
+from deploy.status import Status
+from specdec.core.errors import TransportError
+from specdec.transport.status import (
+    ChoiceStatus,
+    DraftWorkerStatus,
+    RecentStatus,
+    ServiceStatus,
+    TargetGroupStatus,
+)
+from tests.deploy.openai.fakes import Door, ScriptedService
+from tests.deploy.openai.live import live_server
+
+runner = CliRunner()
+CHOICE = ChoiceStatus(
+    mode="draft_ahead",
+    is_speculating=True,
+    reason="gain",
+    explanation="drafting is expected to bring more tokens per second than plain decoding",
+    mean_num_draft_tokens=3.25,
+    num_requests_by_k={1: 1, 4: 3},
+    expected_tokens_per_s=312.0,
+    expected_tokens_per_s_by_mode={"lockstep": 280.0, "draft_ahead": 312.0, "plain": 210.0},
+    expected_draft_s=0.0098,
+    expected_verify_s=0.0133,
+    expected_round_s=0.0142,
+    expected_acceptance=(0.81, 0.76, 0.7, 0.66),
+    pool_worth=1.34,
+)
+RECENT = RecentStatus(
+    num_rounds=640,
+    tokens_per_s=298.4,
+    acceptance=0.74,
+    mean_acceptance_length=3.96,
+    round_s=0.0149,
+    draft_wait_s=0.0011,
+    draft_s=0.0097,
+    verify_s=0.0134,
+    coordinator_s=0.0004,
+    hidden_share=0.88,
+    hit_rate=0.78,
+    late_rate=0.02,
+)
+OFF = msgspec.structs.replace(
+    CHOICE,
+    mode="lockstep",
+    is_speculating=False,
+    reason="no_gain",
+    explanation="drafting is expected to bring no more tokens per second than plain decoding",
+    num_requests_by_k={0: 2},
+    mean_num_draft_tokens=0.0,
+    pool_worth=0.81,
+)
+SERVICE = ServiceStatus(
+    target_groups=(
+        TargetGroupStatus(
+            id="coordinator-a",
+            num_running=4,
+            num_waiting=2,
+            max_num_running=16,
+            kv_cache_usage=0.25,
+            choice=CHOICE,
+            recent=RECENT,
+        ),
+        TargetGroupStatus(id="coordinator-b", incarnation=2, num_running=2, max_num_running=16, choice=OFF),
+        TargetGroupStatus(id="coordinator-c", is_answering=False, is_serving=False),
+    ),
+    draft_workers=(
+        DraftWorkerStatus(
+            id="draft-1",
+            since=0.0,
+            incarnation=3,
+            compile_state="ready",
+            is_waited_for=True,
+            num_requests=4,
+            max_requests=32,
+        ),
+        DraftWorkerStatus(
+            id="draft-2",
+            since=0.0,
+            incarnation=1,
+            compile_state="ready",
+            is_waited_for=False,
+            num_requests=0,
+            max_requests=32,
+        ),
+        DraftWorkerStatus(
+            id="draft-3",
+            since=0.0,
+            incarnation=1,
+            compile_state="ready",
+            is_waited_for=None,
+            num_requests=0,
+            max_requests=32,
+        ),
+    ),
+)
+KEYS = frozenset({digest_api_key("right")})
+
+
+@contextmanager
+def served(settings: DoorSettings | None = None, **service: Any) -> Iterator[str]:
+    door = Door(ScriptedService(service_status=SERVICE, **service), settings or DoorSettings())
+    with live_server(door.app) as url:
+        yield url
+
+
+def invoke(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, ["status", *arguments], env=environment)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def lines_with(text: str, *words: str) -> list[str]:
+    return [line for line in text.splitlines() if all(word in line for word in words)]
+
+
+def test_everything_is_shown_of_every_target_group() -> None:
+    with served() as url:
+        code, stdout, _ = invoke(url)
+    assert code == 0
+    assert "model scripted in float32" in stdout
+    assert lines_with(stdout, "coordinator-a", "serving", "4 of 16", "2", "25 %")
+    assert lines_with(stdout, "coordinator-c", "not answering")
+    assert lines_with(stdout, "on, draft_ahead: drafting is expected to bring more tokens")
+    assert lines_with(stdout, "off, lockstep: drafting is expected to bring no more tokens")
+    assert lines_with(stdout, "1 for 1 request, 4 for 3 requests (mean 3.25)")
+    assert lines_with(
+        stdout, "312 expected (by mode: lockstep 280, draft_ahead 312, plain 210)", "298 measured"
+    )
+    assert lines_with(stdout, "0.81 0.76 0.70 0.66 expected by position; 0.74 of draft tokens measured")
+    assert lines_with(stdout, "T_draft", "9.8 ms expected, 9.7 ms measured, 88 % hidden", "waited for 1.1 ms")
+    assert lines_with(stdout, "T_verify", "13.3 ms expected, 13.4 ms measured")
+    assert lines_with(stdout, "78 % hits, 2 % late")
+    assert lines_with(stdout, "1.34 of plain decoding", ": worth its devices")
+    assert lines_with(stdout, "0.81 of plain decoding", "the draft pool is not worth its devices")
+    assert lines_with(stdout, "draft-1", "in time", "3", "4 of 32", "12 %")
+    assert lines_with(stdout, "draft-2", "was late or silent")
+    assert lines_with(stdout, "draft-3", "not asked yet")
+    assert lines_with(stdout, "all", "4 of 96", "4 %")
+
+
+def test_json_is_the_body_of_the_route() -> None:
+    with served() as url:
+        code, stdout, _ = invoke(f"{url}/v1", "--json")  # as `serve` prints it
+        body = httpx.get(f"{url}/v1/status").json()
+    assert code == 0
+    shown = json.loads(stdout)
+    assert {**shown, "now": 0} == {**body, "now": 0}
+    assert shown["object"] == "drafthouse.status"
+    assert shown["application"]["model"] == "scripted"
+    assert shown["target_groups"][0]["choice"]["num_requests_by_k"] == {"1": 1, "4": 3}
+
+
+def test_a_server_that_loads_says_so() -> None:
+    with served(is_ready=False) as url:
+        code, stdout, _ = invoke(url)
+    assert code == 0
+    assert "not ready" in stdout
+    assert "no model takes requests" in stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(None, "asks for an API key: give --api-key, or set DRAFTHOUSE_API_KEY"), ("wrong", "does not accept")],
+)
+def test_a_key_that_is_missing_or_wrong(given: str | None, message: str) -> None:
+    with served(DoorSettings(api_key_digests=KEYS)) as url:
+        code, stdout, stderr = invoke(url, *(() if given is None else ("--api-key", given)))
+    assert code == 2
+    assert message in stderr
+    assert not stdout
+
+
+def test_the_key_may_come_from_the_environment() -> None:
+    with served(DoorSettings(api_key_digests=KEYS)) as url:
+        code, stdout, _ = invoke(url, DRAFTHOUSE_API_KEY="right")
+    assert code == 0
+    assert "right" not in stdout
+
+
+def test_nothing_runs_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, _, stderr = invoke(f"127.0.0.1:{port}")
+    assert code == 2
+    assert f"nothing answers at http://127.0.0.1:{port}" in stderr
+    assert "drafthouse serve" in stderr
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://127.0.0.1:port"])
+def test_what_is_no_url(url: str) -> None:
+    code, _, stderr = invoke(url)
+    assert code == 2
+    assert "is not a URL: write http://HOST:PORT" in stderr
+
+
+def test_something_else_answers() -> None:
+    other = Starlette(routes=[Route("/v1/status", lambda _: PlainTextResponse("fine"))])
+    for application in (other, Starlette()):
+        with live_server(application) as url:
+            code, _, stderr = invoke(url)
+        assert code == 2
+        assert "is not Drafthouse" in stderr
+
+
+def test_a_server_that_is_in_trouble_is_not_the_users_fault() -> None:
+    def fail(_: object) -> PlainTextResponse:
+        return PlainTextResponse("no replica", 503)
+
+    with live_server(Starlette(routes=[Route("/v1/status", fail)])) as url:
+        code, _, stderr = invoke(url)
+    assert code == 1
+    assert "cannot say now what it is doing (status 503)" in stderr
+
+
+def test_a_service_that_cannot_be_reached_is_answered_as_everywhere() -> None:
+    class Lost(ScriptedService):
+        async def status(self) -> ServiceStatus:
+            raise TransportError("gone")
+
+    with live_server(Door(Lost()).app) as url:
+        assert httpx.get(f"{url}/v1/status").status_code == 503
+
+
+def test_watching_goes_on_when_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second look fails, the third does not, the fourth is interrupted."""
+    looks: list[str] = []
+
+    def fetch(client: httpx.Client, url: str) -> Status:
+        looks.append(url)
+        if len(looks) == 2:
+            raise command.StatusUnavailable("away")
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+        return status
+
+    with served() as url:
+        status = msgspec.json.decode(httpx.get(f"{url}/v1/status").content, type=Status)
+    monkeypatch.setattr(command, "fetch", fetch)
+    monkeypatch.setattr(command.time, "sleep", lambda _: None)
+    monkeypatch.setattr(command, "Console", lambda **options: Console(width=120, **options))
+    code, stdout, _ = invoke("http://x", "--watch")
+    assert code == 130
+    assert len(looks) == 4
+    assert "coordinator-a" in stdout
+
+
+def test_watching_something_that_is_not_there_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert invoke(f"127.0.0.1:{port}", "--watch")[0] == 2

@@ -1,0 +1,255 @@
+"""An n-gram lookup that stands in for drafts that did not come: the same tokens, whatever dies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from specdec.core.distributions import TokenDistribution
+from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import SequenceView
+from specdec.engine.metrics import EngineMetrics
+from specdec.engine.toy_target import ToyModel
+from specdec.proposers.base import Proposer
+from specdec.proposers.fallback import FallbackProposer
+from specdec.proposers.ngram import NgramProposer
+from specdec.scheduling.speculation.controller import DraftOutcome, FixedController, RoundObservation
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.transport.memory import Faults
+from tests.specdec.engine import toy_engines
+from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
+from tests.specdec.engine.test_remote_schedules import MODES, random_faults
+from tests.specdec.engine.test_rules import LOSSLESS, TINY_DRAFT, drafter_for, engine_of, p_value
+
+
+def ngram() -> NgramProposer:
+    return NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
+
+
+def repetitive(name: str, rng: random.Random) -> Request:
+    """A request over three tokens: a lookup finds something nearly always."""
+    prompt = tuple(rng.choices(range(3), k=rng.randint(4, 24)))
+    params = SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), max_tokens=rng.randint(8, 24))
+    return msgspec.structs.replace(a_request(name, rng), prompt_token_ids=prompt, params=params)
+
+
+def run_random_schedule(seed: int, mode: OverlapMode, fallback: Proposer) -> EngineMetrics:
+    """Five requests through a random schedule in which draft workers come, are killed, and are slow."""
+    rng = random.Random(seed)
+    cluster = Cluster(
+        random_faults(rng),
+        seed,
+        num_drafters=rng.randint(0, 3),
+        num_blocks=rng.choice([14, 24, 64]),
+        mode=mode,
+        fallback=fallback,
+    )
+    requests = [repetitive(f"r{index}", rng) for index in range(5)]
+    tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+    waiting = list(requests)
+    while waiting or cluster.engine.has_work:
+        if waiting and (rng.random() < 0.3 or not cluster.engine.has_work):
+            cluster.engine.add_request(waiting.pop())
+        fate = rng.random()
+        if fate < 0.06 and cluster.drafters:
+            cluster.stop_drafter(rng.choice(list(cluster.drafters)), told=rng.random() < 0.5)
+        elif fate < 0.12:
+            cluster.start_drafter(busy_s=rng.choice([0.0, 0.02, 0.3]))
+        elif fate < 0.16:
+            cluster.network.faults = random_faults(rng)
+        cluster.step(tokens)
+    for request in requests:
+        assert tokens[request.request_id] == expected(request), (seed, request)
+    return cluster.engine.metrics()
+
+
+def accepted_by(metrics: EngineMetrics, method: str) -> int:
+    counts = metrics.by_method().get(method)
+    return 0 if counts is None else counts.num_accepted_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block", range(4))
+def test_random_schedules_never_change_a_token(block: int, mode: OverlapMode) -> None:
+    num_drafted = num_stood_in = 0
+    for seed in range(40 * block, 40 * block + 40):
+        metrics = run_random_schedule(seed, mode, ngram())
+        num_stood_in += accepted_by(metrics, "ngram")
+        num_drafted += accepted_by(metrics, "toy")
+    assert num_stood_in > 100, "nothing stood in: these schedules prove nothing"
+    assert num_drafted > 100
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block", range(4, 40))
+def test_many_more_random_schedules(block: int, mode: OverlapMode) -> None:
+    for seed in range(50 * block, 50 * block + 50):
+        run_random_schedule(seed, mode, ngram())
+
+
+class Unasked(NgramProposer):
+    """Names a prefix that is not the sequence's."""
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        made = super().propose(sequences, num_draft_tokens)
+        return {name: replace(one, prefix_hash=one.prefix_hash ^ 1) for name, one in made.items()}
+
+
+def test_what_stands_in_for_another_prefix_is_dropped() -> None:
+    metrics = run_random_schedule(1, "draft_ahead", Unasked(prompt_lookup_min=1, prompt_lookup_max=3))
+    assert metrics.proposals_dropped["stale"] > 0
+    assert accepted_by(metrics, "ngram") == 0
+
+
+def test_control_what_stands_in_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: commit what was looked up instead of what the target says."""
+    import specdec.engine.round as round_module
+    from specdec.core.proposal import Verdict
+
+    def believe(drafted: Sequence[int], parents: None, chosen: Sequence[int]) -> Verdict:
+        return Verdict(accepted_nodes=tuple(range(len(drafted))), token_ids=(*drafted, chosen[-1]))
+
+    rng = random.Random(5)
+    cluster = Cluster(Faults(), num_drafters=0, fallback=ngram())
+    request = repetitive("r", rng)
+    assert cluster.run([request])[request.request_id] == expected(request)
+    monkeypatch.setattr(round_module, "match", believe)
+    cluster = Cluster(Faults(), num_drafters=0, fallback=ngram())
+    assert cluster.run([request])[request.request_id] != expected(request)
+
+
+def test_the_pending_chain_of_a_lookup_is_looked_ahead_behind() -> None:
+    """On a miss the draft workers prepare for verdicts on what was looked up, and are right about some."""
+    rng = random.Random(2)
+    cluster = Cluster(Faults(), mode="draft_ahead", fallback=ngram())
+    asked: list[tuple[bool, int]] = []
+    look_ahead = cluster.proposer.look_ahead
+    outcomes = []
+    take_outcomes = cluster.proposer.take_ahead_outcomes
+
+    def spy(wishes: Sequence[object]) -> None:
+        asked.extend((wish.is_foreign, len(wish.pending)) for wish in wishes)  # type: ignore[attr-defined]
+        look_ahead(wishes)  # type: ignore[arg-type]
+
+    def take() -> Sequence[object]:
+        outcomes.extend(taken := take_outcomes())
+        return taken
+
+    cluster.proposer.look_ahead = spy  # type: ignore[assignment,method-assign]
+    cluster.proposer.take_ahead_outcomes = take  # type: ignore[assignment,method-assign]
+    requests = [repetitive(f"r{index}", rng) for index in range(12)]
+    tokens = cluster.run(requests)
+    assert all(tokens[one.request_id] == expected(one) for one in requests)
+    assert any(is_foreign and num_pending > 1 for is_foreign, num_pending in asked)
+    foreign = [one for one in outcomes if one.is_foreign]
+    assert foreign
+    assert any(one.rank is not None for one in foreign), "continuations behind a lookup come true"
+    assert any(one.num_accepted > 0 for one in foreign)
+    assert {one.is_foreign for one in outcomes} == {True, False}
+
+
+class Watching(FixedController):
+    """Remembers what it was told."""
+
+    def __init__(self, mode: OverlapMode) -> None:
+        super().__init__(4, mode)
+        self.own: list[DraftOutcome] = []
+        self.stand_ins: list[DraftOutcome] = []
+
+    def observe(self, observation: RoundObservation) -> None:
+        self.own += observation.outcomes
+        self.stand_ins += observation.stand_ins
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_controller_and_the_metrics_tell_them_apart(mode: OverlapMode) -> None:
+    cluster = Cluster(Faults(loss=0.2), mode=mode, fallback=ngram())
+    controller = Watching(mode)
+    cluster.engine._rounds._controller = controller
+    rng = random.Random(4)
+    cluster.run([repetitive(f"r{index}", rng) for index in range(8)])
+    by_method = cluster.engine.metrics().by_method()
+    for method, outcomes in (("toy", controller.own), ("ngram", controller.stand_ins)):
+        counts = by_method[method]
+        assert counts.num_drafts == len(outcomes) > 0
+        assert counts.num_draft_tokens == sum(one.num_drafted for one in outcomes)
+        assert counts.num_accepted_tokens == sum(one.num_accepted for one in outcomes)
+    snapshot = cluster.engine.metrics().snapshot()
+    assert snapshot['spec_decode_num_drafts_by_method{method="ngram"}'] == len(controller.stand_ins)
+    total = snapshot["spec_decode_num_drafts"]
+    assert total == len(controller.own) + len(controller.stand_ins)
+
+
+# ---- every rule ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["sample_and_match", *LOSSLESS])
+def test_greedy_tokens_are_the_targets(rule: str) -> None:
+    similar = ToyModel(toy_engines.VOCAB_SIZE, seed=1, perturbation=0.2)
+    requests = [toy_engines.request(f"r{n}", [1 + n % 3, 2, 3, 1, 2], seed=n) for n in range(6)]
+    proposer = FallbackProposer(toy_engines.Forgetful(drafter_for(rule, similar)), ngram())
+    engine = engine_of(rule, toy_engines.MODEL, proposer, num_draft_tokens=2)
+    outputs = toy_engines.run(engine, *requests)
+    for one in requests:
+        assert toy_engines.tokens_of(outputs[one.request_id]) == toy_engines.expected_tokens(one)
+    assert engine.metrics().by_method().keys() == {"draft_model", "ngram"}
+
+
+class Counting(NgramProposer):
+    """Counts what it has proposed."""
+
+    num_proposed = 0
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        made = super().propose(sequences, num_draft_tokens)
+        self.num_proposed += len(made)
+        return made
+
+
+class Pretending(Counting):
+    """Says that what it has looked up was drawn from a uniform distribution."""
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        uniform = TokenDistribution(
+            np.arange(4, dtype=np.uint32).tobytes(), np.full(4, 0.25, np.float32).tobytes()
+        )
+        made = super().propose(sequences, num_draft_tokens)
+        return {
+            name: replace(one, noise_stream="draft", q_rows=(uniform,) * one.num_tokens)
+            for name, one in made.items()
+        }
+
+
+def p_value_with(fallback: Counting, rule: str) -> float:
+    """Chi-square against p, where about half of the drafts are missing."""
+    drafter = toy_engines.Forgetful(drafter_for(rule, TINY_DRAFT))
+    found = p_value(rule, FallbackProposer(drafter, fallback))
+    assert fallback.num_proposed > 1000, "it hardly ever stood in: this proves nothing"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_what_comes_out_is_distributed_as_the_target(rule: str) -> None:
+    assert p_value_with(Counting(prompt_lookup_min=1, prompt_lookup_max=3), rule) > 1e-4
+
+
+@pytest.mark.slow
+def test_control_a_lookup_is_no_sample() -> None:
+    assert p_value_with(Pretending(prompt_lookup_min=1, prompt_lookup_max=3), "rejection") < 1e-8
