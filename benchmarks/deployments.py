@@ -71,9 +71,11 @@ class ExchangedController:
         """Ask the present one."""
         return self.current.choose(decoding, elsewhere)
 
-    def fan_out(self, request: Schedulable, num_pending: int, max_branches: int) -> tuple[int, ...]:
+    def fan_out(
+        self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
+    ) -> tuple[int, ...]:
         """Ask the present one."""
-        return self.current.fan_out(request, num_pending, max_branches)
+        return self.current.fan_out(request, num_pending, max_branches, is_foreign=is_foreign)
 
     def observe(self, observation: RoundObservation) -> None:
         """Tell the present one."""
