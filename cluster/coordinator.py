@@ -90,9 +90,16 @@ class CoordinatorReplica:
             raise RuntimeError("the channel's thread has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What an autoscaling policy may want to know of this replica."""
+        """What an autoscaling policy may want to know of this replica.
+
+        `speculation_pool_worth` is there once the controller compares: at 1 or below for minutes, the draft
+        pool is not worth its devices.
+        """
+        metrics = self._desk.metrics
         wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        return {name: float(self._desk.metrics.get(name, 0.0)) for name in wanted}
+        stats = {name: float(metrics.get(name, 0.0)) for name in wanted}
+        worth = metrics.get("speculation_pool_worth")
+        return stats if worth is None else {**stats, "speculation_pool_worth": float(worth)}
 
     def close_down(self, limit_s: float) -> None:
         """Prepare for the end of the whole deployment: take no more requests, end what outlasts `limit_s`."""

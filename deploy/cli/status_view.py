@@ -159,8 +159,11 @@ def _acceptance(choice: ChoiceStatus, recent: RecentStatus | None) -> str:
     if choice.expected_acceptance:
         parts.append(f"{' '.join(f'{one:.2f}' for one in choice.expected_acceptance)} expected by position")
     if recent is not None and recent.acceptance is not None:
+        by_method = recent.acceptance_by_method.items()
+        methods = ", ".join(f"{method} {acceptance:.2f}" for method, acceptance in by_method)
         parts.append(
-            f"{recent.acceptance:.2f} of draft tokens measured, "
+            f"{recent.acceptance:.2f} of draft tokens measured"
+            f"{f' ({methods})' if len(by_method) > 1 else ''}, "
             f"{recent.mean_acceptance_length or 1.0:.2f} tokens per proposal"
         )
     return "; ".join(parts) or "-"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from specdec.core.clock import Clock
-from specdec.engine.metrics import EngineMetrics
+from specdec.engine.metrics import EngineMetrics, MethodCounts
 from specdec.scheduling.speculation.explanation import IN_WORDS, ControllerState
 from specdec.transport.status import ChoiceStatus, DraftLinkStatus, RecentStatus, TargetGroupStatus
 
@@ -54,6 +55,14 @@ class _Totals(NamedTuple):
         )
 
 
+class _Sample(NamedTuple):
+    """Counters at one moment."""
+
+    at_s: float
+    totals: _Totals
+    by_method: Mapping[str, MethodCounts]
+
+
 class StatusKeeper:
     """Remembers the counters of the last seconds of one engine. Belongs to one thread."""
 
@@ -63,7 +72,7 @@ class StatusKeeper:
         self._since = time.time()
         self._max_num_running = max_num_running
         self._incarnation = incarnation
-        self._seen: deque[tuple[float, _Totals]] = deque([(clock.now_s(), _Totals(*[0] * 14))])
+        self._seen = deque([_Sample(clock.now_s(), _Totals(*[0] * 14), {})])
 
     def take(
         self,
@@ -86,21 +95,27 @@ class StatusKeeper:
             max_num_running=self._max_num_running,
             kv_cache_usage=metrics.kv_cache_usage,
             choice=_choice(metrics.speculation),
-            recent=self._recent(_Totals.of(metrics, counters)),
+            recent=self._recent(
+                _Sample(self._clock.now_s(), _Totals.of(metrics, counters), _copied(metrics))
+            ),
             draft_workers=draft_workers,
         )
 
-    def _recent(self, totals: _Totals) -> RecentStatus | None:
-        now_s, seen = self._clock.now_s(), self._seen
-        while len(seen) > 1 and seen[1][0] <= now_s - _RECENT_S:
+    def _recent(self, now: _Sample) -> RecentStatus | None:
+        seen = self._seen
+        while len(seen) > 1 and seen[1].at_s <= now.at_s - _RECENT_S:
             seen.popleft()
-        before = seen[0][1]
-        seen.append((now_s, totals))
-        return _since(before, totals)
+        seen.append(now)
+        return _since(seen[0], now)
 
 
-def _since(before: _Totals, after: _Totals) -> RecentStatus | None:
-    new = _Totals(*(later - earlier for earlier, later in zip(before, after, strict=True)))
+def _copied(metrics: EngineMetrics) -> Mapping[str, MethodCounts]:
+    return {method: replace(counts) for method, counts in metrics.by_method().items()}
+
+
+def _since(before: _Sample, after: _Sample) -> RecentStatus | None:
+    pairs = zip(before.totals, after.totals, strict=True)
+    new = _Totals(*(later - earlier for earlier, later in pairs))
     if new.num_rounds <= 0 or new.round_s <= 0.0:
         return None
     num_verdicts = new.num_hits + new.num_misses
@@ -108,6 +123,7 @@ def _since(before: _Totals, after: _Totals) -> RecentStatus | None:
         num_rounds=int(new.num_rounds),
         tokens_per_s=new.num_tokens / new.round_s,
         acceptance=_ratio(new.num_accepted, new.num_drafted),
+        acceptance_by_method=_acceptance_by_method(before.by_method, after.by_method),
         mean_acceptance_length=1.0 + new.num_accepted / new.num_drafts if new.num_drafts else None,
         round_s=new.round_s / new.num_rounds,
         draft_wait_s=new.draft_wait_s / new.num_rounds,
@@ -118,6 +134,18 @@ def _since(before: _Totals, after: _Totals) -> RecentStatus | None:
         hit_rate=_ratio(new.num_hits, num_verdicts),
         late_rate=_ratio(new.num_late, num_verdicts),
     )
+
+
+def _acceptance_by_method(
+    before: Mapping[str, MethodCounts], after: Mapping[str, MethodCounts]
+) -> dict[str, float]:
+    nothing, shares = MethodCounts(), {}
+    for method, now in after.items():
+        then = before.get(method, nothing)
+        num_drafted = now.num_draft_tokens - then.num_draft_tokens
+        if num_drafted > 0:
+            shares[method] = (now.num_accepted_tokens - then.num_accepted_tokens) / num_drafted
+    return shares
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -81,8 +81,9 @@ class SpeculativeConfig(StrictConfig):
     """Longest prefix the draft model continues, in tokens; None: its own limit."""
     fallback: Literal["none", "ngram"] = "none"
     """What a request is proposed in a round that the draft model has nothing for: its drafts were not
-    prepared (overlap draft_ahead), or its draft worker is late, dead or full. none: nothing, it goes on with
-    one token; ngram: what followed its last tokens before (see `prompt_lookup_min`)."""
+    prepared (overlap draft_ahead), its draft worker is late, dead or full, or its text is longer than the
+    draft model reads. none: nothing, it goes on with one token; ngram: what followed its last tokens before
+    (see `prompt_lookup_min`)."""
     prompt_lookup_min: int = Field(default=2, ge=1)
     """Shortest n-gram (tokens) that ngram looks up, as method or as fallback."""
     prompt_lookup_max: int = Field(default=4, ge=1)

@@ -50,6 +50,8 @@ class RecentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens over the time of the rounds that brought them: idle time does not count."""
     acceptance: float | None
     """Draft tokens accepted over those verified; None: there were none."""
+    acceptance_by_method: dict[str, float]
+    """The same by who drafted: the drafter, its fallback, a grammar that forces tokens."""
     mean_acceptance_length: float | None
     """Tokens per verified proposal."""
     round_s: float

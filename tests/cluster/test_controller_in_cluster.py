@@ -45,6 +45,9 @@ def deployed(
 def test_tokens_are_those_without_speculation(deployed: Path, config: ClusterConfig, alone: Plain) -> None:
     """Also when the target's worker dies amid the streams; the next one is not measured again."""
     import ray
+    from ray import serve
+
+    from cluster.application import COORDINATOR
 
     wanted = requests(6, max_tokens=80, name="chosen")
 
@@ -60,3 +63,6 @@ def test_tokens_are_those_without_speculation(deployed: Path, config: ClusterCon
         assert not values.get('spec_decode_num_proposals_dropped{reason="malformed"}')
 
     with_service(config, scenario)
+    coordinators = serve.get_deployment_handle(COORDINATOR, APP)
+    stats = coordinators.record_autoscaling_stats.remote().result(timeout_s=30)
+    assert stats["speculation_pool_worth"] > 0.0, "an autoscaling policy cannot see what the pool is worth"

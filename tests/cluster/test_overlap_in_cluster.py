@@ -21,18 +21,29 @@ def config(cluster_config: ClusterConfig) -> ClusterConfig:
     return cluster_config.model_copy(update={"namespace": APP})
 
 
-@pytest.fixture(scope="module", params=["draft_ahead", pytest.param("ping_pong", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("draft_ahead", "ngram"),
+        pytest.param(("draft_ahead", "none"), marks=pytest.mark.full),
+        pytest.param(("ping_pong", "none"), marks=pytest.mark.full),
+    ],
+    ids="-".join,
+)
 def mode(
     request: pytest.FixtureRequest, ray_cluster: None, engine_config: EngineConfig, config: ClusterConfig
 ) -> Iterator[str]:
+    """How rounds overlap, and what stands in for missing drafts."""
     from ray import serve
 
     from cluster.application import build_application
 
-    speculative = engine_config.speculative_config.model_copy(update={"overlap": request.param})
+    overlap, fallback = request.param
+    keys = {"overlap": overlap, "fallback": fallback}
+    speculative = engine_config.speculative_config.model_copy(update=keys)
     chosen = engine_config.model_copy(update={"speculative_config": speculative})
     serve.run(build_application(chosen, config), name=APP, route_prefix=None)
-    yield request.param
+    yield "-".join(request.param)
     serve.delete(APP)
 
 
@@ -51,7 +62,10 @@ def test_tokens_are_those_without_speculation(
         await streams.finish()
         assert streams.tokens == alone(wanted)
         assert await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 0)
-        if mode == "draft_ahead":
+        if mode.startswith("draft_ahead"):
             assert await metric(service, "speculation_cache_hits", lambda value: value > 0)
+        if mode.endswith("ngram"):
+            stood_in = 'spec_decode_num_accepted_tokens_by_method{method="ngram"}'
+            assert await metric(service, stood_in, lambda value: value > 0)
 
     with_service(config, scenario)

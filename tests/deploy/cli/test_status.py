@@ -53,6 +53,7 @@ RECENT = RecentStatus(
     num_rounds=640,
     tokens_per_s=298.4,
     acceptance=0.74,
+    acceptance_by_method={"draft_model": 0.78, "ngram": 0.41},
     mean_acceptance_length=3.96,
     round_s=0.0149,
     draft_wait_s=0.0011,
@@ -150,6 +151,7 @@ def test_everything_is_shown_of_every_target_group() -> None:
         stdout, "312 expected (by mode: lockstep 280, draft_ahead 312, plain 210)", "298 measured"
     )
     assert lines_with(stdout, "0.81 0.76 0.70 0.66 expected by position; 0.74 of draft tokens measured")
+    assert "(draft_model 0.78, ngram 0.41), 3.96 tokens per proposal" in " ".join(stdout.split())
     assert lines_with(stdout, "T_draft", "9.8 ms expected, 9.7 ms measured, 88 % hidden", "waited for 1.1 ms")
     assert lines_with(stdout, "T_verify", "13.3 ms expected, 13.4 ms measured")
     assert lines_with(stdout, "78 % hits, 2 % late")

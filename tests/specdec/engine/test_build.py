@@ -73,6 +73,20 @@ def test_every_method_gives_the_same_text(folder: Path) -> None:
     assert len(texts) == 1
 
 
+def test_where_the_draft_model_ends_a_lookup_goes_on(folder: Path) -> None:
+    """The draft model continues no more than 16 tokens; what stands in for it has no such limit."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    drafted = {"method": "draft_model", "model": str(folder), "max_model_len": 16}
+    texts = []
+    for speculative in ({"method": "none"}, drafted, {**drafted, "fallback": "ngram"}):
+        with Engine(config(folder, **speculative)) as engine:
+            texts.append(engine.generate([[5, 9, 5, 9, 5, 9, 5]], params)[0].token_ids)
+            by_method = engine.metrics().by_method()
+            assert ("ngram" in by_method) == ("fallback" in speculative)
+            assert ("draft_model" in by_method) == ("model" in speculative)
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_text_is_the_same_once_everything_is_compiled(folder: Path) -> None:
     compiled = {"compile": {"mode": "auto"}}
     eager = config(folder, method="draft_model", model=str(folder), **compiled)

@@ -68,6 +68,23 @@ def test_recent_rounds_are_measured_without_idle_time(keeper: StatusKeeper, cloc
     assert times == pytest.approx((0.02, 0.01, 0.006, 0.012, 0.002))
 
 
+def test_acceptance_is_told_by_who_drafted(keeper: StatusKeeper, clock: ManualClock) -> None:
+    metrics = EngineMetrics(method="draft_model")
+    rounds(metrics, 10, num_accepted=4)
+    keeper.take(metrics, {})
+    clock.advance(11.0)
+    keeper.take(metrics, {})
+    rounds(metrics, 10, num_accepted=3)
+    rounds(metrics, 10, num_accepted=1)
+    for _ in range(10):
+        metrics.count_other_method("ngram", 4, 1)
+    clock.advance(1.0)
+    recent = keeper.take(metrics, {}).recent
+    assert recent is not None
+    assert recent.acceptance == 0.5
+    assert recent.acceptance_by_method == {"draft_model": 0.75, "ngram": 0.25}
+
+
 def test_what_was_long_ago_is_forgotten(keeper: StatusKeeper, clock: ManualClock) -> None:
     metrics = EngineMetrics()
     rounds(metrics, 50, num_accepted=0)
