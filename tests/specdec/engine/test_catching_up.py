@@ -154,5 +154,8 @@ def test_a_text_that_finds_no_room_is_answered_at_once() -> None:
     bench = Bench(DraftModelProposer(runner(num_blocks=40), Sampler(), vocab_size=VOCAB), 1)
     texts = [tuple((index + first) % VOCAB for index in range(100)) for first in range(2)]
     bench.send(0, *(entry(f"s{first}", text, num_draft_tokens=0) for first, text in enumerate(texts)))
-    assert sorted((answer.is_full, answer.num_unread) for answer in bench.serve()[0]) == [(False, 0), (True, 0)]
+    assert sorted((answer.is_full, answer.num_unread) for answer in bench.serve()[0]) == [
+        (False, 0),
+        (True, 0),
+    ]
     assert not bench.server.has_waiting
