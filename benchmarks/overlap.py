@@ -1,6 +1,6 @@
 """Draft and target group on cores of their own: what overlapping them brings, and what it leaves.
 
-    python -m benchmarks.overlap --json benchmarks/results/overlap.json    # about 40 minutes
+    python -m benchmarks.overlap --json benchmarks/results/overlap.json    # about 20 minutes
     python -m benchmarks.overlap --quick                                   # under five minutes
 
 The draft group and the target group have one core each; the coordinator floats. The target has 100 million
