@@ -94,7 +94,7 @@ class _Prepared:
     """By committed_len and prefix_hash after it."""
 
     def is_of_verdict(self, committed_len: int) -> bool:
-        """Whether a sequence of so many tokens may be what that round, and no other, has made of it."""
+        """Whether a sequence of so many tokens may be what that round alone has made of it."""
         return self.committed_len < committed_len <= self.committed_len + self.num_pending + 1
 
 

@@ -30,10 +30,15 @@ _LEAST_PROBED, _MOST_PROBED = 4, 16
 _PROBE_VERDICTS = 48
 """Proposals that a probe brings, if it may take that long."""
 _EARLY_ROUNDS = 32
-_DECISION_S = 0.025
-"""After so many seconds a decision is thought over, if there were enough rounds: it takes about 0.2 ms."""
-_MOST_UNDECIDED_ROUNDS = 32
+_DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
+"""After so many seconds a decision is thought over, if there were enough rounds: it takes about a hundredth
+of that (0.8 ms for one sequence, where the processor's caches are full of other things)."""
+_HEARD_EVERY_S = 0.03
+"""Costs are learnt from one round in so many seconds: that takes about 0.2 ms."""
+_MOST_UNDECIDED_ROUNDS = 128
 """After so many rounds it is, however short they are."""
+_MUCH_THE_SAME = 8
+"""If no more than one in so many sequences has changed, what was decided goes on until it is thought over."""
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""
 _TRANSIENT_ROUNDS: Mapping[Kind, int] = {"plain": 1, "lockstep": 0, "ping_pong": 2, "draft_ahead": 3}
@@ -42,8 +47,6 @@ _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
 _PIPELINED_PROBE_ROUNDS = 10
 _AUDIT_ROUNDS = 3
-_ENOUGH_AUDITED = 6.0
-"""Rounds without drafts after which nothing more is asked of them, until they are old."""
 _LARGEST_CHANGE = 1.5
 """A batch that has changed by this factor since the last switch is another one."""
 _WORTH_WINDOW_S = 120.0
@@ -128,6 +131,7 @@ class GoodputController:
         self._round = 0
         self._decided_round = 0
         self._since_decision_s = 0.0
+        self._unheard_s = 0.0
         self._switched_round = 0
         self._switched_batch = 0
         self._num_switches = 0
@@ -157,10 +161,13 @@ class GoodputController:
             return []
         sequences = (*decoding, *elsewhere)
         decision = self._decision
-        if decision is None or self._is_due() or not _is_same(decision, sequences):
+        if decision is None or self._is_due() or not _is_much_the_same(decision, sequences):
             decision = self._decide(sequences, len(decoding))
         index, chosen = decision.index, decision.num_draft_tokens
-        return [chosen[index[one.request_id]] for one in decoding]
+        if len(sequences) == len(index) and all(one.request_id in index for one in decoding):
+            return [chosen[index[one.request_id]] for one in decoding]
+        usual = sorted(chosen)[len(chosen) // 2]
+        return [chosen[at] if (at := index.get(one.request_id)) is not None else usual for one in decoding]
 
     def _is_due(self) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
@@ -170,8 +177,10 @@ class GoodputController:
         num_rounds = self._round - self._decided_round
         if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
             return False
-        is_early = self._round < _EARLY_ROUNDS
-        return is_early or self._since_decision_s >= _DECISION_S or num_rounds >= _MOST_UNDECIDED_ROUNDS
+        if self._round < _EARLY_ROUNDS or num_rounds >= _MOST_UNDECIDED_ROUNDS:
+            return True
+        num_sequences = 0 if self._decision is None else self._decision.batch.num_sequences
+        return self._since_decision_s >= _DECISION_S + _DECISION_S_PER_SEQUENCE * num_sequences
 
     def fan_out(
         self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
@@ -221,8 +230,7 @@ class GoodputController:
             self._note_ahead(ahead)
         if observation.mode != "draft_ahead":  # what was late once need not be so for ever
             self._in_time += (1.0 - self._in_time) / _LATE_FORGIVEN_ROUNDS
-        self._note_costs(observation, decision)
-        self._note_goodput(observation, decision)
+        self._note_times(observation, decision)
 
     # ------------------------------------------------------------------------------------ deciding
 
@@ -248,7 +256,7 @@ class GoodputController:
         self._decided_round = self._round
         self._since_decision_s = 0.0
         self._switch(options, rates, num_sequences)
-        option, reason = self._apply_trial(options, rates, region, num_sequences)
+        option, reason = self._apply_trial(options, rates, num_sequences)
         if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
             reason = "latency_target"
         chosen = option.num_draft_tokens
@@ -352,7 +360,6 @@ class GoodputController:
         self,
         options: Mapping[Kind, Option],
         rates: Mapping[Kind, float],
-        region: Region,
         num_sequences: int,
     ) -> tuple[Option, Reason]:
         """Return what to do: as decided, or something else to see whether that was right."""
@@ -361,17 +368,15 @@ class GoodputController:
         usual = options.get(self._kind, plain)
         trials = self._trials
         tried, _ = self._tried(options, rates)
-        if self._kind != "plain":
-            is_known = self._evidence.num_rounds(self._round, "plain", region) >= _ENOUGH_AUDITED
-            if not is_known and trials.current is None:
-                length = TrialLength(_AUDIT_ROUNDS, _AUDIT_ROUNDS)
-                trials.begin_audit(length, plain.round_s - plain.tokens / rates[usual.kind])
+        if self._kind != "plain" and trials.current is None:
+            length = TrialLength(_AUDIT_ROUNDS, _AUDIT_ROUNDS)
+            trials.begin_audit(length, _loss_s(plain.tokens, rates["plain"], rates[usual.kind]))
         if tried is not None and trials.current is None:
             num_probed = _num_probed(num_sequences)
             fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
             fewest = max(fewest, 6 // num_probed)
             length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
-            trials.begin_probe(length, tried.round_s - tried.tokens / rates[usual.kind])
+            trials.begin_probe(length, _loss_s(tried.tokens, rates[tried.kind], rates[usual.kind]))
         trial: Trial | None = trials.current
         if trial == "probing" and tried is not None:
             return tried, trial
@@ -400,10 +405,9 @@ class GoodputController:
         return np.maximum(cohort.requested, 0) if option is None else option.num_draft_tokens
 
     def _probed(self, chosen: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.int64]:
-        """Draft for a few requests only, others each time: at least one token each."""
-        number = _num_probed(len(chosen))
-        order = (np.arange(len(chosen)) + self._round * number) % len(chosen)
-        return np.where(order < number, np.maximum(chosen, 1), 0)
+        """Draft for the youngest only: drafters have least to read of them. At least one token each."""
+        is_probed = np.arange(len(chosen)) >= len(chosen) - _num_probed(len(chosen))
+        return np.where(is_probed, np.maximum(chosen, 1), 0)
 
     def _reason(self, options: Mapping[Kind, Option], usual: Option) -> Reason:
         if usual.kind != "plain":
@@ -468,25 +472,43 @@ class GoodputController:
             has_drafts = _kind_of(observation) != "plain"
             self._overheads.note(observation.num_sequences, rest_s, has_drafts=has_drafts)
 
-    def _note_goodput(self, observation: RoundObservation, decision: Decision) -> None:
+    def _note_times(self, observation: RoundObservation, decision: Decision) -> None:
+        """Learn from how long a round took; of many short ones, from some."""
+        kind = _kind_of(observation)
+        self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
+        self._last_kind = kind
         round_s = observation.round_s
         if round_s is None:
             round_s = observation.draft_s + observation.verify_s
-        if round_s <= 0.0:
-            return
         self._since_decision_s += round_s
+        self._unheard_s += round_s
+        lost_s = 0.0
+        if self._is_to_be_heard():
+            self._note_costs(observation, decision)
+            if round_s > 0.0:
+                lost_s = self._note_goodput(observation, decision, kind, round_s)
+                self._note_worth(decision, self._unheard_s)
+            self._unheard_s = 0.0
+        if round_s > 0.0 and self._trials.note_round(round_s, lost_s):
+            self._decided_round = -_MOST_UNDECIDED_ROUNDS  # think it over at once
+
+    def _is_to_be_heard(self) -> bool:
+        is_new = self._round < _EARLY_ROUNDS or self._round - self._switched_round < _EARLY_ROUNDS
+        return is_new or self._unheard_s >= _HEARD_EVERY_S or self._trials.current is not None
+
+    def _note_goodput(
+        self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
+    ) -> float:
+        """Compare a round with what was expected of it; return what it has lost, if it was a trial."""
         option = decision.option
         num_decoding = observation.num_decoding
         if num_decoding is None:
             num_decoding = observation.num_sequences
         expected_s = option.round_s * (0.5 if option.kind == "ping_pong" else 1.0)
         own_s = round_s - self._prompt_s(observation)
-        kind = _kind_of(observation)
         is_as_decided = option.kind == kind and observation.num_elsewhere + num_decoding == len(
             decision.index
         )
-        self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
-        self._last_kind = kind
         is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
         if is_as_decided and is_settled and own_s > 0.3 * round_s and not decision.is_partial:
             measured = MeasuredRound(
@@ -500,11 +522,8 @@ class GoodputController:
                 + len(observation.stand_ins) * self._stand_ins.gain_if_there,
             )
             self._evidence.note(self._round, measured)
-        self._note_worth(decision, round_s)
         usual_rate = decision.rates.get(self._kind or option.kind, option.rate)
-        lost_s = min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
-        if self._trials.note_round(round_s, lost_s):
-            self._decided_round = -_MOST_UNDECIDED_ROUNDS  # think it over at once
+        return min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
 
     def _prompt_s(self, observation: RoundObservation) -> float:
         """Return what the rows that read prompts have cost a round."""
@@ -548,13 +567,21 @@ class GoodputController:
         )
 
 
+def _loss_s(tokens: float, rate: float, usual_rate: float) -> float:
+    """Return how much longer so many tokens take at a rate than at the usual one."""
+    return tokens / rate - tokens / usual_rate
+
+
 def _num_probed(num_sequences: int) -> int:
     return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
 
 
-def _is_same(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
+def _is_much_the_same(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
+    """Whether a decision is good enough for a batch: a few may have gone, and a few have come."""
     index = decision.index
-    return len(sequences) == len(index) and all(one.request_id in index for one in sequences)
+    num_new = sum(one.request_id not in index for one in sequences)
+    num_gone = len(index) - (len(sequences) - num_new)
+    return max(num_new, num_gone) <= len(index) // _MUCH_THE_SAME
 
 
 def _region_of(batch: Batch) -> Region:
