@@ -124,5 +124,4 @@ def test_the_schedules_would_catch_what_is_not_released(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(RemoteProposer, "release", forgetful)
     with pytest.raises(AssertionError, match="r3"):
-        for seed in range(10):
-            run_random_schedule(seed)
+        any(run_random_schedule(seed)[1] < 0 for seed in range(10))
