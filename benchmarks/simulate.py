@@ -2,8 +2,8 @@
 
 Llama 70B on groups of eight H100 and smaller Llamas as drafters, by rooflines; requests by the distributions
 of public traces. Scheduler, controllers, fan-out, draft deadlines, placement on draft workers and their fair
-batches are the engine's own functions; verdicts come by chance. Nothing here says how fast a kernel is: it says what follows
-for a cluster from given costs. The same seed gives the same numbers.
+batches are the engine's own functions; verdicts come by chance. Nothing here says how fast a kernel is: it
+says what follows for a cluster from given costs. The same seed gives the same numbers.
 """
 
 from __future__ import annotations
