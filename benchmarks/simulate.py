@@ -1,9 +1,9 @@
 """Thousands of GPUs in a virtual clock: modes, pool sizes, loads and failures, by the real policy code.
 
 Llama 70B on groups of eight H100 and smaller Llamas as drafters, by rooflines; requests by the distributions
-of public traces. Scheduler, controllers, fan-out, draft deadlines and the choice of a draft worker are the
-engine's own functions; verdicts come by chance. Nothing here says how fast a kernel is: it says what follows
-for a cluster from given costs. The same seed gives the same numbers.
+of public traces. Scheduler, controllers, fan-out, draft deadlines, placement on draft workers and their fair
+batches are the engine's own functions; verdicts come by chance. Nothing here says how fast a kernel is: it
+says what follows for a cluster from given costs. The same seed gives the same numbers.
 """
 
 from __future__ import annotations

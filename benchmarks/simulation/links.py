@@ -138,7 +138,7 @@ class DraftLinks:
         return None if its is None else its.worker
 
     def _register(self, request_id: RequestId, now_s: float) -> Registration | None:
-        name = place([link.view(now_s) for link in self.links.values()])
+        name = place([link.view(now_s) for link in self.links.values()], self._placement)
         return None if name is None else self._register_at(request_id, name)
 
     def _register_at(self, request_id: RequestId, name: PeerId) -> Registration:

@@ -63,14 +63,24 @@ class Move(NamedTuple):
     num_sequences: int
 
 
-def place(workers: Sequence[DraftWorkerView]) -> PeerId | None:
-    """Return the worker that a sequence goes to: the least busy of those that answer in time, have a place.
+def place(workers: Sequence[DraftWorkerView], config: DraftPlacementConfig) -> PeerId | None:
+    """Return the worker that a sequence goes to: one of the least busy of those that answer in time.
 
-    Where none answers in time it is the least busy of the others; where none has a place there is none.
+    Of workers that are about equally busy (so that nothing would change from one to the other) it is the one
+    with the fewest sequences of this coordinator: a round waits for the worker with the most of them. Where
+    none answers in time it is one of the others; where none has a place there is none.
+
+    Args:
+        workers: those that are there.
+        config: what is about equal.
     """
     open_now = [view for view in _comparable(workers) if view.has_place]
-    ready = [view for view in open_now if view.is_ready]
-    return min(ready or open_now, key=lambda view: view.load).worker if open_now else None
+    candidates = [view for view in open_now if view.is_ready] or open_now
+    if not candidates:
+        return None
+    most = (1 + config.imbalance) * min(view.with_more(1).load for view in candidates)
+    least_busy = [view for view in candidates if view.with_more(1).load <= most]
+    return min(least_busy, key=lambda view: (view.num_own / (view.capacity or 1), view.load)).worker
 
 
 def rebalance(workers: Sequence[DraftWorkerView], config: DraftPlacementConfig, draw: float) -> list[Move]:

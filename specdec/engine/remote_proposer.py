@@ -434,7 +434,8 @@ class RemoteProposer:
                 link.view(now_s)
                 for name, link in self._links.items()
                 if not resting or now_s >= resting.get(name, now_s)
-            ]
+            ],
+            self._placement,
         )
         if worker is None:
             return self._registrations.get(request_id)

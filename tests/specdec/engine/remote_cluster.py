@@ -149,10 +149,10 @@ class Cluster:
         coordinator = self.network.open(PeerId("coordinator"))
         worker.admit([coordinator.address])
         if make_target is None:
-            toy = ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
+            self.toy = ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
         else:
-            toy = make_target(self.clock)
-        self.target_server = TargetServer(worker, toy)
+            self.toy = make_target(self.clock)
+        self.target_server = TargetServer(worker, self.toy)
         self.network.serve(TARGET, lambda: self.target_server.step(0))
         self.network.faults = faults
         target = RemoteTarget(coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock)

@@ -39,6 +39,8 @@ def view(name: str, num_own: int, num_others: int = 0, **fields: object) -> Draf
         ([view("a", 0, has_place=False), view("b", 5, is_ready=False)], "b"),
         ([view("a", 0, has_place=False)], None),
         ([view("a", 3, capacity=8), view("b", 2)], "b"),
+        ([view("a", 3, 20, capacity=64), view("b", 0, 24, capacity=64)], "b"),
+        ([view("a", 3, 10, capacity=64), view("b", 0, 24, capacity=64)], "a"),
     ],
     ids=[
         "nobody",
@@ -51,10 +53,12 @@ def view(name: str, num_own: int, num_others: int = 0, **fields: object) -> Draf
         "a late place is better than none",
         "all are full",
         "who has not told is like the others",
+        "of those about equally busy the one with the fewest own",
+        "but not of those that are busier",
     ],
 )
 def test_a_sequence_goes_to_the_least_busy(workers: list[DraftWorkerView], chosen: str | None) -> None:
-    assert place(workers) == chosen
+    assert place(workers, CONFIG) == chosen
 
 
 def apply(workers: dict[PeerId, DraftWorkerView], moves: list[tuple[PeerId, PeerId, int]]) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from specdec.core.ids import RequestId
+from specdec.engine.draft_shares import DraftShareConfig
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
 from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
@@ -51,7 +52,34 @@ def run_random_schedule(seed: int, mode: OverlapMode = "lockstep") -> tuple[Clus
         cluster.step(tokens)
     for request in requests:
         assert tokens[request.request_id] == expected(request), (seed, request)
-    return cluster, cluster.engine.metrics().num_accepted_tokens
+    num_accepted = cluster.engine.metrics().num_accepted_tokens
+    assert_nothing_is_left(cluster)
+    return cluster, num_accepted
+
+
+def assert_nothing_is_left(cluster: Cluster) -> None:
+    """Once what was in flight has landed and a last request without faults has gone through.
+
+    A release that was lost is made up for by the end of the lease.
+    """
+    cluster.network.faults = Faults()
+    cluster.network.run_for(10.0)
+    request = a_request("last", random.Random(0))
+    assert cluster.run([request])["last"] == expected(request)
+    proposer = cluster.proposer
+    assert not proposer._registrations
+    assert not proposer._prepared
+    assert not proposer._outgrown
+    assert not any(link.num_registered for link in proposer._links.values())
+    assert not any(its.values() for its in proposer._ahead.pending.values())
+    assert cluster.toy._sequences.keys() <= {"last"}, "the target is told with its next step"
+    assert not cluster.target_server._early
+    cluster.network.run_for(DraftShareConfig().lease_s + 1.0)
+    for name, server in cluster.servers.items():
+        server.step(0)
+        assert server.num_sequences == 0
+        assert not cluster.drafters[name].known
+        assert not any(client.mirrors or client.wishes for client in server._clients.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -82,4 +110,18 @@ def test_the_schedules_would_catch_a_drafter_that_is_believed(monkeypatch: pytes
 
     monkeypatch.setattr(round_module, "match", believe)
     with pytest.raises(AssertionError):
+        any(run_random_schedule(seed)[1] < 0 for seed in range(10))
+
+
+def test_the_schedules_would_catch_what_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: one sequence is never given up."""
+    from specdec.engine.remote_proposer import RemoteProposer
+
+    own = RemoteProposer.release
+
+    def forgetful(self: RemoteProposer, request_ids: Iterable[RequestId]) -> None:
+        own(self, [one for one in request_ids if one != "r3"])
+
+    monkeypatch.setattr(RemoteProposer, "release", forgetful)
+    with pytest.raises(AssertionError, match="r3"):
         any(run_random_schedule(seed)[1] < 0 for seed in range(10))
