@@ -169,9 +169,9 @@ class DraftServer:
         invalid_entries, unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads
         the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to
         another), outgrown_sequences (their coordinator's share of the memory is too small for them now),
-        unread_dropped (their coordinator said too much at a time); and by metric name what
-        coordinators are told: `draft_grammar_failures` and what the proposer counts
-        (`proposers.base.HasCounters`)."""
+        unread_dropped (their coordinator said too much at a time), unexpected_messages (not for a draft
+        worker); and by metric name what coordinators are told: `draft_grammar_failures` and what the proposer
+        counts (`proposers.base.HasCounters`)."""
 
     @property
     def num_sequences(self) -> int:
@@ -220,11 +220,12 @@ class DraftServer:
             num_said = 1 + len(message.entries)
             unread.append(message.round_id)
             unread.extend(message.entries)
-        elif not isinstance(message, Release):
-            return
-        else:
+        elif isinstance(message, Release):
             num_said = len(message.sequences)
             unread.extend([_Released(*released) for released in message.sequences])
+        else:
+            self.counters["unexpected_messages"] += 1
+            return
         if num_before + num_said > len(unread):
             self.counters["unread_dropped"] += num_before + num_said - len(unread)
 

@@ -48,6 +48,10 @@ _MOST_WAITED_FOR = 256
 """Tokens. A sequence that has more to catch up on does so while its request goes on without drafts."""
 
 
+_LONGEST_S = 1e12
+"""No clock shows more seconds."""
+
+
 class _PrefixKey(NamedTuple):
     request_id: RequestId
     epoch: int
@@ -613,8 +617,10 @@ class RemoteProposer:
         elif isinstance(envelope.message, PeerLost):
             link.patience.missed(self._clock.now_s())
             this_round.abandon(envelope.sender)
-        elif isinstance(envelope.message, ProposeReply):
+        elif isinstance(envelope.message, ProposeReply) and _makes_sense(envelope.message):
             self._take_reply(envelope.message, link, this_round)
+        else:
+            self._counters["invalid_drafts_dropped"] += 1
 
     def _take_reply(self, reply: ProposeReply, link: _Link, this_round: _Round) -> None:
         read_s = self._clock.now_s()
@@ -723,6 +729,16 @@ class RemoteProposer:
 
     def _count(self, name: str, seconds: float) -> None:
         self._counters[name] += seconds  # type: ignore[assignment]
+
+
+def _makes_sense(reply: ProposeReply) -> bool:
+    """Whether its numbers are numbers, of a size that can be: what is not one would spread."""
+    return (
+        0.0 <= reply.draft_s <= _LONGEST_S
+        and (reply.sent_s is None or abs(reply.sent_s) <= _LONGEST_S)
+        and min(reply.num_sequences, reply.max_sequences, reply.num_places, reply.max_length) >= 0
+        and (reply.counts is None or min(reply.counts.values(), default=0) >= 0)
+    )
 
 
 class _Wish(NamedTuple):

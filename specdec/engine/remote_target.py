@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +76,8 @@ class RemoteTarget:
         self._next_sequence = 0
         self._in_flight: deque[RunStep] = deque()
         self._done: dict[int, TargetResult] = {}
+        self.counters: Counter[str] = Counter()
+        """stale_answers: to steps that nobody waits for any more."""
         self._lost_s: float | None = None
         channel.connect(worker)
         self._description = self._attach()
@@ -180,6 +182,10 @@ class RemoteTarget:
             self._lost_s = None
             if any(waiting.sequence == message.sequence for waiting in self._in_flight):
                 self._done[message.sequence] = message.result
+            else:
+                self.counters["stale_answers"] += 1
+        elif isinstance(message, StepDone):
+            self.counters["stale_answers"] += 1
 
     def _next_message(self, give_up_s: float) -> object:
         """Return the next message of the worker, after looking for those that end the relation.

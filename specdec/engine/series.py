@@ -75,7 +75,10 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
     "draft_compute_seconds": Series("counter", "Drafting, as each draft worker measures it."),
     "draft_deadline_misses": Series("counter", "Draft workers that did not answer in time."),
     "stale_drafts_dropped": Series("counter", "Drafts that came for another prefix, or too late."),
-    "invalid_drafts_dropped": Series("counter", "Drafts with tokens that nobody asked for."),
+    "invalid_drafts_dropped": Series(
+        "counter",
+        "Drafts with tokens that nobody asked for, and replies of draft workers that make no sense.",
+    ),
     "fallback_requests": Series(
         "counter", "Requests that a round went on without the draft pool's drafts for."
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import msgspec
 
@@ -49,6 +49,9 @@ class TargetServer:
         self._answers: OrderedDict[int, TargetResult] = OrderedDict()
         self._known: set[RequestId] = set()
         self._left_behind: tuple[RequestId, ...] = ()
+        self.counters: Counter[str] = Counter()
+        """stale_steps (of somebody who is not the owner any more, or never was), repeated_steps,
+        stale_wishes (for hidden states), unexpected_messages (not for a target worker)."""
 
     def step(self, timeout_s: float | None) -> bool:
         """Handle the next message; return whether one came within `timeout_s`.
@@ -68,7 +71,10 @@ class TargetServer:
             case SendHidden() as order if self._hidden is not None:
                 if envelope.sender == self._owner and order.incarnation == self._incarnation:
                     self._hidden.take(order)
+                else:
+                    self.counters["stale_wishes"] += 1
             case _:
+                self.counters["unexpected_messages"] += 1
                 logger.debug("ignored %s from %s", type(envelope.message).__name__, envelope.sender)
         return True
 
@@ -93,8 +99,11 @@ class TargetServer:
 
     def _accept(self, sender: PeerId, message: RunStep) -> None:
         if sender != self._owner or message.incarnation != self._incarnation:
+            self.counters["stale_steps"] += 1
             self._channel.send(sender, Fenced(message.incarnation, self._incarnation))
             return
+        if message.sequence < self._next_sequence:
+            self.counters["repeated_steps"] += 1
         if message.sequence in self._answers:
             self._answer(message.sequence)
         elif message.sequence >= self._next_sequence:

@@ -287,6 +287,8 @@ class MemoryChannel:
 def _opened(sender: PeerId, frame: bytes) -> Envelope:
     if is_frame(frame):
         return Envelope(sender=sender, message=decode(frame))
+    if not frame:
+        raise ProtocolError("an empty frame")
     import torch
 
     from specdec.transport.parcels import decode_parcel

@@ -100,11 +100,11 @@ def test_malformed_and_old_frames_are_counted_and_dropped() -> None:
     _, server, client = pair(Faults())
     old = bytearray(encode(Ping(1)))
     old[2] = 0
-    for frame in (b"rubbish", bytes(old), encode(Ping(1))[:4]):
+    for frame in (b"rubbish", b"", bytes(old), encode(Ping(1))[:4]):
         client.inject(SERVER, frame)
     client.send(SERVER, Ping(2))
     assert server.receive(1.0).message == Ping(2)
-    assert server.counters.dropped == {"malformed": 2, "version": 1}
+    assert server.counters.dropped == {"malformed": 3, "version": 1}
 
 
 def test_threads_in_real_time() -> None:

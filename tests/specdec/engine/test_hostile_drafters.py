@@ -1,0 +1,162 @@
+"""A draft worker that says anything: nobody raises, waits for ever, or writes another token for its sake."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import msgspec
+import pytest
+
+from specdec.core.errors import ChannelTimeout
+from specdec.core.ids import RequestId
+from specdec.engine.draft_server import DraftServer
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.transport.base import PeerId
+from specdec.transport.memory import Faults
+from specdec.transport.messages import (
+    DraftBranch,
+    Fatal,
+    Fenced,
+    Hello,
+    LaneMoved,
+    Ping,
+    ProposeAnswer,
+    ProposeEntry,
+    ProposeReply,
+    ProposeRequest,
+    Release,
+    encode,
+)
+from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
+
+NUMBERS = (0, 1, -1, 3, 7, 1 << 31, -(1 << 63), (1 << 63) - 1)
+SECONDS = (0.0, 1e-3, -1.0, 1e300, float("nan"), float("inf"), float("-inf"))
+MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
+
+
+class Hostile:
+    """Answers what it is asked with something like an answer, and with anything else."""
+
+    def __init__(self, cluster: Cluster, rng: random.Random) -> None:
+        self.rng = rng
+        self.channel = cluster.network.open(PeerId("hostile"))
+        self.channel.admit([cluster.proposer._channel.address])
+        cluster.network.serve(PeerId("hostile"), self.serve)
+        cluster.addresses[PeerId("hostile")] = self.channel.address
+        cluster.proposer.set_workers(list(cluster.addresses.values()))
+        self.num_asked = 0
+
+    def serve(self) -> None:
+        with suppress(ChannelTimeout):
+            while True:
+                envelope = self.channel.receive(0)
+                if isinstance(envelope.message, ProposeRequest):
+                    self.num_asked += 1
+                    self.reply(envelope.sender, envelope.message)
+
+    def reply(self, to: PeerId, request: ProposeRequest) -> None:
+        rng = self.rng
+        for _ in range(rng.randint(1, 3)):
+            fate = rng.random()
+            if fate < 0.1:
+                self.channel.inject(to, rng.randbytes(rng.randint(0, 40)))
+            elif fate < 0.2:
+                frame = bytearray(encode(ProposeReply(request.round_id, ())))
+                frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+                self.channel.inject(to, bytes(frame))
+            elif fate < 0.3:
+                kinds = (Ping(1), Hello(1), Fatal("no"), Fenced(1, 2), Release(()), LaneMoved("x"))
+                self.channel.send(to, rng.choice(kinds))
+            else:
+                self.channel.send(to, self.some_reply(request))
+
+    def some_reply(self, request: ProposeRequest) -> ProposeReply:
+        rng = self.rng
+        return ProposeReply(
+            round_id=rng.choice((request.round_id, *NUMBERS)),
+            answers=tuple([self.some_answer(entry) for entry in request.entries for _ in range(2)]),
+            draft_s=rng.choice(SECONDS),
+            counts=rng.choice((None, {"draft_prefix_cache_hits": rng.choice(NUMBERS)})),
+            num_sequences=rng.choice(NUMBERS),
+            max_sequences=rng.choice(NUMBERS),
+            num_places=rng.choice(NUMBERS),
+            sent_s=rng.choice((None, *SECONDS)),
+            max_length=rng.choice((0, 0, 0, *NUMBERS)),
+        )
+
+    def some_answer(self, entry: ProposeEntry) -> ProposeAnswer:
+        rng = self.rng
+        tokens = tuple(rng.choices((0, 5, 10, *NUMBERS), k=rng.randint(0, 6)))
+        branch = DraftBranch(entry.committed_len + 1, rng.choice((entry.prefix_hash, 0)), tokens)
+        answer = ProposeAnswer(
+            request_id=entry.request_id,
+            epoch=entry.epoch,
+            committed_len=entry.committed_len,
+            prefix_hash=entry.prefix_hash,
+            token_ids=tokens,
+        )
+        lies: dict[str, object] = {
+            "request_id": RequestId("nobody's"),
+            "epoch": rng.choice(NUMBERS),
+            "committed_len": rng.choice(NUMBERS),
+            "prefix_hash": 5,
+            "parents": tuple(rng.choices(NUMBERS, k=rng.randint(0, 6))),
+            "noise_stream": rng.choice(("draft", "accept")),
+            "q_rows": (),
+            "needs_start": True,
+            "is_full": True,
+            "branches": (branch,) * 70,
+        }
+        told = {name: lies[name] for name in rng.sample(list(lies), rng.choice((0, 0, 1, 2)))}
+        return msgspec.structs.replace(answer, **told)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_a_draft_worker_says_tokens_are_the_targets(mode: OverlapMode) -> None:
+    num_malformed = num_stale = num_invalid = num_accepted = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        cluster = Cluster(Faults(delay_s=(0.0, 0.002)), seed, num_drafters=seed % 2, mode=mode)
+        hostile = Hostile(cluster, rng)
+        requests = [a_request(f"r{index}", rng) for index in range(5)]
+        tokens = cluster.run(requests)
+        for request in requests:
+            assert tokens[request.request_id] == expected(request), (seed, request)
+        assert hostile.num_asked > 0
+        assert cluster.clock.now_s() < 60, "it is waited for, but not for ever"
+        assert not cluster.proposer._registrations
+        channel, counters = cluster.proposer._channel.counters, cluster.proposer.counters
+        num_malformed += channel.dropped["malformed"] + channel.dropped["version"]
+        num_stale += counters.get("stale_drafts_dropped", 0)
+        num_invalid += counters.get("invalid_drafts_dropped", 0)
+        if seed % 2:
+            num_accepted += cluster.engine.metrics().num_accepted_tokens
+        for value in counters.values():
+            assert value == value, "not a number"
+    assert min(num_malformed, num_stale, num_invalid) > 20, "what is dropped is counted"
+    assert num_accepted > 50, "and the other draft worker is of use all the same"
+
+
+def test_messages_of_other_kinds_are_counted_at_a_draft_worker() -> None:
+    cluster = Cluster(Faults(), num_drafters=1)
+    (server,) = cluster.servers.values()
+    assert isinstance(server, DraftServer)
+    (name,) = cluster.servers
+    channel = cluster.proposer._channel
+    cluster.proposer.propose([], {})  # it links to those that there are
+    for message in (Ping(1), Hello(3), Fatal("no"), ProposeReply(1, ())):
+        channel.send(name, message)
+    cluster.network.run_for(1.0)
+    assert server.counters["unexpected_messages"] == 4
+
+
+def test_messages_of_other_kinds_are_counted_at_a_target_worker() -> None:
+    cluster = Cluster(Faults(), num_drafters=0)
+    stranger = cluster.network.open(PeerId("stranger"))
+    cluster.network._channels[PeerId("target")].admit([stranger.address])
+    stranger.connect(cluster.network._channels[PeerId("target")].address)
+    for message in (Ping(1), Release(()), ProposeReply(1, ())):
+        stranger.send(PeerId("target"), message)
+    cluster.network.run_for(1.0)
+    assert cluster.target_server.counters["unexpected_messages"] == 3
