@@ -133,9 +133,9 @@ QUICK = Plan(
         *_grid(_COLOCATED, (64,), (128,), (0.2, 0.95)),
     ),
     steps=((_COLOCATED, StepPlan(repeats=1)),),
-    pairs=8,
-    block_s=0.8,
-    try_s=0.25,
+    pairs=6,
+    block_s=0.6,
+    try_s=0.2,
     cold_s=(1.0, 2.0),
     warm_s=2.0,
 )
@@ -316,6 +316,11 @@ def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def _in_short(cell: Mapping[str, Any]) -> str:
+    best, plain = cell["vs_best_fixed"].median, cell["vs_plain"].median
+    return f"{best:.3f} of {cell['best']}, {plain:.3f} of plain decoding"
+
+
 @contextlib.contextmanager
 def _models(plan: Plan, models: Path) -> Iterator[tuple[Path, Path]]:
     with tempfile.TemporaryDirectory() as folder:
@@ -347,6 +352,7 @@ def measure(
                 for cell in (cell for cell in plan.cells if cell.deployment == name):
                     task = progress.add_task(cell.name, total=plan.pairs + 2)
                     cells.append(bench.cell(cell, partial(progress.advance, task)))
+                    progress.update(task, description=f"{cell.name}: {_in_short(cells[-1])}")
                 for step in (step for where, step in plan.steps if where == name):
                     task = progress.add_task(f"load step: {name}", total=2 * step.repeats)
                     steps.append(bench.step(step, partial(progress.advance, task)))

@@ -13,8 +13,11 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
 from specdec.sampling.noise import choice_seed
 
-_SETTLING_ROUNDS = 6
-"""Rounds after the last first token that are not counted: drafters read prompts meanwhile."""
+_SETTLING_ROUNDS, _SETTLED_ROUNDS, _SETTLED_S = 3, 6, 0.2
+"""After the last first token, at least so many rounds are not counted, at most so many, and none after so
+many seconds: drafters read prompts meanwhile."""
+_FEWEST_ROUNDS = 4
+"""Rounds that are counted at least, however long they are."""
 SPARE_TOKENS = 64
 """Room behind `Batch.num_tokens`: for the last round, and for what is decoded while others settle."""
 _numbers = itertools.count()
@@ -54,8 +57,8 @@ def decode_for(engine: Engine, batch: Batch, seconds: float, *, is_cold: bool = 
         ValueError: requests end before they have settled.
     """
     counted = Counted()
-    while not counted.num_rounds or counted.seconds < seconds:
-        _decode_once(engine, batch, counted, seconds, 0 if is_cold else _SETTLING_ROUNDS)
+    while not _is_enough(counted, seconds):
+        _decode_once(engine, batch, counted, seconds, is_cold=is_cold)
         if not counted.num_rounds:
             raise ValueError(f"{batch.num_tokens} tokens are too few: requests end before they have settled")
         is_cold = False
@@ -69,29 +72,34 @@ def read(engine: Engine, prompts: Sequence[tuple[int, ...]], tick: Callable[[], 
         tick()
 
 
-def _decode_once(
-    engine: Engine, batch: Batch, counted: Counted, seconds: float, num_settling_rounds: int
-) -> None:
+def _is_enough(counted: Counted, seconds: float) -> bool:
+    return counted.seconds >= seconds and counted.num_rounds >= _FEWEST_ROUNDS
+
+
+def _decode_once(engine: Engine, batch: Batch, counted: Counted, seconds: float, *, is_cold: bool) -> None:
     requests = _requests(batch)
     lengths = dict.fromkeys((request.request_id for request in requests), 0)
     for request in requests:
         engine.add_request(request)
-    num_settling = -1  # until everybody has a token
+    settling_since_s: float | None = None
+    num_settling, is_settled = 0, False
     last_s = time.perf_counter()
-    while num_settling != 0 or (max(lengths.values()) < batch.num_tokens and counted.seconds < seconds):
+    while not is_settled or (max(lengths.values()) < batch.num_tokens and not _is_enough(counted, seconds)):
         num_new = 0
         for output in engine.step():
             lengths[output.request_id] += len(output.token_ids)
             num_new += len(output.token_ids)
         now_s = time.perf_counter()
-        if num_settling == 0:
+        if is_settled:
             counted.num_tokens += num_new
             counted.seconds += now_s - last_s
             counted.num_rounds += 1
-        elif num_settling > 0:
-            num_settling -= 1
+        elif settling_since_s is not None:
+            num_settling += 1
+            is_long = now_s - settling_since_s >= _SETTLED_S or num_settling >= _SETTLED_ROUNDS
+            is_settled = num_settling >= _SETTLING_ROUNDS and is_long
         elif min(lengths.values()) > 0:
-            num_settling = num_settling_rounds
+            settling_since_s, is_settled = now_s, is_cold
         last_s = now_s
     for request in requests:
         engine.abort(request.request_id)
