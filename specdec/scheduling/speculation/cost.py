@@ -15,6 +15,9 @@ Floats = NDArray[np.float64]
 
 _NUM_RECENT = 9
 """Observations of a region that its correction is the median of."""
+_NUM_KEPT = 2
+"""Observations that those before a pause count as."""
+_PAUSE_ROUNDS = 100
 _NUM_DOUBTS = 2
 """Observations that a region is thought to have had before the first, all as its neighbours say."""
 _STALE_ROUNDS = 1500.0
@@ -57,6 +60,10 @@ class CorrectionGrid:
         self._round += 1
         log_ratio = min(max(float(np.log(ratio)), -_LARGEST_LOG), _LARGEST_LOG)
         recent = self._recent[a, b]
+        if self._num_seen[a, b] > _NUM_KEPT and self._round - self._last_round[a, b] > _PAUSE_ROUNDS:
+            # Whatever else the machine did then, it may have stopped: what comes now must be heard.
+            recent[:_NUM_KEPT] = self._median[a, b]
+            self._num_seen[a, b] = _NUM_KEPT
         recent[self._num_seen[a, b] % _NUM_RECENT] = log_ratio
         self._num_seen[a, b] += 1
         self._last_round[a, b] = self._round

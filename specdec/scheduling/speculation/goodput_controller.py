@@ -30,9 +30,11 @@ _LEAST_PROBED, _MOST_PROBED = 4, 16
 _PROBE_VERDICTS = 48
 """Proposals that a probe brings, if it may take that long."""
 _EARLY_ROUNDS = 32
-_DECISION_S = 0.025
+_DECISION_S = 0.04
 """After so many seconds a decision is thought over, if there were enough rounds: it takes about 0.2 ms."""
-_MOST_UNDECIDED_ROUNDS = 32
+_HEARD_EVERY_S = 0.01
+"""Costs are learnt from one round in so many seconds: that takes about 0.05 ms."""
+_MOST_UNDECIDED_ROUNDS = 48
 """After so many rounds it is, however short they are."""
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""
@@ -42,8 +44,6 @@ _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
 _PIPELINED_PROBE_ROUNDS = 10
 _AUDIT_ROUNDS = 3
-_ENOUGH_AUDITED = 6.0
-"""Rounds without drafts after which nothing more is asked of them, until they are old."""
 _LARGEST_CHANGE = 1.5
 """A batch that has changed by this factor since the last switch is another one."""
 _WORTH_WINDOW_S = 120.0
@@ -128,6 +128,7 @@ class GoodputController:
         self._round = 0
         self._decided_round = 0
         self._since_decision_s = 0.0
+        self._unheard_s = 0.0
         self._switched_round = 0
         self._switched_batch = 0
         self._num_switches = 0
@@ -221,8 +222,7 @@ class GoodputController:
             self._note_ahead(ahead)
         if observation.mode != "draft_ahead":  # what was late once need not be so for ever
             self._in_time += (1.0 - self._in_time) / _LATE_FORGIVEN_ROUNDS
-        self._note_costs(observation, decision)
-        self._note_goodput(observation, decision)
+        self._note_times(observation, decision)
 
     # ------------------------------------------------------------------------------------ deciding
 
@@ -248,7 +248,7 @@ class GoodputController:
         self._decided_round = self._round
         self._since_decision_s = 0.0
         self._switch(options, rates, num_sequences)
-        option, reason = self._apply_trial(options, rates, region, num_sequences)
+        option, reason = self._apply_trial(options, rates, num_sequences)
         if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
             reason = "latency_target"
         chosen = option.num_draft_tokens
@@ -352,7 +352,6 @@ class GoodputController:
         self,
         options: Mapping[Kind, Option],
         rates: Mapping[Kind, float],
-        region: Region,
         num_sequences: int,
     ) -> tuple[Option, Reason]:
         """Return what to do: as decided, or something else to see whether that was right."""
@@ -361,17 +360,15 @@ class GoodputController:
         usual = options.get(self._kind, plain)
         trials = self._trials
         tried, _ = self._tried(options, rates)
-        if self._kind != "plain":
-            is_known = self._evidence.num_rounds(self._round, "plain", region) >= _ENOUGH_AUDITED
-            if not is_known and trials.current is None:
-                length = TrialLength(_AUDIT_ROUNDS, _AUDIT_ROUNDS)
-                trials.begin_audit(length, plain.round_s - plain.tokens / rates[usual.kind])
+        if self._kind != "plain" and trials.current is None:
+            length = TrialLength(_AUDIT_ROUNDS, _AUDIT_ROUNDS)
+            trials.begin_audit(length, _loss_s(plain.tokens, rates["plain"], rates[usual.kind]))
         if tried is not None and trials.current is None:
             num_probed = _num_probed(num_sequences)
             fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
             fewest = max(fewest, 6 // num_probed)
             length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
-            trials.begin_probe(length, tried.round_s - tried.tokens / rates[usual.kind])
+            trials.begin_probe(length, _loss_s(tried.tokens, rates[tried.kind], rates[usual.kind]))
         trial: Trial | None = trials.current
         if trial == "probing" and tried is not None:
             return tried, trial
@@ -468,25 +465,43 @@ class GoodputController:
             has_drafts = _kind_of(observation) != "plain"
             self._overheads.note(observation.num_sequences, rest_s, has_drafts=has_drafts)
 
-    def _note_goodput(self, observation: RoundObservation, decision: Decision) -> None:
+    def _note_times(self, observation: RoundObservation, decision: Decision) -> None:
+        """Learn from how long a round took; of many short ones, from some."""
+        kind = _kind_of(observation)
+        self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
+        self._last_kind = kind
         round_s = observation.round_s
         if round_s is None:
             round_s = observation.draft_s + observation.verify_s
-        if round_s <= 0.0:
-            return
         self._since_decision_s += round_s
+        self._unheard_s += round_s
+        lost_s = 0.0
+        if self._is_to_be_heard():
+            self._note_costs(observation, decision)
+            if round_s > 0.0:
+                lost_s = self._note_goodput(observation, decision, kind, round_s)
+                self._note_worth(decision, self._unheard_s)
+            self._unheard_s = 0.0
+        if round_s > 0.0 and self._trials.note_round(round_s, lost_s):
+            self._decided_round = -_MOST_UNDECIDED_ROUNDS  # think it over at once
+
+    def _is_to_be_heard(self) -> bool:
+        is_new = self._round < _EARLY_ROUNDS or self._round - self._switched_round < _EARLY_ROUNDS
+        return is_new or self._unheard_s >= _HEARD_EVERY_S or self._trials.current is not None
+
+    def _note_goodput(
+        self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
+    ) -> float:
+        """Compare a round with what was expected of it; return what it has lost, if it was a trial."""
         option = decision.option
         num_decoding = observation.num_decoding
         if num_decoding is None:
             num_decoding = observation.num_sequences
         expected_s = option.round_s * (0.5 if option.kind == "ping_pong" else 1.0)
         own_s = round_s - self._prompt_s(observation)
-        kind = _kind_of(observation)
         is_as_decided = option.kind == kind and observation.num_elsewhere + num_decoding == len(
             decision.index
         )
-        self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
-        self._last_kind = kind
         is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
         if is_as_decided and is_settled and own_s > 0.3 * round_s and not decision.is_partial:
             measured = MeasuredRound(
@@ -500,11 +515,8 @@ class GoodputController:
                 + len(observation.stand_ins) * self._stand_ins.gain_if_there,
             )
             self._evidence.note(self._round, measured)
-        self._note_worth(decision, round_s)
         usual_rate = decision.rates.get(self._kind or option.kind, option.rate)
-        lost_s = min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
-        if self._trials.note_round(round_s, lost_s):
-            self._decided_round = -_MOST_UNDECIDED_ROUNDS  # think it over at once
+        return min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
 
     def _prompt_s(self, observation: RoundObservation) -> float:
         """Return what the rows that read prompts have cost a round."""
@@ -546,6 +558,11 @@ class GoodputController:
             num_probe_rounds=self._trials.num_probe_rounds,
             num_audit_rounds=self._trials.num_audit_rounds,
         )
+
+
+def _loss_s(tokens: float, rate: float, usual_rate: float) -> float:
+    """Return how much longer so many tokens take at a rate than at the usual one."""
+    return tokens / rate - tokens / usual_rate
 
 
 def _num_probed(num_sequences: int) -> int:

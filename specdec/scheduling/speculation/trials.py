@@ -18,7 +18,7 @@ _LARGEST_ALLOWANCE = 64.0
 _FIRST_ALLOWANCE = 2.0
 """Rounds whose time may be lost before any time has passed."""
 _FEWEST_ROUNDS_BETWEEN = 48
-_MOST_DOUBLINGS = 6
+_MOST_DOUBLINGS, _MOST_AUDIT_DOUBLINGS = 6, 4
 
 
 class TrialLength(NamedTuple):
@@ -52,7 +52,7 @@ class Trials:
 
     def begin_audit(self, length: TrialLength, loss_s: float) -> None:
         """Begin leaving drafts out for some rounds, as `begin_probe`."""
-        wait = _FEWEST_ROUNDS_BETWEEN << min(self._num_audits, _MOST_DOUBLINGS)
+        wait = _FEWEST_ROUNDS_BETWEEN << min(self._num_audits, _MOST_AUDIT_DOUBLINGS)
         self._begin("auditing", wait, length, loss_s)
 
     def note_round(self, round_s: float, lost_s: float) -> bool:
