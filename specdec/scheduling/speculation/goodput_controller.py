@@ -30,12 +30,15 @@ _LEAST_PROBED, _MOST_PROBED = 4, 16
 _PROBE_VERDICTS = 48
 """Proposals that a probe brings, if it may take that long."""
 _EARLY_ROUNDS = 32
-_DECISION_S = 0.04
-"""After so many seconds a decision is thought over, if there were enough rounds: it takes about 0.2 ms."""
-_HEARD_EVERY_S = 0.01
-"""Costs are learnt from one round in so many seconds: that takes about 0.05 ms."""
-_MOST_UNDECIDED_ROUNDS = 48
+_DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
+"""After so many seconds a decision is thought over, if there were enough rounds: it takes about a hundredth
+of that (0.8 ms for one sequence, where the processor's caches are full of other things)."""
+_HEARD_EVERY_S = 0.03
+"""Costs are learnt from one round in so many seconds: that takes about 0.2 ms."""
+_MOST_UNDECIDED_ROUNDS = 128
 """After so many rounds it is, however short they are."""
+_MUCH_THE_SAME = 8
+"""If no more than one in so many sequences has changed, what was decided goes on until it is thought over."""
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""
 _TRANSIENT_ROUNDS: Mapping[Kind, int] = {"plain": 1, "lockstep": 0, "ping_pong": 2, "draft_ahead": 3}
@@ -158,10 +161,13 @@ class GoodputController:
             return []
         sequences = (*decoding, *elsewhere)
         decision = self._decision
-        if decision is None or self._is_due() or not _is_same(decision, sequences):
+        if decision is None or self._is_due() or not _is_much_the_same(decision, sequences):
             decision = self._decide(sequences, len(decoding))
         index, chosen = decision.index, decision.num_draft_tokens
-        return [chosen[index[one.request_id]] for one in decoding]
+        if len(sequences) == len(index) and all(one.request_id in index for one in decoding):
+            return [chosen[index[one.request_id]] for one in decoding]
+        usual = sorted(chosen)[len(chosen) // 2]
+        return [chosen[at] if (at := index.get(one.request_id)) is not None else usual for one in decoding]
 
     def _is_due(self) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
@@ -171,8 +177,10 @@ class GoodputController:
         num_rounds = self._round - self._decided_round
         if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
             return False
-        is_early = self._round < _EARLY_ROUNDS
-        return is_early or self._since_decision_s >= _DECISION_S or num_rounds >= _MOST_UNDECIDED_ROUNDS
+        if self._round < _EARLY_ROUNDS or num_rounds >= _MOST_UNDECIDED_ROUNDS:
+            return True
+        num_sequences = 0 if self._decision is None else self._decision.batch.num_sequences
+        return self._since_decision_s >= _DECISION_S + _DECISION_S_PER_SEQUENCE * num_sequences
 
     def fan_out(
         self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
@@ -397,10 +405,9 @@ class GoodputController:
         return np.maximum(cohort.requested, 0) if option is None else option.num_draft_tokens
 
     def _probed(self, chosen: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.int64]:
-        """Draft for a few requests only, others each time: at least one token each."""
-        number = _num_probed(len(chosen))
-        order = (np.arange(len(chosen)) + self._round * number) % len(chosen)
-        return np.where(order < number, np.maximum(chosen, 1), 0)
+        """Draft for the youngest only: drafters have least to read of them. At least one token each."""
+        is_probed = np.arange(len(chosen)) >= len(chosen) - _num_probed(len(chosen))
+        return np.where(is_probed, np.maximum(chosen, 1), 0)
 
     def _reason(self, options: Mapping[Kind, Option], usual: Option) -> Reason:
         if usual.kind != "plain":
@@ -569,9 +576,12 @@ def _num_probed(num_sequences: int) -> int:
     return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
 
 
-def _is_same(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
+def _is_much_the_same(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
+    """Whether a decision is good enough for a batch: a few may have gone, and a few have come."""
     index = decision.index
-    return len(sequences) == len(index) and all(one.request_id in index for one in sequences)
+    num_new = sum(one.request_id not in index for one in sequences)
+    num_gone = len(index) - (len(sequences) - num_new)
+    return max(num_new, num_gone) <= len(index) // _MUCH_THE_SAME
 
 
 def _region_of(batch: Batch) -> Region:
