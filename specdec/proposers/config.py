@@ -53,7 +53,7 @@ class SpeculativeConfig(StrictConfig):
     """Path of the draft model's folder; required by draft_model."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
-    controller: Literal["goodput", "fixed"] = "fixed"
+    controller: Literal["goodput", "fixed"] = "goodput"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
     what rounds cost and bring, so that speculation costs nobody anything; fixed: always
     `num_speculative_tokens`. A request's own `speculation` wins over either."""

@@ -38,7 +38,7 @@ _HEARD_EVERY_S = 0.03
 _MOST_UNDECIDED_ROUNDS = 128
 """After so many rounds it is, however short they are."""
 _MUCH_THE_SAME = 8
-"""If no more than one in so many sequences has changed, what was decided goes on until it is thought over."""
+"""While nothing is drafted and no more than one in so many sequences has changed, a decision still holds."""
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""
 _TRANSIENT_ROUNDS: Mapping[Kind, int] = {"plain": 1, "lockstep": 0, "ping_pong": 2, "draft_ahead": 3}
@@ -161,13 +161,10 @@ class GoodputController:
             return []
         sequences = (*decoding, *elsewhere)
         decision = self._decision
-        if decision is None or self._is_due() or not _is_much_the_same(decision, sequences):
+        if decision is None or self._is_due() or not _still_holds(decision, sequences):
             decision = self._decide(sequences, len(decoding))
         index, chosen = decision.index, decision.num_draft_tokens
-        if len(sequences) == len(index) and all(one.request_id in index for one in decoding):
-            return [chosen[index[one.request_id]] for one in decoding]
-        usual = sorted(chosen)[len(chosen) // 2]
-        return [chosen[at] if (at := index.get(one.request_id)) is not None else usual for one in decoding]
+        return [0 if (at := index.get(one.request_id)) is None else chosen[at] for one in decoding]
 
     def _is_due(self) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
@@ -376,7 +373,8 @@ class GoodputController:
             fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
             fewest = max(fewest, 6 // num_probed)
             length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
-            trials.begin_probe(length, _loss_s(tried.tokens, rates[tried.kind], rates[usual.kind]))
+            # By the model alone: that rounds like these were slower is what is in doubt.
+            trials.begin_probe(length, _loss_s(tried.tokens, tried.rate, rates[usual.kind]))
         trial: Trial | None = trials.current
         if trial == "probing" and tried is not None:
             return tried, trial
@@ -576,12 +574,16 @@ def _num_probed(num_sequences: int) -> int:
     return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
 
 
-def _is_much_the_same(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
-    """Whether a decision is good enough for a batch: a few may have gone, and a few have come."""
+def _still_holds(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
+    """Whether a decision is one for this batch.
+
+    Without drafts it is that for a while, too, if a few have gone and a few have come.
+    """
     index = decision.index
     num_new = sum(one.request_id not in index for one in sequences)
     num_gone = len(index) - (len(sequences) - num_new)
-    return max(num_new, num_gone) <= len(index) // _MUCH_THE_SAME
+    is_plain = decision.option.kind == "plain"
+    return max(num_new, num_gone) <= (len(index) // _MUCH_THE_SAME if is_plain else 0)
 
 
 def _region_of(batch: Batch) -> Region:

@@ -158,8 +158,9 @@ def made(speculative: dict[str, Any], modes: Sequence[OverlapMode] = ("lockstep"
 def test_the_controller_is_that_of_the_configuration() -> None:
     everything: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
     drafter = {"method": "draft_model", "model": "somewhere"}
-    assert isinstance(made({}), FixedController)
+    assert isinstance(made({}), GoodputController), "who says nothing never pays for speculation"
     assert isinstance(made({"controller": "goodput"}), GoodputController)
+    assert isinstance(made({"controller": "fixed"}), FixedController)
     assert isinstance(made({"method": "none"}), FixedController)
     fixed = made(drafter | {"controller": "fixed", "overlap": "draft_ahead"}, everything)
     assert isinstance(fixed, FixedController)
