@@ -217,17 +217,13 @@ class Bench:
         return rates
 
     def _cold(self, batch: Batch, controller: SpeculationController) -> dict[str, Any]:
-        """Measure the first seconds of a new controller, between two stretches of plain decoding."""
-        plan = self._plan
-        before = self._decode(batch, _PLAIN.controller(), plan.cold_s[0] / 2)
-        first = self._decode(batch, controller, plan.cold_s[0], is_cold=True)
-        second = self._decode(batch, controller, plan.cold_s[1])
-        after = self._decode(batch, _PLAIN.controller(), plan.cold_s[0] / 2)
-        plain = (before.num_tokens + after.num_tokens) / (before.seconds + after.seconds)
-        return {
-            "seconds": (first.seconds, second.seconds),
-            "vs_plain": (first.rate / plain, second.rate / plain),
-        }
+        """Measure the first seconds of a new controller, and as many of plain decoding."""
+        first_s, second_s = self._plan.cold_s
+        plain, ratios = _PLAIN.controller(), []
+        for seconds, is_cold in ((first_s, True), (second_s, False)):
+            beside = self._decode(batch, plain, seconds, is_cold=is_cold)
+            ratios.append(self._decode(batch, controller, seconds, is_cold=is_cold).rate / beside.rate)
+        return {"seconds": (first_s, second_s), "vs_plain": tuple(ratios)}
 
     def _pair(
         self, batch: Batch, best: Setting, controller: SpeculationController, runs: _Runs, is_reversed: bool
