@@ -476,10 +476,18 @@ def test_what_stands_in_tells_nothing_of_the_drafter(stand_ins: float) -> None:
 
 
 def test_what_stands_in_is_part_of_what_is_expected() -> None:
+    def expected(controller: GoodputController, world: World) -> float:
+        """Of one moment's requests more or less is thought: the mean over some time."""
+        moments = []
+        for _ in range(40):
+            world.run(controller, 15)
+            moments.append(controller.state.goodput_on)
+        return float(np.mean(moments))
+
     controller, world = ahead_with(0.8)
-    without, _ = ahead_with(None)
-    assert controller.state.goodput_on > 1.03 * without.state.goodput_on
-    assert controller.state.goodput_on == pytest.approx(world.run(controller, 500).rate, rel=0.06)
+    with_stand_ins, without = expected(controller, world), expected(*ahead_with(None))
+    assert with_stand_ins > 1.03 * without, (with_stand_ins, without)
+    assert with_stand_ins == pytest.approx(world.run(controller, 500).rate, rel=0.06)
 
 
 def test_guesses_behind_what_stands_in_begin_with_what_would_have_been_drafted() -> None:
