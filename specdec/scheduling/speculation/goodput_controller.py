@@ -331,8 +331,11 @@ class GoodputController:
         if current is None:
             self._set_kind(best, num_sequences)
             return
-        if best == current or current not in options:
-            return  # not there: nobody can use a draft at this moment, which says nothing of those to come
+        if best == current or len(options) == 1:
+            return  # alone: nobody can use a draft at this moment, which says nothing of those to come
+        if current not in options:  # ping_pong takes two
+            self._set_kind(best, num_sequences)
+            return
         has_changed = not 1 / _LARGEST_CHANGE < num_sequences / self._switched_batch < _LARGEST_CHANGE
         is_settled = self._round - self._switched_round >= self._settings.dwell_rounds
         # Going back to plain decoding takes half as much, and where it is clearly better, no patience: it is
