@@ -1,6 +1,6 @@
 """The controller beside plain decoding and beside the best fixed setting, everywhere.
 
-    python -m benchmarks.never_slower --json benchmarks/results/never-slower.json    # about 50 minutes
+    python -m benchmarks.never_slower --json benchmarks/results/never-slower.json    # about an hour
     python -m benchmarks.never_slower --quick                                       # under five minutes
 
 Batch x context x acceptance, in both ways to run two models on two cores: colocated (one process, two
