@@ -102,7 +102,10 @@ def test_a_target_that_knows_too_few_tokens_is_refused() -> None:
 
 def _config() -> EngineConfig:
     speculative = SpeculativeConfig(
-        method="draft_model", model="models/demo/draft", synthetic_acceptance=ACCEPTANCE
+        method="draft_model",
+        model="models/demo/draft",
+        controller="fixed",
+        synthetic_acceptance=ACCEPTANCE,
     )
     return EngineConfig.model_validate(
         {"target": {"model": "models/demo/target"}, "speculative_config": speculative}
