@@ -16,12 +16,11 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine
-from specdec.proposers.config import SpeculativeConfig
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.messages import Hello
 from specdec.transport.status import ServiceStatus
 from specdec.transport.zmq import ZmqChannel
+from tests.cluster.conftest import Plain
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -50,24 +49,6 @@ def requests(num: int, *, max_tokens: int, name: str) -> list[Request]:
         )
         for index in range(num)
     ]
-
-
-@pytest.fixture(scope="module")
-def plain(engine_config: EngineConfig) -> Iterator[Callable[[Sequence[Request]], dict[str, list[int]]]]:
-    """Tokens of the in-process engine without speculation, by request id."""
-    config = engine_config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
-    with Engine(config) as engine:
-
-        def run(wanted: Sequence[Request]) -> dict[str, list[int]]:
-            tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
-            for request in wanted:
-                engine.add_request(request)
-            while engine.has_work:
-                for output in engine.step():
-                    tokens[output.request_id].extend(output.token_ids)
-            return tokens
-
-        yield run
 
 
 class Streams:
@@ -150,18 +131,15 @@ def kill(config: ClusterConfig, role: str) -> None:
     ray.kill(worker(config, role), no_restart=True)
 
 
-Plain = Callable[[Sequence[Request]], dict[str, list[int]]]
-
-
 def test_tokens_are_those_of_the_target_alone(
-    deployed: None, cluster_config: ClusterConfig, plain: Plain
+    deployed: None, cluster_config: ClusterConfig, alone: Plain
 ) -> None:
     wanted = requests(6, max_tokens=60, name="same")
 
     async def scenario(service: object) -> None:
         streams = Streams(service, wanted)
         await streams.finish()
-        assert streams.tokens == plain(wanted)
+        assert streams.tokens == alone(wanted)
         for request in wanted:
             last = streams.last[request.request_id]
             assert (last.finish_reason, last.num_generated_tokens) == ("length", 60)
@@ -174,7 +152,7 @@ def test_tokens_are_those_of_the_target_alone(
 
 
 def test_a_killed_draft_worker_changes_nothing_but_speed(
-    deployed: None, cluster_config: ClusterConfig, plain: Plain
+    deployed: None, cluster_config: ClusterConfig, alone: Plain
 ) -> None:
     wanted = requests(6, max_tokens=180, name="nodraft")
 
@@ -183,7 +161,7 @@ def test_a_killed_draft_worker_changes_nothing_but_speed(
         await streams.all_have_begun()
         kill(cluster_config, "draft")
         await streams.finish()
-        assert streams.tokens == plain(wanted)
+        assert streams.tokens == alone(wanted)
         assert await metric(service, "fallback_requests", lambda value: value > 0)
         # The pool replaces it, and drafting goes on.
         await metric(service, "draft_workers", lambda value: value == 0)
@@ -243,7 +221,7 @@ async def status_when(service: object, holds: Callable[[ServiceStatus], bool]) -
 
 
 def test_streams_outlive_the_target_worker(
-    deployed: None, cluster_config: ClusterConfig, plain: Plain
+    deployed: None, cluster_config: ClusterConfig, alone: Plain
 ) -> None:
     wanted = requests(6, max_tokens=180, name="notarget")
 
@@ -252,7 +230,7 @@ def test_streams_outlive_the_target_worker(
         await streams.all_have_begun()
         kill(cluster_config, "target")
         await streams.finish()
-        assert streams.tokens == plain(wanted)
+        assert streams.tokens == alone(wanted)
         assert {last.finish_reason for last in streams.last.values()} == {"length"}
         assert await metric(service, "target_losses", lambda value: value >= 1)
 
@@ -260,7 +238,7 @@ def test_streams_outlive_the_target_worker(
 
 
 def test_an_idle_coordinator_replaces_its_target_worker_too(
-    deployed: None, cluster_config: ClusterConfig, plain: Plain
+    deployed: None, cluster_config: ClusterConfig, alone: Plain
 ) -> None:
     wanted = requests(2, max_tokens=20, name="idle")
 
@@ -270,7 +248,7 @@ def test_an_idle_coordinator_replaces_its_target_worker_too(
         await metric(service, "target_losses", lambda value: value == before + 1)
         streams = Streams(service, wanted)
         await streams.finish()
-        assert streams.tokens == plain(wanted)
+        assert streams.tokens == alone(wanted)
 
     with_service(cluster_config, scenario)
 
@@ -320,7 +298,7 @@ def test_a_door_that_vanishes_frees_its_blocks(deployed: None, cluster_config: C
 
 
 def test_bad_input_is_refused_by_name_and_harms_nobody(
-    deployed: None, cluster_config: ClusterConfig, plain: Plain
+    deployed: None, cluster_config: ClusterConfig, alone: Plain
 ) -> None:
     (good,) = requests(1, max_tokens=30, name="good")
     too_long = Request(
@@ -332,7 +310,7 @@ def test_bad_input_is_refused_by_name_and_harms_nobody(
         with pytest.raises(InputError, match="256"):
             await Streams(service, [too_long]).finish()
         await streams.finish()
-        assert streams.tokens == plain([good])
+        assert streams.tokens == alone([good])
 
     with_service(cluster_config, scenario)
 
@@ -359,7 +337,7 @@ def test_a_peer_without_a_members_key_is_not_heard(deployed: None, cluster_confi
     stranger.close()
 
 
-def test_the_directory_may_be_lost(deployed: None, cluster_config: ClusterConfig, plain: Plain) -> None:
+def test_the_directory_may_be_lost(deployed: None, cluster_config: ClusterConfig, alone: Plain) -> None:
     import ray
 
     from cluster.directory_actor import DIRECTORY_NAME
@@ -371,14 +349,14 @@ def test_the_directory_may_be_lost(deployed: None, cluster_config: ClusterConfig
         ray.kill(directory, no_restart=False)
         streams = Streams(service, before)
         await streams.finish()
-        assert streams.tokens == plain(before)
+        assert streams.tokens == alone(before)
 
     with_service(cluster_config, scenario)
 
     async def newcomer(service: object) -> None:
         streams = Streams(service, after)
         await streams.finish()
-        assert streams.tokens == plain(after)
+        assert streams.tokens == alone(after)
         assert await metric(service, "draft_workers", lambda value: value == 1)
 
     with_service(cluster_config, newcomer)
@@ -428,7 +406,7 @@ def test_what_does_not_fit_the_cluster_is_refused_at_once(
         build_application(engine_config, wanting)
 
 
-def test_streams_outlive_the_coordinator(deployed: None, cluster_config: ClusterConfig, plain: Plain) -> None:
+def test_streams_outlive_the_coordinator(deployed: None, cluster_config: ClusterConfig, alone: Plain) -> None:
     import ray
 
     wanted = requests(4, max_tokens=200, name="nocoordinator")
@@ -444,7 +422,7 @@ def test_streams_outlive_the_coordinator(deployed: None, cluster_config: Cluster
         assert len(replicas) == 1
         ray.kill(ray.get_actor(replicas[0], namespace="serve"), no_restart=True)
         await streams.finish()
-        assert streams.tokens == plain(wanted)
+        assert streams.tokens == alone(wanted)
         assert {last.finish_reason for last in streams.last.values()} == {"length"}
         assert {last.epoch for last in streams.last.values()} == {1}
 

@@ -26,7 +26,7 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
 from tests.specdec.engine import toy_engines
 from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
-from tests.specdec.engine.test_remote_schedules import MODES, random_faults
+from tests.specdec.engine.test_remote_schedules import MODES, run_random_schedule
 from tests.specdec.engine.test_rules import LOSSLESS, TINY_DRAFT, drafter_for, engine_of, p_value
 
 
@@ -41,33 +41,9 @@ def repetitive(name: str, rng: random.Random) -> Request:
     return msgspec.structs.replace(a_request(name, rng), prompt_token_ids=prompt, params=params)
 
 
-def run_random_schedule(seed: int, mode: OverlapMode, fallback: Proposer) -> EngineMetrics:
-    """Five requests through a random schedule in which draft workers come, are killed, and are slow."""
-    rng = random.Random(seed)
-    cluster = Cluster(
-        random_faults(rng),
-        seed,
-        num_drafters=rng.randint(0, 3),
-        num_blocks=rng.choice([14, 24, 64]),
-        mode=mode,
-        fallback=fallback,
-    )
-    requests = [repetitive(f"r{index}", rng) for index in range(5)]
-    tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
-    waiting = list(requests)
-    while waiting or cluster.engine.has_work:
-        if waiting and (rng.random() < 0.3 or not cluster.engine.has_work):
-            cluster.engine.add_request(waiting.pop())
-        fate = rng.random()
-        if fate < 0.06 and cluster.drafters:
-            cluster.stop_drafter(rng.choice(list(cluster.drafters)), told=rng.random() < 0.5)
-        elif fate < 0.12:
-            cluster.start_drafter(busy_s=rng.choice([0.0, 0.02, 0.3]))
-        elif fate < 0.16:
-            cluster.network.faults = random_faults(rng)
-        cluster.step(tokens)
-    for request in requests:
-        assert tokens[request.request_id] == expected(request), (seed, request)
+def run_with(fallback: Proposer, seed: int, mode: OverlapMode) -> EngineMetrics:
+    """Five requests that repeat themselves, through a random schedule."""
+    cluster, _ = run_random_schedule(seed, mode, fallback=fallback, make_request=repetitive)
     return cluster.engine.metrics()
 
 
@@ -81,7 +57,7 @@ def accepted_by(metrics: EngineMetrics, method: str) -> int:
 def test_random_schedules_never_change_a_token(block: int, mode: OverlapMode) -> None:
     num_drafted = num_stood_in = 0
     for seed in range(40 * block, 40 * block + 40):
-        metrics = run_random_schedule(seed, mode, ngram())
+        metrics = run_with(ngram(), seed, mode)
         num_stood_in += accepted_by(metrics, "ngram")
         num_drafted += accepted_by(metrics, "toy")
     assert num_stood_in > 100, "nothing stood in: these schedules prove nothing"
@@ -94,7 +70,7 @@ def test_random_schedules_never_change_a_token(block: int, mode: OverlapMode) ->
 @pytest.mark.parametrize("block", range(4, 40))
 def test_many_more_random_schedules(block: int, mode: OverlapMode) -> None:
     for seed in range(50 * block, 50 * block + 50):
-        run_random_schedule(seed, mode, ngram())
+        run_with(ngram(), seed, mode)
 
 
 class Unasked(NgramProposer):
@@ -108,7 +84,7 @@ class Unasked(NgramProposer):
 
 
 def test_what_stands_in_for_another_prefix_is_dropped() -> None:
-    metrics = run_random_schedule(1, "draft_ahead", Unasked(prompt_lookup_min=1, prompt_lookup_max=3))
+    metrics = run_with(Unasked(prompt_lookup_min=1, prompt_lookup_max=3), 1, "draft_ahead")
     assert metrics.proposals_dropped["stale"] > 0
     assert accepted_by(metrics, "ngram") == 0
 

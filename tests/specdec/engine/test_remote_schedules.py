@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
 from specdec.core.ids import RequestId
+from specdec.core.request import Request
 from specdec.engine.draft_shares import DraftShareConfig
+from specdec.proposers.base import Proposer
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
 from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
@@ -26,7 +28,13 @@ def random_faults(rng: random.Random) -> Faults:
     )
 
 
-def run_random_schedule(seed: int, mode: OverlapMode = "lockstep") -> tuple[Cluster, int]:
+def run_random_schedule(
+    seed: int,
+    mode: OverlapMode = "lockstep",
+    *,
+    fallback: Proposer | None = None,
+    make_request: Callable[[str, random.Random], Request] = a_request,
+) -> tuple[Cluster, int]:
     """Run five requests through a random schedule; return the cluster and the number of accepted drafts."""
     rng = random.Random(seed)
     cluster = Cluster(
@@ -35,8 +43,9 @@ def run_random_schedule(seed: int, mode: OverlapMode = "lockstep") -> tuple[Clus
         num_drafters=rng.randint(0, 3),
         num_blocks=rng.choice([14, 24, 64]),
         mode=mode,
+        fallback=fallback,
     )
-    requests = [a_request(f"r{index}", rng) for index in range(5)]
+    requests = [make_request(f"r{index}", rng) for index in range(5)]
     tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
     waiting = list(requests)
     while waiting or cluster.engine.has_work:
