@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
+from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
 
 _CACHE_BYTES = 256 << 20
@@ -112,6 +113,8 @@ class SpeculativeConfig(StrictConfig):
     """Compilation of the draft model's forward."""
     synthetic_acceptance: SyntheticAcceptance | None = None
     """For benchmarks alone: tokens are made up so that drafts stand this often. Nothing else takes it."""
+    kv: KvSelectionConfig = KvSelectionConfig()
+    """What of a sequence's K/V the draft model keeps and attends to; full: everything."""
     cache: CacheConfig = CacheConfig(memory_bytes=_CACHE_BYTES)
     """The draft model's own KV cache; 256 MiB unless a size is given."""
 
@@ -195,6 +198,16 @@ class SpeculativeConfig(StrictConfig):
                 f"overlap: {self.overlap} needs a draft model that runs beside the target; method "
                 f"{self.method} drafts in no time: leave out overlap"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kv(self) -> Self:
+        if self.kv.policy != "full" and self.method != "draft_model":
+            raise ValueError(
+                f"kv.policy: {self.kv.policy} is about K/V of a draft model; method {self.method} has "
+                "none: leave out kv"
+            )
+        self.kv.require_room(self.num_speculative_tokens)
         return self
 
     @model_validator(mode="after")
