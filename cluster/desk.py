@@ -21,7 +21,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.engine.service import SHUTTING_DOWN
-from specdec.transport.base import Envelope, PeerId
+from specdec.transport.base import Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
     Admitted,
@@ -108,6 +108,8 @@ class RequestDesk:
         self.status: TargetGroupStatus | None = None
         """What the engine is doing; None before the first."""
         self.num_replays = 0
+        self.num_unexpected = 0
+        """Messages that are not for a coordinator."""
 
     @property
     def num_streams(self) -> int:
@@ -136,6 +138,10 @@ class RequestDesk:
                     self._send(sender, StatusReply(nonce, self._status_now()))
                 case Hello(incarnation=incarnation):
                     self._send(sender, Welcome(incarnation, self.description))
+                case PeerLost():
+                    pass  # it is noticed by its silence
+                case _:
+                    self.num_unexpected += 1
 
     def tick(self) -> None:
         """Abort the streams of ingresses that are silent for too long; end what outlasts `close_down`."""

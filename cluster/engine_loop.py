@@ -202,5 +202,6 @@ class EngineLoop:
                 f'channel_messages_dropped{{reason="{reason}"}}': count
                 for reason, count in list(self._channel.dropped.items())
             },
+            'channel_messages_dropped{reason="unexpected_kind"}': self._desk.num_unexpected,
         }
         self._desk.status = self._status.take(metrics, of_source, self._source.draft_links())

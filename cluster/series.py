@@ -16,6 +16,9 @@ CLUSTER_SERIES: Mapping[str, Series] = {
     "replays": Series("counter", "Requests that went on with a new target worker."),
     "failovers": Series("counter", "Requests that went on with another coordinator."),
     "stale_frames_dropped": Series("counter", "Messages about epochs of requests that are over."),
+    "unexpected_messages_dropped": Series(
+        "counter", "Messages of coordinators of a kind that is not for an ingress."
+    ),
     "lost_streams": Series("counter", "Requests that ended because no coordinator was there for too long."),
     "channel_messages_dropped": Series(
         "counter", "Messages between ingress and coordinators dropped, by reason."

@@ -95,7 +95,7 @@ class StreamBook:
         self._is_closing = False
         self._next_nonce = 1
         self.counters: Counter[str] = Counter()
-        """failovers, stale_frames_dropped, lost_streams."""
+        """failovers, stale_frames_dropped, lost_streams, unexpected_messages_dropped."""
 
     @property
     def description(self) -> TargetDescription | None:
@@ -187,6 +187,8 @@ class StreamBook:
                 self._take_refusal(coordinator, refused)
             case Welcome(description=description):
                 coordinator.description = description
+            case _:
+                self.counters["unexpected_messages_dropped"] += 1
         if not was_reachable:
             self._send(envelope.sender, Hello(0))
             self._place_homeless()

@@ -401,7 +401,7 @@ class Group:
         num_new = sum(wish.num_unseen for wish in wishes)
         asked = _Asked(name, token, self._life, now_s, len(wishes), num_new)
         message = DraftMessage(self.name, wishes, partial(self._answered, asked))
-        self._events.at(now_s + self._hardware.wire_s, partial(link.worker.submit, message))
+        self._events.at(now_s + self._hardware.wire_s, partial(self.links.workers[name].submit, message))
         num_proposals = sum(budget > 0 for budget in budgets)
         if num_proposals and link.patience.is_waited_for(now_s):
             awaited = self._awaited.setdefault(name, _Awaited())

@@ -7,7 +7,6 @@ round for longer than its deadline once: until it is heard again its requests go
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -20,15 +19,9 @@ from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.arrivals import ArrivalClock
-from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
-from specdec.engine.draft_placement import (
-    DraftPlacementConfig,
-    DraftWorkerView,
-    Move,
-    Vacancy,
-    place,
-    rebalance,
-)
+from specdec.engine.draft_patience import DraftDeadlineConfig
+from specdec.engine.draft_placement import DraftPlacementConfig
+from specdec.engine.draft_registry import DraftLink, DraftRegistry, Registration
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.transport.base import Channel, Envelope, PeerAddress, PeerId, PeerLost
 from specdec.transport.messages import (
@@ -42,12 +35,6 @@ from specdec.transport.messages import (
 )
 from specdec.transport.status import DraftLinkStatus
 
-_FEW_TOKENS = 16
-"""What one round may bring a sequence: nobody asks how long they take to read."""
-_MOST_WAITED_FOR = 256
-"""Tokens. A sequence that has more to catch up on does so while its request goes on without drafts."""
-
-
 _LONGEST_S = 1e12
 """No clock shows more seconds."""
 
@@ -57,20 +44,6 @@ class _PrefixKey(NamedTuple):
     epoch: int
     committed_len: int
     prefix_hash: int
-
-
-@dataclass(slots=True)
-class _Registration:
-    """A sequence as one draft worker knows it."""
-
-    worker: PeerId
-    epoch: int
-    sent_len: int = 0
-    """Leading tokens that were sent to it."""
-    confirmed_len: int = 0
-    """Leading tokens that it has answered for."""
-    read_len: int = 0
-    """Leading tokens behind which it can draft at once."""
 
 
 class _Awaited(NamedTuple):
@@ -115,30 +88,13 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Link:
+class _Talk:
+    """How things stand with one draft worker."""
+
     address: PeerAddress
-    patience: DraftPatience
-    vacancy: Vacancy
+    link: DraftLink
     arrivals: ArrivalClock = field(default_factory=ArrivalClock)
     asked: _Asked | None = None
-    num_registered: int = 0
-    num_others: int = 0
-    """Other coordinators' sequences at this worker, when it answered last."""
-    capacity: int | None = None
-    """Sequences that it takes; None: it has not said."""
-    max_length: int | None = None
-    """Longest prefix (tokens) that it continues; None: it has not said, or has no limit."""
-
-    def view(self, now_s: float) -> DraftWorkerView:
-        """What placement looks at."""
-        return DraftWorkerView(
-            worker=self.address.peer_id,
-            num_own=self.num_registered,
-            num_others=self.num_others,
-            capacity=self.capacity,
-            is_ready=self.patience.is_waited_for(now_s),
-            has_place=self.vacancy.has_place(now_s),
-        )
 
 
 class _Round:
@@ -203,17 +159,16 @@ class RemoteProposer:
         self._channel = channel
         self._capabilities = capabilities
         self._vocab_size = vocab_size
-        self._deadlines = deadlines or DraftDeadlineConfig()
-        self._placement = placement or DraftPlacementConfig()
-        self._next_rebalance_s = 0.0
-        self._chance = random.Random(channel.address.peer_id)
+        self._registry = DraftRegistry(
+            channel.address.peer_id,
+            deadlines=deadlines or DraftDeadlineConfig(),
+            placement=placement or DraftPlacementConfig(),
+            max_context=capabilities.max_context,
+            on_leave=self._tell_to_forget,
+        )
+        self._talks: dict[PeerId, _Talk] = {}
         self._clock = clock or MonotonicClock()
         self._meanwhile = meanwhile
-        self._links: dict[PeerId, _Link] = {}
-        self._registrations: dict[RequestId, _Registration] = {}
-        self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
-        """Sequences that workers had room for and no longer have, and when to ask those again."""
-        self._max_length = capabilities.max_context
         self._prepared: dict[RequestId, _Prepared] = {}
         self._ahead = _Round()
         """Answers to the last `look_ahead` that have not come yet."""
@@ -223,7 +178,6 @@ class RemoteProposer:
         self._ready_s: float | None = None
         self._drafting_s = 0.0
         """The longest of the answers heard since the last `propose` began."""
-        self._next_epoch = 0
         self._next_round = 0
         self._wanted: Sequence[PeerAddress] | None = None
         self._wanted_lock = threading.Lock()
@@ -246,7 +200,7 @@ class RemoteProposer:
         busy worker to one that was less so), and what the draft workers count themselves
         (`DraftServer.counters`).
         """
-        return dict(self._counters)
+        return {**self._counters, "draft_sequences_moved": self._registry.num_moved}
 
     @property
     def num_workers(self) -> int:
@@ -255,7 +209,7 @@ class RemoteProposer:
             if self._wanted is not None:  # not looked at yet
                 return len(self._wanted)
             now_s = self._clock.now_s()
-            return sum(link.patience.is_waited_for(now_s) for link in self._links.values())
+            return sum(link.patience.is_waited_for(now_s) for link in self._registry.links.values())
 
     @property
     def pool_usage(self) -> float:
@@ -263,7 +217,7 @@ class RemoteProposer:
         thread); 0 before anything was told.
         """
         with self._wanted_lock:
-            told = [link for link in self._links.values() if link.capacity]
+            told = [link for link in self._registry.links.values() if link.capacity]
             num_sequences = sum(link.num_others + link.num_registered for link in told)
             return num_sequences / max(1, sum(link.capacity or 0 for link in told))
 
@@ -278,7 +232,7 @@ class RemoteProposer:
                     num_requests=link.num_registered,
                     is_waited_for=link.patience.is_waited_for(now_s),
                 )
-                for worker, link in self._links.items()
+                for worker, link in self._registry.links.items()
             )
 
     def set_workers(self, workers: Sequence[PeerAddress]) -> None:
@@ -298,7 +252,7 @@ class RemoteProposer:
         self._follow_membership()
         self._drafting_s = 0.0
         this_round, self._ahead = self._ahead, _Round()
-        for worker in this_round.pending.keys() - self._links.keys():
+        for worker in this_round.pending.keys() - self._talks.keys():
             this_round.abandon(worker)
         self._take_arrivals(this_round)
         prepared = {
@@ -308,11 +262,9 @@ class RemoteProposer:
             and its.is_of_verdict(sequence.committed_len)
         }
         unprepared = [sequence for sequence in sequences if sequence.request_id not in prepared]
-        if len(self._links) > 1:
-            self._rebalance(unprepared)
-        for worker, group in self._by_worker(unprepared).items():
-            link = self._links[worker]
-            self._ask(this_round, link, self._wishes(group, num_draft_tokens, self._behind(link, group)))
+        for worker, group in self._registry.by_worker(unprepared, self._clock.now_s()).items():
+            behind = self._registry.behind(worker, group)
+            self._ask(this_round, self._talks[worker], self._wishes(group, num_draft_tokens, behind))
         started_s = self._clock.now_s()
         if self._meanwhile is not None:
             self._meanwhile()
@@ -329,14 +281,11 @@ class RemoteProposer:
         self._follow_membership()
         by_id = {wish.view.request_id: wish for wish in wishes}
         views = [wish.view for wish in wishes]
-        if len(self._links) > 1:
-            self._rebalance(views)
-        for worker, group in self._by_worker(views).items():
-            link = self._links[worker]
-            behind = self._behind(link, group)
+        for worker, group in self._registry.by_worker(views, self._clock.now_s()).items():
+            behind = self._registry.behind(worker, group)
             in_reach = [by_id[view.request_id] for view in group if view.request_id not in behind]
             others = [view for view in group if view.request_id in behind]
-            self._ask(self._ahead, link, [*in_reach, *self._wishes(others, {}, behind)])
+            self._ask(self._ahead, self._talks[worker], [*in_reach, *self._wishes(others, {}, behind)])
 
     def take_ahead_outcomes(self) -> Sequence[AheadOutcome]:
         """See `AsksAhead`."""
@@ -355,28 +304,20 @@ class RemoteProposer:
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
-        request_ids = tuple(request_ids)
         for request_id in request_ids:
-            self._outgrown.pop(request_id, None)
-        self._leave(request_ids)
+            self._prepared.pop(request_id, None)
+            self._reading.discard(request_id)
+            self._registry.forget(request_id)
 
     def close(self) -> None:
         """Close the channel. Idempotent."""
         self._channel.close()
 
-    def _leave(self, request_ids: Iterable[RequestId]) -> None:
-        """Have draft workers forget sequences."""
-        by_worker: dict[PeerId, list[tuple[RequestId, int]]] = defaultdict(list)
-        for request_id in request_ids:
-            self._prepared.pop(request_id, None)
-            self._reading.discard(request_id)
-            registration = self._registrations.pop(request_id, None)
-            if registration is not None and registration.worker in self._links:
-                self._ahead.forget(request_id, registration.worker)
-                self._links[registration.worker].num_registered -= 1
-                by_worker[registration.worker].append((request_id, registration.epoch))
-        for worker, released in by_worker.items():
-            self._channel.send(worker, Release(tuple(released)))
+    def _tell_to_forget(self, request_id: RequestId, registration: Registration) -> None:
+        self._prepared.pop(request_id, None)
+        self._reading.discard(request_id)
+        self._ahead.forget(request_id, registration.worker)
+        self._channel.send(registration.worker, Release(((request_id, registration.epoch),)))
 
     def _follow_membership(self) -> None:
         with self._wanted_lock:
@@ -385,121 +326,15 @@ class RemoteProposer:
                 self._change_links({address.peer_id: address for address in wanted})
 
     def _change_links(self, wanted: Mapping[PeerId, PeerAddress]) -> None:
-        for worker in [w for w, link in self._links.items() if wanted.get(w) != link.address]:
-            del self._links[worker]
+        for worker in [w for w, talk in self._talks.items() if wanted.get(w) != talk.address]:
+            del self._talks[worker]
             self._channel.disconnect(worker)
-            for request_id in [r for r, reg in self._registrations.items() if reg.worker == worker]:
-                del self._registrations[request_id]
+            self._registry.remove(worker)
         for worker, address in wanted.items():
-            if worker not in self._links:
+            if worker not in self._talks:
                 self._channel.connect(address)
-                self._links[worker] = _Link(address, DraftPatience(self._deadlines), Vacancy(self._deadlines))
-        self._next_rebalance_s = 0.0
-        self._note_lengths()
-
-    def _note_lengths(self) -> None:
-        """Know which sequences nobody can go on with."""
-        told = [link.max_length for link in self._links.values()]
-        longest = max([length for length in told if length is not None], default=None)
-        most = self._capabilities.max_context
-        if longest is None or None in told:
-            self._max_length = most
-        else:
-            self._max_length = longest if most is None else min(longest, most)
-
-    def _by_worker(self, sequences: Sequence[SequenceView]) -> dict[PeerId, list[SequenceView]]:
-        """Group the sequences by the worker to ask now; those that none can be asked for are left out."""
-        now_s = self._clock.now_s()
-        limit = self._max_length
-        too_long: list[RequestId] = []
-        patience = {worker: link.patience for worker, link in self._links.items()}
-        ready = [worker for worker, its in patience.items() if its.is_waited_for(now_s)]
-        silent = {
-            w for w, its in patience.items() if its.late_for_s(now_s) > self._deadlines.reassign_after_s
-        }
-        groups: dict[PeerId, list[SequenceView]] = defaultdict(list)
-        for sequence in sequences:
-            if limit is not None and sequence.committed_len >= limit:
-                too_long.append(sequence.request_id)
-                continue
-            registration = self._registrations.get(sequence.request_id)
-            if registration is None or (registration.worker in silent and ready):
-                registration = self._register(sequence.request_id, now_s)
-            if registration is not None:
-                groups[registration.worker].append(sequence)
-        self._leave(too_long)
-        return {worker: group for worker, group in groups.items() if patience[worker].may_ask(now_s)}
-
-    def _register(self, request_id: RequestId, now_s: float) -> _Registration | None:
-        """Give a sequence to whoever has a place for it; None: it stays where it is, or without drafts."""
-        resting = self._outgrown.get(request_id, {})
-        worker = place(
-            [
-                link.view(now_s)
-                for name, link in self._links.items()
-                if not resting or now_s >= resting.get(name, now_s)
-            ],
-            self._placement,
-        )
-        if worker is None:
-            return self._registrations.get(request_id)
-        return self._register_at(request_id, worker, now_s)
-
-    def _register_at(self, request_id: RequestId, worker: PeerId, now_s: float) -> _Registration:
-        """Give a sequence to a worker, taking it from the one that has it."""
-        self._leave([request_id])
-        registration = self._registrations[request_id] = _Registration(worker, self._next_epoch)
-        self._next_epoch += 1
-        link = self._links[worker]
-        link.num_registered += 1
-        link.vacancy.placed(now_s)
-        return registration
-
-    def _rebalance(self, sequences: Sequence[SequenceView]) -> None:
-        """Now and then, move some sequences of whom nothing is awaited from a busy worker to another.
-
-        The shortest are moved: they are soonest read.
-        """
-        now_s = self._clock.now_s()
-        if now_s < self._next_rebalance_s:
-            return
-        self._next_rebalance_s = now_s + self._placement.rebalance_every_s
-        views = [link.view(now_s) for link in self._links.values()]
-        for move in rebalance(views, self._placement, self._chance.random()):
-            for request_id in self._movable(sequences, move):
-                self._register_at(request_id, move.destination, now_s)
-                self._counters["draft_sequences_moved"] += 1
-
-    def _movable(self, sequences: Sequence[SequenceView], move: Move) -> list[RequestId]:
-        settled = [
-            sequence
-            for sequence in sequences
-            if (registration := self._registrations.get(sequence.request_id)) is not None
-            and registration.worker == move.source
-            and registration.sent_len == registration.confirmed_len
-        ]
-        settled.sort(key=lambda sequence: sequence.committed_len)
-        return [sequence.request_id for sequence in settled[: move.num_sequences]]
-
-    def _behind(self, link: _Link, sequences: Sequence[SequenceView]) -> frozenset[RequestId]:
-        """Return the sequences that have too much to catch up on for a round to wait for it.
-
-        The draft KV of a request that went without drafts for a while can be gone on with, but what was
-        committed meanwhile has to be read. Those that have least to read are waited for.
-        """
-        unread = [
-            (num_unread, sequence.request_id)
-            for sequence in sequences
-            if (num_unread := sequence.committed_len - self._registrations[sequence.request_id].read_len)
-            > _FEW_TOKENS
-        ]
-        behind: list[RequestId] = []
-        num_waited_for = 0
-        for num_unread, request_id in sorted(unread):
-            num_waited_for += num_unread
-            if num_unread > _MOST_WAITED_FOR or not link.patience.is_worth_waiting_for(num_waited_for):
-                behind.append(request_id)
-        return frozenset(behind)
+                self._registry.add(worker)
+                self._talks[worker] = _Talk(address, self._registry.links[worker])
 
     def _wishes(
         self,
@@ -515,18 +350,18 @@ class RemoteProposer:
             _Wish(sequence, budget)
             for sequence in sequences
             if (budget := 0 if (name := sequence.request_id) in behind else num_draft_tokens.get(name, 0)) > 0
-            or self._registrations[name].sent_len < sequence.committed_len
+            or self._registry.registrations[name].sent_len < sequence.committed_len
         ]
 
-    def _ask(self, this_round: _Round, link: _Link, wishes: Sequence[_Wish | AheadWish]) -> None:
+    def _ask(self, this_round: _Round, talk: _Talk, wishes: Sequence[_Wish | AheadWish]) -> None:
         if not wishes:
             return
-        worker = link.address.peer_id
+        worker, patience = talk.link.worker, talk.link.patience
         entries = []
         num_new = num_awaited_new = 0
         for wish in wishes:
             sequence, budget = wish.view, wish.num_draft_tokens
-            registration = self._registrations[sequence.request_id]
+            registration = self._registry.registrations[sequence.request_id]
             entry = _entry(wish, registration)
             entries.append(entry)
             registration.sent_len = sequence.committed_len
@@ -547,14 +382,14 @@ class RemoteProposer:
         self._channel.send(worker, ProposeRequest(self._next_round, tuple(entries)))
         if worker in this_round.pending:
             num_new = num_awaited_new
-        link.asked = _Asked(self._next_round, now_s, len(entries), num_new, this_round is self._ahead)
+        talk.asked = _Asked(self._next_round, now_s, len(entries), num_new, this_round is self._ahead)
         self._next_round += 1
-        if worker in this_round.pending and link.patience.is_waited_for(now_s):
-            this_round.give_up_s[worker] = now_s + link.patience.deadline_s(len(entries), num_new)
+        if worker in this_round.pending and patience.is_waited_for(now_s):
+            this_round.give_up_s[worker] = now_s + patience.deadline_s(len(entries), num_new)
         else:
             # Reading ahead, or an attempt to reach a silent worker: the answer is heard in a later round.
             this_round.abandon(worker)
-        link.patience.asked(now_s)
+        patience.asked(now_s)
 
     def _look_up(
         self,
@@ -590,7 +425,7 @@ class RemoteProposer:
             now_s = self._clock.now_s()
             for worker in [w for w, until_s in this_round.give_up_s.items() if now_s >= until_s]:
                 this_round.abandon(worker)
-                self._links[worker].patience.missed(now_s)
+                self._talks[worker].link.patience.missed(now_s)
                 self._counters["draft_deadline_misses"] += 1
             if not this_round.pending:
                 return
@@ -602,7 +437,7 @@ class RemoteProposer:
 
     def _take_arrivals(self, this_round: _Round) -> None:
         """Hear what arrived since the last call, if one was due: even a stale one tells of its sender."""
-        if not self._reading and all(link.asked is None for link in self._links.values()):
+        if not self._reading and all(talk.asked is None for talk in self._talks.values()):
             return
         while True:
             try:
@@ -611,20 +446,20 @@ class RemoteProposer:
                 return
 
     def _take(self, envelope: Envelope, this_round: _Round) -> None:
-        link = self._links.get(envelope.sender)
-        if link is None:
+        talk = self._talks.get(envelope.sender)
+        if talk is None:
             self._counters["stale_drafts_dropped"] += 1
         elif isinstance(envelope.message, PeerLost):
-            link.patience.missed(self._clock.now_s())
+            talk.link.patience.missed(self._clock.now_s())
             this_round.abandon(envelope.sender)
         elif isinstance(envelope.message, ProposeReply) and _makes_sense(envelope.message):
-            self._take_reply(envelope.message, link, this_round)
+            self._take_reply(envelope.message, talk, this_round)
         else:
             self._counters["invalid_drafts_dropped"] += 1
 
-    def _take_reply(self, reply: ProposeReply, link: _Link, this_round: _Round) -> None:
-        read_s = self._clock.now_s()
-        arrived_s = read_s if reply.sent_s is None else link.arrivals.arrival_s(reply.sent_s, read_s)
+    def _take_reply(self, reply: ProposeReply, talk: _Talk, this_round: _Round) -> None:
+        link, read_s = talk.link, self._clock.now_s()
+        arrived_s = read_s if reply.sent_s is None else talk.arrivals.arrival_s(reply.sent_s, read_s)
         link.patience.heard()
         if reply.counts is not None:
             self._counters.update(reply.counts)
@@ -634,16 +469,15 @@ class RemoteProposer:
             link.capacity = reply.max_sequences
             link.num_others = max(0, reply.num_sequences - link.num_registered)
             link.vacancy.told(reply.num_places)
-        if reply.max_length > 0 and reply.max_length != link.max_length:
-            link.max_length = reply.max_length
-            self._note_lengths()
-        pending = this_round.pending.get(link.address.peer_id)
+        if reply.max_length > 0:
+            self._registry.told_length(link.worker, reply.max_length)
+        pending = this_round.pending.get(link.worker)
         num_refused = self._counters["draft_sequences_refused"]
         for answer in reply.answers:
             self._take_answer(answer, pending, this_round.proposals)
         if self._counters["draft_sequences_refused"] > num_refused:
             link.vacancy.refused(self._clock.now_s())
-        asked = link.asked
+        asked = talk.asked
         if asked is not None and asked.round_id == reply.round_id and not pending:
             # Answers to what was asked ahead may have lain here for a while; others are waited for.
             elapsed_s = max(0.0, (arrived_s if asked.is_ahead else read_s) - asked.asked_s)
@@ -652,10 +486,10 @@ class RemoteProposer:
             else:
                 this_round.answered(elapsed_s)
             link.patience.measured(elapsed_s, asked.num_entries, asked.num_new_tokens)
-            link.asked = None
+            talk.asked = None
         if pending is not None and not pending:
             link.patience.answered_in_time()
-            this_round.abandon(link.address.peer_id)
+            this_round.abandon(link.worker)
 
     def _take_answer(
         self,
@@ -663,19 +497,18 @@ class RemoteProposer:
         pending: dict[RequestId, _Awaited] | None,
         proposals: dict[RequestId, Proposal],
     ) -> None:
-        registration = self._registrations.get(answer.request_id)
+        registration = self._registry.registrations.get(answer.request_id)
         if registration is not None and registration.epoch == answer.epoch:
             self._reading.discard(answer.request_id)
             if answer.is_full:
-                self._take_refusal(answer.request_id, registration)
+                has_outgrown = self._registry.refused(answer.request_id, self._clock.now_s())
+                self._counters["draft_sequences_outgrown" if has_outgrown else "draft_sequences_refused"] += 1
             elif answer.needs_start:
-                registration.sent_len = registration.confirmed_len = registration.read_len = 0
+                registration.start_again()
             else:
-                if answer.committed_len >= registration.confirmed_len:
-                    registration.read_len = max(0, answer.committed_len - max(0, answer.num_unread))
                 if registration.confirmed_len == 0:
-                    self._links[registration.worker].vacancy.accepted()
-                registration.confirmed_len = max(registration.confirmed_len, answer.committed_len)
+                    self._registry.links[registration.worker].vacancy.accepted()
+                registration.note_answer(answer.committed_len, answer.num_unread)
         key = _PrefixKey(answer.request_id, answer.epoch, answer.committed_len, answer.prefix_hash)
         expected = pending.get(answer.request_id) if pending is not None else None
         if expected is None or expected.key != key:
@@ -698,21 +531,6 @@ class RemoteProposer:
                 q_rows=answer.q_rows,
                 method=self._capabilities.name,
             )
-
-    def _take_refusal(self, request_id: RequestId, registration: _Registration) -> None:
-        """Look for another place when the sequence is asked for again: this worker knows nothing of it.
-
-        What had a place here once, and is too long for it now, says nothing about places for others.
-        """
-        del self._registrations[request_id]
-        self._links[registration.worker].num_registered -= 1
-        resting = self._outgrown.get(request_id)
-        if registration.confirmed_len > 0 or (resting is not None and registration.worker in resting):
-            resting = self._outgrown.setdefault(request_id, {})
-            resting[registration.worker] = self._clock.now_s() + self._deadlines.max_retry_s
-            self._counters["draft_sequences_outgrown"] += 1
-        else:
-            self._counters["draft_sequences_refused"] += 1
 
     def _take_branches(self, answer: ProposeAnswer, expected: _Awaited, prepared: _Prepared) -> None:
         prepared.is_answered = True
@@ -763,7 +581,7 @@ def _outcome(sequence: SequenceView, prepared: _Prepared) -> AheadOutcome:
     )
 
 
-def _entry(wish: _Wish | AheadWish, registration: _Registration) -> ProposeEntry:
+def _entry(wish: _Wish | AheadWish, registration: Registration) -> ProposeEntry:
     sequence = wish.view
     base_len = registration.sent_len
     opening = None

@@ -35,7 +35,7 @@ from specdec.proposers.ngram import NgramProposer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
-from specdec.transport.messages import Abort, OutputFrame, Ping, SubmitRequest
+from specdec.transport.messages import Abort, OutputFrame, Ping, ProposeReply, Release, SubmitRequest
 
 VOCAB = 9
 MODEL = ToyModel(VOCAB, seed=3)
@@ -587,6 +587,21 @@ def test_another_ingress_can_neither_abort_nor_take_a_stream() -> None:
     thief.send(coordinator.member.peer_id, SubmitRequest(msgspec.structs.replace(request, epoch=Epoch(99))))
     sim.run_until_done()
     assert_right(ingress, [request])
+
+
+def test_messages_that_are_not_for_who_gets_them_are_counted_and_dropped() -> None:
+    sim, ingress = simple()
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.network.run_for(0.2)
+    (coordinator,) = sim.coordinators
+    for message in (Release(()), ProposeReply(1, ())):
+        ingress.channel.send(coordinator.member.peer_id, message)
+        coordinator.channel.send(ingress.channel.address.peer_id, message)
+    sim.run_until_done()
+    assert_right(ingress, [request])
+    assert coordinator.desk.num_unexpected == 2
+    assert ingress.book.counters["unexpected_messages_dropped"] == 2
 
 
 def test_frames_of_old_epochs_are_dropped() -> None:

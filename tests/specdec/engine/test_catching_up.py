@@ -127,7 +127,7 @@ def test_of_many_those_with_least_to_read_are_waited_for() -> None:
     cluster = cluster_of(4096)
     sequences = [sequence(f"s{index}") for index in range(4)]
     assert len(propose(cluster.proposer, *sequences)) == 4
-    (link,) = cluster.proposer._links.values()
+    (link,) = cluster.proposer._registry.links.values()
     link.patience = DraftPatience(DraftDeadlineConfig())
     link.patience.measured(0.01, num_entries=1, num_new_tokens=3)
     link.patience.measured(0.02, num_entries=1, num_new_tokens=100)

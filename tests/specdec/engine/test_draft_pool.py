@@ -166,7 +166,7 @@ def test_a_sequence_outgrows_a_worker_and_goes_on_at_a_larger_one_or_without_dra
     assert len(found) == 3
     assert proposer.counters.get("draft_deadline_misses", 0) == 0
     proposer.release([long.request_id])
-    assert not proposer._outgrown
+    assert not proposer._registry._outgrown
 
 
 def test_a_sequence_longer_than_the_draft_model_reads_is_asked_for_no_more() -> None:

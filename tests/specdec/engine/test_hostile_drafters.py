@@ -125,7 +125,7 @@ def test_whatever_a_draft_worker_says_tokens_are_the_targets(mode: OverlapMode) 
             assert tokens[request.request_id] == expected(request), (seed, request)
         assert hostile.num_asked > 0
         assert cluster.clock.now_s() < 60, "it is waited for, but not for ever"
-        assert not cluster.proposer._registrations
+        assert not cluster.proposer._registry.registrations
         channel, counters = cluster.proposer._channel.counters, cluster.proposer.counters
         num_malformed += channel.dropped["malformed"] + channel.dropped["version"]
         num_stale += counters.get("stale_drafts_dropped", 0)

@@ -216,4 +216,4 @@ def test_whole_engines_hit_most_of_the_time_and_write_the_same() -> None:
     assert hits > misses > 0
     assert cluster.engine.metrics().num_accepted_tokens > 20
     assert not cluster.proposer._prepared
-    assert not cluster.proposer._registrations
+    assert not cluster.proposer._registry.registrations

@@ -174,9 +174,9 @@ def run_random_schedule(transport: str, seed: int) -> tuple[int, int]:
 
 def assert_nothing_is_left(cluster: RealCluster) -> None:
     """All that is known of requests is given up; a release that was lost is made up for by the lease."""
-    assert not cluster.proposer._registrations
+    assert not cluster.proposer._registry.registrations
     assert not cluster.proposer._prepared
-    assert not any(link.num_registered for link in cluster.proposer._links.values())
+    assert not any(link.num_registered for link in cluster.proposer._registry.links.values())
     assert len(cluster.target._sequences) <= 4, "the target is told of the last ones with its next step"
     until_s = time.monotonic() + 30
     while any(server.num_sequences for server in cluster.servers.values()):

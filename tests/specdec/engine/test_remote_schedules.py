@@ -67,10 +67,10 @@ def assert_nothing_is_left(cluster: Cluster) -> None:
     request = a_request("last", random.Random(0))
     assert cluster.run([request])["last"] == expected(request)
     proposer = cluster.proposer
-    assert not proposer._registrations
+    assert not proposer._registry.registrations
     assert not proposer._prepared
-    assert not proposer._outgrown
-    assert not any(link.num_registered for link in proposer._links.values())
+    assert not proposer._registry._outgrown
+    assert not any(link.num_registered for link in proposer._registry.links.values())
     assert not any(its.values() for its in proposer._ahead.pending.values())
     assert cluster.toy._sequences.keys() <= {"last"}, "the target is told with its next step"
     assert not cluster.target_server._early

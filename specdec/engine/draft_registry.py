@@ -1,0 +1,276 @@
+"""Which draft worker has which of a coordinator's sequences, and what it knows of them. No messages."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from specdec.core.ids import RequestId
+from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
+from specdec.engine.draft_placement import (
+    DraftPlacementConfig,
+    DraftWorkerView,
+    Move,
+    Vacancy,
+    place,
+    rebalance,
+)
+from specdec.transport.base import PeerId
+
+_FEW_TOKENS = 16
+"""What one round may bring a sequence: nobody asks how long they take to read."""
+_MOST_WAITED_FOR = 256
+"""Tokens. A sequence that has more to catch up on does so while its request goes on without drafts."""
+
+
+class Placed(Protocol):
+    """A sequence, as far as it matters who drafts for it."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def committed_len(self) -> int: ...
+
+
+S = TypeVar("S", bound=Placed)
+
+
+@dataclass(slots=True)
+class Registration:
+    """A sequence as one draft worker knows it."""
+
+    worker: PeerId
+    epoch: int
+    sent_len: int = 0
+    """Leading tokens that were sent to it."""
+    confirmed_len: int = 0
+    """Leading tokens that it has answered for."""
+    read_len: int = 0
+    """Leading tokens behind which it can draft at once."""
+
+    def note_answer(self, committed_len: int, num_unread: int) -> None:
+        """The worker has answered for so many tokens, and has yet to read some of them."""
+        if committed_len >= self.confirmed_len:
+            self.read_len = max(0, committed_len - max(0, num_unread))
+        self.confirmed_len = max(self.confirmed_len, committed_len)
+
+    def start_again(self) -> None:
+        """The worker knows nothing of it any more."""
+        self.sent_len = self.confirmed_len = self.read_len = 0
+
+
+@dataclass(slots=True)
+class DraftLink:
+    """What a coordinator knows of one draft worker."""
+
+    worker: PeerId
+    patience: DraftPatience
+    vacancy: Vacancy
+    num_registered: int = 0
+    num_others: int = 0
+    """Other coordinators' sequences there, when it answered last."""
+    capacity: int | None = None
+    """Sequences that it takes; None: it has not said."""
+    max_length: int | None = None
+    """Longest prefix (tokens) that it continues; None: it has not said, or has no limit."""
+
+    def view(self, now_s: float) -> DraftWorkerView:
+        """What placement looks at."""
+        return DraftWorkerView(
+            worker=self.worker,
+            num_own=self.num_registered,
+            num_others=self.num_others,
+            capacity=self.capacity,
+            is_ready=self.patience.is_waited_for(now_s),
+            has_place=self.vacancy.has_place(now_s),
+        )
+
+
+class DraftRegistry:
+    """Gives sequences to draft workers, and takes them away again."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        deadlines: DraftDeadlineConfig,
+        placement: DraftPlacementConfig,
+        max_context: int | None = None,
+        on_leave: Callable[[RequestId, Registration], None],
+    ) -> None:
+        """Begin without workers.
+
+        Args:
+            name: the coordinator's, of which its chance is made.
+            deadlines: when a silent worker loses its sequences, and how often a full one is tried again.
+            placement: how sequences are spread.
+            max_context: longest prefix (tokens) that any worker continues; None: no limit.
+            on_leave: called when a worker that is still there loses a sequence, for it to be told.
+        """
+        self._deadlines = deadlines
+        self._placement = placement
+        self._max_context = max_context
+        self._on_leave = on_leave
+        self._max_length = max_context
+        self._chance = random.Random(name)
+        self._next_rebalance_s = 0.0
+        self._next_epoch = 0
+        self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
+        """Sequences that workers had room for and no longer have, and when to ask those again."""
+        self.links: dict[PeerId, DraftLink] = {}
+        self.registrations: dict[RequestId, Registration] = {}
+        self.num_moved = 0
+        """Sequences given from a busy worker to one that was less so."""
+
+    def add(self, worker: PeerId) -> None:
+        """Give sequences to this worker too."""
+        self.links[worker] = DraftLink(worker, DraftPatience(self._deadlines), Vacancy(self._deadlines))
+        self._changed()
+
+    def remove(self, worker: PeerId) -> None:
+        """This worker is gone, and what it had with it."""
+        del self.links[worker]
+        for request_id in [r for r, its in self.registrations.items() if its.worker == worker]:
+            del self.registrations[request_id]
+        self._changed()
+
+    def forget(self, request_id: RequestId) -> None:
+        """A sequence has ended."""
+        self._outgrown.pop(request_id, None)
+        self._leave(request_id)
+
+    def by_worker(self, sequences: Sequence[S], now_s: float) -> dict[PeerId, list[S]]:
+        """Group the sequences by the worker to ask now; those that none can be asked for are left out."""
+        if len(self.links) > 1:
+            self._rebalance(sequences, now_s)
+        patience = {worker: link.patience for worker, link in self.links.items()}
+        ready = [worker for worker, its in patience.items() if its.is_waited_for(now_s)]
+        silent = {
+            w for w, its in patience.items() if its.late_for_s(now_s) > self._deadlines.reassign_after_s
+        }
+        groups: dict[PeerId, list[S]] = defaultdict(list)
+        for sequence in sequences:
+            if self._max_length is not None and sequence.committed_len >= self._max_length:
+                self._leave(sequence.request_id)
+                continue
+            registration = self.registrations.get(sequence.request_id)
+            if registration is None or (registration.worker in silent and ready):
+                registration = self._register(sequence.request_id, now_s)
+            if registration is not None:
+                groups[registration.worker].append(sequence)
+        return {worker: group for worker, group in groups.items() if patience[worker].may_ask(now_s)}
+
+    def behind(self, worker: PeerId, sequences: Sequence[Placed]) -> frozenset[RequestId]:
+        """Return the sequences that have too much to catch up on for a round to wait for it.
+
+        The draft KV of a request that went without drafts for a while can be gone on with, but what was
+        committed meanwhile has to be read. Those that have least to read are waited for.
+        """
+        unread = [
+            (num_unread, sequence.request_id)
+            for sequence in sequences
+            if (num_unread := sequence.committed_len - self.registrations[sequence.request_id].read_len)
+            > _FEW_TOKENS
+        ]
+        if not unread:
+            return frozenset()
+        patience = self.links[worker].patience
+        behind: list[RequestId] = []
+        num_waited_for = 0
+        for num_unread, request_id in sorted(unread):
+            num_waited_for += num_unread
+            if num_unread > _MOST_WAITED_FOR or not patience.is_worth_waiting_for(num_waited_for):
+                behind.append(request_id)
+        return frozenset(behind)
+
+    def refused(self, request_id: RequestId, now_s: float) -> bool:
+        """Look for another place when the sequence is asked for again: its worker knows nothing of it.
+
+        What had a place there once, and is too long for it now, says nothing about places for others: whether
+        that is the case is returned.
+        """
+        registration = self.registrations.pop(request_id)
+        worker = registration.worker
+        self.links[worker].num_registered -= 1
+        has_outgrown = registration.confirmed_len > 0 or worker in self._outgrown.get(request_id, {})
+        if has_outgrown:
+            resting = self._outgrown.setdefault(request_id, {})
+            resting[worker] = now_s + self._deadlines.max_retry_s
+        return has_outgrown
+
+    def told_length(self, worker: PeerId, max_length: int) -> None:
+        """A worker says how long prefixes may be that it continues."""
+        link = self.links[worker]
+        if max_length != link.max_length:
+            link.max_length = max_length
+            self._note_lengths()
+
+    def give(self, request_id: RequestId, worker: PeerId, now_s: float) -> Registration:
+        """Give a sequence to a worker, taking it from the one that has it."""
+        self._leave(request_id)
+        registration = self.registrations[request_id] = Registration(worker, self._next_epoch)
+        self._next_epoch += 1
+        link = self.links[worker]
+        link.num_registered += 1
+        link.vacancy.placed(now_s)
+        return registration
+
+    def _register(self, request_id: RequestId, now_s: float) -> Registration | None:
+        """Give a sequence to whoever has a place for it; None: it stays where it is, or without drafts."""
+        resting = self._outgrown.get(request_id, {})
+        views = [
+            link.view(now_s)
+            for name, link in self.links.items()
+            if not resting or now_s >= resting.get(name, now_s)
+        ]
+        worker = place(views, self._placement)
+        if worker is None:
+            return self.registrations.get(request_id)
+        return self.give(request_id, worker, now_s)
+
+    def _leave(self, request_id: RequestId) -> None:
+        registration = self.registrations.pop(request_id, None)
+        if registration is not None and registration.worker in self.links:
+            self.links[registration.worker].num_registered -= 1
+            self._on_leave(request_id, registration)
+
+    def _changed(self) -> None:
+        self._next_rebalance_s = 0.0
+        self._note_lengths()
+
+    def _note_lengths(self) -> None:
+        """Know which sequences nobody can go on with."""
+        told = [link.max_length for link in self.links.values()]
+        longest = max([length for length in told if length is not None], default=None)
+        if longest is None or None in told:
+            self._max_length = self._max_context
+        else:
+            self._max_length = min(longest, self._max_context or longest)
+
+    def _rebalance(self, sequences: Sequence[Placed], now_s: float) -> None:
+        """Now and then, move some sequences of whom nothing is awaited from a busy worker to another.
+
+        The shortest are moved: they are soonest read.
+        """
+        if now_s < self._next_rebalance_s:
+            return
+        self._next_rebalance_s = now_s + self._placement.rebalance_every_s
+        views = [link.view(now_s) for link in self.links.values()]
+        for move in rebalance(views, self._placement, self._chance.random()):
+            for request_id in self._movable(sequences, move):
+                self.give(request_id, move.destination, now_s)
+                self.num_moved += 1
+
+    def _movable(self, sequences: Iterable[Placed], move: Move) -> list[RequestId]:
+        settled = [
+            sequence
+            for sequence in sequences
+            if (registration := self.registrations.get(sequence.request_id)) is not None
+            and registration.worker == move.source
+            and registration.sent_len == registration.confirmed_len
+        ]
+        settled.sort(key=lambda sequence: sequence.committed_len)
+        return [sequence.request_id for sequence in settled[: move.num_sequences]]
