@@ -39,7 +39,7 @@ class _Size(NamedTuple):
 class GraphedDraftLoop(GraphRecording):
     """Implements `FusedDraftLoop` on a GPU.
 
-    Prompts, shaped logits and sequences without their middle (`ChainStart.num_dropped`) are for the other one.
+    Prompts, shaped logits, and sequences without their middle (`num_dropped`) are left to the other one.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from specdec.proposers.draft_window import DraftWindow
 from specdec.sampling.noise import MASK_64
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import Sampler
-from tests.specdec.proposers.ahead_contract import EOS, AheadContract
+from tests.specdec.proposers.ahead_contract import EOS, AheadContract, assumed_of
 from tests.specdec.proposers.ahead_contract import VOCAB_SIZE as AHEAD_VOCAB_SIZE
 from tests.specdec.proposers.contract import GREEDY, SAMPLED, FrozenView, ProposerContract, view
 
@@ -292,3 +292,25 @@ def test_what_is_held_stays_within_the_plan(block_size: int) -> None:
             held = proposer.sequences.num_held_blocks
             assert held <= its.max_blocks(len(tokens) + k, block_size), (step, len(tokens))
             tokens += [*chain[: step % (k + 1)], step % VOCAB_SIZE] if step % 9 else [5] * 50
+
+
+def test_branches_come_true_behind_a_gap() -> None:
+    """What was prepared behind the right guess becomes the sequence's own, without being read again."""
+    runner = ToyRunner(MODEL, max_model_len=1 << 20)
+    proposer = make(window(16, piece=8), runner)
+    rng = random.Random(3)
+    tokens, pending, num_true = rng.choices(range(VOCAB_SIZE), k=90), (), 0
+    for _ in range(25):
+        one = view("a", tokens, ENDLESS)
+        wish = AheadWish(view=one, pending=pending, num_draft_tokens=3, fan_out=(2,) * (len(pending) + 1))
+        branches = proposer.propose_ahead([wish]).get(one.request_id, [])
+        proposer.check_integrity()
+        if branches:
+            true = rng.choice(branches)
+            tokens += assumed_of(true, one, pending, VOCAB_SIZE)
+            pending, num_true = true.token_ids, num_true + 1
+        else:  # it was reading
+            tokens, pending = [*tokens, 1], ()
+    assert num_true > 20
+    assert proposer.counters["draft_ahead_branches_true"] >= num_true - 1
+    assert len(tokens) > 120
