@@ -99,7 +99,9 @@ class GraphedDraftLoop(GraphRecording):
             return None
         if any(start.changes_logits or start.shift is not None for start in starts):
             return None
-        rows = SamplingRows.build([RowSpec(start.params, start.seed, start.end, 1) for start in drafting])
+        rows = SamplingRows.build(
+            [RowSpec(start.params, start.seed, start.position_of_draft, 1) for start in drafting]
+        )
         if rows.largest_top_k > _MAX_TOP_K:
             return None
         cuts = bool(rows.largest_top_k or rows.has_top_p or rows.has_min_p)

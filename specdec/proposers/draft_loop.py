@@ -27,7 +27,7 @@ class ChainStart(NamedTuple):
 
     token_ids: Sequence[int]
     start: int
-    """Absolute position of the first one."""
+    """Place of the first one in the cache: its position less `num_dropped`."""
     block_table: Sequence[int]
     """Has room for these tokens and the draft but its last token."""
     budget: int
@@ -42,6 +42,8 @@ class ChainStart(NamedTuple):
     """What the request's grammar allows."""
     assumed: Sequence[int] = ()
     """Tokens before the first draft token of which `shaper` and `constraint` have not been told."""
+    num_dropped: int = 0
+    """Tokens that `block_table` leaves out (see `kv.selection`); `shift` then has their number in it."""
 
     @property
     def changes_logits(self) -> bool:
@@ -50,8 +52,13 @@ class ChainStart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Absolute position of the first draft token."""
+        """Place of the first draft token in the cache."""
         return self.start + len(self.token_ids)
+
+    @property
+    def position_of_draft(self) -> int:
+        """Absolute position of the first draft token."""
+        return self.end + self.num_dropped
 
     def first_slice(self) -> SequenceSlice:
         """Return the committed tokens as a slice."""
@@ -134,7 +141,10 @@ class StepwiseDraftLoop:
         if not ends:
             return []
         rows = SamplingRows.build(
-            [RowSpec(start.params, start.seed, start.end + len(chain), 1) for start, chain in ends],
+            [
+                RowSpec(start.params, start.seed, start.position_of_draft + len(chain), 1)
+                for start, chain in ends
+            ],
             logits_RV.device,
         )
         logits_RV = self._shape(logits_RV[:, : self._vocab_size], ends)
@@ -205,7 +215,7 @@ class NativeDraftLoop:
         """See `FusedDraftLoop`; None while anything of it is not compiled."""
         if any(start.changes_logits for start in starts):
             return None
-        sequences = [SequenceSampling(start.params, start.seed) for start in starts]
+        sequences = [SequenceSampling(start.params, start.seed, start.num_dropped) for start in starts]
         chooser = self._sampler.chooser(sequences, self._vocab_size, self._stream)
         if chooser is None:
             return None

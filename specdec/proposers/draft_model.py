@@ -239,7 +239,7 @@ class DraftModelProposer:
     def _start(self, chunk: Chunk) -> ChainStart:
         drafting, num_tokens, completes = chunk
         view, state = drafting.view, drafting.state
-        params, seed = self._sampling.of(view)
+        params, seed, _ = self._sampling.of(view)
         if completes and drafting.outlook is not None:
             read = self._outlook_read(drafting)
             tokens = (*view.token_ids[read.start :], *drafting.outlook.pending)
@@ -342,7 +342,7 @@ class DraftModelProposer:
     def _branch_start(self, drafting: Drafting, held: HeldBranch) -> ChainStart:
         """Go on behind the token that the target is assumed to choose."""
         view, branch = drafting.view, held.branch
-        params, seed = self._sampling.of(view, len(branch.assumed))
+        params, seed, _ = self._sampling.of(view, len(branch.assumed))
         return ChainStart(
             token_ids=branch.assumed[-1:],
             start=view.committed_len + branch.num_kept,

@@ -19,7 +19,7 @@ from specdec.sampling.rows import SamplingRows, SequenceSampling, log_min_p_of, 
 SOURCE = Path(__file__).parent / "csrc" / "token_function.cpp"
 _NOTHING = -1
 """Stands behind the last of a row's ranked tokens."""
-_PARAMETERS = struct.Struct("=Qqddd")
+_PARAMETERS = struct.Struct("=Qqqddd")
 """`Parameters` in the C++ source."""
 _LOGITS_PER_THREAD = 1 << 19
 """Below about 0.3 ms of work per thread, waking another one costs more than it gives."""
@@ -99,9 +99,10 @@ class NativeTokenFunction:
             b"".join(
                 [
                     _PARAMETERS.pack(
-                        seed, top_k_of(params), params.temperature, params.top_p, log_min_p_of(params)
+                        *(seed, position_offset, top_k_of(params)),
+                        *(params.temperature, params.top_p, log_min_p_of(params)),
                     )
-                    for params, seed in sequences
+                    for params, seed, position_offset in sequences
                 ]
             ),
         )

@@ -37,6 +37,8 @@ class SequenceSampling(NamedTuple):
     params: SamplingParams
     seed: int
     """Noise key, unsigned 64-bit (`Request.seed`)."""
+    position_offset: int = 0
+    """Added to the places of its rows in the cache, to get their positions; see `kv.selection`."""
 
 
 def top_k_of(params: SamplingParams) -> int:

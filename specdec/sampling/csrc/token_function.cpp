@@ -329,6 +329,7 @@ int64_t rank_row(const float* logits, int64_t size, const Row& row, bool with_no
 // What a request asks for; native.py packs it.
 struct Parameters {
     uint64_t seed;
+    int64_t position_offset;  // added to the positions that a chooser is given
     int64_t top_k;
     double temperature;
     double top_p;
@@ -360,7 +361,7 @@ void drafthouse_sample_rows(const float* logits, int64_t row_stride, int64_t num
                             int64_t* token_ids, uint8_t* finite) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
     for (int64_t r = 0; r < num_rows; ++r) {
-        const Parameters of = {static_cast<uint64_t>(integers[r]), integers[2 * num_rows + r], reals[r],
+        const Parameters of = {static_cast<uint64_t>(integers[r]), 0, integers[2 * num_rows + r], reals[r],
                                reals[num_rows + r], reals[2 * num_rows + r]};
         const int64_t token_id =
             choose(logits + r * row_stride, vocab_size, row_of(of, integers[num_rows + r], stream_tag));
@@ -375,7 +376,7 @@ void drafthouse_rank_rows(const float* logits, int64_t row_stride, int64_t num_r
                           int64_t num, int32_t num_threads, int64_t* token_ids) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
     for (int64_t r = 0; r < num_rows; ++r) {
-        const Parameters of = {static_cast<uint64_t>(integers[r]), integers[2 * num_rows + r], reals[r],
+        const Parameters of = {static_cast<uint64_t>(integers[r]), 0, integers[2 * num_rows + r], reals[r],
                                reals[num_rows + r], reals[2 * num_rows + r]};
         std::vector<Choice> best(num);
         const int64_t count = rank_row(logits + r * row_stride, vocab_size, row_of(of, integers[num_rows + r], stream_tag),
@@ -389,7 +390,8 @@ void drafthouse_choose(const void* parameters, const float* logits, int64_t row_
                        const int32_t* sequences, const int64_t* positions, int64_t* token_ids) {
     const auto& with = *static_cast<const ChooserParameters*>(parameters);
     for (int64_t r = first; r < last; ++r) {
-        const Row row = row_of(with.sequences[sequences[r]], positions[r], with.stream_tag);
+        const Parameters& of = with.sequences[sequences[r]];
+        const Row row = row_of(of, positions[r] + of.position_offset, with.stream_tag);
         token_ids[r] = choose(logits + r * row_stride, with.vocab_size, row);
     }
 }
@@ -401,7 +403,8 @@ void drafthouse_choose_made_up(const void* parameters, const float* logits, int6
     const auto& with = *static_cast<const ChooserParameters*>(parameters);
     for (int64_t r = first; r < last; ++r) {
         if (token_ids[r] < 0) continue;
-        token_ids[r] = row_key(with.sequences[sequences[r]].seed, positions[r], kDraftStream) % kNumMadeUp;
+        const Parameters& of = with.sequences[sequences[r]];
+        token_ids[r] = row_key(of.seed, positions[r] + of.position_offset, kDraftStream) % kNumMadeUp;
     }
 }
 }
