@@ -388,7 +388,8 @@ class _Counter:
 
 def drafts_anything(proposer: Proposer, plan: ProfilePlan) -> bool:
     """Whether there are proposals that could be measured."""
-    return proposer.capabilities.name != "none" and plan.max_draft_tokens > 0
+    capabilities = proposer.capabilities
+    return capabilities.name != "none" and not capabilities.at_target and plan.max_draft_tokens > 0
 
 
 def measure_profile(

@@ -3,7 +3,7 @@
 A selection changes what is proposed, never what is committed: the target verifies with all blocks. What is
 selected is a block table of its own over the same pages. Cache indices run over the selected tokens, without
 gaps; K in pages is rotated by absolute positions already, and new rows are given theirs by the offset
-`Selection.num_dropped` (see `model.batch.PositionShift`).
+`Selection.num_dropped` (see `model.batch.SequenceSlice`).
 
 `streaming` is the attention sink and recent window of StreamingLLM (Xiao et al., arXiv 2309.17453), as the
 drafts of MagicDec (Chen et al., arXiv 2408.11049) use it. Being chosen anew from the length each time, the
@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specdec.core.config import StrictConfig
 from specdec.kv.block_table import num_blocks_for
@@ -32,7 +32,7 @@ class Selection(NamedTuple):
     them. Blocks behind it, for tokens to come, always belong to the selection too."""
     num_dropped: int
     """Tokens before the last one that are not selected: whole blocks. Position = cache index + num_dropped
-    from the last gap on; this is `PositionShift.offset`."""
+    from the last gap on; this is `SequenceSlice.num_dropped`."""
 
     def table(self, block_table: Sequence[int]) -> list[int]:
         """Return the selected entries of a sequence's block table, with all those behind them."""
@@ -118,6 +118,17 @@ class KvSelectionConfig(StrictConfig):
     """Least budget (tokens) where it is a share of the length."""
     sink_tokens: int = Field(default=4, ge=0)
     """streaming: tokens from the beginning that always belong to the budget; whole blocks are selected."""
+
+    positions: Literal["absolute", "in_cache"] = "absolute"
+    """absolute: tokens that are attended to keep their positions in the text, so a draft model drafts up to its
+    own limit. in_cache (positions among what is kept, which would lift that limit) is not there yet."""
+
+    @field_validator("positions")
+    @classmethod
+    def _refuse_in_cache(cls, positions: str) -> str:
+        if positions == "in_cache":
+            raise ValueError("positions: in_cache is not supported yet: write absolute, or leave it out")
+        return positions
 
     @model_validator(mode="before")
     @classmethod

@@ -115,6 +115,7 @@ def test_missing_draft_model(tmp_path: Path) -> None:
             {"method": "draft_model", "model": "m", "kv": {"policy": "streaming", "floor": 6}},
             r"kv.floor: 6 tokens do not hold",
         ),
+        ({"method": "self", "kv": {"positions": "in_cache"}}, "positions: in_cache is not supported yet"),
     ],
 )
 def test_contradictions_about_kv(keys: dict[str, object], message: str) -> None:
