@@ -120,8 +120,8 @@ class KvSelectionConfig(StrictConfig):
     """streaming: tokens from the beginning that always belong to the budget; whole blocks are selected."""
 
     positions: Literal["absolute", "in_cache"] = "absolute"
-    """absolute: tokens that are attended to keep their positions in the text, so a draft model drafts up to its
-    own limit. in_cache (positions among what is kept, which would lift that limit) is not there yet."""
+    """absolute: tokens that are attended to keep their positions in the text, so a draft model drafts up to
+    its own limit. in_cache (positions among what is kept, which would lift that limit) is not there yet."""
 
     @field_validator("positions")
     @classmethod
