@@ -165,7 +165,7 @@ class TargetProfiler:
         for index, shape in enumerate(self.shapes()):
             if points and deadline.left_s <= 0.0:
                 break
-            if shape.is_long and not self._long[0].is_admitted:
+            if shape.is_long and self._long and not self._long[0].is_admitted:
                 self._fill_long(self._clock.now_s() + budget_s * _LONG_SHARE)
             if not shape.is_long or self._long:
                 points.append(self._point(shape, deadline, repeats=1 if index == 0 else _NUM_REPEATS))
@@ -198,7 +198,7 @@ class TargetProfiler:
         self, number: int, is_long: bool, num_steps: int, deadline: _Deadline
     ) -> DraftPoint | None:
         """Return what the target's own drafts took, by itself; None where long contexts are given up."""
-        if is_long and not self._long[0].is_admitted:
+        if is_long and self._long and not self._long[0].is_admitted:
             self._fill_long(self._clock.now_s() + max(0.0, deadline.left_s) * _LONG_SHARE)
         sequences = (self._long if is_long else self._short)[:number]
         if not sequences:
