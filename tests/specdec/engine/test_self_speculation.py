@@ -100,6 +100,8 @@ class Streams:
 
 
 PROMPTS = ragged_prompts(8, seed=1)
+POSITIONS_OF_OTHER_KINDS = ("phi3_longrope", "llama_dynamic_ntk", "gemma2", "gemma3", "gpt2", "cohere2")
+"""Tables by length, windows of some layers, learned positions."""
 KINDS = {"greedy": GREEDY, **SAMPLING, **SHAPING}
 
 
@@ -177,7 +179,7 @@ def test_says_what_it_says_alone_in_every_setting(
     check(models, streams, setting, kind)
 
 
-@pytest.mark.parametrize("architecture", CORE_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*CORE_ARCHITECTURES, *POSITIONS_OF_OTHER_KINDS])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_kind_of_position(models: Models, streams: Streams, architecture: str, compiled: bool) -> None:
     setting = SelfSetting(
