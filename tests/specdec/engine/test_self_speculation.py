@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import pydantic
 import pytest
 import torch
 
@@ -18,20 +19,29 @@ from specdec.core.errors import ConfigError
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.metrics import EngineMetrics
 from specdec.engine.offline import choice_requests
+from specdec.engine.profiling import ProfilePlan, measure_profile
+from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.self_drafter import SelfDrafter
+from specdec.engine.target_server import TargetServer
 from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.batch import PositionShift
+from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import LoadedModel
+from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
+from specdec.transport.base import PeerId
+from specdec.transport.memory import MemoryNetwork
 from tests.architectures import CORE_ARCHITECTURES, make_tokenizer
 from tests.specdec.engine.test_identity import NUM_TOKENS, SAMPLING, SHAPING, Models, Setting, ragged_prompts
 from tests.specdec.engine.toy_engines import tokens_of
@@ -92,6 +102,8 @@ class Streams:
 
 
 PROMPTS = ragged_prompts(8, seed=1)
+POSITIONS_OF_OTHER_KINDS = ("phi3_longrope", "llama_dynamic_ntk", "gemma2", "gemma3", "gpt2", "cohere2")
+"""Tables by length, windows of some layers, learned positions."""
 KINDS = {"greedy": GREEDY, **SAMPLING, **SHAPING}
 
 
@@ -169,7 +181,7 @@ def test_says_what_it_says_alone_in_every_setting(
     check(models, streams, setting, kind)
 
 
-@pytest.mark.parametrize("architecture", CORE_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*CORE_ARCHITECTURES, *POSITIONS_OF_OTHER_KINDS])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_kind_of_position(models: Models, streams: Streams, architecture: str, compiled: bool) -> None:
     setting = SelfSetting(
@@ -445,3 +457,97 @@ def test_wrong_answers_are_found(
     with SelfSetting(batch=1).engine(models, "llama") as engine:
         (result,) = engine.generate(PROMPTS[2:3], GREEDY)
         assert result.choices[0].finish_reason == "error"
+
+
+def test_over_the_wire(models: Models, streams: Streams) -> None:
+    """A target worker needs nothing more than the step, and the coordinator nothing but its answer."""
+    setting = SelfSetting(num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, kv=streaming(12))
+    network = MemoryNetwork(seed=1)
+    worker, owner = network.open(PeerId("target")), network.open(PeerId("coordinator"))
+    worker.admit([owner.address])
+    runner = setting.runner(models.load("llama"), setting.num_blocks)
+    server = TargetServer(
+        worker, LocalTarget(runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE))
+    )
+    network.serve(PeerId("target"), lambda: server.step(0))
+    target = RemoteTarget(owner, worker.address, incarnation=1)
+    assert target.description.drafts_itself
+    with Engine.from_parts(
+        target=target,
+        proposer=SelfSpeculation(),
+        tokenizer=HuggingFaceTokenizer(make_tokenizer()),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
+        controller=FixedController(4),
+    ) as engine:
+        results = engine.generate(PROMPTS, KINDS["plain"])
+        metrics = engine.metrics()
+    assert [result.token_ids for result in results] == streams.alone("llama", "plain", KINDS["plain"])
+    assert metrics.num_accepted_tokens > 0
+    assert metrics.num_preemptions > 0
+    assert metrics.draft_s > 0.0
+
+
+def test_drafts_are_measured(models: Models) -> None:
+    """What the controller begins with; and nothing of it stays behind."""
+    setting = SelfSetting(kv=streaming(12))
+    runner = setting.runner(models.load("llama"), 200)
+    target = LocalTarget(runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE))
+    plan = ProfilePlan(key="k", max_num_seqs=4, max_num_batched_tokens=8, max_draft_tokens=5, budget_s=1.0)
+    profile = measure_profile(target, SelfSpeculation(), plan)
+    assert profile.fault() is None
+    assert (profile.draft[0].num_sequences, profile.draft[0].num_steps) == (1, 4)
+    assert all(point.seconds > 1e-6 for point in profile.draft)
+    assert profile.verify
+    assert target._sequences == {}
+
+
+def test_goodput_controller(models: Models) -> None:
+    """An engine as it is built from a configuration: costs, controller, streams."""
+    folder = models.load("llama").path
+    texts = []
+    for speculative in (
+        {"method": "none"},
+        {
+            "method": "self",
+            "profile_seconds": 0.5,
+            "profile_dir": str(folder.parent / "profiles"),
+            "kv": {"policy": "streaming", "budget": 16},
+        },
+    ):
+        config = EngineConfig(
+            target=ModelConfig(model=str(folder), dtype="float32", compile=CompileConfig(mode="off")),
+            speculative_config=SpeculativeConfig.model_validate(speculative),
+            cache=CacheConfig(block_size=4, num_blocks=60),
+        )
+        with Engine(config) as engine:
+            texts.append([result.token_ids for result in engine.generate(PROMPTS, KINDS["cut"])])
+            assert engine.description.drafts_itself == (speculative["method"] == "self")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"kv": {"policy": "streaming", "budget": 7}}, r"kv\.budget: 7 tokens do not hold kv\.sink_tokens"),
+        ({"kv": {"policy": "streaming", "floor": 7}}, r"kv\.floor: 7 tokens do not hold"),
+        ({"kv": {"policy": "streaming", "budget": 2.5}}, "budget: 2.5 is no share"),
+        ({"kv": {"policy": "other"}}, "policy"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method: block does not go with method self"),
+        ({"model": "draft"}, "method self takes no `model`"),
+        ({"overlap": "ping_pong"}, "method self has none"),
+        ({"method": "ngram", "kv": {"policy": "streaming"}}, "kv.policy: streaming .* method ngram has none"),
+    ],
+)
+def test_settings_that_cannot_be(more: dict[str, object], message: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        SpeculativeConfig.model_validate({"method": "self", **more})
+
+
+def test_stages_are_refused() -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"method: self .*pipeline_parallel_size: 2"):
+        EngineConfig.model_validate(
+            {
+                "target": {"model": "m", "pipeline_parallel_size": 2},
+                "speculative_config": {"method": "self"},
+            }
+        )
