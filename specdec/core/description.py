@@ -30,3 +30,5 @@ class TargetDescription:
     """How its weights are quantized; None: they are not."""
     batch_invariant: bool = False
     """Whether it is promised that what a request gets does not depend on what else is in the batch."""
+    drafts_itself: bool = False
+    """Whether it takes works with `num_self_drafted`."""

@@ -7,6 +7,7 @@ positions from `start`; prefill, prefill chunk, decode and chain verification di
     last chunk         num_sampled_rows 1
     decode             1 token,      num_sampled_rows 1
     verification       1 + k tokens, num_sampled_rows 1 + k   (the last committed token, then the draft)
+    self-speculation   1 token,      num_sampled_rows 1, num_self_drafted k
 
 Under the rule sample_and_match the target answers with its own token at every sampled row, to be compared
 with the draft by whoever has it. Any other rule looks at distributions, which stay with the target: it
@@ -64,6 +65,9 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     """What a grammar allows at each sampled row: bit t (byte t // 8, from the low end) for token t."""
     scored_token_ids: tuple[int, ...] = ()
     """Prompt tokens behind the first rows, one each, whose log-probabilities are wanted."""
+    num_self_drafted: int = 0
+    """So many tokens, at most, the target shall draft itself behind these, and verify in the same step; the
+    block table has room for them. One row is sampled beside them."""
 
 
 class TargetStep(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +99,8 @@ class WorkResult(msgspec.Struct, frozen=True, array_like=True):
     """Set with `error`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """One per scored token, where there are any."""
+    drafted: tuple[int, ...] = ()
+    """What the target has drafted itself; `token_ids` then has one token more."""
 
 
 class TargetResult(msgspec.Struct, frozen=True, array_like=True):
@@ -109,3 +115,5 @@ class TargetResult(msgspec.Struct, frozen=True, array_like=True):
     kv_generation: int = 0
     """Changes when K/V computed from this step on differ, in their last bits, from those of the same tokens
     computed before: the forward has been compiled. Cached prefixes of the former generation are stale."""
+    draft_s: float = 0.0
+    """Seconds in which the target drafted itself, before the forward."""

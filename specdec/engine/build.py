@@ -17,6 +17,7 @@ from specdec.engine.profiling import ProfilePlan, ProfileProgress, drafts_anythi
 from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, require_real
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
+from specdec.kv.selection import KvSelection
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
@@ -180,7 +181,13 @@ def _build_whole_target(
     graphs = accelerate(runner, config.target.compile)
     sampler = Sampler(config.target.compile.cache_dir)
     sampler.warm_up()
-    return LocalTarget(runner, sampler, rule=_rule_of(config), idle_work=(graphs,))
+    return LocalTarget(
+        runner,
+        sampler,
+        rule=_rule_of(config),
+        idle_work=(graphs,),
+        self_drafting=_self_drafting_of(config),
+    )
 
 
 def build_target_part(
@@ -205,7 +212,12 @@ def build_target_part(
     settle(runner, config.target.compile)
     if loaded.stage is not None and not loaded.stage.is_last:
         return StageTarget(runner)
-    return LocalTarget(runner, _chooser(loaded, config), rule=_rule_of(config))
+    return LocalTarget(
+        runner,
+        _chooser(loaded, config),
+        rule=_rule_of(config),
+        self_drafting=_self_drafting_of(config),
+    )
 
 
 def _part_runner(loaded: LoadedModel, config: EngineConfig, reserved_bytes: int) -> ModelRunner:
@@ -247,6 +259,12 @@ def _rule_of(config: EngineConfig) -> VerificationRule:
         posterior_threshold=speculative.posterior_threshold,
         posterior_alpha=speculative.posterior_alpha,
     )
+
+
+def _self_drafting_of(config: EngineConfig) -> KvSelection | None:
+    """Return what the target's own drafts attend to; None: it makes none."""
+    speculative = config.speculative_config
+    return speculative.kv.make(config.cache.block_size) if speculative.method == "self" else None
 
 
 def _require_length(config: EngineConfig, runner: ModelRunner) -> None:

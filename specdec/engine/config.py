@@ -44,6 +44,15 @@ class EngineConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_self_speculation(self) -> Self:
+        if self.speculative_config.method == "self" and self.target.pipeline_parallel_size > 1:
+            raise ValueError(
+                "speculative_config.method: self does not go with target.pipeline_parallel_size: "
+                f"{self.target.pipeline_parallel_size} yet: write 1, or use tensor_parallel_size"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_attention(self) -> Self:
         target, draft = self.target, self.speculative_config
         dtype = target.dtype if draft.dtype == "auto" else draft.dtype

@@ -18,8 +18,11 @@ from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.engine.judge import Judge
+from specdec.engine.self_drafter import SelfDrafter
+from specdec.kv.selection import KvSelection
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
 from specdec.model.runner import ModelRunner
+from specdec.proposers.draft_loop import ChainStart
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
 from specdec.sampling.shaping import LogitShaper, apply_masks, shaper_for
 from specdec.tree.topology import Topology
@@ -73,16 +76,22 @@ class LocalTarget:
         *,
         rule: VerificationRule | None = None,
         idle_work: Sequence[IdleWork] = (),
+        self_drafting: KvSelection | None = None,
     ) -> None:
         """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`).
 
-        `rule` verifies drafts (None: sample_and_match, by whoever asked).
+        `rule` verifies drafts (None: sample_and_match, by whoever asked). With `self_drafting`, which says
+        what such drafts attend to, it drafts for itself where a work asks for it.
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         rule = rule or SampleAndMatch()
         self._judge = Judge(rule) if rule.capabilities.needs_p_rows else None
         self._runner = runner
         self._sampler = sampler
+        self._self_drafter: SelfDrafter | None = None
+        if self_drafting is not None:
+            assert self._judge is None, "drafts at the noise of the target are for sample_and_match"
+            self._self_drafter = SelfDrafter(runner, sampler, self_drafting)
         self._sequences: dict[RequestId, _SequenceState] = {}
         self._pending: deque[TargetStep] = deque()
         loaded = runner.loaded
@@ -99,6 +108,7 @@ class LocalTarget:
             kv_variants=None if loaded.rotary is None else loaded.rotary.variants,
             quantization=loaded.quantization,
             batch_invariant=loaded.invariant is not None,
+            drafts_itself=self_drafting is not None,
         )
 
     @property
@@ -127,6 +137,8 @@ class LocalTarget:
             self._admit(admitted)
         if not step.works:
             return TargetResult(step_id=step.step_id, results=())
+        if self._self_drafter is not None and any(work.num_self_drafted for work in step.works):
+            return self._run_with_drafts(step, self._self_drafter)
         return self._run(step)
 
     def close(self) -> None:
@@ -148,6 +160,38 @@ class LocalTarget:
             token_ids=list(admitted.token_ids),
             shift=None if rotary is None else rotary.shift(admitted.kv_variant, admitted.num_prompt_tokens),
             needs_logits=shaper is not None or params.grammar is not None or params.logprobs is not None,
+        )
+
+    def _run_with_drafts(self, step: TargetStep, drafter: SelfDrafter) -> TargetResult:
+        """Draft behind the works that ask for it, then run the step with their drafts."""
+        started_s = time.perf_counter()
+        chains = iter(drafter.draft([self._start(work) for work in step.works if work.num_self_drafted]))
+        drafts = [tuple(next(chains)) if work.num_self_drafted else () for work in step.works]
+        works = tuple(map(_with_draft, step.works, drafts))
+        draft_s = time.perf_counter() - started_s
+        result = self._run(msgspec.structs.replace(step, works=works))
+        results = tuple(
+            msgspec.structs.replace(answer, drafted=drafted) if drafted else answer
+            for answer, drafted in zip(result.results, drafts, strict=True)
+        )
+        return msgspec.structs.replace(result, results=results, draft_s=draft_s)
+
+    def _start(self, work: TargetWork) -> ChainStart:
+        """Describe where a work's draft begins."""
+        assert work.num_sampled_rows == 1, "nothing can be drafted behind a draft"
+        assert work.masks is None, "whoever has the grammar does not draft here"
+        state = self._sequences[work.request_id]
+        if state.shaper is not None:
+            _tell_shaper(state.shaper, state, work)
+        return ChainStart(
+            token_ids=work.token_ids,
+            start=work.start,
+            block_table=_updated_table(state, work),
+            budget=work.num_self_drafted,
+            params=state.sampling.params,
+            seed=state.sampling.seed,
+            shaper=state.shaper,
+            shift=state.shift,
         )
 
     def _run(self, step: TargetStep) -> TargetResult:
@@ -190,13 +234,11 @@ class LocalTarget:
     def _slice(self, work: TargetWork) -> SequenceSlice:
         """Apply the work's block table update and describe its rows."""
         state = self._sequences[work.request_id]
-        table, shift = state.block_table, state.shift
-        assert work.table_start <= len(table), "a block table update leaves a gap"
-        table[work.table_start :] = array("i", work.block_ids)
+        shift = state.shift
         return SequenceSlice(
             token_ids=work.token_ids,
             start=work.start,
-            block_table=table,
+            block_table=_updated_table(state, work),
             num_logit_rows=_num_logit_rows(work),
             parents=None if work.parents is None else _row_parents(work),
             shift=None if shift is None or work.start >= shift.end else shift,
@@ -240,9 +282,7 @@ class LocalTarget:
         for work in works:
             state = self._sequences[work.request_id]
             if state.shaper is not None and work.num_sampled_rows:
-                state.token_ids[work.start :] = work.token_ids
-                num_committed = work.start + len(work.token_ids) - _num_drafted(work)
-                state.shaper.commit(state.token_ids[state.shaper.num_committed : num_committed])
+                _tell_shaper(state.shaper, state, work)
                 rows = shaped[first : first + work.num_sampled_rows]
                 state.shaper.shape(rows, _paths(work), first_token_id=first_token_id)
             if work.masks is not None:
@@ -319,6 +359,33 @@ def _with_scores(results: Sequence[WorkResult], scores: _PromptScores) -> tuple[
     )
 
 
+def _updated_table(state: _SequenceState, work: TargetWork) -> array[int]:
+    """Return the sequence's block table, as it is from this work on."""
+    table = state.block_table
+    assert work.table_start <= len(table), "a block table update leaves a gap"
+    table[work.table_start :] = array("i", work.block_ids)
+    return table
+
+
+def _tell_shaper(shaper: LogitShaper, state: _SequenceState, work: TargetWork) -> None:
+    """Tell a shaper of all tokens that are committed."""
+    state.token_ids[work.start :] = work.token_ids
+    num_committed = work.start + len(work.token_ids) - _num_drafted(work)
+    shaper.commit(state.token_ids[shaper.num_committed : num_committed])
+
+
+def _with_draft(work: TargetWork, drafted: tuple[int, ...]) -> TargetWork:
+    """Return the work of verifying what was drafted behind a work."""
+    if not work.num_self_drafted:
+        return work
+    return msgspec.structs.replace(
+        work,
+        token_ids=(*work.token_ids, *drafted),
+        num_sampled_rows=1 + len(drafted),
+        num_self_drafted=0,
+    )
+
+
 def _num_logit_rows(work: TargetWork) -> int:
     return len(work.token_ids) if work.scored_token_ids else work.num_sampled_rows
 
@@ -337,7 +404,7 @@ def run_to_the_end(run: Callable[[TargetStep], TargetResult], step: TargetStep) 
     spoilt = [
         index
         for index, (work, answer) in enumerate(zip(step.works, result.results, strict=True))
-        if work.num_sampled_rows > 1 and not answer.token_ids
+        if (work.num_sampled_rows > 1 or answer.drafted) and not answer.token_ids
     ]
     if not spoilt:
         return result
@@ -359,6 +426,7 @@ def _without_draft(work: TargetWork) -> TargetWork:
         num_sampled_rows=1,
         parents=None,
         masks=None if work.masks is None else work.masks[:1],
+        num_self_drafted=0,
     )
 
 

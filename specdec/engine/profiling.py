@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.ids import RequestId
-from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
+from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
@@ -165,7 +165,7 @@ class TargetProfiler:
         for index, shape in enumerate(self.shapes()):
             if points and deadline.left_s <= 0.0:
                 break
-            if shape.is_long and not self._long[0].is_admitted:
+            if shape.is_long and self._long and not self._long[0].is_admitted:
                 self._fill_long(self._clock.now_s() + budget_s * _LONG_SHARE)
             if not shape.is_long or self._long:
                 points.append(self._point(shape, deadline, repeats=1 if index == 0 else _NUM_REPEATS))
@@ -185,6 +185,40 @@ class TargetProfiler:
         plain = [_Shape(self._num_sequences(rows), rows) for rows in sizes]
         plain = [shape for shape in plain if shape.num_rows <= shape.num_sequences * _MOST_ROWS_PER_SEQUENCE]
         return [*shapes, *plain[:5], *pairs, *plain[5:]]
+
+    def draft_shapes(self, most: int) -> list[tuple[int, bool, int]]:
+        """Return (sequences, whether they are long, draft tokens) to measure, those that tell most first."""
+        numbers = dict.fromkeys((1, min(16, len(self._short)), min(4, len(self._short)), len(self._short)))
+        shapes = [(number, False, steps) for number in numbers for steps in dict.fromkeys((min(4, most), 1))]
+        if self._long:
+            shapes.insert(4, (_NUM_LONG, True, min(4, most)))
+        return shapes
+
+    def draft_point(
+        self, number: int, is_long: bool, num_steps: int, deadline: _Deadline
+    ) -> DraftPoint | None:
+        """Return what the target's own drafts took, by itself; None where long contexts are given up."""
+        if is_long and self._long and not self._long[0].is_admitted:
+            self._fill_long(self._clock.now_s() + max(0.0, deadline.left_s) * _LONG_SHARE)
+        sequences = (self._long if is_long else self._short)[:number]
+        if not sequences:
+            return None
+        seconds: list[float] = []
+        while len(seconds) <= _NUM_REPEATS:
+            works = [
+                msgspec.structs.replace(self._work(one, one.context, 1, 1), num_self_drafted=num_steps)
+                for one in sequences
+            ]
+            seconds.append(self._answer(self._step(works, sequences)).draft_s)
+            if len(seconds) >= 2 and deadline.left_s <= 0.0:
+                break
+        return DraftPoint(
+            num_sequences=len(sequences),
+            context_tokens=sum(one.context for one in sequences),
+            num_steps=num_steps,
+            num_unseen=1,
+            seconds=max(_middle(seconds[1:]), 1e-7),
+        )
 
     def forget(self) -> None:
         """Let the target forget the sequences."""
@@ -280,9 +314,36 @@ class TargetProfiler:
 
     def _run(self, step: TargetStep) -> float:
         started_s = self._clock.now_s()
-        self._target.submit(step)
-        self._target.collect()
+        self._answer(step)
         return self._clock.now_s() - started_s
+
+    def _answer(self, step: TargetStep) -> TargetResult:
+        self._target.submit(step)
+        return self._target.collect()
+
+
+class SelfDraftProfiler:
+    """Times the drafts of a target that drafts for itself, as it measures them itself."""
+
+    def __init__(self, steps: TargetProfiler, plan: ProfilePlan) -> None:
+        self._steps = steps
+        self._plan = plan
+
+    def shapes(self) -> list[tuple[int, bool, int]]:
+        """See `TargetProfiler.draft_shapes`."""
+        return self._steps.draft_shapes(self._plan.max_draft_tokens)
+
+    def measure(self, deadline: _Deadline, progress: Callable[[], None]) -> list[DraftPoint]:
+        """Return what drafts took, at least once, whatever the time."""
+        points: list[DraftPoint] = []
+        for number, is_long, num_steps in self.shapes():
+            if points and deadline.left_s <= 0.0:
+                break
+            point = self._steps.draft_point(number, is_long, num_steps, deadline)
+            if point is not None:
+                points.append(point)
+            progress()
+        return points
 
 
 class DraftProfiler:
@@ -411,17 +472,21 @@ def measure_profile(
     clock = clock or MonotonicClock()
     started_s = clock.now_s()
     steps = TargetProfiler(target, plan, clock)
-    proposals = DraftProfiler(proposer, target.description.vocab_size, plan, clock)
+    proposals: DraftProfiler | SelfDraftProfiler
+    if proposer.capabilities.at_target:
+        proposals = SelfDraftProfiler(steps, plan)
+    else:
+        proposals = DraftProfiler(proposer, target.description.vocab_size, plan, clock)
     is_drafting = drafts_anything(proposer, plan)
     num_planned = (len(steps.shapes()) if known is None else 0) + is_drafting * len(proposals.shapes())
     counter = _Counter(num_planned, progress)
     draft: list[DraftPoint] = []
-    if is_drafting:
-        share = plan.budget_s * (1.0 - _VERIFY_SHARE)
-        draft = proposals.measure(_Deadline(clock, started_s + share), counter)
-    if known is not None:
-        return msgspec.structs.replace(known, draft=tuple(draft))
     try:
+        if is_drafting:
+            share = plan.budget_s * (1.0 - _VERIFY_SHARE)
+            draft = proposals.measure(_Deadline(clock, started_s + share), counter)
+        if known is not None:
+            return msgspec.structs.replace(known, draft=tuple(draft))
         verify = steps.measure(_Deadline(clock, started_s + plan.budget_s), counter)
     finally:
         steps.forget()

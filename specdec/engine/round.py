@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from specdec.core.clock import Clock
 from specdec.core.distributions import rows_fault
-from specdec.core.errors import ProtocolError, TransportError
+from specdec.core.errors import ConfigError, ProtocolError, TransportError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
@@ -93,7 +93,8 @@ class RoundLoop:
         """Run rounds of these parts; continuations are drafted for `max_branches` verdicts of a request.
 
         Raises:
-            ConfigError: the target verifies by a rule that cannot work with what the proposer gives.
+            ConfigError: the target verifies by a rule that cannot work with what the proposer gives, or
+                shall draft and cannot.
         """
         self._roster = roster
         self._target = target
@@ -110,6 +111,12 @@ class RoundLoop:
         if proposer.capabilities.looks_ahead and isinstance(proposer, AsksAhead):
             self._ahead = proposer
         self._keeps_up = proposer.capabilities.remote
+        self._is_drafted_there = proposer.capabilities.at_target
+        if self._is_drafted_there and not target.description.drafts_itself:
+            raise ConfigError(
+                f"speculative_config.method: {self._method} needs a target that drafts for itself, and this "
+                "one does not"
+            )
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
         self._flights: deque[_Flight] = deque()
@@ -217,6 +224,8 @@ class RoundLoop:
 
     def _propose(self, plan: RoundPlan) -> Proposals:
         """Ask for proposals. Whatever does not fit is dropped: that request goes on with one token."""
+        if self._is_drafted_there:
+            return {}
         budgets = plan.num_draft_tokens
         running = self._roster.running
         # Prompts that are still being read, and what goes on without drafts, come with a budget of 0: a
@@ -282,11 +291,13 @@ class RoundLoop:
                 admitted.append(live.admission())
             room = plan.num_draft_tokens.get(request_id, 0)
             end = live.num_computed + num_tokens - room
-            proposal, masks = proposals.get(request_id), None
+            proposal, masks, num_self_drafted = proposals.get(request_id), None, 0
             if live.grammar is not None and end == live.committed_len and live.generates:
                 proposal, masks = self._constrain(live, live.grammar, proposal, room)
                 proposals[request_id] = proposal
-            works.append(self._work(live, end, proposal, masks))
+            elif self._is_drafted_there and end == live.committed_len and live.generates:
+                num_self_drafted = room
+            works.append(self._work(live, end, proposal, masks, num_self_drafted))
         return TargetStep(
             step_id=next(self._step_ids),
             works=tuple(works),
@@ -295,7 +306,12 @@ class RoundLoop:
         )
 
     def _work(
-        self, live: LiveRequest, end: int, proposal: Proposal | None, masks: tuple[bytes, ...] | None
+        self,
+        live: LiveRequest,
+        end: int,
+        proposal: Proposal | None,
+        masks: tuple[bytes, ...] | None,
+        num_self_drafted: int,
     ) -> TargetWork:
         """Return the work of committed tokens up to `end` and a proposal behind them."""
         drafted: tuple[int, ...] = ()
@@ -316,6 +332,7 @@ class RoundLoop:
             q_rows=q_rows,
             masks=masks,
             scored_token_ids=live.scored_token_ids(end) if live.scores_prompt else (),
+            num_self_drafted=num_self_drafted,
         )
 
     def _constrain(
@@ -364,13 +381,27 @@ class RoundLoop:
             raise ProtocolError(f"the target answered step {result.step_id} instead of {step.step_id}")
         for work, answer in zip(step.works, result.results, strict=True):
             num_tokens = len(answer.token_ids)
-            if answer.error is None and num_tokens != work.num_sampled_rows:
+            if answer.drafted:
+                self._require_own_draft(work, answer)
+            elif answer.error is None and num_tokens != work.num_sampled_rows:
                 if self._rule.needs_p_rows and 1 <= num_tokens < work.num_sampled_rows:
                     continue  # it has verified the draft itself
                 raise ProtocolError(
                     f"{num_tokens} tokens for {work.num_sampled_rows} rows of {work.request_id}"
                 )
         return result
+
+    def _require_own_draft(self, work: TargetWork, answer: WorkResult) -> None:
+        """Raise ProtocolError when what the target has drafted is not what it was asked for."""
+        num_drafted, num_tokens = len(answer.drafted), len(answer.token_ids)
+        is_complete = num_tokens == num_drafted + 1 or (
+            answer.error is not None and num_tokens <= num_drafted
+        )
+        if num_drafted > work.num_self_drafted or not is_complete:
+            raise ProtocolError(
+                f"{num_tokens} tokens for {num_drafted} drafted ones of {work.request_id}, for which at most "
+                f"{work.num_self_drafted} were asked"
+            )
 
     def _commit(self, flight: _Flight, result: TargetResult, now_s: float) -> _Landing:
         if result.kv_generation != self._kv_generation:
@@ -394,9 +425,22 @@ class RoundLoop:
                 if not live.generates and live.num_computed == live.committed_len:
                     outputs.append(self._retire(live, live.end(Finish(reason="length"), now_s)))
             else:
-                self._advance(live, answer, flight.proposals.get(work.request_id), landing, now_s)
+                proposal = flight.proposals.get(work.request_id)
+                if answer.drafted:
+                    proposal = self._own_proposal(live, answer)
+                self._advance(live, answer, proposal, landing, now_s)
                 outputs.append(self._settle(live, now_s))
         return landing
+
+    def _own_proposal(self, live: LiveRequest, answer: WorkResult) -> Proposal:
+        """Return what the target has drafted itself, as a proposal."""
+        return Proposal(
+            request_id=live.request_id,
+            committed_len=live.committed_len,
+            prefix_hash=live.prefix_hash,
+            token_ids=answer.drafted,
+            method=self._method,
+        )
 
     def _advance(
         self,
@@ -459,13 +503,14 @@ class RoundLoop:
         verified_s: float,
     ) -> None:
         num_committed = sum(len(output.token_ids) for output in landing.outputs)
-        verify_s = verified_s - flight.submitted_s
+        draft_s = flight.draft_s + result.draft_s
+        verify_s = verified_s - flight.submitted_s - result.draft_s
         works = flight.step.works
         metrics = self._metrics
         metrics.num_rounds += 1
         metrics.generation_tokens += num_committed
         metrics.rounds_by_mode[flight.mode] += 1
-        metrics.draft_s += flight.draft_s
+        metrics.draft_s += draft_s
         metrics.verify_s += verify_s
         target_s = result.forward_s + result.sample_s
         self._note_overlap(flight, target_s or verify_s)
@@ -481,8 +526,8 @@ class RoundLoop:
                 num_prompt_rows=flight.num_prompt_rows,
                 context_tokens=flight.num_context_tokens,
                 budgets=flight.budgets,
-                draft_s=flight.draft_s,
-                draft_ready_s=flight.draft_ready_s,
+                draft_s=draft_s,
+                draft_ready_s=flight.draft_ready_s if result.draft_s == 0.0 else draft_s,
                 verify_s=verify_s,
                 target_s=target_s or None,
                 round_s=None if self._landed_s is None else verified_s - self._landed_s,

@@ -60,11 +60,12 @@ class ToyRunner:
         total = sum(self._slots[slot] for slot in slots[: one.start]) & MASK_64
         rows = []
         for row, token_id in enumerate(one.token_ids):
-            position = one.start + row
+            place = one.start + row
+            position = place + one.num_dropped
             is_shifted = one.shift is not None and position < one.shift.end
             shift = one.shift.offset if is_shifted and one.shift is not None else 0
             value = slot_value(total, position + shift, token_id)
-            self._slots[slots[position]] = value
+            self._slots[slots[place]] = value
             total = (total + value) & MASK_64
             if row >= len(one.token_ids) - one.num_logit_rows:
                 rows.append(self.model.logits(token_id, total))

@@ -23,20 +23,23 @@ class SequenceSlice:
     """Consecutive tokens of one sequence to run through the model.
 
     K/V of everything before `start` are in the blocks of `block_table`; K/V of these tokens are written
-    there. The last `num_logit_rows` tokens yield logits.
+    there. The last `num_logit_rows` tokens yield logits. Where only a part of what comes before is read,
+    `start` and the block table count what is, and `num_dropped` says how much is not.
     """
 
     token_ids: Sequence[int]
     start: int
-    """Absolute position of the first token."""
+    """Place of the first token among those of the block table: its absolute position, less `num_dropped`."""
     block_table: Sequence[int]
-    """Block ids covering positions 0 .. start + len(token_ids) - 1 (or more)."""
+    """Block ids covering places 0 .. start + len(token_ids) - 1 (or more)."""
     num_logit_rows: int
     parents: Sequence[int] | None = None
     """Tree: parent row (index into token_ids, -1: the cached prefix) of each token; None: a chain.
     Position ids follow depth."""
     shift: PositionShift | None = None
     """For models whose rotary embedding depends on the length of the sequence."""
+    num_dropped: int = 0
+    """Tokens of the sequence before these whose K/V the block table leaves out."""
 
 
 class NativeChooser(NamedTuple):

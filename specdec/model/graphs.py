@@ -248,10 +248,20 @@ class CompiledForward:
             return None
         if any(piece.parents is not None for piece in slices):
             return None
-        if any(piece.shift is not None and piece.shift.offset >= self._num_position_ids for piece in slices):
+        if any(self._has_no_table(piece, more) for piece, more in zip(slices, num_more, strict=True)):
             return None
         arrived = None if incoming is None else incoming()
         return self._forward.generate(slices, num_more, chooser, self._caches, arrived)
+
+    def _has_no_table(self, piece: SequenceSlice, num_more: int) -> bool:
+        """Whether position ids of a slice, or of the tokens behind it, are beyond those of the tables."""
+        if piece.shift is not None and piece.shift.offset >= self._num_position_ids:
+            return True
+        if not piece.num_dropped:
+            return False
+        offset = 0 if piece.shift is None else piece.shift.offset
+        end = piece.start + piece.num_dropped + len(piece.token_ids) + num_more
+        return end + offset > self._num_position_ids
 
     def give_up(self, reason: str) -> None:
         """Run eagerly from now on; one log line says why."""

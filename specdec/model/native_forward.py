@@ -423,7 +423,8 @@ class NativeForward:
             assert piece.num_logit_rows <= num_rows
             tables.append(table)
             described.extend((table.buffer_info()[0], piece.start, num_rows, piece.num_logit_rows, more))
-            described.extend(piece.shift or (0, 0))  # together, `dh::Slice`
+            described.extend(piece.shift or (0, 0))
+            described.append(piece.num_dropped)  # together, `dh::Slice`
             num_logit_rows += piece.num_logit_rows
             num_tokens += piece.num_logit_rows + more
         self._reserve("rows", len(token_ids))

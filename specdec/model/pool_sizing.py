@@ -37,6 +37,8 @@ class PoolDemand:
     """Sequences that may run at once: the pool is never larger than they can use."""
     max_num_batched_tokens: int = 512
     """Rows of the largest forward."""
+    max_held_tokens: int | None = None
+    """Tokens of a sequence that have K/V at the same time, at most; None: all that the model reads."""
     reserved_bytes: int = 0
     """Memory that will be taken later, by others."""
 
@@ -56,7 +58,7 @@ def make_pool(loaded: LoadedModel, config: CacheConfig, demand: PoolDemand, forw
         ResourceError: not one block fits into the memory that is left, or what was asked for does not.
     """
     shapes = _shapes(loaded)
-    max_tokens = demand.max_num_seqs * loaded.max_model_len
+    max_tokens = demand.max_num_seqs * held_tokens(loaded, demand.max_held_tokens)
     budget: MemoryBudget | None = None
     if not (config.num_blocks or config.memory_bytes):
         budget = _measured_budget(loaded, config, demand, forward)
@@ -66,6 +68,12 @@ def make_pool(loaded: LoadedModel, config: CacheConfig, demand: PoolDemand, forw
         num_blocks = loaded.ranks.smallest(num_blocks)
     with same_fate(loaded.ranks):
         return _allocate(loaded, config, shapes, num_blocks)
+
+
+def held_tokens(loaded: LoadedModel, max_held_tokens: int | None) -> int:
+    """Return how many tokens of one sequence have K/V at the same time at most."""
+    longest = loaded.max_model_len
+    return longest if max_held_tokens is None else min(longest, max_held_tokens)
 
 
 def _shapes(loaded: LoadedModel) -> list[KvShape]:
@@ -103,7 +111,8 @@ def _measured_budget(
         available = None if smallest == _UNKNOWN else smallest
     # Ranks on one machine take their pools from the same memory; on several, this leaves more free.
     num_sharers = 1 if ranks is None or not is_cpu else ranks.size
-    needed = bytes_per_block(_shapes(loaded), 1, loaded.dtype) * demand.max_num_seqs * loaded.max_model_len
+    max_tokens = demand.max_num_seqs * held_tokens(loaded, demand.max_held_tokens)
+    needed = bytes_per_block(_shapes(loaded), 1, loaded.dtype) * max_tokens
     is_small = available is not None and needed * _SMALL_SHARE * num_sharers <= available
     if ranks is not None:  # the forward needs all of them, and those of other layers may need more
         is_small = bool(ranks.smallest(int(is_small)))

@@ -19,7 +19,7 @@ from specdec.kv.config import CacheConfig
 from specdec.kv.pool import FIRST_BLOCK, KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.loader import LoadedModel
-from specdec.model.pool_sizing import PoolDemand, make_pool
+from specdec.model.pool_sizing import PoolDemand, held_tokens, make_pool
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int = 512,
         reserved_bytes: int = 0,
+        max_held_tokens: int | None = None,
         backend: AttentionBackend | None = None,
     ) -> None:
         """Allocate the pool.
@@ -115,6 +116,7 @@ class ModelRunner:
             max_num_seqs: sequences that may run at once; the pool is never larger than they can use.
             max_num_batched_tokens: rows of the largest forward, for which memory is left.
             reserved_bytes: memory to leave for what is made later.
+            max_held_tokens: tokens of a sequence that have K/V at the same time, at most; None: all.
             backend: attention; None takes the portable one.
 
         Raises:
@@ -130,12 +132,15 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             reserved_bytes=reserved_bytes,
+            max_held_tokens=max_held_tokens,
         )
         self.pool = make_pool(loaded, cache, demand, self._forward_on)
         self.graphs: ForwardGraphs | None = None
         self.vocab_size = loaded.vocab_size
         self.num_blocks = self.pool.num_blocks
-        self.max_model_len = min(loaded.max_model_len, (self.num_blocks - FIRST_BLOCK) * self.block_size)
+        capacity = (self.num_blocks - FIRST_BLOCK) * self.block_size
+        holds = held_tokens(loaded, max_held_tokens) <= capacity
+        self.max_model_len = loaded.max_model_len if holds else min(loaded.max_model_len, capacity)
         if self.max_model_len < loaded.max_model_len:
             logger.warning(
                 "the KV cache holds %d tokens: sequences are limited to that instead of the model's %d "
@@ -175,7 +180,7 @@ class ModelRunner:
     def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
         """Lay `slices` out as one flat batch, in host memory: who runs it knows best how to send it on."""
         metadata = build_metadata(slices, block_size=self.block_size)
-        is_shifted = any(piece.shift is not None for piece in slices)
+        is_shifted = any(piece.shift is not None or piece.num_dropped for piece in slices)
         return ForwardInputs(
             input_ids=torch.tensor([list(chain.from_iterable(piece.token_ids for piece in slices))]),
             logit_rows=torch.from_numpy(_logit_rows(slices)),
@@ -240,11 +245,15 @@ def _shifted(positions_T: torch.Tensor, slices: Sequence[SequenceSlice]) -> torc
     """Return the position ids that the model is given."""
     offsets: list[int] = []
     ends: list[int] = []
+    dropped: list[int] = []
     for piece in slices:
         offset, end = piece.shift or (0, 0)
-        offsets += [offset] * len(piece.token_ids)
-        ends += [end] * len(piece.token_ids)
-    offsets_T, ends_T = torch.tensor([offsets, ends], device=positions_T.device)
+        num_rows = len(piece.token_ids)
+        offsets += [offset] * num_rows
+        ends += [end] * num_rows
+        dropped += [piece.num_dropped] * num_rows
+    offsets_T, ends_T, dropped_T = torch.tensor([offsets, ends, dropped], device=positions_T.device)
+    positions_T = positions_T + dropped_T
     return positions_T + torch.where(positions_T < ends_T, offsets_T, 0)
 
 

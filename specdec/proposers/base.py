@@ -34,6 +34,9 @@ class ProposerCapabilities:
     """Longest prefix it can continue, in tokens; None for no limit."""
     looks_ahead: bool = False
     """Whether it, or whoever is behind it, implements `LooksAhead`."""
+    at_target: bool = False
+    """Whether the target drafts, in the step that verifies (`TargetWork.num_self_drafted`): `propose` is then
+    not asked."""
 
 
 def require_verifiable(proposer: ProposerCapabilities, rule: RuleCapabilities) -> None:

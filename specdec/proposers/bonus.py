@@ -135,6 +135,8 @@ class OutlookRead:
     """Position from which tokens are read: K/V of those before are there."""
     block_table: Sequence[int]
     shift: PositionShift | None
+    num_dropped: int
+    """As in `SequenceSlice`."""
     shaper: LogitShaper | None
     """It has been told of all committed tokens."""
 
@@ -156,10 +158,11 @@ class OutlookRead:
                 *view.token_ids[self.start :],
                 *self.outlook.pending[max(0, self.start - view.committed_len) :],
             ],
-            start=self.start,
+            start=self.start - self.num_dropped,
             block_table=self.block_table,
             num_logit_rows=self.outlook.num_rows,
             shift=None if shift is None or self.start >= shift.end else shift,
+            num_dropped=self.num_dropped,
         )
 
     def row_spec(self) -> RowSpec:

@@ -161,7 +161,8 @@ class BranchStore:
         forked.grow(num_tokens)
         held = HeldBranch(branch, forked, num_own, owner)
         if num_common % self._block_size:
-            held.copy = BlockCopy(table.block_ids[num_shared], forked.block_ids[num_shared])
+            index = table.index_of(num_common)
+            held.copy = BlockCopy(table.block_ids[index], forked.block_ids[index])
         self._held.setdefault(request_id, []).append(held)
         if num_own:
             self._num_own_blocks[owner] += num_own

@@ -9,10 +9,11 @@ from pydantic import Field, field_validator, model_validator
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
+from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
 
 _CACHE_BYTES = 256 << 20
-Method = Literal["none", "ngram", "draft_model"]
+Method = Literal["none", "ngram", "draft_model", "self"]
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
@@ -48,7 +49,8 @@ class SpeculativeConfig(StrictConfig):
     """What drafts, and how much."""
 
     method: Method = "ngram"
-    """none; ngram (prompt lookup); draft_model (a smaller model with the same tokenizer)."""
+    """none; ngram (prompt lookup); draft_model (a smaller model with the same tokenizer); self (the target
+    itself, attending to the part of its K/V that `kv` selects)."""
     model: str | None = None
     """Path of the draft model's folder; required by draft_model."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
@@ -114,6 +116,9 @@ class SpeculativeConfig(StrictConfig):
     """For benchmarks alone: tokens are made up so that drafts stand this often. Nothing else takes it."""
     cache: CacheConfig = CacheConfig(memory_bytes=_CACHE_BYTES)
     """The draft model's own KV cache; 256 MiB unless a size is given."""
+    kv: KvSelectionConfig = KvSelectionConfig()
+    """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
+    same whatever it says."""
 
     @field_validator("cache", mode="after")
     @classmethod
@@ -193,8 +198,23 @@ class SpeculativeConfig(StrictConfig):
         if self.overlap in ("ping_pong", "draft_ahead") and self.method != "draft_model":
             raise ValueError(
                 f"overlap: {self.overlap} needs a draft model that runs beside the target; method "
-                f"{self.method} drafts in no time: leave out overlap"
+                f"{self.method} has none: leave out overlap"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kv(self) -> Self:
+        if self.kv.policy != "full" and self.method not in ("self", "draft_model"):
+            raise ValueError(
+                f"kv.policy: {self.kv.policy} is about what a model attends to that drafts; method "
+                f"{self.method} has none: leave out kv"
+            )
+        if self.method == "self" and self.rejection_sample_method != "sample_and_match":
+            raise ValueError(
+                f"rejection_sample_method: {self.rejection_sample_method} does not go with method self, "
+                "which drafts at the target's own noise: write sample_and_match"
+            )
+        self.kv.require_room(self.num_speculative_tokens)
         return self
 
     @model_validator(mode="after")

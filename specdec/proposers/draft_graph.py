@@ -37,7 +37,10 @@ class _Size(NamedTuple):
 
 
 class GraphedDraftLoop(GraphRecording):
-    """Implements `FusedDraftLoop` on a GPU; prompts and shaped logits are left to the other one."""
+    """Implements `FusedDraftLoop` on a GPU.
+
+    Prompts, shaped logits, and sequences without their middle (`num_dropped`) are left to the other one.
+    """
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class GraphedDraftLoop(GraphRecording):
         most = max((start.budget for start in drafting), default=0)
         if not 0 < most <= self._num_draft_tokens:
             return None
-        if any(start.changes_logits or start.shift is not None for start in starts):
+        if any(start.changes_logits or start.shift is not None or start.num_dropped for start in starts):
             return None
         rows = SamplingRows.build([RowSpec(start.params, start.seed, start.end, 1) for start in drafting])
         if rows.largest_top_k > _MAX_TOP_K:

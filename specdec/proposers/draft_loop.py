@@ -42,6 +42,8 @@ class ChainStart(NamedTuple):
     """What the request's grammar allows."""
     assumed: Sequence[int] = ()
     """Tokens before the first draft token of which `shaper` and `constraint` have not been told."""
+    num_dropped: int = 0
+    """As in `SequenceSlice`."""
 
     @property
     def changes_logits(self) -> bool:
@@ -57,10 +59,11 @@ class ChainStart(NamedTuple):
         """Return the committed tokens as a slice."""
         return SequenceSlice(
             token_ids=self.token_ids,
-            start=self.start,
+            start=self.start - self.num_dropped,
             block_table=self.block_table,
             num_logit_rows=int(self.budget > 0),
             shift=None if self.shift is None or self.start >= self.shift.end else self.shift,
+            num_dropped=self.num_dropped,
         )
 
 
@@ -114,10 +117,11 @@ class StepwiseDraftLoop:
             slices = [
                 SequenceSlice(
                     token_ids=chains[number][-1:],
-                    start=starts[number].end + len(chains[number]) - 1,
+                    start=starts[number].end - starts[number].num_dropped + len(chains[number]) - 1,
                     block_table=starts[number].block_table,
                     num_logit_rows=1,
                     shift=starts[number].shift,
+                    num_dropped=starts[number].num_dropped,
                 )
                 for number in active
             ]

@@ -26,6 +26,7 @@ from specdec.proposers.branches import BlockCopy, Branch, HeldBranch
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, QRows, StepwiseDraftLoop
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_sequences import Chunk, Drafting, DraftSequences
+from specdec.proposers.draft_window import DraftWindow
 from specdec.sampling.sampler import TokenChooser
 from specdec.sampling.shaping import LogitShaper, shaper_for
 
@@ -50,6 +51,7 @@ class DraftModelProposer:
         idle_work: Sequence[IdleWork] = (),
         prefix_caching: bool = True,
         rotary: RotaryRule | None = None,
+        window: DraftWindow | None = None,
         bonus_by: BonusBy = "noise",
     ) -> None:
         """Draft with `runner`, whose KV pool is this proposer's alone.
@@ -67,9 +69,12 @@ class DraftModelProposer:
             idle_work: what makes the runner faster (see `HasIdleWork`).
             prefix_caching: keep what was read of sequences, for others that begin with the same tokens.
             rotary: how the draft model's rotary embedding depends on the length of a sequence.
+            window: what of a sequence is kept and attended to; None: everything.
             bonus_by: what ranks the tokens that `propose_ahead` prepares for.
         """
-        limit = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
+        limit = runner.max_model_len
+        if window is None or window.max_blocks(limit, runner.block_size) > runner.num_blocks - 1:
+            limit = min(limit, (runner.num_blocks - 1) * runner.block_size)
         self._max_context = limit if max_context is None else min(limit, max_context)
         self._sequences = DraftSequences(
             runner,
@@ -77,6 +82,7 @@ class DraftModelProposer:
             max_context=self._max_context,
             prefix_caching=prefix_caching,
             rotary=rotary,
+            window=window,
         )
         self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
@@ -132,7 +138,7 @@ class DraftModelProposer:
                 )
             )
         ]
-        self._draft(self._sequences.chunks(draftings))
+        self._draft(self._read_pieces(self._sequences.chunks(draftings)))
         return {
             drafting.view.request_id: self._proposal(drafting) for drafting in draftings if drafting.token_ids
         }
@@ -153,7 +159,7 @@ class DraftModelProposer:
         ]
         plain: list[Chunk] = []
         guessed: list[Drafting] = []
-        for chunk in self._sequences.chunks(draftings):
+        for chunk in self._read_pieces(self._sequences.chunks(draftings)):
             outlook = chunk.drafting.outlook
             if chunk.completes and outlook is not None and not self._goes_straight_on(outlook):
                 guessed.append(chunk.drafting)
@@ -191,6 +197,13 @@ class DraftModelProposer:
     def check_integrity(self) -> None:
         """Assert that all blocks held are held by a sequence known here."""
         self._sequences.check_integrity()
+
+    def _read_pieces(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Read what does not fit beside the window at once, but for the last piece of each; return these."""
+        while pieces := self._sequences.pieces(chunks):
+            self._draft(pieces)
+            chunks = self._sequences.behind(chunks)
+        return chunks
 
     def _draft(self, chunks: Sequence[Chunk], branched: Sequence[tuple[Drafting, HeldBranch]] = ()) -> None:
         """Read committed tokens, and draft behind those of every sequence that is up to date then.
@@ -251,6 +264,7 @@ class DraftModelProposer:
                 params=params,
                 seed=seed,
                 shift=state.shift,
+                num_dropped=state.table.num_dropped,
             )
         return ChainStart(
             token_ids=view.token_ids[state.num_read : state.num_read + num_tokens],
@@ -262,6 +276,7 @@ class DraftModelProposer:
             shaper=self._shaper(drafting) if completes and params.shapes_logits else None,
             shift=state.shift,
             constraint=view.constraint if completes else None,
+            num_dropped=state.table.num_dropped,
         )
 
     def _chains(self, starts: Sequence[ChainStart], q_rows: QRows) -> list[list[int]]:
@@ -336,6 +351,7 @@ class DraftModelProposer:
             start=start,
             block_table=drafting.state.table.block_ids,
             shift=drafting.state.shift,
+            num_dropped=drafting.state.table.num_dropped,
             shaper=self._shaper(drafting) if drafting.view.params.shapes_logits else None,
         )
 
@@ -354,6 +370,7 @@ class DraftModelProposer:
             shift=drafting.state.shift,
             constraint=view.constraint,
             assumed=branch.assumed,
+            num_dropped=held.table.num_dropped,
         )
 
     def _shaper(self, drafting: Drafting) -> LogitShaper | None:

@@ -16,6 +16,7 @@ from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.made_up import MadeUpChooser
 from specdec.sampling.parallel import ParallelSampler
@@ -23,6 +24,11 @@ from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
 
 logger = logging.getLogger(__name__)
+
+_PIECES_PER_BUDGET = 4
+"""A prompt is read in pieces of one in so many tokens of the budget: the memory of one comes on top of it."""
+_LONGEST_PIECE = 512
+"""Tokens; longer ones are read no faster."""
 
 
 def load_draft_model(
@@ -42,10 +48,12 @@ def load_draft_model(
     if ranks is None:
         return make_draft_model_proposer(loaded, config, target)
     assert loaded.vocab is not None
+    window = draft_window(config)
     runner = ModelRunner(
         loaded,
         config.cache,
         max_num_seqs=target.max_num_seqs,
+        max_held_tokens=_held_tokens(window, loaded, config),
         backend=attention_of(loaded, config.attention_backend),
     )
     compile_over_ranks(runner, config.compile)
@@ -58,6 +66,7 @@ def load_draft_model(
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=draft_sampling(config),
         rotary=loaded.rotary,
+        window=window,
     )
 
 
@@ -82,10 +91,12 @@ def make_draft_model_proposer(
 ) -> DraftModelProposer:
     """Return the proposer over a draft model that is loaded already."""
     backend = attention_of(loaded, config.attention_backend)
+    window = draft_window(config)
     runner = ModelRunner(
         loaded,
         config.cache,
         max_num_seqs=target.max_num_seqs,
+        max_held_tokens=_held_tokens(window, loaded, config),
         reserved_bytes=later_bytes(loaded, config.compile, backend),
         backend=backend,
     )
@@ -120,7 +131,29 @@ def make_draft_model_proposer(
         fused_loop=fused_loop,
         idle_work=idle_work,
         rotary=loaded.rotary,
+        window=window,
     )
+
+
+def draft_window(config: SpeculativeConfig) -> DraftWindow | None:
+    """Return what of each sequence the draft model keeps; None: everything."""
+    if config.kv.policy == "full":
+        return None
+    block_size = config.cache.block_size
+    smallest = config.kv.token_budget.smallest
+    return DraftWindow(
+        selection=config.kv.make(block_size),
+        num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
+        # draft_ahead: pending tokens, the target's own behind them, and a draft.
+        num_draft_tokens=2 * config.num_speculative_tokens + 1,
+    )
+
+
+def _held_tokens(window: DraftWindow | None, loaded: LoadedModel, config: SpeculativeConfig) -> int | None:
+    if window is None:
+        return None
+    block_size = config.cache.block_size
+    return window.max_blocks(loaded.max_model_len, block_size) * block_size
 
 
 def draft_sampling(config: SpeculativeConfig) -> DraftSampling:

@@ -16,6 +16,7 @@ from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
 from specdec.model.batch import PositionShift, Runner
 from specdec.proposers.bonus import Outlook
 from specdec.proposers.branches import BranchStore
+from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.shaping import LogitShaper
 
@@ -102,6 +103,8 @@ class Drafting:
     view: SequenceView
     state: DraftSequence
     budget: int
+    room: int
+    """Tokens behind the committed ones that there are to be blocks for."""
     token_ids: list[int] = field(default_factory=list)
     q_rows: list[TokenDistribution] = field(default_factory=list)
     outlook: Outlook | None = None
@@ -127,9 +130,11 @@ class DraftSequences:
         max_context: int,
         prefix_caching: bool,
         rotary: RotaryRule | None,
+        window: DraftWindow | None = None,
     ) -> None:
         """Hold nothing yet; for the arguments see `DraftModelProposer`."""
         self._rotary = rotary
+        self._window = window
         self._vocab_size = runner.vocab_size
         self._block_size = runner.block_size
         self._max_read_tokens = max_read_tokens
@@ -238,14 +243,18 @@ class DraftSequences:
             return None
         if self._cache is not None and state.table.num_blocks == 0:
             self._borrow(self._cache, state, sequence)
-        if not self._make_room(state, committed_len + budget, in_use):
-            if not self._is_entitled(state, committed_len + budget):
+        num_tokens = committed_len + budget
+        if self._window is not None:
+            self._window.slide(state.table, state.num_read)
+            num_tokens = self._window.reach(num_tokens, committed_len, state.num_read)
+        if not self._make_room(state, num_tokens, in_use):
+            if not self._is_entitled(state, num_tokens):
                 # What it holds is worth nothing if it can never be completed, but blocks others.
                 self.release((sequence.request_id,))
                 self._crowded_out.append(sequence.request_id)
             return None
-        state.table.grow(committed_len + budget)
-        return Drafting(sequence, state, budget)
+        state.table.grow(num_tokens)
+        return Drafting(sequence, state, budget, budget)
 
     def num_unread(self, view: SequenceView) -> int:
         """See `proposers.base.ReadsAlong`."""
@@ -273,6 +282,34 @@ class DraftSequences:
             if num_tokens > 0
         ]
 
+    def pieces(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return the first pieces of chunks that are longer than what is read beside the window at once."""
+        if self._window is None:
+            return []
+        most = self._window.num_piece_tokens
+        return [Chunk(one.drafting, most, False) for one in chunks if one.num_tokens > most]
+
+    def behind(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return what is left of chunks whose `pieces` have been read, as far as there is room for more.
+
+        What the window has left behind makes room, unless others hold it as well.
+        """
+        window = self._window
+        assert window is not None
+        rest: list[Chunk] = []
+        for chunk in chunks:
+            drafting, num_tokens, completes = chunk
+            if num_tokens <= window.num_piece_tokens:
+                rest.append(chunk)
+                continue
+            state, committed_len = drafting.state, drafting.view.committed_len
+            window.slide(state.table, state.num_read)
+            reach = window.reach(committed_len + drafting.room, committed_len, state.num_read)
+            if state.table.num_missing(reach) <= self._allocator.num_free:
+                state.table.grow(reach)
+                rest.append(Chunk(drafting, num_tokens - window.num_piece_tokens, completes))
+        return rest
+
     def _granted(self, owners: list[str], wanted: list[int]) -> list[int]:
         """Return how many tokens of each sequence are read: of its owner's share, of what that leaves."""
         granted = [0] * len(wanted)
@@ -290,12 +327,13 @@ class DraftSequences:
     def note_read(self, drafting: Drafting, num_tokens: int, behind: tuple[int, ...]) -> None:
         """Note that so many more committed tokens were read, and `behind` if that is all of them.
 
-        Others may find them from now on, but for the last committed one: it is read again.
+        Others may find them from now on, but for the last committed one: it is read again. What was read
+        behind a window is nobody else's: its K/V depend on where the window was.
         """
         state, view = drafting.state, drafting.view
         state.num_read += num_tokens
         state.drafted = behind
-        if self._cache is not None:
+        if self._cache is not None and not state.table.num_dropped:
             num_read = min(state.num_read, view.committed_len - 1)
             self._cache.offer(state.trail, state.table, view.token_ids, num_read)
 
@@ -332,6 +370,8 @@ class DraftSequences:
     def has_room(self, owner: str, num_tokens: int) -> bool:
         """Whether a new sequence finds room and need not take it from who has no more than a fair share."""
         num_blocks = num_blocks_for(num_tokens, self._block_size)
+        if self._window is not None:
+            num_blocks = min(num_blocks, self._window.max_blocks(num_tokens, self._block_size))
         if num_blocks <= self._allocator.num_free:
             return True
         held = self._held_by_owner(owner)

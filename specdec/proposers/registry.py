@@ -10,6 +10,7 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
+from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.proposers.target_facts import TargetFacts
 
 
@@ -38,6 +39,10 @@ def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     return NoProposer()
 
 
+def _create_self(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    return SelfSpeculation()
+
+
 def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     return _ngram(config)
 
@@ -57,6 +62,7 @@ def _create_draft_model(config: SpeculativeConfig, target: TargetFacts) -> Propo
 FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = {
     "none": _create_none,
     "ngram": _create_ngram,
+    "self": _create_self,
     "draft_model": _create_draft_model,
 }
 """Constructors by method."""

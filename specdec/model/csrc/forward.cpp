@@ -457,7 +457,7 @@ class Generation {
     for (size_t s = 0; s < slices_.size(); ++s)
       sequence_of_row_.insert(sequence_of_row_.end(), slices_[s].num_logit_rows, sequences_[s]);
     position_of_row_.clear();
-    for (int64_t row : logit_rows) position_of_row_.push_back(step.positions[row] + 1);
+    for (int64_t row : logit_rows) position_of_row_.push_back(layout_.absolute()[row] + 1);
     chosen_.assign(logit_rows.size(), dh::Chooser::kNone);
     const Choice choice = {&chooser, sequence_of_row_.data(), position_of_row_.data(), chosen_.data()};
     const Clock::time_point started = Clock::now();
@@ -485,7 +485,7 @@ class Generation {
       sequences_[kept] = sequences_[s];
       targets_[kept] = target;
       slices_[kept++] = {slice.block_table, slice.start + slice.num_rows, 1, 1, slice.num_more - 1, slice.shift,
-                          slice.shift_end};
+                          slice.shift_end, slice.num_dropped};
     }
     slices_.resize(kept);
   }

@@ -21,6 +21,7 @@ struct Slice {
   int64_t num_more;        // tokens to go on with behind the one chosen at its last row
   int64_t shift;           // added to the position ids that the model is given, at positions below shift_end
   int64_t shift_end;
+  int64_t num_dropped;     // tokens of the sequence before these that the block table leaves out
 };
 
 // Chooses tokens from fp32 logits; the caller brings it along, with what it needs to know.
@@ -46,6 +47,7 @@ class Layout {
     slots_.clear();
     positions_.clear();
     position_ids_.clear();
+    absolute_.clear();
     logit_rows_.clear();
     int64_t longest = 0;
     for (const Slice& slice : slices) longest = std::max(longest, slice.start + slice.num_rows);
@@ -58,7 +60,9 @@ class Layout {
       for (int64_t at = slice.start; at < end; ++at) {
         slots_.push_back(int64_t(slice.block_table[at / block_size]) * block_size + at % block_size);
         positions_.push_back(at);
-        position_ids_.push_back(at < slice.shift_end ? at + slice.shift : at);
+        const int64_t position = at + slice.num_dropped;
+        absolute_.push_back(position);
+        position_ids_.push_back(position < slice.shift_end ? position + slice.shift : position);
       }
       const int64_t end_row = int64_t(positions_.size());
       for (int64_t row = end_row - slice.num_logit_rows; row < end_row; ++row) logit_rows_.push_back(row);
@@ -72,13 +76,15 @@ class Layout {
             nullptr, int32_t(positions_.size()), int32_t(context_lens_.size()), table_width_, 0};
   }
 
-  // What the model is given; `Step::positions` are the places in the sequence.
+  // What the model is given; `Step::positions` are the places in the block table.
   const std::vector<int64_t>& position_ids() const { return position_ids_; }
+  // Places in the sequence.
+  const std::vector<int64_t>& absolute() const { return absolute_; }
   const std::vector<int64_t>& logit_rows() const { return logit_rows_; }
 
  private:
   std::vector<int32_t> query_start_, context_lens_, block_tables_;
-  std::vector<int64_t> slots_, positions_, position_ids_, logit_rows_;
+  std::vector<int64_t> slots_, positions_, position_ids_, absolute_, logit_rows_;
   int table_width_ = 0;
 };
 

@@ -106,6 +106,7 @@ def drafting(method: str, folder: Path) -> dict[str, Any]:
     more: dict[str, dict[str, Any]] = {
         "ngram": {"prompt_lookup_min": 1},
         "draft_model": {"model": str(folder), "cache": {"num_blocks": 60, "block_size": 4}},
+        "self": {"kv": {"policy": "streaming", "budget": 16, "sink_tokens": 4}},
     }
     return {"method": method, **more.get(method, {})}
 

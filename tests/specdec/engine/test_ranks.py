@@ -149,6 +149,15 @@ def test_same_tokens_with_a_draft_model_of_one_rank(
     assert answer.num_accepted > 50, "the model drafting for itself"
 
 
+@pytest.mark.parametrize("architecture", ["llama", "phi3_longrope"])
+def test_same_tokens_when_the_target_drafts_for_itself(
+    rank_pool: Pools, folder_of: Callable[[str], Path], architecture: str
+) -> None:
+    """All ranks draft what rank 0 drafts, in the step that rank 0 hands out anyway."""
+    answer = check(rank_pool(2), folder_of(architecture), [GREEDY, SAMPLED, SHAPED], method="self")
+    assert answer.num_accepted > 50
+
+
 @pytest.mark.parametrize(
     ("size", "method"), [(2, "draft_model"), (4, "ngram")], ids=["2-draft_model", "4-ngram"]
 )

@@ -82,3 +82,28 @@ def test_reader_always_has_the_table(seed: int) -> None:
             one.check_integrity()
         allocator.check_integrity()
         assert allocator.num_used == sum(one.num_blocks for one in tables)
+
+
+def test_dropped_blocks_go_on_counting() -> None:
+    allocator = BlockAllocator(20)
+    table = BlockTable(allocator, 4)
+    table.grow(30)
+    blocks = list(table.block_ids)
+    table.drop(1, 3)
+    assert list(table.block_ids) == [blocks[0], *blocks[4:]]
+    assert (table.num_dropped, table.capacity, allocator.num_used) == (12, 32, 5)
+    assert (table.num_missing(32), table.num_missing(33)) == (0, 1)
+    assert table.block_ids[table.index_of(17)] == blocks[4]
+    table.grow(33)
+    assert table.num_blocks == 6
+    forked = table.fork(23)
+    assert list(forked.block_ids) == [blocks[0], blocks[4]]
+    forked.grow(25)
+    assert (forked.num_dropped, forked.capacity) == (12, 28)
+    forked.release()
+    assert (forked.num_dropped, forked.capacity) == (0, 0)
+    table.trim(20)
+    assert list(table.block_ids) == [blocks[0], blocks[4]]
+    table.check_integrity()
+    table.release()
+    assert allocator.num_used == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.runner import ForwardInputs, ModelRunner
 from tests.architectures import ARCHITECTURES, CORE_ARCHITECTURES, VOCAB_SIZE
@@ -252,6 +254,44 @@ def test_sequences_are_no_longer_than_the_cache(pair_of: PairOf, caplog: pytest.
     runner = pair_of("llama").runner(num_blocks=11, block_size=4)
     assert runner.max_model_len == 40
     assert "limited to that instead of the model's 256" in caplog.text
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_neox"])
+def test_a_part_of_the_context_at_its_own_positions(pair_of: PairOf, architecture: str) -> None:
+    """Rows behind dropped blocks are those of a forward in which they do not see these tokens."""
+    pair = pair_of(architecture)
+    runner = pair.runner()
+    size, tokens = runner.block_size, random_tokens(9 * pair.runner().block_size + 3)
+    first_dropped, first_kept, cut = size, 4 * size, 7 * size + 1
+    allowed = torch.ones(len(tokens), len(tokens)).tril()
+    allowed[cut:, first_dropped:first_kept] = 0
+    mask = torch.zeros(1, 1, len(tokens), len(tokens)).masked_fill(allowed == 0, torch.finfo().min)
+    with torch.inference_mode():
+        expected = pair.reference(torch.tensor([tokens]), attention_mask=mask).logits[0]
+    table = Tables(runner).take(len(tokens))
+    feed(runner, tokens[:cut], 0, table, 0)
+    gap = first_kept - first_dropped
+    piece = SequenceSlice(
+        token_ids=tokens[cut:],
+        start=cut - gap,
+        block_table=[*table[:1], *table[4:]],
+        num_logit_rows=len(tokens) - cut,
+        num_dropped=gap,
+    )
+    got = runner.forward([piece])
+    torch.testing.assert_close(got, expected[cut:], rtol=0, atol=TOLERANCE)
+    wrong = runner.forward([replace(piece, num_dropped=0)])
+    assert (wrong - expected[cut:]).abs().max() > 100 * TOLERANCE
+
+
+def test_a_pool_for_a_part_of_each_sequence(pair_of: PairOf) -> None:
+    """Sequences may be as long as the model allows, and the pool is no larger than what is kept of them."""
+    loaded = pair_of("llama").runner().loaded
+    sized = CacheConfig(memory_bytes=1 << 26, block_size=4)
+    runner = ModelRunner(loaded, sized, max_num_seqs=3, max_held_tokens=40)
+    assert (runner.num_blocks, runner.max_model_len) == (1 + 3 * 10, loaded.max_model_len)
+    small = ModelRunner(loaded, CacheConfig(num_blocks=8, block_size=4), max_num_seqs=3, max_held_tokens=40)
+    assert small.max_model_len == 28
 
 
 @pytest.mark.parametrize("fault", ["foreign block", "shifted position"])

@@ -65,6 +65,7 @@ def sibling(runner: ModelRunner) -> ModelRunner:
     assert isinstance(runner.graphs, CompiledForward)
     assert runner.graphs._forward is not None
     graphs._forward = runner.graphs._forward
+    graphs._num_position_ids = runner.graphs._num_position_ids
     graphs._caches = graphs._forward.bind_caches(other.pool)
     return other
 
@@ -167,6 +168,39 @@ def test_chains_are_those_of_the_stepwise_loop(
         sequences.advance(chosen, chains)
     assert num_tokens > 200
     assert (num_short > 0) == (kind == "poisoned")
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_chains_behind_a_gap_are_those_of_the_stepwise_loop(
+    runner_of: RunnerOf, sampler: Sampler, kind: str
+) -> None:
+    """Places in the block table are not positions: the model and the noise are given positions."""
+    native = NativeDraftLoop(runner_of(kind), sampler, VOCAB_SIZE)
+    stepwise = StepwiseDraftLoop(runner_of(kind), sampler, VOCAB_SIZE)
+    sequences = Sequences(seed=11)
+    differing = 0
+    for _ in range(20):
+        chosen, starts = sequences.starts()
+        behind = [
+            start._replace(start=start.start + gap, num_dropped=gap)
+            for start in starts
+            for gap in (BLOCK_SIZE * sequences.rng.randrange(20),)
+        ]
+        chains = native.try_draft(behind)
+        assert chains is not None
+        assert chains == stepwise.draft(behind)
+        sequences.advance(chosen, native.try_draft(starts) or [])
+        differing += chains != stepwise.draft(starts)
+    assert differing > 10, "positions matter"
+
+
+def test_behind_all_positions_that_there_are_tables_for(runner_of: RunnerOf, sampler: Sampler) -> None:
+    runner = runner_of("float32")
+    loop = NativeDraftLoop(runner, sampler, VOCAB_SIZE)
+    gap = runner.max_model_len - 8
+    start = ChainStart((5,), 4 + gap, range(1, 9), 4, PARAMS[0], 1, num_dropped=gap)
+    assert loop.try_draft([start]) is not None
+    assert loop.try_draft([start._replace(start=start.start + 1)]) is None
 
 
 @pytest.mark.parametrize("spoil", ["seed", "position", "parameters", "order"])

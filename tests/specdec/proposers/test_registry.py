@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.registry import FACTORIES, create_proposer
 from specdec.proposers.target_facts import TargetFacts
 from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
@@ -99,3 +101,43 @@ def test_missing_draft_model(tmp_path: Path) -> None:
     config = SpeculativeConfig.model_validate({"method": "draft_model", "model": str(tmp_path / "nowhere")})
     with pytest.raises(CheckpointError, match="nowhere"):
         create_proposer(config, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "ngram", "kv": {"policy": "streaming"}}, "kv.policy: streaming .* method ngram has none"),
+        (
+            {"method": "draft_model", "model": "m", "kv": {"policy": "streaming", "budget": 7}},
+            r"kv.budget: 7 tokens do not hold kv.sink_tokens \(4\) .* at least 8",
+        ),
+        (
+            {"method": "draft_model", "model": "m", "kv": {"policy": "streaming", "floor": 6}},
+            r"kv.floor: 6 tokens do not hold",
+        ),
+        ({"method": "self", "kv": {"positions": "in_cache"}}, "positions: in_cache is not supported yet"),
+    ],
+)
+def test_contradictions_about_kv(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.model_validate(keys)
+
+
+def test_bounded_draft_model_is_loaded(tmp_path: Path) -> None:
+    """A pool for 4 sequences, as long as they may be; the same as for ones that are not much longer."""
+    save_model(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    config = SpeculativeConfig.model_validate(
+        {
+            "method": "draft_model",
+            "model": str(tmp_path),
+            "cache": {"memory_bytes": 1 << 26, "block_size": 4},
+            "kv": {"policy": "streaming", "budget": 32},
+        }
+    )
+    facts = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4)
+    with closing(create_proposer(config, facts)) as proposer:
+        assert isinstance(proposer, DraftModelProposer)
+        assert proposer.capabilities.max_context == 256
+        per_sequence = (32 + 2 * 4 + 8 + 9) // 4 + 1
+        assert 4 * (32 // 4) <= proposer.runner.num_blocks - 1 <= 4 * per_sequence

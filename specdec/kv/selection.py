@@ -1,0 +1,181 @@
+"""KV selection: which blocks of a sequence a draft reads, so that its attention costs less than the target's.
+
+A selection changes what is proposed, never what is committed: the target verifies with all blocks. What is
+selected is a block table of its own over the same pages. Cache indices run over the selected tokens, without
+gaps; K in pages is rotated by absolute positions already, and new rows are given theirs by the offset
+`Selection.num_dropped` (see `model.batch.SequenceSlice`).
+
+`streaming` is the attention sink and recent window of StreamingLLM (Xiao et al., arXiv 2309.17453), as the
+drafts of MagicDec (Chen et al., arXiv 2408.11049) use it. Being chosen anew from the length each time, the
+window rolls by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from specdec.core.config import StrictConfig
+from specdec.kv.block_table import num_blocks_for
+
+KvPolicyName = Literal["full", "streaming"]
+
+
+class Selection(NamedTuple):
+    """Blocks of one sequence, and how its cache indices compare with positions."""
+
+    blocks: Sequence[int]
+    """Indices into the sequence's block table, increasing; the block of the last cached token is the last of
+    them. Blocks behind it, for tokens to come, always belong to the selection too."""
+    num_dropped: int
+    """Tokens before the last one that are not selected: whole blocks. Position = cache index + num_dropped
+    from the last gap on; this is `SequenceSlice.num_dropped`."""
+
+    def table(self, block_table: Sequence[int]) -> list[int]:
+        """Return the selected entries of a sequence's block table, with all those behind them."""
+        first_new = self.blocks[-1] + 1 if self.blocks else 0
+        return [*(block_table[index] for index in self.blocks), *block_table[first_new:]]
+
+
+class KvSelection(Protocol):
+    """A policy. Pure: the same length gives the same selection."""
+
+    def select(self, num_tokens: int) -> Selection:
+        """Select from the blocks of a sequence with `num_tokens` cached tokens, at positions from 0 on."""
+        ...
+
+
+class FullSelection:
+    """Everything."""
+
+    def __init__(self, block_size: int) -> None:
+        """Select from blocks of `block_size` tokens."""
+        self._block_size = block_size
+
+    def select(self, num_tokens: int) -> Selection:
+        """See `KvSelection`."""
+        return Selection(range(num_blocks_for(num_tokens, self._block_size)), 0)
+
+
+class StreamingSelection:
+    """The first tokens (the sink), and the last ones (the window), in whole blocks.
+
+    At least `min(num_tokens, budget)` tokens are selected, and fewer than `budget + 2 * block_size`: both
+    parts are rounded up to whole blocks.
+    """
+
+    def __init__(self, budget: KvBudget, *, sink_tokens: int, block_size: int) -> None:
+        """Select `sink_tokens` tokens and what `budget` leaves for the window."""
+        self._budget = budget
+        self._sink_tokens = sink_tokens
+        self._num_sink_blocks = num_blocks_for(sink_tokens, block_size)
+        self._block_size = block_size
+
+    def select(self, num_tokens: int) -> Selection:
+        """See `KvSelection`."""
+        num_blocks = num_blocks_for(num_tokens, self._block_size)
+        num_recent = self._budget.tokens(num_tokens) - self._sink_tokens
+        first_recent = max(0, num_tokens - num_recent) // self._block_size
+        num_gap_blocks = min(first_recent, num_blocks - 1) - self._num_sink_blocks
+        if num_gap_blocks <= 0:
+            return Selection(range(num_blocks), 0)
+        sink = range(self._num_sink_blocks)
+        window = range(self._num_sink_blocks + num_gap_blocks, num_blocks)
+        return Selection((*sink, *window), num_gap_blocks * self._block_size)
+
+
+class KvBudget(NamedTuple):
+    """How many tokens a draft may attend to."""
+
+    amount: int | float
+    """An int: tokens. A float: share of the length, at least `floor` tokens."""
+    floor: int
+
+    def tokens(self, num_tokens: int) -> int:
+        """Return the budget of a sequence of `num_tokens` tokens, which may be more than that."""
+        if isinstance(self.amount, int):
+            return self.amount
+        return max(self.floor, math.ceil(self.amount * num_tokens))
+
+    @property
+    def smallest(self) -> int:
+        """Budget of the shortest sequence, tokens."""
+        return self.amount if isinstance(self.amount, int) else self.floor
+
+
+class KvSelectionConfig(StrictConfig):
+    """Which part of a sequence's K/V drafts attend to (`speculative_config.kv`)."""
+
+    policy: KvPolicyName = "full"
+    """full: everything; streaming: the first tokens and a window of the last ones."""
+    budget: int | float = 0.05
+    """Tokens that a draft attends to. An integer: tokens; a number below 1 (write 0.05 or "5%"): share of the
+    sequence's length, at least `floor`."""
+    floor: int = Field(default=256, ge=1)
+    """Least budget (tokens) where it is a share of the length."""
+    sink_tokens: int = Field(default=4, ge=0)
+    """streaming: tokens from the beginning that always belong to the budget; whole blocks are selected."""
+
+    positions: Literal["absolute", "in_cache"] = "absolute"
+    """absolute: tokens that are attended to keep their positions in the text, so a draft model drafts up to
+    its own limit. in_cache (positions among what is kept, which would lift that limit) is not there yet."""
+
+    @field_validator("positions")
+    @classmethod
+    def _refuse_in_cache(cls, positions: str) -> str:
+        if positions == "in_cache":
+            raise ValueError("positions: in_cache is not supported yet: write absolute, or leave it out")
+        return positions
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_percentage(cls, data: object) -> object:
+        if not isinstance(data, dict) or not isinstance(text := data.get("budget"), str):
+            return data
+        try:
+            share = float(text.strip().removesuffix("%")) / 100 if text.strip().endswith("%") else None
+        except ValueError:
+            share = None
+        if share is None:
+            raise ValueError(f'budget: {text!r} is not a number of tokens, nor a share such as "5%" or 0.05')
+        return {**data, "budget": share}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if isinstance(self.budget, float) and not 0.0 < self.budget <= 1.0:
+            raise ValueError(
+                f"budget: {self.budget} is no share of the length (above 0, at most 1); "
+                "write an integer for tokens"
+            )
+        if isinstance(self.budget, int) and self.budget < 1:
+            raise ValueError(f"budget: {self.budget} tokens are none")
+        return self
+
+    @property
+    def token_budget(self) -> KvBudget:
+        """The budget as a value."""
+        return KvBudget(self.budget, self.floor)
+
+    def require_room(self, num_draft_tokens: int) -> None:
+        """Check that the budget holds the sink and a draft, which attends to itself.
+
+        Raises:
+            ValueError: it does not; names the setting.
+        """
+        needed = self.sink_tokens + num_draft_tokens
+        if self.policy == "full" or self.token_budget.smallest >= needed:
+            return
+        name = "budget" if isinstance(self.budget, int) else "floor"
+        raise ValueError(
+            f"kv.{name}: {self.token_budget.smallest} tokens do not hold kv.sink_tokens ({self.sink_tokens}) "
+            f"and a draft of num_speculative_tokens ({num_draft_tokens}): give at least {needed}"
+        )
+
+    def make(self, block_size: int) -> KvSelection:
+        """Return the policy over blocks of `block_size` tokens."""
+        if self.policy == "full":
+            return FullSelection(block_size)
+        return StreamingSelection(self.token_budget, sink_tokens=self.sink_tokens, block_size=block_size)

@@ -1,0 +1,171 @@
+"""A draft model with bounded memory drafts other tokens; what requests get is what the target says alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.engine import Engine
+from specdec.engine.local_target import LocalTarget
+from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.toy_runner import ToyRunner
+from specdec.engine.toy_target import ToyModel, ToyTarget
+from specdec.kv.config import CacheConfig
+from specdec.kv.selection import KvSelectionConfig
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.graphs import CompiledForward
+from specdec.model.loader import LoadedModel, load_model
+from specdec.model.runner import ModelRunner
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_loop import NativeDraftLoop
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.none import NoProposer
+from specdec.sampling.sampler import Sampler
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController
+from tests.architectures import VOCAB_SIZE as MODEL_VOCAB_SIZE
+from tests.architectures import make_tokenizer, save_model
+from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, request, toy_engine
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, ignore_eos=True)
+LENGTHS = {"short": (1, 3, 7), "long": (90, 120), "mixed": (2, 100, 9, 60)}
+TIGHT = {"short": 40, "long": 60, "mixed": 48}
+"""Blocks of the target: fewer than what runs at once comes to need."""
+
+
+def window(budget: int, k: int) -> DraftWindow:
+    config = KvSelectionConfig(policy="streaming", budget=budget, sink_tokens=4)
+    return DraftWindow(selection=config.make(4), num_piece_tokens=8, num_draft_tokens=2 * k + 1)
+
+
+def toy_drafter(budget: int, k: int, num_blocks: int) -> DraftModelProposer:
+    similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
+    runner = ToyRunner(similar, num_blocks=num_blocks)
+    return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, window=window(budget, k))
+
+
+COVER = [
+    (12, 1, "long", GREEDY, True),
+    (12, 4, "mixed", SAMPLED, False),
+    (20, 8, "long", SAMPLED, True),
+    (40, 4, "mixed", GREEDY, True),
+    (40, 1, "short", SAMPLED, True),
+    (400, 8, "mixed", SAMPLED, True),
+]
+ALL = product((12, 20, 40, 400), (1, 4, 8), LENGTHS, (GREEDY, SAMPLED), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("budget", "k", "mix", "params", "preempts"),
+    [
+        *COVER,
+        *(pytest.param(*one, marks=pytest.mark.full) for one in ALL if one not in COVER),
+    ],
+)
+def test_committed_is_what_the_target_says(
+    budget: int, k: int, mix: str, params: SamplingParams, preempts: bool
+) -> None:
+    generator = random.Random(k)
+    lengths = LENGTHS[mix]
+    prompts = [generator.choices(range(VOCAB_SIZE), k=lengths[index % len(lengths)]) for index in range(6)]
+    params = msgspec.structs.replace(params, max_tokens=30)
+    drafter = toy_drafter(budget, k, num_blocks=120)
+    target = ToyTarget(MODEL, num_blocks=TIGHT[mix] if preempts else 256)
+    engine = toy_engine(drafter, target=target, num_draft_tokens=k)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(request(f"r{index}", prompt, params, seed=index))
+    got: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+        drafter.check_integrity()
+        engine.check_integrity()
+    for index, prompt in enumerate(prompts):
+        assert got[f"r{index}"] == MODEL.continuation(prompt, params, index, 30)
+    metrics = engine.metrics()
+    assert metrics.num_accepted_tokens > 0
+    if preempts and mix != "short":
+        assert metrics.num_preemptions > 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    made = {}
+    for number, name in enumerate(("target", "draft")):
+        folder: Path = tmp_path_factory.mktemp(name)
+        save_model(folder, "llama", number)
+        made[name] = load_model(ModelConfig(model=str(folder), dtype="float32"))
+    return made
+
+
+def model_engine(pair: dict[str, LoadedModel], drafter: str, k: int, num_blocks: int) -> Engine:
+    """With a pool for the draft model that no two of the texts fit into as a whole; compiled."""
+
+    def compiled(
+        loaded: LoadedModel, num_blocks: int, held: int | None = None
+    ) -> tuple[ModelRunner, Sampler]:
+        cache = CacheConfig(block_size=4, num_blocks=num_blocks)
+        runner = ModelRunner(loaded, cache, max_num_seqs=8, max_held_tokens=held)
+        runner.graphs = forward = CompiledForward(runner, CompileConfig())
+        if forward.warm_up() != "ready":
+            pytest.skip("no compiled forward here")
+        sampler = Sampler()
+        sampler.warm_up()
+        return runner, sampler
+
+    proposer: Proposer = NoProposer()
+    if drafter != "none":
+        loaded, its = pair[drafter], window(16, k)
+        held = 4 * its.max_blocks(loaded.max_model_len, 4)
+        runner, sampler = compiled(loaded, 60, held)
+        assert runner.max_model_len == loaded.max_model_len
+        loop = NativeDraftLoop(runner, sampler, MODEL_VOCAB_SIZE)
+        proposer = DraftModelProposer(
+            runner, sampler, vocab_size=MODEL_VOCAB_SIZE, fused_loop=loop, window=its
+        )
+    return Engine.from_parts(
+        target=LocalTarget(*compiled(pair["target"], num_blocks)),
+        proposer=proposer,
+        tokenizer=HuggingFaceTokenizer(make_tokenizer()),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32),
+        controller=FixedController(k),
+    )
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("drafter", "k", "num_blocks"), [("target", 4, 400), ("draft", 3, 70)])
+def test_models_say_what_they_say_alone(
+    pair: dict[str, LoadedModel], params: SamplingParams, drafter: str, k: int, num_blocks: int
+) -> None:
+    params = msgspec.structs.replace(params, max_tokens=24, seed=3)
+    generator = random.Random(1)
+    prompts = [
+        tuple(generator.choices(range(2, MODEL_VOCAB_SIZE), k=length)) for length in (150, 3, 120, 60, 9)
+    ]
+    with model_engine(pair, "none", k, 400) as engine:
+        expected = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+    with model_engine(pair, drafter, k, num_blocks) as engine:
+        results = engine.generate(prompts, params)
+        engine.check_integrity()
+        metrics = engine.metrics()
+    assert [result.token_ids for result in results] == expected
+    assert metrics.num_draft_tokens > 0
+    if drafter == "target":
+        assert metrics.num_accepted_tokens > 0

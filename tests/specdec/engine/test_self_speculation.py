@@ -1,0 +1,553 @@
+"""Self-speculation: whatever part of its K/V the target drafts with, it says what it says alone.
+
+That drafts are right, which exactness does not show, is seen at what is accepted: all of it, where everything
+is selected, and much of it, where the window is left.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import pydantic
+import pytest
+import torch
+
+from specdec.core.errors import ConfigError
+from specdec.core.ids import RequestId
+from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.local_target import LocalTarget
+from specdec.engine.metrics import EngineMetrics
+from specdec.engine.offline import choice_requests
+from specdec.engine.profiling import ProfilePlan, measure_profile
+from specdec.engine.remote_target import RemoteTarget
+from specdec.engine.self_drafter import SelfDrafter
+from specdec.engine.target_server import TargetServer
+from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.kv.config import CacheConfig
+from specdec.kv.selection import KvSelectionConfig
+from specdec.model.batch import PositionShift
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.loader import LoadedModel
+from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_loop import ChainStart
+from specdec.proposers.self_speculation import SelfSpeculation
+from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController
+from specdec.transport.base import PeerId
+from specdec.transport.memory import MemoryNetwork
+from tests.architectures import CORE_ARCHITECTURES, make_tokenizer
+from tests.specdec.engine.test_identity import NUM_TOKENS, SAMPLING, SHAPING, Models, Setting, ragged_prompts
+from tests.specdec.engine.toy_engines import tokens_of
+
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+FULL = KvSelectionConfig(policy="full")
+EVERYTHING = KvSelectionConfig(policy="streaming", budget=4096)
+
+
+def streaming(budget: int | float, *, sink: int = 4, floor: int = 12) -> KvSelectionConfig:
+    return KvSelectionConfig(policy="streaming", budget=budget, sink_tokens=sink, floor=floor)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@dataclass(frozen=True)
+class SelfSetting(Setting):
+    kv: KvSelectionConfig = FULL
+
+    def engine(self, models: Models, architecture: str) -> Engine:
+        runner = self.runner(models.load(architecture), self.num_blocks)
+        return Engine.from_parts(
+            target=LocalTarget(runner, self.sampler(), self_drafting=self.kv.make(BLOCK_SIZE)),
+            proposer=SelfSpeculation(),
+            tokenizer=HuggingFaceTokenizer(make_tokenizer()),
+            scheduler=SchedulerConfig(
+                max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
+            ),
+            controller=FixedController(self.num_draft_tokens),
+        )
+
+
+class Streams:
+    """What the target says alone; computed once for each prompt and parameters."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._known: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+
+    def alone(self, architecture: str, kind: str, params: SamplingParams) -> list[tuple[int, ...]]:
+        key = (architecture, kind)
+        if key not in self._known:
+            with Setting("none", batch=1).engine(self._models, architecture) as engine:
+                self._known[key] = [engine.generate([one], params)[0].token_ids for one in PROMPTS]
+        return self._known[key]
+
+
+PROMPTS = ragged_prompts(8, seed=1)
+POSITIONS_OF_OTHER_KINDS = ("phi3_longrope", "llama_dynamic_ntk", "gemma2", "gemma3", "gpt2", "cohere2")
+"""Tables by length, windows of some layers, learned positions."""
+KINDS = {"greedy": GREEDY, **SAMPLING, **SHAPING}
+
+
+@pytest.fixture(scope="module")
+def streams(models: Models) -> Streams:
+    return Streams(models)
+
+
+def check(
+    models: Models, streams: Streams, setting: SelfSetting, kind: str, architecture: str = "llama"
+) -> EngineMetrics:
+    expected = streams.alone(architecture, kind, KINDS[kind])
+    prompts = PROMPTS[: setting.batch]
+    with setting.engine(models, architecture) as engine:
+        results = engine.generate(prompts, KINDS[kind])
+        engine.check_integrity()
+        metrics = engine.metrics()
+    for result, stream in zip(results, expected, strict=False):
+        assert result.token_ids == stream
+    return metrics
+
+
+COVER = [
+    ("greedy", SelfSetting(num_draft_tokens=1, batch=1, kv=FULL)),
+    ("greedy", SelfSetting(num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, kv=streaming(12))),
+    ("greedy", SelfSetting(num_draft_tokens=7, batch=5, chunk=9, kv=streaming(16, sink=0), compiled=True)),
+    ("plain", SelfSetting(num_draft_tokens=4, batch=8, chunk=9, num_blocks=18, kv=FULL)),
+    ("plain", SelfSetting(num_draft_tokens=1, batch=5, num_blocks=18, kv=streaming(0.5), compiled=True)),
+    ("plain", SelfSetting(num_draft_tokens=7, batch=1, chunk=16, kv=streaming(12))),
+    ("cut", SelfSetting(num_draft_tokens=7, batch=8, chunk=16, num_blocks=18, kv=streaming(0.3, sink=8))),
+    ("cut", SelfSetting(num_draft_tokens=4, batch=5, kv=streaming(12), compiled=True)),
+    ("hot", SelfSetting(num_draft_tokens=1, batch=8, chunk=16, kv=streaming(16, sink=0))),
+    ("hot", SelfSetting(num_draft_tokens=4, batch=1, chunk=9, kv=streaming(0.5), compiled=True)),
+    ("penalties", SelfSetting(num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, kv=streaming(12))),
+    ("greedy penalties", SelfSetting(num_draft_tokens=3, batch=3, kv=streaming(12), compiled=True)),
+    ("bad words", SelfSetting(num_draft_tokens=6, batch=5, kv=streaming(0.5))),
+    ("min tokens", SelfSetting(num_draft_tokens=5, batch=4, kv=FULL, num_blocks=40)),
+    ("allowed", SelfSetting(num_draft_tokens=7, batch=2, kv=streaming(12))),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), COVER, ids=str)
+def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, setting: SelfSetting) -> None:
+    metrics = check(models, streams, setting, kind)
+    assert metrics.num_draft_tokens > 0
+    if setting.num_blocks == 18 and setting.chunk == 16:
+        assert metrics.num_preemptions > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv", [FULL, streaming(12), streaming(16, sink=0), streaming(0.5)], ids=str)
+@pytest.mark.parametrize("num_draft_tokens", [1, 5])
+@pytest.mark.parametrize(("batch", "chunk", "num_blocks"), [(1, 512, 200), (8, 16, 18), (5, 9, 200)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_says_what_it_says_alone_in_every_setting(
+    models: Models,
+    streams: Streams,
+    kind: str,
+    kv: KvSelectionConfig,
+    num_draft_tokens: int,
+    batch: int,
+    chunk: int,
+    num_blocks: int,
+    compiled: bool,
+) -> None:
+    setting = SelfSetting(
+        num_draft_tokens=num_draft_tokens,
+        batch=batch,
+        chunk=chunk,
+        num_blocks=num_blocks,
+        compiled=compiled,
+        kv=kv,
+    )
+    check(models, streams, setting, kind)
+
+
+@pytest.mark.parametrize("architecture", [*CORE_ARCHITECTURES, *POSITIONS_OF_OTHER_KINDS])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_kind_of_position(models: Models, streams: Streams, architecture: str, compiled: bool) -> None:
+    setting = SelfSetting(
+        num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, compiled=compiled, kv=streaming(16)
+    )
+    metrics = check(models, streams, setting, "greedy", architecture)
+    assert metrics.num_accepted_tokens > 0
+
+
+UNENDING = {
+    kind: msgspec.structs.replace(KINDS[kind], ignore_eos=True)
+    for kind in ("greedy", "plain", "cut", "hot", "penalties", "bad words")
+}
+"""Nothing is drafted in vain behind the end of a text."""
+
+
+@pytest.mark.parametrize(
+    "kv", [FULL, EVERYTHING, streaming(1.0)], ids=["full", "large budget", "whole share"]
+)
+@pytest.mark.parametrize("kind", UNENDING)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_everything_selected_is_all_accepted(
+    models: Models, kind: str, compiled: bool, kv: KvSelectionConfig
+) -> None:
+    """The draft is then what the target says: nothing of it can be wrong."""
+    setting = SelfSetting(num_draft_tokens=5, batch=8, chunk=64, compiled=compiled, kv=kv)
+    with setting.engine(models, "llama") as engine:
+        engine.generate(PROMPTS, UNENDING[kind])
+        metrics = engine.metrics()
+    assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 8 * 10
+    assert metrics.method == "self"
+    assert metrics.num_missing_proposals == 0
+
+
+@pytest.mark.parametrize("kind", ["greedy", "plain"])
+def test_a_window_is_not_everything(models: Models, kind: str) -> None:
+    """The control of the above, and of exactness: drafts are made with less, and are then wrong at times."""
+    setting = SelfSetting(num_draft_tokens=5, batch=8, chunk=64, kv=streaming(8, sink=4))
+    with setting.engine(models, "llama") as engine:
+        engine.generate(PROMPTS, UNENDING[kind])
+        metrics = engine.metrics()
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+
+
+class SharpModels(Models):
+    """Attention with large weights: what it sees, and where, then makes a difference."""
+
+    def load(self, architecture: str, seed: int = 0) -> LoadedModel:
+        is_new = (architecture, seed) not in self._loaded
+        loaded = super().load(architecture, seed)
+        if is_new:
+            for model in (loaded.model, self._references[architecture, seed]):
+                for name, weight in model.named_parameters():
+                    if "_proj" in name and "self_attn" in name:
+                        weight.data *= 6.0
+        return loaded
+
+
+@pytest.fixture(scope="module")
+def sharp_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return SharpModels(tmp_path_factory.mktemp("sharp"))
+
+
+LONG = [(5 + 7 * index * index) % 120 + 2 for index in range(37)]
+
+
+def draft_once(
+    models: Models, setting: SelfSetting, params: SamplingParams, num_tokens: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what the target drafts behind `LONG`, and its own tokens at these rows."""
+    runner = setting.runner(models.load("llama"), setting.num_blocks)
+    target = LocalTarget(runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE))
+    name = RequestId("a")
+    blocks = tuple(range(40, 20, -1))
+    prefill = TargetWork(name, tuple(LONG[:-1]), 0, 0, 0, blocks)
+    admitted = AdmittedSequence(name, 12345, params)
+    target.submit(TargetStep(0, (prefill,), (admitted,)))
+    target.collect()
+    work = TargetWork(name, (LONG[-1],), len(LONG) - 1, 1, len(blocks), (), num_self_drafted=num_tokens)
+    target.submit(TargetStep(1, (work,)))
+    (answer,) = target.collect().results
+    return answer.drafted, answer.token_ids
+
+
+def reference_draft(
+    models: Models, selected: Sequence[int], params: SamplingParams, num_tokens: int
+) -> tuple[int, ...]:
+    """The same by transformers, with a mask: rows of the draft see `selected` and the draft alone."""
+    tokens, first = list(LONG), len(LONG) - 1
+    for _ in range(num_tokens):
+        length = len(tokens)
+        allowed = torch.ones(length, length, dtype=torch.bool).tril()
+        allowed[first:, [one for one in range(first) if one not in selected]] = False
+        mask = torch.zeros(length, length).masked_fill(~allowed, float("-inf"))[None, None]
+        with torch.inference_mode():
+            logits = models.reference("llama")(torch.tensor([tokens]), attention_mask=mask).logits[0, -1:]
+        rows = SamplingRows.build([RowSpec(params, 12345, length, 1)])
+        tokens.append(int(Sampler().sample(logits, rows).token_ids))
+    return tuple(tokens[len(LONG) :])
+
+
+@pytest.mark.parametrize("kind", ["greedy", "plain", "cut"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("kv", "selected"),
+    [
+        (streaming(12), [0, 1, 2, 3, *range(28, 36)]),
+        (streaming(12, sink=0), range(24, 36)),
+        (streaming(0.5, sink=8), [*range(8), *range(24, 36)]),
+        (FULL, range(36)),
+    ],
+    ids=["streaming", "no sink", "share", "full"],
+)
+def test_drafts_are_what_a_mask_makes_of_the_model(
+    sharp_models: Models, kind: str, compiled: bool, kv: KvSelectionConfig, selected: Sequence[int]
+) -> None:
+    """Blocks, positions, and the noise of the positions: each is seen here."""
+    setting = SelfSetting(compiled=compiled, kv=kv)
+    drafted, _ = draft_once(sharp_models, setting, KINDS[kind], 6)
+    assert drafted == reference_draft(sharp_models, selected, KINDS[kind], 6)
+
+
+def test_control_what_is_selected_shows(sharp_models: Models) -> None:
+    drafts = {reference_draft(sharp_models, range(start, 36), KINDS["plain"], 6) for start in (0, 24, 28, 32)}
+    assert len(drafts) > 1
+
+
+@pytest.mark.parametrize("wrong", ["model", "noise"])
+def test_control_wrong_positions_show(
+    sharp_models: Models, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    select = SelfDrafter._select
+
+    def forgetful(self: SelfDrafter, start: ChainStart) -> ChainStart:
+        selected = select(self, start)
+        num_dropped = selected.num_dropped
+        if wrong == "model":
+            return selected._replace(shift=PositionShift(-num_dropped, sys.maxsize))
+        shift = PositionShift(num_dropped, sys.maxsize)
+        return selected._replace(start=start.start - num_dropped, num_dropped=0, shift=shift)
+
+    expected = reference_draft(sharp_models, [0, 1, 2, 3, *range(28, 36)], KINDS["plain"], 12)
+    monkeypatch.setattr(SelfDrafter, "_select", forgetful)
+    drafted, _ = draft_once(sharp_models, SelfSetting(kv=streaming(12)), KINDS["plain"], 12)
+    assert drafted != expected
+
+
+def test_verification_overwrites_what_drafting_wrote(models: Models) -> None:
+    """K and V of the step, layer by layer, are those of a step that only verifies the same draft."""
+    pools = []
+    for is_drafted_there in (True, False):
+        setting = SelfSetting(kv=streaming(8))
+        runner = setting.runner(models.load("llama"), setting.num_blocks)
+        target = LocalTarget(runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE))
+        name, blocks = RequestId("a"), tuple(range(1, 21))
+        prefill = TargetWork(name, tuple(LONG[:-1]), 0, 0, 0, blocks)
+        target.run(TargetStep(0, (prefill,), (AdmittedSequence(name, 3, GREEDY),)))
+        if is_drafted_there:
+            work = TargetWork(name, (LONG[-1],), len(LONG) - 1, 1, 20, (), num_self_drafted=6)
+            (answer,) = target.run(TargetStep(1, (work,))).results
+        else:
+            target.run(
+                TargetStep(1, (TargetWork(name, (LONG[-1], *answer.drafted), len(LONG) - 1, 7, 20, ()),))
+            )
+        pools.append(runner.pool)
+    assert answer.drafted
+    for mine, other in zip(
+        (*pools[0].keys, *pools[0].values), (*pools[1].keys, *pools[1].values), strict=True
+    ):
+        # Block 0 is nobody's.
+        assert torch.equal(mine[1:21], other[1:21])
+
+
+def test_mixed_wishes(models: Models, streams: Streams) -> None:
+    """Requests with budgets of their own, grammars aside, in one batch; prompts are read meanwhile."""
+    setting = SelfSetting(num_draft_tokens=4, batch=4, chunk=9, kv=streaming(12))
+    kinds = ["greedy", "plain", "penalties", "cut"] * 2
+    with setting.engine(models, "llama") as engine:
+        requests = [
+            msgspec.structs.replace(
+                choice_requests(prompt, KINDS[kind], f"r{index}")[0],
+                num_draft_tokens=(None, 0, 7, 2)[index % 4],
+            )
+            for index, (prompt, kind) in enumerate(zip(PROMPTS, kinds, strict=True))
+        ]
+        for request in requests:
+            engine.add_request(request)
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+            engine.check_integrity()
+    for index, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
+        mine = [output for output in outputs if output.request_id == request.request_id]
+        assert tuple(tokens_of(mine)) == streams.alone("llama", kind, KINDS[kind])[index]
+
+
+def test_prefix_cache_keeps_nothing_of_drafts(models: Models, streams: Streams) -> None:
+    """Later requests continue what earlier ones have left, block by block."""
+    expected = streams.alone("llama", "plain", KINDS["plain"])
+    setting = SelfSetting(num_draft_tokens=6, batch=8, kv=streaming(12))
+    with setting.engine(models, "llama") as engine:
+        first = engine.generate(PROMPTS, KINDS["plain"])
+        again = engine.generate(PROMPTS, KINDS["plain"])
+        longer = [(*prompt, *stream[:-1]) for prompt, stream in zip(PROMPTS, expected, strict=True)]
+        continued = engine.generate(longer, msgspec.structs.replace(GREEDY, max_tokens=8))
+        metrics = engine.metrics()
+    assert [result.token_ids for result in first] == expected
+    assert [result.token_ids for result in again] == expected
+    assert metrics.prefix_cache_hits > 100
+    with Setting("none", batch=1).engine(models, "llama") as engine:
+        for prompt, result in zip(longer, continued, strict=True):
+            fresh = engine.generate([prompt], msgspec.structs.replace(GREEDY, max_tokens=8))[0]
+            assert result.token_ids == fresh.token_ids
+
+
+def test_draft_that_is_not_finite_costs_only_itself(
+    models: Models, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft of tokens that nobody can compute is taken back, and the target goes on alone."""
+    setting = SelfSetting(num_draft_tokens=4, batch=2)
+    run = LocalTarget._run
+    spoilt = []
+
+    def spoil(self: LocalTarget, step: TargetStep) -> TargetResult:
+        result = run(self, step)
+        if not any(work.num_sampled_rows > 1 for work in step.works):
+            return result
+        spoilt.append(step.step_id)
+        failed = [
+            msgspec.structs.replace(answer, token_ids=(), error="not finite", error_code="sequence_failed")
+            for answer in result.results
+        ]
+        return msgspec.structs.replace(result, results=tuple(failed))
+
+    monkeypatch.setattr(LocalTarget, "_run", spoil)
+    with setting.engine(models, "llama") as engine:
+        results = engine.generate(PROMPTS[:2], KINDS["plain"])
+    assert spoilt
+    expected = streams.alone("llama", "plain", KINDS["plain"])
+    assert [result.token_ids for result in results] == expected[:2]
+
+
+def test_a_target_that_does_not_draft_is_refused(models: Models) -> None:
+    setting = SelfSetting()
+    runner = setting.runner(models.load("llama"), 40)
+    with pytest.raises(ConfigError, match="method: self needs a target that drafts for itself"):
+        Engine.from_parts(
+            target=LocalTarget(runner, setting.sampler()),
+            proposer=SelfSpeculation(),
+            tokenizer=HuggingFaceTokenizer(make_tokenizer()),
+        )
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda answer: msgspec.structs.replace(answer, drafted=(*answer.drafted, 5, 5, 5, 5, 5, 5)),
+        lambda answer: msgspec.structs.replace(answer, token_ids=answer.token_ids[:1]),
+    ],
+    ids=["more than asked for", "rows are missing"],
+)
+def test_wrong_answers_are_found(
+    models: Models, forge: Callable[[WorkResult], WorkResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect = LocalTarget.collect
+
+    def forged(self: LocalTarget) -> TargetResult:
+        result = collect(self)
+        answers = [forge(answer) if answer.drafted else answer for answer in result.results]
+        return msgspec.structs.replace(result, results=tuple(answers))
+
+    monkeypatch.setattr(LocalTarget, "collect", forged)
+    with SelfSetting(batch=1).engine(models, "llama") as engine:
+        (result,) = engine.generate(PROMPTS[2:3], GREEDY)
+        assert result.choices[0].finish_reason == "error"
+
+
+def test_over_the_wire(models: Models, streams: Streams) -> None:
+    """A target worker needs nothing more than the step, and the coordinator nothing but its answer."""
+    setting = SelfSetting(num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, kv=streaming(12))
+    network = MemoryNetwork(seed=1)
+    worker, owner = network.open(PeerId("target")), network.open(PeerId("coordinator"))
+    worker.admit([owner.address])
+    runner = setting.runner(models.load("llama"), setting.num_blocks)
+    server = TargetServer(
+        worker, LocalTarget(runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE))
+    )
+    network.serve(PeerId("target"), lambda: server.step(0))
+    target = RemoteTarget(owner, worker.address, incarnation=1)
+    assert target.description.drafts_itself
+    with Engine.from_parts(
+        target=target,
+        proposer=SelfSpeculation(),
+        tokenizer=HuggingFaceTokenizer(make_tokenizer()),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
+        controller=FixedController(4),
+    ) as engine:
+        results = engine.generate(PROMPTS, KINDS["plain"])
+        metrics = engine.metrics()
+    assert [result.token_ids for result in results] == streams.alone("llama", "plain", KINDS["plain"])
+    assert metrics.num_accepted_tokens > 0
+    assert metrics.num_preemptions > 0
+    assert metrics.draft_s > 0.0
+
+
+def test_drafts_are_measured(models: Models) -> None:
+    """What the controller begins with; and nothing of it stays behind."""
+    setting = SelfSetting(kv=streaming(12))
+    runner = setting.runner(models.load("llama"), 200)
+    target = LocalTarget(runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE))
+    plan = ProfilePlan(key="k", max_num_seqs=4, max_num_batched_tokens=8, max_draft_tokens=5, budget_s=1.0)
+    profile = measure_profile(target, SelfSpeculation(), plan)
+    assert profile.fault() is None
+    assert (profile.draft[0].num_sequences, profile.draft[0].num_steps) == (1, 4)
+    assert all(point.seconds > 1e-6 for point in profile.draft)
+    assert profile.verify
+    assert target._sequences == {}
+
+
+def test_goodput_controller(models: Models) -> None:
+    """An engine as it is built from a configuration: costs, controller, streams."""
+    folder = models.load("llama").path
+    texts = []
+    for speculative in (
+        {"method": "none"},
+        {
+            "method": "self",
+            "profile_seconds": 0.5,
+            "profile_dir": str(folder.parent / "profiles"),
+            "kv": {"policy": "streaming", "budget": 16},
+        },
+    ):
+        config = EngineConfig(
+            target=ModelConfig(model=str(folder), dtype="float32", compile=CompileConfig(mode="off")),
+            speculative_config=SpeculativeConfig.model_validate(speculative),
+            cache=CacheConfig(block_size=4, num_blocks=60),
+        )
+        with Engine(config) as engine:
+            texts.append([result.token_ids for result in engine.generate(PROMPTS, KINDS["cut"])])
+            assert engine.description.drafts_itself == (speculative["method"] == "self")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"kv": {"policy": "streaming", "budget": 7}}, r"kv\.budget: 7 tokens do not hold kv\.sink_tokens"),
+        ({"kv": {"policy": "streaming", "floor": 7}}, r"kv\.floor: 7 tokens do not hold"),
+        ({"kv": {"policy": "streaming", "budget": 2.5}}, "budget: 2.5 is no share"),
+        ({"kv": {"policy": "other"}}, "policy"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method: block does not go with method self"),
+        ({"model": "draft"}, "method self takes no `model`"),
+        ({"overlap": "ping_pong"}, "method self has none"),
+        ({"method": "ngram", "kv": {"policy": "streaming"}}, "kv.policy: streaming .* method ngram has none"),
+    ],
+)
+def test_settings_that_cannot_be(more: dict[str, object], message: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        SpeculativeConfig.model_validate({"method": "self", **more})
+
+
+def test_stages_are_refused() -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"method: self .*pipeline_parallel_size: 2"):
+        EngineConfig.model_validate(
+            {
+                "target": {"model": "m", "pipeline_parallel_size": 2},
+                "speculative_config": {"method": "self"},
+            }
+        )
