@@ -2,6 +2,7 @@
 
     python -m benchmarks.never_slower --json benchmarks/results/never-slower.json    # about an hour
     python -m benchmarks.never_slower --quick                                       # under five minutes
+    python -m benchmarks.never_slower --only '64 x .*0.5'                            # some cells of the grid
 
 Batch x context x acceptance, in both ways to run two models on two cores: colocated (one process, two
 threads) and in two groups with a core each. The target is the demo target made as costly as 26 million
@@ -24,9 +25,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -139,6 +141,19 @@ QUICK = Plan(
     cold_s=(1.0, 2.0),
     warm_s=2.0,
 )
+
+
+def _only(plan: Plan, pattern: str) -> Plan:
+    """Return what is left of a plan.
+
+    Raises:
+        typer.BadParameter: nothing is.
+    """
+    cells = tuple(cell for cell in plan.cells if re.search(pattern, cell.name))
+    if not cells:
+        names = "; ".join(cell.name for cell in plan.cells[:2])
+        raise typer.BadParameter(f"--only {pattern!r} finds none of {len(plan.cells)} cells ({names}; ...)")
+    return replace(plan, cells=cells, steps=())
 
 
 @dataclass(slots=True)
@@ -357,6 +372,9 @@ def measure(
 
 def main(
     quick: Annotated[bool, typer.Option(help="Six corner cells, one load step.")] = False,
+    only: Annotated[
+        str | None, typer.Option(help="Cells with names that this regular expression finds; no load step.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
     models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
         "models/demo"
@@ -367,6 +385,8 @@ def main(
     Example: python -m benchmarks.never_slower --quick --json runs/never-slower.json
     """
     plan = QUICK if quick else FULL
+    if only is not None:
+        plan = _only(plan, only)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -22,6 +22,8 @@ _NUM_DOUBTS = 2
 """Observations that a region is thought to have had before the first, all as its neighbours say."""
 _STALE_ROUNDS = 1500.0
 """After so many rounds an observation weighs half."""
+_OTHERS = 0.5
+"""Weight of an observation beside the other side's work for steps that are alone, and the other way round."""
 _NEIGHBOUR = 0.25
 """Weight of the next region beside a region's own."""
 _LARGEST_LOG = 4.0
@@ -76,10 +78,20 @@ class CorrectionGrid:
     def factors(self) -> Floats:
         """[A, B], all positive; 1 where nothing is known at all."""
         if not self._is_current:
-            self._smooth()
+            self._log_factors = self.smoothed(self.weights, self._median)
             self._is_current = True
         factors: Floats = np.exp(self._log_factors)
         return factors
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known at all."""
+        return self._round == 0
+
+    @property
+    def medians(self) -> Floats:
+        """[A, B]: logarithms of what was lately seen; 0 where nothing was."""
+        return self._median
 
     @property
     def weights(self) -> Floats:
@@ -88,15 +100,63 @@ class CorrectionGrid:
         weights: Floats = np.minimum(self._num_seen, _NUM_RECENT) * 0.5 ** (age / _STALE_ROUNDS)
         return weights
 
-    def _smooth(self) -> None:
-        weights = self.weights
-        weighted = weights * self._median
+    def smoothed(self, weights: Floats, log_factors: Floats) -> Floats:
+        """Return logarithms of factors, [A, B], in the light of their neighbours."""
+        weighted = weights * log_factors
         around = self._near_a @ weights @ self._near_b - weights
         value_around = self._near_a @ weighted @ self._near_b - weighted
         # A few regions far away count as one observation, so that nobody is without neighbours.
         overall = float(weighted.sum() / max(weights.sum(), 1e-9))
         value_around = (value_around + 1e-3 * overall) / (around + 1e-3)
-        self._log_factors = (weighted + value_around) / (weights + 1.0)
+        smoothed: Floats = (weighted + value_around) / (weights + 1.0)
+        return smoothed
+
+
+class Corrections:
+    """Factors of steps that have the machine for themselves, and of those beside which the other side works.
+
+    Two devices may share more than one would think: memory bandwidth, caches, a power budget. What steps
+    take beside others must not be taken for what they take alone, or plain decoding, which is alone, looks
+    slower than it is. How much slower the others make them is found where both were seen lately; by that,
+    what is seen of one says something of the other too.
+    """
+
+    def __init__(self, num_a: int, num_b: int) -> None:
+        self._alone = CorrectionGrid(num_a, num_b)
+        self._beside = CorrectionGrid(num_a, num_b)
+        self._kept: dict[bool, Floats] = {}
+
+    def factors(self, *, is_overlapped: bool) -> Floats:
+        """[A, B], all positive; 1 where nothing is known at all."""
+        if self._beside.is_empty:
+            return self._alone.factors
+        kept = self._kept.get(is_overlapped)
+        if kept is None:
+            kept = self._kept[is_overlapped] = self._combined(is_overlapped=is_overlapped)
+        return kept
+
+    def weights(self, *, is_overlapped: bool) -> Floats:
+        """[A, B]: how many recent observations there are."""
+        own, other = self._own_first(is_overlapped=is_overlapped)
+        return own.weights if other.is_empty else own.weights + _OTHERS * other.weights
+
+    def note(self, a: int, b: int, ratio: float, *, is_overlapped: bool) -> None:
+        """Learn as `CorrectionGrid.note`."""
+        (self._beside if is_overlapped else self._alone).note(a, b, ratio)
+        self._kept.clear()
+
+    def _combined(self, *, is_overlapped: bool) -> Floats:
+        own, other = self._own_first(is_overlapped=is_overlapped)
+        own_weights, other_weights = own.weights, other.weights
+        in_both = np.minimum(own_weights, other_weights)
+        longer = float((in_both * (own.medians - other.medians)).sum() / (in_both.sum() + _NUM_DOUBTS))
+        weights = own_weights + _OTHERS * other_weights
+        weighted = own_weights * own.medians + _OTHERS * other_weights * (other.medians + longer)
+        factors: Floats = np.exp(own.smoothed(weights, weighted / np.maximum(weights, 1e-9)))
+        return factors
+
+    def _own_first(self, *, is_overlapped: bool) -> tuple[CorrectionGrid, CorrectionGrid]:
+        return (self._beside, self._alone) if is_overlapped else (self._alone, self._beside)
 
 
 def _nearness(size: int) -> Floats:
@@ -147,7 +207,7 @@ class VerifyCost:
         self._knots = _finer(self._measured, num_stepped_rows)
         self._per_token, self._per_token_and_row = _context_slopes(points)
         self._base = self._fit_base(points)
-        self._grid = CorrectionGrid(len(self._knots), _CONTEXT_REGIONS)
+        self._corrections = Corrections(len(self._knots), _CONTEXT_REGIONS)
         self._max_rows = max_rows
         self._rows = np.arange(max_rows + 1)
         up = np.minimum(np.searchsorted(self._knots, self._rows), len(self._knots) - 1)
@@ -160,20 +220,23 @@ class VerifyCost:
         self._share = np.clip((lookup - self._knots[self._left]) / width, 0.0, 1.0)
         self._nearest = np.where(self._share < 0.5, self._left, self._right)
 
-    def table(self, num_sequences: int, context_tokens: float) -> Floats:
-        """Return seconds by number of rows, [max_rows + 1]; positive, and never falling."""
+    def table(self, num_sequences: int, context_tokens: float, *, is_overlapped: bool = False) -> Floats:
+        """Return seconds by number of rows, [max_rows + 1]; positive, and never falling.
+
+        With `is_overlapped`, of steps beside which the drafter works.
+        """
         at_knots = self._at_knots(num_sequences, context_tokens)
         region = _context_region(context_tokens)
-        at_knots = at_knots * self._grid.factors[:, region]
-        at_knots = rising(at_knots, 0.2 + self._grid.weights[:, region])
+        at_knots = at_knots * self._corrections.factors(is_overlapped=is_overlapped)[:, region]
+        at_knots = rising(at_knots, 0.2 + self._corrections.weights(is_overlapped=is_overlapped)[:, region])
         table: Floats = at_knots[self._left] + self._share * (at_knots[self._right] - at_knots[self._left])
         if len(self._knots) > 1 and self._beyond[-1] > 0.0:
             slope = (at_knots[-1] - at_knots[-2]) / (self._knots[-1] - self._knots[-2])
             table += self._beyond * slope
         return table
 
-    def note(self, shape: VerifyShape, seconds: float) -> None:
-        """Learn what a step took."""
+    def note(self, shape: VerifyShape, seconds: float, *, is_overlapped: bool = False) -> None:
+        """Learn what a step took, alone or beside the drafter."""
         rows = min(shape.num_rows, self._max_rows)
         base = self._at_knots(shape.num_sequences, shape.context_tokens)
         left, right = int(self._left[rows]), int(self._right[rows])
@@ -182,7 +245,8 @@ class VerifyCost:
             expected *= shape.num_rows / int(self._knots[-1])
         if expected > 0.0 and seconds > 0.0:
             region = _context_region(shape.context_tokens)
-            self._grid.note(int(self._nearest[rows]), region, seconds / expected)
+            at = int(self._nearest[rows])
+            self._corrections.note(at, region, seconds / expected, is_overlapped=is_overlapped)
 
     def _at_knots(self, num_sequences: int, context_tokens: float) -> Floats:
         per_row = self._knots / max(num_sequences, 1)
@@ -262,16 +326,19 @@ class DraftCost:
         self._start = _over_sequences(numbers, self._knots, np.array(starts))
         self._step = _over_sequences(numbers, self._knots, np.array(steps))
         self._step[0] = 0.0
-        self._grid = CorrectionGrid(len(self._knots), _STEP_REGIONS)
+        self._corrections = Corrections(len(self._knots), _STEP_REGIONS)
         self._nearest = np.abs(np.log(np.maximum(numbers, 1))[:, None] - np.log(self._knots)).argmin(1)
         self._regions = np.array([_step_region(step) for step in range(1, max_steps + 1)])
 
-    def by_steps(self, taking_part: Floats | NDArray[np.int64], mean_context: float) -> Floats:
+    def by_steps(
+        self, taking_part: Floats | NDArray[np.int64], mean_context: float, *, is_overlapped: bool = False
+    ) -> Floats:
         """Return seconds of drafting for different numbers of steps.
 
         Args:
             taking_part: [..., K]: how many sequences take part in each step; never rising over the steps.
             mean_context: tokens of context of a sequence.
+            is_overlapped: whether the target works at the same time.
 
         Returns:
             [..., K]: the time of the first 1 to K steps; 0 where nobody takes part.
@@ -280,7 +347,8 @@ class DraftCost:
         seconds = self._step[numbers] + (mean_context * self._per_token) * numbers
         first = numbers[..., :1]
         total: Floats = np.cumsum(seconds, axis=-1) + self._start[first]
-        total *= self._grid.factors[self._nearest[first], self._regions[: numbers.shape[-1]]]
+        factors = self._corrections.factors(is_overlapped=is_overlapped)
+        total *= factors[self._nearest[first], self._regions[: numbers.shape[-1]]]
         total = np.maximum.accumulate(total, axis=-1)
         return np.where(first > 0, total, 0.0)
 
@@ -289,7 +357,13 @@ class DraftCost:
         return self._per_unseen * max(0.0, num_tokens)
 
     def note(
-        self, budgets: Mapping[RequestId, int], mean_context: float, num_branches: int, seconds: float
+        self,
+        budgets: Mapping[RequestId, int],
+        mean_context: float,
+        num_branches: int,
+        seconds: float,
+        *,
+        is_overlapped: bool = False,
     ) -> None:
         """Learn what proposals took, given the draft tokens asked for and continuations for each."""
         wanted = np.array([budget for budget in budgets.values() if budget > 0])
@@ -302,7 +376,10 @@ class DraftCost:
             (self._step[numbers] + mean_context * self._per_token * numbers).sum() + self._start[numbers[0]]
         )
         if expected > 0.0:
-            self._grid.note(int(self._nearest[numbers[0]]), _step_region(num_steps), seconds / expected)
+            at = int(self._nearest[numbers[0]])
+            self._corrections.note(
+                at, _step_region(num_steps), seconds / expected, is_overlapped=is_overlapped
+            )
 
     def _fit(self, points: Sequence[DraftPoint]) -> tuple[list[int], list[float], list[float]]:
         knots = sorted({point.num_sequences for point in points})

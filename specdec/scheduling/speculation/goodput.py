@@ -175,8 +175,16 @@ class Evaluation:
         return self._costs.verify.table(self._batch.num_sequences, self._batch.context_tokens)
 
     @cached_property
+    def _overlapped_table(self) -> Floats:
+        batch = self._batch
+        return self._costs.verify.table(batch.num_sequences, batch.context_tokens, is_overlapped=True)
+
+    @cached_property
     def _draft_s(self) -> Floats:
         return self._costs.draft.by_steps(self._taking_part, self._mean_context)
+
+    def _drafting_beside(self, taking_part: Floats) -> Floats:
+        return self._costs.draft.by_steps(taking_part, self._mean_context, is_overlapped=True)
 
     @cached_property
     def _itl_s(self) -> float:
@@ -213,14 +221,14 @@ class Evaluation:
         if num_sequences < 2:
             return None
         cohort = (num_sequences + 1) // 2
-        table = self._costs.verify.table(cohort, cohort * self._mean_context)
-        draft_s = self._costs.draft.by_steps(np.ceil(self._taking_part / 2), self._mean_context)
+        table = self._costs.verify.table(cohort, cohort * self._mean_context, is_overlapped=True)
+        draft_s = self._drafting_beside(np.ceil(self._taking_part / 2))
         return self._alternating(self._verify_s(table, cohort), draft_s)
 
     def cohort(self) -> Option | None:
         """Return the best choice where this batch is one cohort of ping_pong, and another is like it."""
-        verify_s = self._verify_s(self._verify_table, self._batch.num_sequences)
-        return self._alternating(verify_s, self._draft_s)
+        verify_s = self._verify_s(self._overlapped_table, self._batch.num_sequences)
+        return self._alternating(verify_s, self._drafting_beside(self._taking_part))
 
     def _alternating(self, verify_s: Floats, draft_s: Floats) -> Option | None:
         num_sequences = self._batch.num_sequences
@@ -246,8 +254,8 @@ class Evaluation:
                 missing = (1.0 - has_drafts) * self._taking_part[:, :1]
                 tokens += missing * outlook.stand_in_gain
                 other_rows = missing * outlook.stand_in_rows
-            verify_s = self._verify_s(self._verify_table, num_sequences, has_drafts, other_rows)
-            draft_s = self._costs.draft.by_steps(self._taking_part * num_branches, self._mean_context)
+            verify_s = self._verify_s(self._overlapped_table, num_sequences, has_drafts, other_rows)
+            draft_s = self._drafting_beside(self._taking_part * num_branches)
             round_s = np.maximum(draft_s, verify_s) + self._overhead("draft_ahead")
             found = self._best("draft_ahead", tokens, round_s, draft_s, verify_s, num_branches)
             if found is not None and (best is None or found.rate > best.rate):

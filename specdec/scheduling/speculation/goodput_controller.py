@@ -35,14 +35,23 @@ _DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
 of that (0.8 ms for one sequence, where the processor's caches are full of other things)."""
 _HEARD_EVERY_S = 0.03
 """Costs are learnt from one round in so many seconds: that takes about 0.2 ms."""
+_CALMER, _CALMEST = 1.3, 4.0
+"""While decisions change nothing they are thought over less often, and fewer rounds are learnt from: by this
+factor each time, and by no more than that in all."""
 _MOST_UNDECIDED_ROUNDS = 128
 """After so many rounds it is, however short they are."""
 _MUCH_THE_SAME = 8
 """While nothing is drafted and no more than one in so many sequences has changed, a decision still holds."""
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""
+_RESTLESS_S = 10.0
+"""After so many seconds a switch counts half for how restless things are."""
+_MOST_RESTLESS = 5.0
 _TRANSIENT_ROUNDS: Mapping[Kind, int] = {"plain": 1, "lockstep": 0, "ping_pong": 2, "draft_ahead": 3}
 """Rounds after a change of kind that say nothing of it: drafts are not there yet, or no more under way."""
+_ROUNDS_TO_CALM_DOWN = 2
+"""After rounds in which the drafter worked beside the target it goes on for a while: the first rounds
+without it are not yet alone."""
 _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
 _PIPELINED_PROBE_ROUNDS = 10
@@ -132,6 +141,8 @@ class GoodputController:
         self._decided_round = 0
         self._since_decision_s = 0.0
         self._unheard_s = 0.0
+        self._calm = 1.0
+        self._restless = 0.0
         self._switched_round = 0
         self._switched_batch = 0
         self._num_switches = 0
@@ -139,6 +150,7 @@ class GoodputController:
         self._wire_s = 0.0
         self._fan_outs: dict[tuple[bytes, int, int], tuple[int, ...]] = {}
         self._num_alike = 0
+        self._num_since_overlap = _ROUNDS_TO_CALM_DOWN
         self._last_kind: Kind = "plain"
 
     @property
@@ -174,10 +186,10 @@ class GoodputController:
         num_rounds = self._round - self._decided_round
         if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
             return False
-        if self._round < _EARLY_ROUNDS or num_rounds >= _MOST_UNDECIDED_ROUNDS:
+        if self._round < _EARLY_ROUNDS or num_rounds >= self._calm * _MOST_UNDECIDED_ROUNDS:
             return True
         num_sequences = 0 if self._decision is None else self._decision.batch.num_sequences
-        return self._since_decision_s >= _DECISION_S + _DECISION_S_PER_SEQUENCE * num_sequences
+        return self._since_decision_s >= self._calm * (_DECISION_S + _DECISION_S_PER_SEQUENCE * num_sequences)
 
     def fan_out(
         self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
@@ -251,7 +263,10 @@ class GoodputController:
             for kind, option in options.items()
         }
         self._decided_round = self._round
+        self._restless *= 0.5 ** (self._since_decision_s / _RESTLESS_S)
         self._since_decision_s = 0.0
+        is_known = self._decision is not None and self._decision.region == region
+        self._calm = min(self._calm * _CALMER, _CALMEST) if is_known else 1.0
         self._switch(options, rates, num_sequences)
         option, reason = self._apply_trial(options, rates, num_sequences)
         if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
@@ -337,10 +352,13 @@ class GoodputController:
             self._set_kind(best, num_sequences)
             return
         has_changed = not 1 / _LARGEST_CHANGE < num_sequences / self._switched_batch < _LARGEST_CHANGE
-        is_settled = self._round - self._switched_round >= self._settings.dwell_rounds
+        # What goes to and fro is about as good either way, and each change costs something.
+        restless = 0.0 if has_changed else max(0.0, min(self._restless, _MOST_RESTLESS) - 1.0)
+        dwell_rounds = self._settings.dwell_rounds * 2.0**restless
+        is_settled = self._round - self._switched_round >= dwell_rounds
         # Going back to plain decoding takes half as much, and where it is clearly better, no patience: it is
         # what nobody may be worse off than.
-        margin = self._settings.margin * (0.5 if best == "plain" else 1.0)
+        margin = self._settings.margin * (0.5 if best == "plain" else 1.0 + 0.5 * restless)
         is_urgent = best == "plain" and rates[best] > rates[current] * (1.0 + _URGENT)
         if not (has_changed or is_settled or is_urgent):
             return
@@ -351,9 +369,11 @@ class GoodputController:
         if kind == self._kind:
             return
         self._num_switches += self._kind is not None
+        self._restless += self._kind is not None
         self._kind = kind
         self._switched_round = self._round
         self._switched_batch = num_sequences
+        self._calm = 1.0
         self._trials.note_change()
 
     def _apply_trial(
@@ -369,7 +389,8 @@ class GoodputController:
         trials = self._trials
         tried, _ = self._tried(options, rates)
         if self._kind != "plain" and trials.current is None:
-            length = TrialLength(_AUDIT_ROUNDS, _AUDIT_ROUNDS)
+            num_rounds = _AUDIT_ROUNDS + (_ROUNDS_TO_CALM_DOWN if self._kind != "lockstep" else 0)
+            length = TrialLength(num_rounds, num_rounds)
             trials.begin_audit(length, _loss_s(plain.tokens, rates["plain"], rates[usual.kind]))
         if tried is not None and trials.current is None:
             num_probed = _num_probed(num_sequences)
@@ -456,18 +477,22 @@ class GoodputController:
     def _note_costs(self, observation: RoundObservation, decision: Decision) -> None:
         context = observation.context_tokens or decision.batch.context_tokens
         shape = VerifyShape(observation.num_sequences, context, observation.num_rows)
+        is_overlapped = observation.mode != "lockstep"
         if observation.mode != "ping_pong":
-            self._costs.verify.note(shape, observation.verify_s)
+            self._costs.verify.note(shape, observation.verify_s, is_overlapped=is_overlapped)
             if observation.target_s is not None:
                 self._wire_s += 0.05 * (min(observation.verify_s - observation.target_s, 0.1) - self._wire_s)
         elif observation.target_s is not None:
-            self._costs.verify.note(shape, observation.target_s + self._wire_s)
+            seconds = observation.target_s + self._wire_s
+            self._costs.verify.note(shape, seconds, is_overlapped=is_overlapped)
         budgets = observation.budgets or {one.request_id: one.num_drafted for one in observation.outcomes}
         ready_s = observation.draft_ready_s
         if budgets and ready_s is not None and observation.num_prompt_rows == 0:
             num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
             mean_context = context / max(1, observation.num_sequences)
-            self._costs.draft.note(budgets, mean_context, num_branches, ready_s)
+            self._costs.draft.note(
+                budgets, mean_context, num_branches, ready_s, is_overlapped=is_overlapped
+            )
         if observation.mode != "ping_pong" and observation.round_s is not None:
             rest_s = observation.round_s - observation.draft_s - observation.verify_s
             has_drafts = _kind_of(observation) != "plain"
@@ -477,6 +502,8 @@ class GoodputController:
         """Learn from how long a round took; of many short ones, from some."""
         kind = _kind_of(observation)
         self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
+        is_overlapped = observation.mode != "lockstep"
+        self._num_since_overlap = 0 if is_overlapped else self._num_since_overlap + 1
         self._last_kind = kind
         round_s = observation.round_s
         if round_s is None:
@@ -485,17 +512,24 @@ class GoodputController:
         self._unheard_s += round_s
         lost_s = 0.0
         if self._is_to_be_heard():
-            self._note_costs(observation, decision)
+            if self._is_as_it_seems:
+                self._note_costs(observation, decision)
             if round_s > 0.0:
                 lost_s = self._note_goodput(observation, decision, kind, round_s)
                 self._note_worth(decision, self._unheard_s)
             self._unheard_s = 0.0
         if round_s > 0.0 and self._trials.note_round(round_s, lost_s):
-            self._decided_round = -_MOST_UNDECIDED_ROUNDS  # think it over at once
+            # It is thought over at once.
+            self._decided_round = self._round - math.ceil(_CALMEST * _MOST_UNDECIDED_ROUNDS)
+
+    @property
+    def _is_as_it_seems(self) -> bool:
+        """Whether what ran last had the machine for itself, if it should have."""
+        return self._num_since_overlap == 0 or self._num_since_overlap > _ROUNDS_TO_CALM_DOWN
 
     def _is_to_be_heard(self) -> bool:
         is_new = self._round < _EARLY_ROUNDS or self._round - self._switched_round < _EARLY_ROUNDS
-        return is_new or self._unheard_s >= _HEARD_EVERY_S or self._trials.current is not None
+        return is_new or self._unheard_s >= self._calm * _HEARD_EVERY_S or self._trials.current is not None
 
     def _note_goodput(
         self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
@@ -511,7 +545,7 @@ class GoodputController:
             decision.index
         )
         is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
-        if is_as_decided and is_settled and own_s > 0.3 * round_s and not decision.is_partial:
+        if is_as_decided and is_settled and self._is_as_it_seems and own_s > 0.3 * round_s and not decision.is_partial:
             measured = MeasuredRound(
                 kind=kind,
                 region=decision.region,
