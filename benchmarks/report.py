@@ -127,12 +127,23 @@ def _seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
+
+
+_AT_START: Mapping[str, Any] = {
+    "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    "commit": _git("rev-parse", "HEAD"),
+    "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+}
+"""Taken when a benchmark starts: an hour later other code may lie there than what was measured."""
+
+
 def environment() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """What the numbers were measured on, and when that began."""
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **_AT_START,
         "processor": _processor(),
         "num_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -140,11 +151,6 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _git(*arguments: str) -> str:
-    result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    return result.stdout.strip()
 
 
 def _processor() -> str:

@@ -490,10 +490,10 @@ class GoodputController:
         if budgets and ready_s is not None and observation.num_prompt_rows == 0:
             num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
             mean_context = context / max(1, observation.num_sequences)
-            self._costs.draft.note(
-                budgets, mean_context, num_branches, ready_s, is_overlapped=is_overlapped
-            )
-        if observation.mode != "ping_pong" and observation.round_s is not None:
+            self._costs.draft.note(budgets, mean_context, num_branches, ready_s, is_overlapped=is_overlapped)
+        # Rounds that admit requests have more to do than others, with drafts or without.
+        has_prompts = observation.num_prompt_rows > 0
+        if observation.mode != "ping_pong" and observation.round_s is not None and not has_prompts:
             rest_s = observation.round_s - observation.draft_s - observation.verify_s
             has_drafts = _kind_of(observation) != "plain"
             self._overheads.note(observation.num_sequences, rest_s, has_drafts=has_drafts)
@@ -545,7 +545,8 @@ class GoodputController:
             decision.index
         )
         is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
-        if is_as_decided and is_settled and self._is_as_it_seems and own_s > 0.3 * round_s and not decision.is_partial:
+        is_settled = is_settled and self._is_as_it_seems
+        if is_as_decided and is_settled and own_s > 0.3 * round_s and not decision.is_partial:
             measured = MeasuredRound(
                 kind=kind,
                 region=decision.region,
