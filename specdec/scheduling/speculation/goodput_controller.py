@@ -540,7 +540,7 @@ class GoodputController:
         if num_decoding is None:
             num_decoding = observation.num_sequences
         expected_s = option.round_s * (0.5 if option.kind == "ping_pong" else 1.0)
-        own_s = round_s - self._prompt_s(observation)
+        own_s = self._own_s(observation, kind, round_s)
         is_as_decided = option.kind == kind and observation.num_elsewhere + num_decoding == len(
             decision.index
         )
@@ -561,11 +561,19 @@ class GoodputController:
         usual_rate = decision.rates.get(self._kind or option.kind, option.rate)
         return min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
 
+    def _own_s(self, observation: RoundObservation, kind: Kind, round_s: float) -> float:
+        """Return how long a round would have taken without the prompts that were read in it."""
+        if observation.num_prompt_rows == 0:
+            return round_s
+        if observation.mode != "ping_pong":
+            # Admitting requests takes time between the steps.
+            rest_s = self._overheads.of(observation.num_sequences, has_drafts=kind != "plain")
+            round_s = min(round_s, observation.draft_s + observation.verify_s + rest_s)
+        return round_s - self._prompt_s(observation)
+
     def _prompt_s(self, observation: RoundObservation) -> float:
         """Return what the rows that read prompts have cost a round."""
         num_prompt_rows = observation.num_prompt_rows
-        if num_prompt_rows == 0:
-            return 0.0
         table = self._costs.verify.table(observation.num_sequences, observation.context_tokens)
         last = len(table) - 1
         rows = min(observation.num_rows, last)

@@ -95,6 +95,30 @@ def test_rounds_correct_the_model_where_they_were_and_nearby() -> None:
     assert after[4] > 1.3 * before[4]
 
 
+def test_what_is_slower_beside_others_is_not_slower_alone() -> None:
+    """Alone as it was measured, beside the drafter half as fast again."""
+    model = model_of("cpu")
+    before = model.verify.table(4, 512)
+    for _ in range(20):
+        for rows in (4, 20):
+            model.verify.note(VerifyShape(4, 512, rows), 1.5 * float(before[rows]), is_overlapped=True)
+        model.verify.note(VerifyShape(4, 512, 4), float(before[4]))
+    alone = model.verify.table(4, 512)
+    beside = model.verify.table(4, 512, is_overlapped=True)
+    for rows in (4, 20):
+        assert alone[rows] == pytest.approx(before[rows], rel=0.1)
+        assert beside[rows] == pytest.approx(1.5 * before[rows], rel=0.1)
+
+
+def test_what_is_seen_beside_others_tells_of_steps_that_were_never_seen_alone() -> None:
+    """A machine that is slower than it was: there is no reason to think that it is so for some."""
+    model = model_of("cpu")
+    before = model.verify.table(4, 512)
+    for _ in range(20):
+        model.verify.note(VerifyShape(4, 512, 20), 2.0 * float(before[20]), is_overlapped=True)
+    assert model.verify.table(4, 512)[20] == pytest.approx(2.0 * before[20], rel=0.2)
+
+
 def test_a_region_keeps_its_own_correction() -> None:
     model = model_of("cpu")
     before = model.verify.table(4, 512)

@@ -113,6 +113,40 @@ def test_lockstep_alone(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize(("number", "chance"), [(1, 0.2), (1, 0.6), (4, 0.4), (16, 0.5), (16, 0.8)])
+def test_groups_that_slow_each_other_down(name: str, number: int, chance: float) -> None:
+    """They share memory, say: what steps take beside others says little of what they take alone."""
+    options: dict[str, Any] = {"beside": 1.6}
+    settings = [("lockstep", k) for k in (0, 1, 2, 3, 5, 8)]
+    settings += [(mode, k) for mode in ("ping_pong", "draft_ahead") for k in (2, 4) if number > 1]
+    rates = {}
+    for mode, k in settings:
+        world = world_of(COSTS[name], number, 128, chance, seed=5, **options)
+        world.run(FixedController(k, mode), 10)
+        rates[mode, k] = world.run(FixedController(k, mode), 200).rate
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name], number, 128, chance, **options)
+    world.run(controller, 4 * WARM_UP)
+    rate = world.run(controller, 900).rate
+    assert rate >= FLOOR * rates["lockstep", 0], controller.state
+    assert rate >= (FLOOR if number > 1 else 0.93) * max(rates.values()), controller.state
+
+
+def test_what_admission_takes_is_not_held_against_drafts() -> None:
+    """Requests come in waves, and the first round of each takes long, whatever is drafted in it."""
+    costs = COSTS["cpu"]
+    world = world_of(costs, 4, 128, 0.5, admission_s=0.02, lifetime=100_000)
+    controller = controller_of(profile_of(costs), ("lockstep",))
+    booked = []
+    for _ in range(120):
+        world.requests.clear()
+        booked.append(world.run(controller, 2))
+    assert sum(one.speculating_rounds for one in booked) >= 0.95 * sum(one.rounds for one in booked)
+    drafting_s = costs.drafting([2] * 4, 128)
+    assert controller.state.round_s < 1.3 * (drafting_s + costs.verify(4, 512, 12) + costs.overhead(4))
+
+
+@pytest.mark.parametrize("name", COSTS)
 def test_without_a_profile_it_learns_what_it_needs(name: str) -> None:
     rates = fixed_rates(name, 4, 128, 0.8, MODES)
     controller = controller_of(assumed_profile())

@@ -172,6 +172,10 @@ class World:
     lifetime: int = LIFETIME
     stand_ins: float | None = None
     """draft_ahead: acceptance of tokens that stand in where nothing was prepared; None: nothing does."""
+    beside: float = 1.0
+    """Drafter and target both take so many times as long where they work at the same time."""
+    admission_s: float = 0.0
+    """What rounds take longer for each request that comes, and reads its prompt in them."""
     requests: list[FakeRequest] = field(default_factory=list)
     round_number: int = 0
     booking: Booking = field(default_factory=Booking)
@@ -195,7 +199,7 @@ class World:
         return self.booking
 
     def run_round(self, controller: SpeculationController) -> None:
-        self._fill_up()
+        self._num_new = self._fill_up()
         mode = controller.mode
         if mode == "ping_pong" and len(self.requests) > 1:
             self._run_cohort(controller)
@@ -203,9 +207,11 @@ class World:
             self._run_all(controller, mode)
         self.round_number += 1
 
-    def _fill_up(self) -> None:
+    def _fill_up(self) -> int:
+        """Replace requests that have ended; return how many are new."""
         self.requests = [one for one in self.requests if one.num_generated < one.num_to_generate]
         del self.requests[self.num_sequences :]
+        num_new = self.num_sequences - len(self.requests)
         while len(self.requests) < self.num_sequences:
             length = self.context
             if self.round_number == 0:  # as old as requests are in the long run
@@ -214,6 +220,7 @@ class World:
             self.requests.append(
                 fake_request(f"r{next(self._names)}", length, generate=lifetime, computed=length - 1)
             )
+        return num_new
 
     def _run_all(self, controller: SpeculationController, mode: OverlapMode) -> None:
         requests = self.requests
@@ -242,7 +249,7 @@ class World:
         expected += expected_of_stood
         rows = len(requests) + sum(drafted) + sum(stood)
         verify_s = self.costs.verify(len(requests), context, rows)
-        overhead_s = self.costs.overhead(len(requests))
+        overhead_s = self.costs.overhead(len(requests)) + self._num_new * self.admission_s
         told_ahead = self._verdicts_ahead if decided == "draft_ahead" else []
         if decided == "draft_ahead":
             fans = [
@@ -253,9 +260,12 @@ class World:
             foreign = [other > 0 for other in stood]
             self._verdicts_ahead = self._outcomes_ahead(requests, pending, committed, fans, foreign)
             lengths = [number for number, fan in zip(chosen, fans, strict=True) for _ in range(sum(fan))]
-            draft_s = self.costs.drafting(lengths, mean_context)
+            draft_s = self.costs.drafting(lengths, mean_context) * self.beside
+            verify_s *= self.beside if lengths else 1.0
             true_s = max(draft_s, verify_s) + overhead_s
         else:
+            if self._former_mode != "lockstep":  # the drafter ends what it is at
+                verify_s *= self.beside
             draft_s = self.costs.drafting(chosen, mean_context)
             true_s = draft_s + verify_s + overhead_s
         budgets = {one.request_id: k for one, k in zip(requests, chosen, strict=True)}
@@ -285,6 +295,7 @@ class World:
                 round_s=waited_s + seen_verify_s + overhead_s,
                 num_decoding=len(requests),
                 context_tokens=int(context),
+                num_prompt_rows=self._num_new if self.admission_s else 0,
                 budgets={one: k for one, k in budgets.items() if k},
                 draft_ready_s=seen_draft_s if any(chosen) else None,
                 ahead=told_ahead,
@@ -305,7 +316,9 @@ class World:
         rows = len(requests) + sum(drafted)
         verify_s = self.costs.verify(len(requests), context, rows)
         overhead_s = self.costs.overhead(len(requests))
-        draft_s = self.costs.drafting(chosen, context / len(requests))
+        beside = self.beside if any(chosen) else 1.0
+        draft_s = self.costs.drafting(chosen, context / len(requests)) * beside
+        verify_s *= beside
         began = self._last_commit
         draft_luck, verify_luck = self._luck(), self._luck()
         self._drafter_free = max(self._flight_ready[which], self._drafter_free) + draft_s
