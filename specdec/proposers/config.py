@@ -80,7 +80,8 @@ class SpeculativeConfig(StrictConfig):
     quantization: QuantizationName | None = None
     """Quantize the draft model's weights, as `target.quantization` does the target's; independent of it."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prefix the draft model continues, in tokens; None: its own limit."""
+    """Longest prefix the draft model continues, in tokens; None: its own limit. With `kv.positions: in_cache`,
+    the positions that it is given."""
     fallback: Literal["none", "ngram"] = "none"
     """What a request is proposed in a round that the draft model has nothing for: its drafts were not
     prepared (overlap draft_ahead), its draft worker is late, dead or full, or its text is longer than the
@@ -119,6 +120,11 @@ class SpeculativeConfig(StrictConfig):
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
+
+    @property
+    def max_prefix_len(self) -> int | None:
+        """Longest prefix (tokens) that is drafted behind, as far as the configuration says."""
+        return None if self.kv.positions == "in_cache" else self.max_model_len
 
     @field_validator("cache", mode="after")
     @classmethod
@@ -208,6 +214,16 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError(
                 f"kv.policy: {self.kv.policy} is about what a model attends to that drafts; method "
                 f"{self.method} has none: leave out kv"
+            )
+        if self.kv.positions == "in_cache" and self.method != "draft_model":
+            raise ValueError(
+                f"kv.positions: in_cache is about the positions that a draft model is given; with method "
+                f"{self.method} tokens keep theirs: leave it out"
+            )
+        if self.kv.positions == "in_cache" and self.kv.policy == "full":
+            raise ValueError(
+                "kv.positions: in_cache counts what a window keeps, and kv.policy: full keeps everything: "
+                "write policy: streaming, or leave positions out"
             )
         if self.method == "self" and self.rejection_sample_method != "sample_and_match":
             raise ValueError(

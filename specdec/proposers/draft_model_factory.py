@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
+from specdec.core.errors import ConfigError
 from specdec.core.idle_work import IdleWork
 from specdec.model.acceleration import accelerate, attention_of, later_bytes
 from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
 from specdec.model.parallel.group import RankGroup
 from specdec.model.rank_graphs import compile_over_ranks
+from specdec.model.rotary import RotaryRule
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
 from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.made_up import MadeUpChooser
 from specdec.sampling.parallel import ParallelSampler
@@ -48,12 +51,12 @@ def load_draft_model(
     if ranks is None:
         return make_draft_model_proposer(loaded, config, target)
     assert loaded.vocab is not None
-    window = draft_window(config)
+    reach = _reach_of(loaded, config, target)
     runner = ModelRunner(
         loaded,
         config.cache,
         max_num_seqs=target.max_num_seqs,
-        max_held_tokens=_held_tokens(window, loaded, config),
+        max_held_tokens=reach.max_held_tokens,
         backend=attention_of(loaded, config.attention_backend),
     )
     compile_over_ranks(runner, config.compile)
@@ -61,12 +64,12 @@ def load_draft_model(
         runner,
         ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
         vocab_size=target.vocab_size,
-        max_context=config.max_model_len,
+        max_context=reach.max_context,
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=draft_sampling(config),
-        rotary=loaded.rotary,
-        window=window,
+        rotary=reach.rotary,
+        window=reach.window,
     )
 
 
@@ -91,12 +94,12 @@ def make_draft_model_proposer(
 ) -> DraftModelProposer:
     """Return the proposer over a draft model that is loaded already."""
     backend = attention_of(loaded, config.attention_backend)
-    window = draft_window(config)
+    reach = _reach_of(loaded, config, target)
     runner = ModelRunner(
         loaded,
         config.cache,
         max_num_seqs=target.max_num_seqs,
-        max_held_tokens=_held_tokens(window, loaded, config),
+        max_held_tokens=reach.max_held_tokens,
         reserved_bytes=later_bytes(loaded, config.compile, backend),
         backend=backend,
     )
@@ -124,36 +127,109 @@ def make_draft_model_proposer(
         runner,
         sampler,
         vocab_size=target.vocab_size,
-        max_context=config.max_model_len,
+        max_context=reach.max_context,
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=sampling,
         fused_loop=fused_loop,
         idle_work=idle_work,
-        rotary=loaded.rotary,
-        window=window,
+        rotary=reach.rotary,
+        window=reach.window,
     )
 
 
-def draft_window(config: SpeculativeConfig) -> DraftWindow | None:
-    """Return what of each sequence the draft model keeps; None: everything."""
+class _Reach(NamedTuple):
+    """What of a text a draft model keeps, and how long texts may be."""
+
+    window: DraftWindow | None
+    max_context: int | None
+    """As for `DraftModelProposer`."""
+    max_held_tokens: int | None
+    """As for `ModelRunner`."""
+    rotary: RotaryRule | None
+    """How K/V depend on the length of a text."""
+
+
+def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFacts) -> _Reach:
+    """Return how far a draft model reaches; say so where the target reaches further.
+
+    Raises:
+        ConfigError: `kv.positions: in_cache`, and what is kept has no room in the model's positions.
+    """
+    name, limit = loaded.path.name, loaded.max_model_len
+    if config.kv.positions == "in_cache":
+        # Below the length from which K/V depend on it: they never do.
+        length_of_one_kind = limit if loaded.rotary is None else loaded.rotary.variants.original_len
+        num_positions = min(limit, length_of_one_kind, config.max_model_len or limit)
+        window = draft_window(config, num_positions)
+        assert window is not None, "checked by SpeculativeConfig"
+        _require_positions(window, config, name)
+        return _Reach(window, None, _held_tokens(window, ANY_LENGTH, config), None)
+    window = draft_window(config)
+    longest = min(limit, config.max_model_len or limit)
+    if target.max_model_len is not None and longest < target.max_model_len:
+        logger.warning(
+            "%s drafts behind texts of up to %d tokens (its positions, or speculative_config.max_model_len); "
+            "the target serves up to %d: longer ones go on without its drafts. With "
+            "speculative_config.kv.policy: streaming, kv.positions: in_cache lets it draft behind any",
+            name,
+            longest,
+            target.max_model_len,
+        )
+    held = None if window is None else _held_tokens(window, limit, config)
+    return _Reach(window, config.max_model_len, held, loaded.rotary)
+
+
+def draft_window(config: SpeculativeConfig, num_positions: int | None = None) -> DraftWindow | None:
+    """Return what of each sequence the draft model keeps; None: everything.
+
+    `num_positions` are those that it has, where it is given positions among what is kept.
+    """
     if config.kv.policy == "full":
         return None
     block_size = config.cache.block_size
     smallest = config.kv.token_budget.smallest
+    # A share that grows with the text takes half of the positions: the window is read again after the rest.
+    most_tokens = None if num_positions is None else max(smallest, num_positions // 2)
     return DraftWindow(
-        selection=config.kv.make(block_size),
+        selection=config.kv.make(block_size, most_tokens=most_tokens),
         num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
         # draft_ahead: pending tokens, the target's own behind them, and a draft.
         num_draft_tokens=2 * config.num_speculative_tokens + 1,
+        num_positions=num_positions,
     )
 
 
-def _held_tokens(window: DraftWindow | None, loaded: LoadedModel, config: SpeculativeConfig) -> int | None:
-    if window is None:
-        return None
+def _require_positions(window: DraftWindow, config: SpeculativeConfig, name: str) -> None:
+    """Check that what is kept and a draft have room in the positions of the draft model.
+
+    Raises:
+        ConfigError: they have not; names the setting.
+    """
+    assert window.num_positions is not None
+    kv, around = config.kv, 2 * config.cache.block_size + window.num_draft_tokens
+    setting = "budget" if isinstance(kv.budget, int) else "floor"
+    if kv.token_budget.smallest + around > window.num_positions:
+        raise ConfigError(
+            f"speculative_config.kv.{setting}: {kv.token_budget.smallest} tokens do not fit into the "
+            f"{window.num_positions} positions of {name} (its own, or speculative_config.max_model_len) with "
+            f"kv.positions: in_cache, beside {around} for two blocks and drafts: "
+            f"give at most {max(0, window.num_positions - around)}"
+        )
+    if isinstance(kv.budget, int) and 2 * kv.budget > window.num_positions:
+        logger.warning(
+            "speculative_config.kv.budget: %d is more than half of the %d positions of %s: with "
+            "kv.positions: in_cache the window is read again after every %d tokens",
+            kv.budget,
+            window.num_positions,
+            name,
+            window.num_positions - kv.budget - around + 1,
+        )
+
+
+def _held_tokens(window: DraftWindow, max_model_len: int, config: SpeculativeConfig) -> int:
     block_size = config.cache.block_size
-    return window.max_blocks(loaded.max_model_len, block_size) * block_size
+    return window.max_blocks(max_model_len, block_size) * block_size
 
 
 def draft_sampling(config: SpeculativeConfig) -> DraftSampling:
