@@ -74,7 +74,8 @@ class BlockTable:
 
     def skip(self, num_tokens: int) -> None:
         """Begin with so many tokens (whole blocks) dropped, of which there never were blocks."""
-        assert not self._block_ids and num_tokens % self.block_size == 0
+        assert not self._block_ids
+        assert num_tokens % self.block_size == 0
         self._num_dropped = num_tokens // self.block_size
 
     def fork(self, num_tokens: int) -> BlockTable:

@@ -80,8 +80,8 @@ class SpeculativeConfig(StrictConfig):
     quantization: QuantizationName | None = None
     """Quantize the draft model's weights, as `target.quantization` does the target's; independent of it."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prefix the draft model continues, in tokens; None: its own limit. With `kv.positions: in_cache`,
-    the positions that it is given."""
+    """Longest prefix the draft model continues, in tokens; None: its own limit. With
+    `kv.positions: in_cache`, the positions that it is given."""
     fallback: Literal["none", "ngram"] = "none"
     """What a request is proposed in a round that the draft model has nothing for: its drafts were not
     prepared (overlap draft_ahead), its draft worker is late, dead or full, or its text is longer than the

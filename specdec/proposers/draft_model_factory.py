@@ -189,15 +189,26 @@ def draft_window(config: SpeculativeConfig, num_positions: int | None = None) ->
         return None
     block_size = config.cache.block_size
     smallest = config.kv.token_budget.smallest
-    # A share that grows with the text takes half of the positions: the window is read again after the rest.
-    most_tokens = None if num_positions is None else max(smallest, num_positions // 2)
+    most_tokens = None
+    if num_positions is not None:
+        # A share that grows with the text takes half of them at most: the rest lasts until the next reading.
+        most_tokens = max(smallest, min(num_positions // 2, num_positions - _num_beside_window(config)))
     return DraftWindow(
         selection=config.kv.make(block_size, most_tokens=most_tokens),
         num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
-        # draft_ahead: pending tokens, the target's own behind them, and a draft.
-        num_draft_tokens=2 * config.num_speculative_tokens + 1,
+        num_draft_tokens=_num_behind(config),
         num_positions=num_positions,
     )
+
+
+def _num_behind(config: SpeculativeConfig) -> int:
+    """draft_ahead: pending tokens, the target's own behind them, and a draft."""
+    return 2 * config.num_speculative_tokens + 1
+
+
+def _num_beside_window(config: SpeculativeConfig) -> int:
+    """Positions that are needed beside the budget: whole blocks are selected, and drafts come behind them."""
+    return 2 * config.cache.block_size + _num_behind(config)
 
 
 def _require_positions(window: DraftWindow, config: SpeculativeConfig, name: str) -> None:
@@ -207,7 +218,7 @@ def _require_positions(window: DraftWindow, config: SpeculativeConfig, name: str
         ConfigError: they have not; names the setting.
     """
     assert window.num_positions is not None
-    kv, around = config.kv, 2 * config.cache.block_size + window.num_draft_tokens
+    kv, around = config.kv, _num_beside_window(config)
     setting = "budget" if isinstance(kv.budget, int) else "floor"
     if kv.token_budget.smallest + around > window.num_positions:
         raise ConfigError(

@@ -164,6 +164,8 @@ class DraftSequences:
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
         self._num_new_origins = 0
+        self._too_long: set[RequestId] = set()
+        self._num_too_long = 0
         self._num_true_branches = 0
 
     @property
@@ -179,19 +181,22 @@ class DraftSequences:
     @property
     def counters(self) -> Mapping[str, int]:
         """By metric name: tokens of sequences that were opened, those of them that were found in the cache
-        and so not read; branches whose assumed tokens were committed; and how often a sequence was given
-        positions anew, because it had got too long for those that there are.
+        and so not read; branches whose assumed tokens were committed; how often a sequence was given
+        positions anew, because it had got too long for those that there are; and sequences that are too long
+        to be read at all.
         """
         return {
             "draft_prefix_cache_queries": self._num_queried_tokens,
             "draft_prefix_cache_hits": self._num_cached_tokens,
             "draft_ahead_branches_true": self._num_true_branches,
             "draft_windows_reread": self._num_new_origins,
+            "draft_sequences_too_long": self._num_too_long,
         }
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Free the blocks of these sequences."""
         for request_id in request_ids:
+            self._too_long.discard(request_id)
             state = self._states.pop(request_id, None)
             if state is not None:
                 self.branches.drop(request_id)
@@ -240,7 +245,8 @@ class DraftSequences:
         committed_len = sequence.committed_len
         budget = min(budget, self.most_len(committed_len) - committed_len)
         state = self._states.get(sequence.request_id)
-        if committed_len > self._max_context:
+        if committed_len >= self._max_context:
+            self._note_too_long(sequence)
             return None
         if state is None:
             state = self._states[sequence.request_id] = DraftSequence(
@@ -388,6 +394,12 @@ class DraftSequences:
         state.num_read = len(blocks) * self._block_size
         self._num_queried_tokens += sequence.committed_len
         self._num_cached_tokens += state.num_read
+
+    def _note_too_long(self, sequence: SequenceView) -> None:
+        """Count a sequence behind which nothing can be drafted any more, and give back what it has."""
+        self._num_too_long += sequence.request_id not in self._too_long
+        self.release((sequence.request_id,))
+        self._too_long.add(sequence.request_id)
 
     def _place(self, state: DraftSequence, committed_len: int, window: DraftWindow) -> None:
         """Give a sequence positions anew when those that it has run out."""

@@ -7,11 +7,11 @@ what is kept, and to itself.
 Rows that were read behind the window have K/V that depend on where it was, and so on how the prompt was cut:
 what is proposed may depend on it, what is committed does not.
 
-A draft model whose positions are fewer than those of the text can be given others (`num_positions`): it then
-reads the beginning and the window as one text, from position 0 on, and goes on with the positions that follow.
-When they run out it reads what is the window by then in the same way. So what it is given is always a text of
-a length that it was made for, whatever its positions are made of (any rotary embedding, or learned ones), and
-of a prompt that is longer than that it reads the two ends alone.
+A draft model whose positions are fewer than those of the text can be given others (`num_positions`): it reads
+the beginning and the window as one text, from position 0 on, and goes on with the positions that follow. When
+they run out it reads what is the window by then in the same way. So what it is given is always a text of a
+length that it was made for, whatever its positions are made of (any rotary embedding, or learned ones), and of
+a prompt that is longer than that it reads the two ends alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from specdec.kv.block_table import BlockTable, num_blocks_for
 from specdec.kv.selection import KvSelection
-
 
 ANY_LENGTH = 1 << 40
 """Tokens of a text without limit."""
@@ -64,7 +63,7 @@ class DraftWindow:
     text."""
 
     def origin(self, current: Origin, committed_len: int, block_size: int) -> Origin:
-        """Return where positions begin now, if they have begun at `current` before: there, while they last."""
+        """Return where positions begin now that they have begun at `current`: there, while they last."""
         end = committed_len + self.num_draft_tokens
         if self.num_positions is None or end - current.position <= self.num_positions:
             return current
