@@ -7,11 +7,11 @@ what is kept, and to itself.
 Rows that were read behind the window have K/V that depend on where it was, and so on how the prompt was cut:
 what is proposed may depend on it, what is committed does not.
 
-A draft model whose positions are fewer than those of the text can be given others (`num_positions`): it reads
-the beginning and the window as one text, from position 0 on, and goes on with the positions that follow. When
+A draft model with fewer positions than a text has can be given others (`num_positions`): it reads the
+beginning and the window as one text, from position 0 on, and goes on with the positions that follow. When
 they run out it reads what is the window by then in the same way. So what it is given is always a text of a
-length that it was made for, whatever its positions are made of (any rotary embedding, or learned ones), and of
-a prompt that is longer than that it reads the two ends alone.
+length that it was made for, whatever its positions are made of (any rotary embedding, or learned ones), and
+of a prompt that is longer than that it reads the two ends alone.
 """
 
 from __future__ import annotations
