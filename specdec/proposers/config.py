@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
+from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
@@ -125,6 +126,37 @@ class SpeculativeConfig(StrictConfig):
     def max_prefix_len(self) -> int | None:
         """Longest prefix (tokens) that is drafted behind, as far as the configuration says."""
         return None if self.kv.positions == "in_cache" else self.max_model_len
+
+    @property
+    def num_read_behind(self) -> int:
+        """Most tokens that a draft model reads behind the committed ones: a draft, and, where it looks ahead,
+        pending tokens and the target's own behind them.
+        """
+        return 2 * self.num_speculative_tokens + 1
+
+    @property
+    def num_beside_budget(self) -> int:
+        """Positions that `kv.positions: in_cache` takes beside the budget: whole blocks are selected, and
+        drafts come behind them.
+        """
+        return 2 * self.cache.block_size + self.num_read_behind
+
+    def require_positions(self, num_positions: int, name: str) -> None:
+        """Check that what `kv` keeps has room in the positions of the draft model `name`, if they count it.
+
+        Raises:
+            ConfigError: it has not; names the setting.
+        """
+        smallest = self.kv.token_budget.smallest
+        if self.kv.positions != "in_cache" or smallest + self.num_beside_budget <= num_positions:
+            return
+        setting = "budget" if isinstance(self.kv.budget, int) else "floor"
+        raise ConfigError(
+            f"speculative_config.kv.{setting}: {smallest} tokens do not fit into the {num_positions} "
+            f"positions of {name} (its own, or speculative_config.max_model_len) with kv.positions: in_cache, "
+            f"beside {self.num_beside_budget} for two blocks and drafts: "
+            f"give at most {max(0, num_positions - self.num_beside_budget)}"
+        )
 
     @field_validator("cache", mode="after")
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from specdec.core.errors import ConfigError
 from specdec.core.idle_work import IdleWork
 from specdec.model.acceleration import accelerate, attention_of, later_bytes
 from specdec.model.config import ModelConfig
@@ -161,9 +160,10 @@ def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFact
         # Below the length from which K/V depend on it: they never do.
         length_of_one_kind = limit if loaded.rotary is None else loaded.rotary.variants.original_len
         num_positions = min(limit, length_of_one_kind, config.max_model_len or limit)
+        config.require_positions(num_positions, name)
+        _warn_of_rereading(config, num_positions, name)
         window = draft_window(config, num_positions)
         assert window is not None, "checked by SpeculativeConfig"
-        _require_positions(window, config, name)
         return _Reach(window, None, _held_tokens(window, ANY_LENGTH, config), None)
     window = draft_window(config)
     longest = min(limit, config.max_model_len or limit)
@@ -192,49 +192,25 @@ def draft_window(config: SpeculativeConfig, num_positions: int | None = None) ->
     most_tokens = None
     if num_positions is not None:
         # A share that grows with the text takes half of them at most: the rest lasts until the next reading.
-        most_tokens = max(smallest, min(num_positions // 2, num_positions - _num_beside_window(config)))
+        most_tokens = max(smallest, min(num_positions // 2, num_positions - config.num_beside_budget))
     return DraftWindow(
         selection=config.kv.make(block_size, most_tokens=most_tokens),
         num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
-        num_draft_tokens=_num_behind(config),
+        num_draft_tokens=config.num_read_behind,
         num_positions=num_positions,
     )
 
 
-def _num_behind(config: SpeculativeConfig) -> int:
-    """draft_ahead: pending tokens, the target's own behind them, and a draft."""
-    return 2 * config.num_speculative_tokens + 1
-
-
-def _num_beside_window(config: SpeculativeConfig) -> int:
-    """Positions that are needed beside the budget: whole blocks are selected, and drafts come behind them."""
-    return 2 * config.cache.block_size + _num_behind(config)
-
-
-def _require_positions(window: DraftWindow, config: SpeculativeConfig, name: str) -> None:
-    """Check that what is kept and a draft have room in the positions of the draft model.
-
-    Raises:
-        ConfigError: they have not; names the setting.
-    """
-    assert window.num_positions is not None
-    kv, around = config.kv, _num_beside_window(config)
-    setting = "budget" if isinstance(kv.budget, int) else "floor"
-    if kv.token_budget.smallest + around > window.num_positions:
-        raise ConfigError(
-            f"speculative_config.kv.{setting}: {kv.token_budget.smallest} tokens do not fit into the "
-            f"{window.num_positions} positions of {name} (its own, or speculative_config.max_model_len) with "
-            f"kv.positions: in_cache, beside {around} for two blocks and drafts: "
-            f"give at most {max(0, window.num_positions - around)}"
-        )
-    if isinstance(kv.budget, int) and 2 * kv.budget > window.num_positions:
+def _warn_of_rereading(config: SpeculativeConfig, num_positions: int, name: str) -> None:
+    budget = config.kv.budget
+    if isinstance(budget, int) and 2 * budget > num_positions:
         logger.warning(
             "speculative_config.kv.budget: %d is more than half of the %d positions of %s: with "
             "kv.positions: in_cache the window is read again after every %d tokens",
-            kv.budget,
-            window.num_positions,
+            budget,
+            num_positions,
             name,
-            window.num_positions - kv.budget - around + 1,
+            num_positions - budget - config.num_beside_budget + 1,
         )
 
 
