@@ -153,8 +153,8 @@ class SpeculativeConfig(StrictConfig):
         setting = "budget" if isinstance(self.kv.budget, int) else "floor"
         raise ConfigError(
             f"speculative_config.kv.{setting}: {smallest} tokens do not fit into the {num_positions} "
-            f"positions of {name} (its own, or speculative_config.max_model_len) with kv.positions: in_cache, "
-            f"beside {self.num_beside_budget} for two blocks and drafts: "
+            f"positions of {name} (its own, or speculative_config.max_model_len) with kv.positions: "
+            f"in_cache, beside {self.num_beside_budget} for two blocks and drafts: "
             f"give at most {max(0, num_positions - self.num_beside_budget)}"
         )
 
