@@ -132,6 +132,41 @@ def test_committed_is_what_the_target_says(
         assert (drafter.counters["draft_windows_reread"] > 0) == (mix != "short")
 
 
+@pytest.mark.parametrize("num_positions", [None, FEW])
+def test_in_one_process_a_prompt_is_read_beside_the_targets_chunks(num_positions: int | None) -> None:
+    """A part of it in each round, so that its first token waits for no more than that; nothing is left to be
+    read when drafts are wanted.
+    """
+    most = 16
+    similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
+    runner = ToyRunner(similar, num_blocks=120)
+    drafter = DraftModelProposer(
+        runner,
+        Sampler(),
+        vocab_size=VOCAB_SIZE,
+        max_read_tokens=most,
+        window=window(20, 4, num_positions),
+    )
+    engine = toy_engine(drafter, num_draft_tokens=4, max_num_batched_tokens=16)
+    prompt = random.Random(1).choices(range(VOCAB_SIZE), k=200)
+    params = msgspec.structs.replace(SAMPLED, max_tokens=20)
+    engine.add_request(request("a", prompt, params))
+    got: list[int] = []
+    num_rounds = 0
+    while not got:
+        before = runner.num_tokens_read
+        got += [token for output in engine.step() for token in output.token_ids]
+        num_rounds += 1
+        assert runner.num_tokens_read - before <= most
+    assert num_rounds >= 200 / 16
+    assert runner.num_tokens_read >= (19 if num_positions else 199)
+    if num_positions:
+        assert runner.num_tokens_read < 20 + 2 * 4 + 4
+    assert engine.metrics().num_draft_tokens == 0
+    engine.step()
+    assert engine.metrics().num_draft_tokens == 4
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
