@@ -213,7 +213,7 @@ class TargetGroup:
                 gives_q_rows=rule.needs_q_rows,
                 kv="own",
                 remote=True,
-                max_context=speculative.max_model_len,
+                max_context=speculative.max_prefix_len,
                 looks_ahead=True,
             ),
             vocab_size=description.vocab_size,

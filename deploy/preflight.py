@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,6 +17,7 @@ from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.model.checkpoint import Checkpoint, open_checkpoint
 from specdec.model.config import ModelConfig
+from specdec.proposers.config import SpeculativeConfig
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -106,6 +108,7 @@ def check_models(engine: EngineConfig) -> None:
         check_servable(engine.target)
         raise
     _check_length(engine.target, checkpoints[0])
+    _check_draft_positions(engine.speculative_config, checkpoints[1:])
     vocabularies = [_vocabulary(folder) for folder in folders]
     if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):
         # It says where they differ, at the price of importing transformers.
@@ -116,14 +119,28 @@ def check_models(engine: EngineConfig) -> None:
 
 def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
     """Check `target.max_model_len`, where config.json says in plain words how long sequences may be."""
-    texts = checkpoint.config.get("text_config")
-    stated = (texts if isinstance(texts, dict) else checkpoint.config).get("max_position_embeddings")
-    wanted = target.max_model_len
-    if wanted is not None and isinstance(stated, int) and wanted > stated:
+    stated, wanted = _stated_positions(checkpoint), target.max_model_len
+    if wanted is not None and stated is not None and wanted > stated:
         raise ConfigError(
             f"target.max_model_len: {wanted} is more than the {stated} positions that {checkpoint.path} has "
             "(max_position_embeddings in its config.json)"
         )
+
+
+def _check_draft_positions(speculative: SpeculativeConfig, drafts: Sequence[Checkpoint]) -> None:
+    """Check that what `kv` keeps fits into the draft model's positions, as far as config.json says."""
+    for checkpoint in drafts:
+        stated = [_stated_positions(checkpoint), speculative.max_model_len]
+        known = [positions for positions in stated if positions is not None]
+        if known:
+            speculative.require_positions(min(known), checkpoint.path.name)
+
+
+def _stated_positions(checkpoint: Checkpoint) -> int | None:
+    """Return how many positions config.json says in plain words that a model has."""
+    texts = checkpoint.config.get("text_config")
+    stated = (texts if isinstance(texts, dict) else checkpoint.config).get("max_position_embeddings")
+    return stated if isinstance(stated, int) else None
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

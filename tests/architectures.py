@@ -155,6 +155,21 @@ def _llama_dynamic_ntk() -> PretrainedConfig:
     )
 
 
+def _llama_linear_rope() -> PretrainedConfig:
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    return transformers.LlamaConfig(**_COMMON, rope_parameters=rope)
+
+
+def _llama_yarn() -> PretrainedConfig:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return transformers.LlamaConfig(**_COMMON, rope_parameters=rope)
+
+
 def _mixtral() -> PretrainedConfig:
     return transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2)
 
@@ -217,6 +232,8 @@ ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "phi3": _phi3,
     "phi3_longrope": _phi3_longrope,
     "llama_dynamic_ntk": _llama_dynamic_ntk,
+    "llama_linear_rope": _llama_linear_rope,
+    "llama_yarn": _llama_yarn,
     "starcoder2": _starcoder2,
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,

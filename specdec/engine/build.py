@@ -110,6 +110,7 @@ def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer
         dtype=target.dtype,
         max_num_seqs=config.scheduler.max_num_seqs,
         model=config.target.model,
+        max_model_len=target.max_model_len,
     )
     return create_proposer(config.speculative_config, facts)
 
@@ -346,6 +347,7 @@ def _facts_of_folder(config: EngineConfig) -> TargetFacts:
         dtype=facts.dtype,
         max_num_seqs=config.scheduler.max_num_seqs,
         model=config.target.model,
+        max_model_len=facts.max_model_len,
     )
 
 

@@ -118,12 +118,15 @@ class DraftRegistry:
         self._chance = random.Random(name)
         self._next_rebalance_s = 0.0
         self._next_epoch = 0
+        self._too_long: set[RequestId] = set()
         self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
         """Sequences that workers had room for and no longer have, and when to ask those again."""
         self.links: dict[PeerId, DraftLink] = {}
         self.registrations: dict[RequestId, Registration] = {}
         self.num_moved = 0
         """Sequences given from a busy worker to one that was less so."""
+        self.num_too_long = 0
+        """Sequences that got longer than what any worker continues."""
 
     def add(self, worker: PeerId) -> None:
         """Give sequences to this worker too."""
@@ -140,6 +143,7 @@ class DraftRegistry:
     def forget(self, request_id: RequestId) -> None:
         """A sequence has ended."""
         self._outgrown.pop(request_id, None)
+        self._too_long.discard(request_id)
         self._leave(request_id)
 
     def by_worker(self, sequences: Sequence[S], now_s: float) -> dict[PeerId, list[S]]:
@@ -155,6 +159,8 @@ class DraftRegistry:
         for sequence in sequences:
             if self._max_length is not None and sequence.committed_len >= self._max_length:
                 self._leave(sequence.request_id)
+                self.num_too_long += sequence.request_id not in self._too_long
+                self._too_long.add(sequence.request_id)
                 continue
             registration = self.registrations.get(sequence.request_id)
             if registration is None or (registration.worker in silent and ready):

@@ -63,6 +63,10 @@ _OF_DRAFTS: Mapping[str, Series] = {
     "draft_ahead_branches": Series("counter", "Continuations drafted for verdicts that were not known yet."),
     "draft_ahead_branches_left_out": Series("counter", "Continuations that draft models had no memory for."),
     "draft_ahead_branches_true": Series("counter", "Continuations whose verdict came true."),
+    "draft_windows_reread": Series(
+        "counter", "Requests that a draft model of few positions gave new ones (kv.positions: in_cache)."
+    ),
+    "draft_sequences_too_long": Series("counter", "Requests too long for the draft model to draft behind."),
     "draft_grammar_failures": Series("counter", "Grammars that draft models could not follow."),
 }
 

@@ -72,6 +72,12 @@ class BlockTable:
         assert not self._block_ids
         self._block_ids.extend(block_ids)
 
+    def skip(self, num_tokens: int) -> None:
+        """Begin with so many tokens (whole blocks) dropped, of which there never were blocks."""
+        assert not self._block_ids
+        assert num_tokens % self.block_size == 0
+        self._num_dropped = num_tokens // self.block_size
+
     def fork(self, num_tokens: int) -> BlockTable:
         """Return a table that holds those of these blocks, too, that the first `num_tokens` tokens fill.
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from specdec.core.config import StrictConfig
 from specdec.kv.block_table import num_blocks_for
@@ -93,12 +93,15 @@ class KvBudget(NamedTuple):
     amount: int | float
     """An int: tokens. A float: share of the length, at least `floor` tokens."""
     floor: int
+    most: int | None = None
+    """Where it is a share: never more tokens than this; None: however many."""
 
     def tokens(self, num_tokens: int) -> int:
         """Return the budget of a sequence of `num_tokens` tokens, which may be more than that."""
         if isinstance(self.amount, int):
             return self.amount
-        return max(self.floor, math.ceil(self.amount * num_tokens))
+        wanted = max(self.floor, math.ceil(self.amount * num_tokens))
+        return wanted if self.most is None else min(wanted, self.most)
 
     @property
     def smallest(self) -> int:
@@ -121,14 +124,8 @@ class KvSelectionConfig(StrictConfig):
 
     positions: Literal["absolute", "in_cache"] = "absolute"
     """absolute: tokens that are attended to keep their positions in the text, so a draft model drafts up to
-    its own limit. in_cache (positions among what is kept, which would lift that limit) is not there yet."""
-
-    @field_validator("positions")
-    @classmethod
-    def _refuse_in_cache(cls, positions: str) -> str:
-        if positions == "in_cache":
-            raise ValueError("positions: in_cache is not supported yet: write absolute, or leave it out")
-        return positions
+    its own limit. in_cache: a draft model gives them positions among what it keeps, so that it drafts behind
+    texts of any length; it reads its window again whenever its positions run out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -174,8 +171,9 @@ class KvSelectionConfig(StrictConfig):
             f"and a draft of num_speculative_tokens ({num_draft_tokens}): give at least {needed}"
         )
 
-    def make(self, block_size: int) -> KvSelection:
-        """Return the policy over blocks of `block_size` tokens."""
+    def make(self, block_size: int, *, most_tokens: int | None = None) -> KvSelection:
+        """Return the policy over blocks of `block_size` tokens; a share is of `most_tokens` at most."""
         if self.policy == "full":
             return FullSelection(block_size)
-        return StreamingSelection(self.token_budget, sink_tokens=self.sink_tokens, block_size=block_size)
+        budget = self.token_budget._replace(most=most_tokens)
+        return StreamingSelection(budget, sink_tokens=self.sink_tokens, block_size=block_size)

@@ -8,6 +8,7 @@ from specdec.core.errors import CheckpointError
 from specdec.model.checkpoint import open_checkpoint
 from specdec.model.config import ModelConfig
 from specdec.model.loader import _eos_token_ids, _load_config, _resolve_dtype
+from specdec.model.rotary import longest_sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,8 @@ class ModelFacts:
     """Resolved: never `auto`."""
     eos_token_ids: tuple[int, ...]
     """Any of them ends a text."""
+    max_model_len: int | None
+    """Longest sequence in tokens; None where neither the folder nor the configuration says."""
 
 
 def read_facts(config: ModelConfig) -> ModelFacts:
@@ -37,4 +40,5 @@ def read_facts(config: ModelConfig) -> ModelFacts:
         vocab_size=vocab_size,
         dtype=str(dtype).removeprefix("torch."),
         eos_token_ids=_eos_token_ids(checkpoint, hf_config),
+        max_model_len=config.max_model_len or longest_sequence(hf_config),
     )

@@ -131,6 +131,8 @@ class OutlookRead:
     """An outlook, and where its tokens are read."""
 
     outlook: Outlook
+    token_ids: Sequence[int]
+    """Tokens to read: committed ones, and then pending ones."""
     start: int
     """Position from which tokens are read: K/V of those before are there."""
     block_table: Sequence[int]
@@ -152,12 +154,9 @@ class OutlookRead:
 
     def slice(self) -> SequenceSlice:
         """Return the tokens to read; rows with logits are those behind which there are guesses."""
-        view, shift = self.outlook.wish.view, self.shift
+        shift = self.shift
         return SequenceSlice(
-            token_ids=[
-                *view.token_ids[self.start :],
-                *self.outlook.pending[max(0, self.start - view.committed_len) :],
-            ],
+            token_ids=self.token_ids,
             start=self.start - self.num_dropped,
             block_table=self.block_table,
             num_logit_rows=self.outlook.num_rows,

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
+from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
@@ -80,7 +81,8 @@ class SpeculativeConfig(StrictConfig):
     quantization: QuantizationName | None = None
     """Quantize the draft model's weights, as `target.quantization` does the target's; independent of it."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prefix the draft model continues, in tokens; None: its own limit."""
+    """Longest prefix the draft model continues, in tokens; None: its own limit. With
+    `kv.positions: in_cache`, the positions that it is given."""
     fallback: Literal["none", "ngram"] = "none"
     """What a request is proposed in a round that the draft model has nothing for: its drafts were not
     prepared (overlap draft_ahead), its draft worker is late, dead or full, or its text is longer than the
@@ -119,6 +121,42 @@ class SpeculativeConfig(StrictConfig):
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
+
+    @property
+    def max_prefix_len(self) -> int | None:
+        """Longest prefix (tokens) that is drafted behind, as far as the configuration says."""
+        return None if self.kv.positions == "in_cache" else self.max_model_len
+
+    @property
+    def num_read_behind(self) -> int:
+        """Most tokens that a draft model reads behind the committed ones: a draft, and, where it looks ahead,
+        pending tokens and the target's own behind them.
+        """
+        return 2 * self.num_speculative_tokens + 1
+
+    @property
+    def num_beside_budget(self) -> int:
+        """Positions that `kv.positions: in_cache` takes beside the budget: whole blocks are selected, and
+        drafts come behind them.
+        """
+        return 2 * self.cache.block_size + self.num_read_behind
+
+    def require_positions(self, num_positions: int, name: str) -> None:
+        """Check that what `kv` keeps has room in the positions of the draft model `name`, if they count it.
+
+        Raises:
+            ConfigError: it has not; names the setting.
+        """
+        smallest = self.kv.token_budget.smallest
+        if self.kv.positions != "in_cache" or smallest + self.num_beside_budget <= num_positions:
+            return
+        setting = "budget" if isinstance(self.kv.budget, int) else "floor"
+        raise ConfigError(
+            f"speculative_config.kv.{setting}: {smallest} tokens do not fit into the {num_positions} "
+            f"positions of {name} (its own, or speculative_config.max_model_len) with kv.positions: "
+            f"in_cache, beside {self.num_beside_budget} for two blocks and drafts: "
+            f"give at most {max(0, num_positions - self.num_beside_budget)}"
+        )
 
     @field_validator("cache", mode="after")
     @classmethod
@@ -208,6 +246,16 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError(
                 f"kv.policy: {self.kv.policy} is about what a model attends to that drafts; method "
                 f"{self.method} has none: leave out kv"
+            )
+        if self.kv.positions == "in_cache" and self.method != "draft_model":
+            raise ValueError(
+                f"kv.positions: in_cache is about the positions that a draft model is given; with method "
+                f"{self.method} tokens keep theirs: leave it out"
+            )
+        if self.kv.positions == "in_cache" and self.kv.policy == "full":
+            raise ValueError(
+                "kv.positions: in_cache counts what a window keeps, and kv.policy: full keeps everything: "
+                "write policy: streaming, or leave positions out"
             )
         if self.method == "self" and self.rejection_sample_method != "sample_and_match":
             raise ValueError(

@@ -39,7 +39,7 @@ class _Size(NamedTuple):
 class GraphedDraftLoop(GraphRecording):
     """Implements `FusedDraftLoop` on a GPU.
 
-    Prompts, shaped logits, and sequences without their middle (`num_dropped`) are left to the other one.
+    Prompts, shaped logits, and chains in which the shift of position ids ends are left to the other one.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class GraphedDraftLoop(GraphRecording):
         most = max((start.budget for start in drafting), default=0)
         if not 0 < most <= self._num_draft_tokens:
             return None
-        if any(start.changes_logits or start.shift is not None or start.num_dropped for start in starts):
+        if any(start.changes_logits or not _has_one_offset(start) for start in starts):
             return None
         rows = SamplingRows.build([RowSpec(start.params, start.seed, start.end, 1) for start in drafting])
         if rows.largest_top_k > _MAX_TOP_K:
@@ -140,8 +140,19 @@ def _cut(token_ids: list[int], budget: int) -> list[int]:
 
 
 def _contexts(starts: Sequence[ChainStart]) -> list[int]:
-    """Return the cached tokens of each sequence when its last draft token is chosen."""
-    return [start.end + start.budget - 1 for start in starts]
+    """Return the tokens of each sequence that are attended to when its last draft token is chosen."""
+    return [start.end - start.num_dropped + start.budget - 1 for start in starts]
+
+
+def _has_one_offset(start: ChainStart) -> bool:
+    """Whether all drafted tokens have position ids at the same distance from their places."""
+    return start.shift is None or not start.end < start.shift.end < start.end + start.budget - 1
+
+
+def _offset(start: ChainStart) -> int:
+    """Return how much the position ids of drafted tokens are above their places in the block table."""
+    is_shifted = start.shift is not None and start.end < start.shift.end
+    return start.num_dropped + (start.shift.offset if is_shifted and start.shift is not None else 0)
 
 
 class _ChainGraph:
@@ -166,6 +177,7 @@ class _ChainGraph:
         self._arrays = PackedArrays(
             {
                 "ends": (np.int64, (num_seqs,)),
+                "offsets": (np.int64, (num_seqs,)),
                 "limits": (np.int64, (num_seqs,)),
                 "integers": (np.int64, (3, num_seqs)),
                 "reals": (np.float64, (3, num_seqs)),
@@ -207,7 +219,8 @@ class _ChainGraph:
         contexts = _contexts(starts)
         units, places = self._backend.static_work(self._size, [1] * count, contexts)
         self._arrays.wait()
-        host["ends"][:count] = [start.end for start in starts]
+        host["ends"][:count] = [start.end - start.num_dropped for start in starts]
+        host["offsets"][:count] = [_offset(start) for start in starts]
         host["limits"][:count] = contexts
         host["integers"][:, :count] = rows.integers.numpy()
         host["reals"][:, :count] = rows.reals.numpy()
@@ -223,7 +236,7 @@ class _ChainGraph:
     def _leave_to_nobody(self, first: int) -> None:
         """Let the sequences from `first` on draft nothing, greedily."""
         host = self._arrays.host
-        for name in ("ends", "limits"):
+        for name in ("ends", "offsets", "limits"):
             host[name][first:] = 0
         host["integers"][:, first:] = np.array([[0], [0], [KEEP_ALL_TOP_K]])
         host["reals"][:, first:] = np.array([[0.0], [1.0], [-np.inf]])
@@ -254,17 +267,17 @@ class _ChainGraph:
         """Read the tokens of the step before; those that are over budget go to the scratch block, unseen."""
         device, runner = self._arrays.device, self._runner
         tables, block_size = device["block_tables"], runner.block_size
-        positions = device["ends"] + (step - 1)
-        lives = positions < device["limits"]
-        positions = torch.where(lives, positions, 0)
-        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+        places = device["ends"] + (step - 1)
+        lives = places < device["limits"]
+        places = torch.where(lives, places, 0)
+        blocks = tables.gather(1, (places // block_size)[:, None])[:, 0].long()
         metadata = static_metadata(
             runner,
             query_start=self._rows,
-            context_lens=torch.where(lives, positions + 1, 0).int(),
+            context_lens=torch.where(lives, places + 1, 0).int(),
             block_tables=tables,
-            slot_mapping=torch.where(lives, blocks * block_size + positions % block_size, 0),
-            positions=positions,
+            slot_mapping=torch.where(lives, blocks * block_size + places % block_size, 0),
+            positions=places,
         )
         work = StaticWork(
             metadata=metadata,
@@ -277,4 +290,5 @@ class _ChainGraph:
         # Where there was no token, any will do: the chain has ended.
         input_ids = self._tokens[:, step - 1].clamp(min=0)
         paged = paged_batch(runner, self._backend, work)
-        return runner.call_model(input_ids[None], positions[None], self._rows[:-1].long(), paged)
+        position_ids = torch.where(lives, places + device["offsets"], 0)
+        return runner.call_model(input_ids[None], position_ids[None], self._rows[:-1].long(), paged)

@@ -26,7 +26,7 @@ from specdec.proposers.branches import BlockCopy, Branch, HeldBranch
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, QRows, StepwiseDraftLoop
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_sequences import Chunk, Drafting, DraftSequences
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
 from specdec.sampling.sampler import TokenChooser
 from specdec.sampling.shaping import LogitShaper, shaper_for
 
@@ -62,7 +62,8 @@ class DraftModelProposer:
             vocab_size: tokens that the target knows; the draft model's others are never proposed.
             max_read_tokens: most committed tokens that one call reads. A sequence that has more to catch up
                 on than is left of it gets no proposal in that call.
-            max_context: longest prefix plus draft, in tokens; None: the runner's limit.
+            max_context: longest prefix plus draft, in tokens; None: the runner's limit, or none where the
+                window gives positions of its own.
             eos_token_ids: tokens that min_tokens keeps from being drafted; nothing is prepared behind them.
             sampling: how tokens are drawn, as the verification rule needs it.
             fused_loop: asked first to draft, with the same runner, sampler, vocabulary and noise stream.
@@ -72,10 +73,7 @@ class DraftModelProposer:
             window: what of a sequence is kept and attended to; None: everything.
             bonus_by: what ranks the tokens that `propose_ahead` prepares for.
         """
-        limit = runner.max_model_len
-        if window is None or window.max_blocks(limit, runner.block_size) > runner.num_blocks - 1:
-            limit = min(limit, (runner.num_blocks - 1) * runner.block_size)
-        self._max_context = limit if max_context is None else min(limit, max_context)
+        self._max_context = _longest(runner, window, max_context)
         self._sequences = DraftSequences(
             runner,
             max_read_tokens=max_read_tokens,
@@ -101,7 +99,7 @@ class DraftModelProposer:
             noise_stream=sampling.noise_stream,
             gives_q_rows=sampling.gives_q_rows,
             kv="own",
-            max_context=self._max_context,
+            max_context=None if self._max_context == ANY_LENGTH else self._max_context,
             looks_ahead=True,
         )
 
@@ -255,9 +253,8 @@ class DraftModelProposer:
         params, seed = self._sampling.of(view)
         if completes and drafting.outlook is not None:
             read = self._outlook_read(drafting)
-            tokens = (*view.token_ids[read.start :], *drafting.outlook.pending)
             return ChainStart(
-                token_ids=tokens[max(0, read.start - view.committed_len) :],
+                token_ids=read.token_ids,
                 start=read.start,
                 block_table=state.table.block_ids,
                 budget=1 + drafting.outlook.num_draft_tokens,
@@ -267,7 +264,7 @@ class DraftModelProposer:
                 num_dropped=state.table.num_dropped,
             )
         return ChainStart(
-            token_ids=view.token_ids[state.num_read : state.num_read + num_tokens],
+            token_ids=state.origin.tokens(view.token_ids, state.num_read, state.num_read + num_tokens),
             start=state.num_read,
             block_table=state.table.block_ids,
             budget=max(0, drafting.budget) if completes else 0,
@@ -292,7 +289,7 @@ class DraftModelProposer:
         outlook = Outlook.of(
             wish,
             vocab_size=self._runner.vocab_size,
-            most_len=self._max_context,
+            most_len=self._sequences.most_len(wish.view.committed_len),
             most_new=self._sequences.num_left_in_variant(wish.view.committed_len),
             ends=wish.view.params.stop_ids(self._eos_token_ids),
         )
@@ -340,14 +337,17 @@ class DraftModelProposer:
 
     def _outlook_read(self, drafting: Drafting) -> OutlookRead:
         """Begin to read where there are no K/V, or at the first row behind which a token is to be guessed."""
-        outlook, standing = drafting.outlook, drafting.state.standing
+        outlook, state, view = drafting.outlook, drafting.state, drafting.view
         assert outlook is not None
-        start = drafting.state.num_read
-        if standing is not None:
-            there = takewhile(lambda pair: pair[0] == pair[1], zip(standing, outlook.pending, strict=False))
-            start = min(start + outlook.first, drafting.view.committed_len + sum(1 for _ in there))
+        start, committed_len = state.num_read, view.committed_len
+        if state.standing is not None:
+            pairs = zip(state.standing, outlook.pending, strict=False)
+            there = takewhile(lambda pair: pair[0] == pair[1], pairs)
+            start = min(start + outlook.first, committed_len + sum(1 for _ in there))
+        committed = state.origin.tokens(view.token_ids, start, committed_len)
         return OutlookRead(
             outlook=outlook,
+            token_ids=[*committed, *outlook.pending[max(0, start - committed_len) :]],
             start=start,
             block_table=drafting.state.table.block_ids,
             shift=drafting.state.shift,
@@ -415,3 +415,11 @@ class DraftModelProposer:
             q_rows=tuple(q_rows) if self._sampling.gives_q_rows and stream is not None else None,
             method=self.capabilities.name,
         )
+
+
+def _longest(runner: Runner, window: DraftWindow | None, max_context: int | None) -> int:
+    """Return how many tokens a prefix and its draft can have together."""
+    limit = ANY_LENGTH if window is not None and window.num_positions is not None else runner.max_model_len
+    if window is None or window.max_blocks(limit, runner.block_size) > runner.num_blocks - 1:
+        limit = min(limit, (runner.num_blocks - 1) * runner.block_size)
+    return limit if max_context is None else min(limit, max_context)

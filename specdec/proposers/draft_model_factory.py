@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from specdec.core.idle_work import IdleWork
 from specdec.model.acceleration import accelerate, attention_of, later_bytes
@@ -10,13 +11,14 @@ from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
 from specdec.model.parallel.group import RankGroup
 from specdec.model.rank_graphs import compile_over_ranks
+from specdec.model.rotary import RotaryRule
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
 from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.made_up import MadeUpChooser
 from specdec.sampling.parallel import ParallelSampler
@@ -48,12 +50,12 @@ def load_draft_model(
     if ranks is None:
         return make_draft_model_proposer(loaded, config, target)
     assert loaded.vocab is not None
-    window = draft_window(config)
+    reach = _reach_of(loaded, config, target)
     runner = ModelRunner(
         loaded,
         config.cache,
         max_num_seqs=target.max_num_seqs,
-        max_held_tokens=_held_tokens(window, loaded, config),
+        max_held_tokens=reach.max_held_tokens,
         backend=attention_of(loaded, config.attention_backend),
     )
     compile_over_ranks(runner, config.compile)
@@ -61,12 +63,12 @@ def load_draft_model(
         runner,
         ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
         vocab_size=target.vocab_size,
-        max_context=config.max_model_len,
+        max_context=reach.max_context,
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=draft_sampling(config),
-        rotary=loaded.rotary,
-        window=window,
+        rotary=reach.rotary,
+        window=reach.window,
     )
 
 
@@ -91,12 +93,12 @@ def make_draft_model_proposer(
 ) -> DraftModelProposer:
     """Return the proposer over a draft model that is loaded already."""
     backend = attention_of(loaded, config.attention_backend)
-    window = draft_window(config)
+    reach = _reach_of(loaded, config, target)
     runner = ModelRunner(
         loaded,
         config.cache,
         max_num_seqs=target.max_num_seqs,
-        max_held_tokens=_held_tokens(window, loaded, config),
+        max_held_tokens=reach.max_held_tokens,
         reserved_bytes=later_bytes(loaded, config.compile, backend),
         backend=backend,
     )
@@ -124,36 +126,97 @@ def make_draft_model_proposer(
         runner,
         sampler,
         vocab_size=target.vocab_size,
-        max_context=config.max_model_len,
+        max_context=reach.max_context,
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
         sampling=sampling,
         fused_loop=fused_loop,
         idle_work=idle_work,
-        rotary=loaded.rotary,
-        window=window,
+        rotary=reach.rotary,
+        window=reach.window,
     )
 
 
-def draft_window(config: SpeculativeConfig) -> DraftWindow | None:
-    """Return what of each sequence the draft model keeps; None: everything."""
+class _Reach(NamedTuple):
+    """What of a text a draft model keeps, and how long texts may be."""
+
+    window: DraftWindow | None
+    max_context: int | None
+    """As for `DraftModelProposer`."""
+    max_held_tokens: int | None
+    """As for `ModelRunner`."""
+    rotary: RotaryRule | None
+    """How K/V depend on the length of a text."""
+
+
+def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFacts) -> _Reach:
+    """Return how far a draft model reaches; say so where the target reaches further.
+
+    Raises:
+        ConfigError: `kv.positions: in_cache`, and what is kept has no room in the model's positions.
+    """
+    name, limit = loaded.path.name, loaded.max_model_len
+    if config.kv.positions == "in_cache":
+        # Below the length from which K/V depend on it: they never do.
+        length_of_one_kind = limit if loaded.rotary is None else loaded.rotary.variants.original_len
+        num_positions = min(limit, length_of_one_kind, config.max_model_len or limit)
+        config.require_positions(num_positions, name)
+        _warn_of_rereading(config, num_positions, name)
+        window = draft_window(config, num_positions)
+        assert window is not None, "checked by SpeculativeConfig"
+        return _Reach(window, None, _held_tokens(window, ANY_LENGTH, config), None)
+    window = draft_window(config)
+    longest = min(limit, config.max_model_len or limit)
+    if target.max_model_len is not None and longest < target.max_model_len:
+        logger.warning(
+            "%s drafts behind texts of up to %d tokens (its positions, or speculative_config.max_model_len); "
+            "the target serves up to %d: longer ones go on without its drafts. With "
+            "speculative_config.kv.policy: streaming, kv.positions: in_cache lets it draft behind any",
+            name,
+            longest,
+            target.max_model_len,
+        )
+    held = None if window is None else _held_tokens(window, limit, config)
+    return _Reach(window, config.max_model_len, held, loaded.rotary)
+
+
+def draft_window(config: SpeculativeConfig, num_positions: int | None = None) -> DraftWindow | None:
+    """Return what of each sequence the draft model keeps; None: everything.
+
+    `num_positions` are those that it has, where it is given positions among what is kept.
+    """
     if config.kv.policy == "full":
         return None
     block_size = config.cache.block_size
     smallest = config.kv.token_budget.smallest
+    most_tokens = None
+    if num_positions is not None:
+        # A share that grows with the text takes half of them at most: the rest lasts until the next reading.
+        most_tokens = max(smallest, min(num_positions // 2, num_positions - config.num_beside_budget))
     return DraftWindow(
-        selection=config.kv.make(block_size),
+        selection=config.kv.make(block_size, most_tokens=most_tokens),
         num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
-        # draft_ahead: pending tokens, the target's own behind them, and a draft.
-        num_draft_tokens=2 * config.num_speculative_tokens + 1,
+        num_draft_tokens=config.num_read_behind,
+        num_positions=num_positions,
     )
 
 
-def _held_tokens(window: DraftWindow | None, loaded: LoadedModel, config: SpeculativeConfig) -> int | None:
-    if window is None:
-        return None
+def _warn_of_rereading(config: SpeculativeConfig, num_positions: int, name: str) -> None:
+    budget = config.kv.budget
+    if isinstance(budget, int) and 2 * budget > num_positions:
+        logger.warning(
+            "speculative_config.kv.budget: %d is more than half of the %d positions of %s: with "
+            "kv.positions: in_cache the window is read again after every %d tokens",
+            budget,
+            num_positions,
+            name,
+            num_positions - budget - config.num_beside_budget + 1,
+        )
+
+
+def _held_tokens(window: DraftWindow, max_model_len: int, config: SpeculativeConfig) -> int:
     block_size = config.cache.block_size
-    return window.max_blocks(loaded.max_model_len, block_size) * block_size
+    return window.max_blocks(max_model_len, block_size) * block_size
 
 
 def draft_sampling(config: SpeculativeConfig) -> DraftSampling:

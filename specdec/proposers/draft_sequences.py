@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
 from specdec.model.batch import PositionShift, Runner
 from specdec.proposers.bonus import Outlook
 from specdec.proposers.branches import BranchStore
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.draft_window import AT_THE_BEGINNING, DraftWindow, Origin
 from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.shaping import LogitShaper
 
@@ -33,6 +34,7 @@ class DraftSequence:
         "is_foreign",
         "kv_variant",
         "num_read",
+        "origin",
         "owner",
         "seen",
         "shaper",
@@ -54,7 +56,9 @@ class DraftSequence:
         self.is_foreign = False
         """Whether that prefix holds a token that the draft model does not have."""
         self.num_read = 0
-        """Tokens of the prefix `seen` whose K/V are in the cache."""
+        """Tokens of the prefix `seen` whose K/V are in the cache, or were left out."""
+        self.origin = AT_THE_BEGINNING
+        """Where the positions begin that the draft model is given."""
         self.drafted: tuple[int, ...] = ()
         """Tokens read behind that prefix (only when all of it was read)."""
         self.assumed: tuple[int, ...] = ()
@@ -94,6 +98,16 @@ class DraftSequence:
         self.drafted = ()
         self.assumed = ()
         self.standing = None
+        if self.origin.position:
+            self.origin, self.shift = AT_THE_BEGINNING, None
+
+    def begin_at(self, origin: Origin) -> None:
+        """Read the sequence anew, with positions from `origin` on."""
+        self.forget()
+        self.origin = origin
+        self.num_read = origin.position
+        self.table.skip(origin.position)
+        self.shift = PositionShift(-origin.position, sys.maxsize)
 
 
 @dataclass(slots=True)
@@ -149,6 +163,9 @@ class DraftSequences:
         self.branches = BranchStore(self._allocator, runner.block_size)
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
+        self._num_new_origins = 0
+        self._too_long: set[RequestId] = set()
+        self._num_too_long = 0
         self._num_true_branches = 0
 
     @property
@@ -164,17 +181,22 @@ class DraftSequences:
     @property
     def counters(self) -> Mapping[str, int]:
         """By metric name: tokens of sequences that were opened, those of them that were found in the cache
-        and so not read, and branches whose assumed tokens were committed.
+        and so not read; branches whose assumed tokens were committed; how often a sequence was given
+        positions anew, because it had got too long for those that there are; and sequences that are too long
+        to be read at all.
         """
         return {
             "draft_prefix_cache_queries": self._num_queried_tokens,
             "draft_prefix_cache_hits": self._num_cached_tokens,
             "draft_ahead_branches_true": self._num_true_branches,
+            "draft_windows_reread": self._num_new_origins,
+            "draft_sequences_too_long": self._num_too_long,
         }
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Free the blocks of these sequences."""
         for request_id in request_ids:
+            self._too_long.discard(request_id)
             state = self._states.pop(request_id, None)
             if state is not None:
                 self.branches.drop(request_id)
@@ -221,9 +243,10 @@ class DraftSequences:
         can come in a prompt of token ids, and a target that was not trained well can sample one.
         """
         committed_len = sequence.committed_len
-        budget = min(budget, self._max_context - committed_len)
+        budget = min(budget, self.most_len(committed_len) - committed_len)
         state = self._states.get(sequence.request_id)
-        if committed_len > self._max_context:
+        if committed_len >= self._max_context:
+            self._note_too_long(sequence)
             return None
         if state is None:
             state = self._states[sequence.request_id] = DraftSequence(
@@ -241,7 +264,9 @@ class DraftSequences:
         if state.is_foreign:
             state.forget()
             return None
-        if self._cache is not None and state.table.num_blocks == 0:
+        if self._window is not None:
+            self._place(state, committed_len, self._window)
+        if self._cache is not None and state.table.num_blocks == 0 and not state.origin.position:
             self._borrow(self._cache, state, sequence)
         num_tokens = committed_len + budget
         if self._window is not None:
@@ -258,8 +283,20 @@ class DraftSequences:
 
     def num_unread(self, view: SequenceView) -> int:
         """See `proposers.base.ReadsAlong`."""
-        state = self._states.get(view.request_id)
-        return max(0, view.committed_len - 1 - (0 if state is None else state.num_read))
+        state, committed_len = self._states.get(view.request_id), view.committed_len
+        num_read = 0 if state is None else state.num_read
+        if self._window is not None:
+            present = AT_THE_BEGINNING if state is None else state.origin
+            origin = self._window.origin(present, committed_len, self._block_size)
+            num_read = num_read if origin == present else origin.position
+        return max(0, committed_len - 1 - num_read)
+
+    def most_len(self, committed_len: int) -> int:
+        """Return how long a prefix of so many tokens and its draft can be together."""
+        window = self._window
+        if window is None or window.num_positions is None:
+            return self._max_context
+        return min(self._max_context, committed_len + window.num_draft_tokens)
 
     def num_left_in_variant(self, committed_len: int) -> int | None:
         """Return how many tokens may be committed before all K/V change; None: any number."""
@@ -357,6 +394,19 @@ class DraftSequences:
         state.num_read = len(blocks) * self._block_size
         self._num_queried_tokens += sequence.committed_len
         self._num_cached_tokens += state.num_read
+
+    def _note_too_long(self, sequence: SequenceView) -> None:
+        """Count a sequence behind which nothing can be drafted any more, and give back what it has."""
+        self._num_too_long += sequence.request_id not in self._too_long
+        self.release((sequence.request_id,))
+        self._too_long.add(sequence.request_id)
+
+    def _place(self, state: DraftSequence, committed_len: int, window: DraftWindow) -> None:
+        """Give a sequence positions anew when those that it has run out."""
+        origin = window.origin(state.origin, committed_len, self._block_size)
+        if origin != state.origin:
+            self._num_new_origins += 1
+            state.begin_at(origin)
 
     def _rotate(self, state: DraftSequence, sequence: SequenceView, rotary: RotaryRule) -> None:
         """Read everything again when the sequence has got a length with other K/V."""

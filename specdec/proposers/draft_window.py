@@ -6,14 +6,45 @@ what is kept, and to itself.
 
 Rows that were read behind the window have K/V that depend on where it was, and so on how the prompt was cut:
 what is proposed may depend on it, what is committed does not.
+
+A draft model with fewer positions than a text has can be given others (`num_positions`): it reads the
+beginning and the window as one text, from position 0 on, and goes on with the positions that follow. When
+they run out it reads what is the window by then in the same way. So what it is given is always a text of a
+length that it was made for, whatever its positions are made of (any rotary embedding, or learned ones), and
+of a prompt that is longer than that it reads the two ends alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdec.kv.block_table import BlockTable, num_blocks_for
 from specdec.kv.selection import KvSelection
+
+ANY_LENGTH = 1 << 40
+"""Tokens of a text without limit."""
+
+
+class Origin(NamedTuple):
+    """Where in a text the positions that a draft model is given begin."""
+
+    position: int
+    """Position in the text of what is given position 0; 0: positions are those of the text."""
+    num_sink_tokens: int
+    """Tokens of the beginning of the text that are read in place of those from `position` on."""
+
+    def tokens(self, token_ids: Sequence[int], start: int, end: int) -> Sequence[int]:
+        """Return what is read in place of tokens `start` to `end` of a text."""
+        sink_end = self.position + self.num_sink_tokens
+        if start >= sink_end or not self.position:
+            return token_ids[start:end]
+        sink = token_ids[start - self.position : min(end, sink_end) - self.position]
+        return [*sink, *token_ids[sink_end:end]]
+
+
+AT_THE_BEGINNING = Origin(0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +57,19 @@ class DraftWindow:
     """Committed tokens that are read at once, beside what is kept."""
     num_draft_tokens: int
     """Tokens behind the committed ones that are read at most: pending ones and drafts."""
+    num_positions: int | None = None
+    """Positions that the draft model has, where tokens are given positions among what is kept; what is
+    selected, two more blocks and `num_draft_tokens` are fewer. None: tokens keep their positions in the
+    text."""
+
+    def origin(self, current: Origin, committed_len: int, block_size: int) -> Origin:
+        """Return where positions begin now that they have begun at `current`: there, while they last."""
+        end = committed_len + self.num_draft_tokens
+        if self.num_positions is None or end - current.position <= self.num_positions:
+            return current
+        selected = self.selection.select(committed_len)
+        num_sink_blocks = next(place for place, index in enumerate(selected.blocks) if place != index)
+        return Origin(selected.num_dropped, num_sink_blocks * block_size)
 
     def slide(self, table: BlockTable, num_read: int) -> None:
         """Free the blocks that are left out once `num_read` tokens are cached."""

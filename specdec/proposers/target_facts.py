@@ -16,3 +16,5 @@ class TargetFacts:
     """Sequences that the target runs at once at most."""
     model: str | None = None
     """Path of the target's folder, to compare tokenizers with; None: not compared."""
+    max_model_len: int | None = None
+    """Longest sequence that it serves, in tokens; None: not known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from specdec.attention.triton import TritonPagedAttention
 from specdec.core.sampling_params import SamplingParams
 from specdec.kv.config import CacheConfig
 from specdec.model.acceleration import attention_of
-from specdec.model.batch import SequenceSlice
+from specdec.model.batch import PositionShift, SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.cuda_graphs import CudaForward
 from specdec.model.fused_norms import fuse_norms
@@ -54,7 +55,11 @@ def random_batch(rng: random.Random, max_rows: int) -> list[SequenceSlice]:
         token_ids = rng.choices(range(VOCAB_SIZE), k=rows)
         slices.append(
             SequenceSlice(
-                token_ids=token_ids, start=start, block_table=table, num_logit_rows=rng.randint(0, rows)
+                token_ids=token_ids,
+                start=start,
+                block_table=table,
+                num_logit_rows=rng.randint(0, rows),
+                num_dropped=4 * rng.choice((0, 0, rng.randint(1, 30))),
             )
         )
     return slices
@@ -119,10 +124,13 @@ def test_draft_loops_draft_what_steps_draft(tmp_path: Path) -> None:
         fill(stepwise_runner, number)
         fill(runner, number)
         params = rng.choice((SamplingParams(temperature=0.0), SamplingParams(temperature=0.9), cuts))
+        gap = 4 * rng.choice((0, 0, rng.randint(1, 30)))
         starts = [
             ChainStart(
                 token_ids=rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 2)),
-                start=rng.randint(1, 80),
+                start=rng.randint(1, 80) + gap,
+                num_dropped=gap,
+                shift=rng.choice((None, PositionShift(-gap // 2, sys.maxsize))),
                 block_table=list(range(1 + 30 * sequence, 31 + 30 * sequence)),
                 budget=rng.randint(1, 5),
                 params=params,

@@ -42,43 +42,76 @@ TIGHT = {"short": 40, "long": 60, "mixed": 48}
 """Blocks of the target: fewer than what runs at once comes to need."""
 
 
-def window(budget: int, k: int) -> DraftWindow:
+def window(budget: int, k: int, num_positions: int | None = None) -> DraftWindow:
     config = KvSelectionConfig(policy="streaming", budget=budget, sink_tokens=4)
-    return DraftWindow(selection=config.make(4), num_piece_tokens=8, num_draft_tokens=2 * k + 1)
+    return DraftWindow(
+        selection=config.make(4),
+        num_piece_tokens=8,
+        num_draft_tokens=2 * k + 1,
+        num_positions=num_positions,
+    )
 
 
-def toy_drafter(budget: int, k: int, num_blocks: int) -> DraftModelProposer:
+def toy_drafter(
+    budget: int, k: int, num_blocks: int, num_positions: int | None = None, prefix_caching: bool = True
+) -> DraftModelProposer:
     similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
     runner = ToyRunner(similar, num_blocks=num_blocks)
-    return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, window=window(budget, k))
+    return DraftModelProposer(
+        runner,
+        Sampler(),
+        vocab_size=VOCAB_SIZE,
+        window=window(budget, k, num_positions),
+        prefix_caching=prefix_caching,
+    )
 
 
+FEW = 80
+"""Positions; the longest texts have 150 tokens."""
 COVER = [
-    (12, 1, "long", GREEDY, True),
-    (12, 4, "mixed", SAMPLED, False),
-    (20, 8, "long", SAMPLED, True),
-    (40, 4, "mixed", GREEDY, True),
-    (40, 1, "short", SAMPLED, True),
-    (400, 8, "mixed", SAMPLED, True),
+    # budget, k, lengths, params, preempts, positions in cache, prefix cache of the draft model
+    (12, 1, "long", GREEDY, True, False, True),
+    (12, 4, "mixed", SAMPLED, False, True, False),
+    (12, 8, "short", SAMPLED, True, True, True),
+    (20, 8, "long", SAMPLED, True, False, False),
+    (20, 1, "mixed", GREEDY, False, True, True),
+    (20, 4, "long", GREEDY, True, True, True),
+    (40, 4, "mixed", GREEDY, True, False, True),
+    (40, 1, "short", SAMPLED, True, False, False),
+    (40, 8, "long", SAMPLED, False, True, True),
+    (400, 8, "mixed", SAMPLED, True, False, True),
 ]
-ALL = product((12, 20, 40, 400), (1, 4, 8), LENGTHS, (GREEDY, SAMPLED), (False, True))
+"""Every pair of values, but for those that cannot be or say nothing."""
+ALL = [
+    one
+    for one in product(
+        (12, 20, 40, 400), (1, 4, 8), LENGTHS, (GREEDY, SAMPLED), *((False, True) for _ in range(3))
+    )
+    if not (one[5] and one[0] + 2 * 4 + 2 * one[1] + 1 > FEW)
+]
 
 
 @pytest.mark.parametrize(
-    ("budget", "k", "mix", "params", "preempts"),
+    ("budget", "k", "mix", "params", "preempts", "in_cache", "prefix_caching"),
     [
         *COVER,
         *(pytest.param(*one, marks=pytest.mark.full) for one in ALL if one not in COVER),
     ],
 )
 def test_committed_is_what_the_target_says(
-    budget: int, k: int, mix: str, params: SamplingParams, preempts: bool
+    budget: int,
+    k: int,
+    mix: str,
+    params: SamplingParams,
+    preempts: bool,
+    in_cache: bool,
+    prefix_caching: bool,
 ) -> None:
     generator = random.Random(k)
     lengths = LENGTHS[mix]
     prompts = [generator.choices(range(VOCAB_SIZE), k=lengths[index % len(lengths)]) for index in range(6)]
     params = msgspec.structs.replace(params, max_tokens=30)
-    drafter = toy_drafter(budget, k, num_blocks=120)
+    drafter = toy_drafter(budget, k, 120, FEW if in_cache else None, prefix_caching)
     target = ToyTarget(MODEL, num_blocks=TIGHT[mix] if preempts else 256)
     engine = toy_engine(drafter, target=target, num_draft_tokens=k)
     for index, prompt in enumerate(prompts):
@@ -95,6 +128,43 @@ def test_committed_is_what_the_target_says(
     assert metrics.num_accepted_tokens > 0
     if preempts and mix != "short":
         assert metrics.num_preemptions > 0
+    if in_cache:
+        assert (drafter.counters["draft_windows_reread"] > 0) == (mix != "short")
+
+
+@pytest.mark.parametrize("num_positions", [None, FEW])
+def test_in_one_process_a_prompt_is_read_beside_the_targets_chunks(num_positions: int | None) -> None:
+    """A part of it in each round, so that its first token waits for no more than that; nothing is left to be
+    read when drafts are wanted.
+    """
+    most = 16
+    similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
+    runner = ToyRunner(similar, num_blocks=120)
+    drafter = DraftModelProposer(
+        runner,
+        Sampler(),
+        vocab_size=VOCAB_SIZE,
+        max_read_tokens=most,
+        window=window(20, 4, num_positions),
+    )
+    engine = toy_engine(drafter, num_draft_tokens=4, max_num_batched_tokens=16)
+    prompt = random.Random(1).choices(range(VOCAB_SIZE), k=200)
+    params = msgspec.structs.replace(SAMPLED, max_tokens=20)
+    engine.add_request(request("a", prompt, params))
+    got: list[int] = []
+    num_rounds = 0
+    while not got:
+        before = runner.num_tokens_read
+        got += [token for output in engine.step() for token in output.token_ids]
+        num_rounds += 1
+        assert runner.num_tokens_read - before <= most
+    assert num_rounds >= 200 / 16
+    assert runner.num_tokens_read >= (19 if num_positions else 199)
+    if num_positions:
+        assert runner.num_tokens_read < 20 + 2 * 4 + 4
+    assert engine.metrics().num_draft_tokens == 0
+    engine.step()
+    assert engine.metrics().num_draft_tokens == 4
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,6 +17,7 @@ OF_DRAFT_WORKERS = {
     "draft_ahead_branches",
     "draft_ahead_branches_left_out",
     "draft_ahead_branches_true",
+    "draft_windows_reread",
     "draft_grammar_failures",
 }
 """Counted where a draft model is."""

@@ -51,6 +51,7 @@ def batch(shapes: list[tuple[int, int]], seed: int) -> list[SequenceSlice]:
             start=start,
             block_table=[free.pop() for _ in range(-(-(start + rows) // 4))],
             num_logit_rows=rng.randint(0, rows),
+            num_dropped=4 * rng.randrange(3),
         )
         for start, rows in shapes
     ]

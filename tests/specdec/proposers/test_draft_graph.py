@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,7 +97,13 @@ def test_chains_are_those_of_the_stepwise_loop(loaded: LoadedModel, monkeypatch:
         # More than the largest graph holds: branches of the first one, over blocks of their own.
         [start([4], 9, 1, 3, WARM), *(start([one], 0, 21 + 8 * one, 1 + one % 3, CUT) for one in range(4))],
         [start([POISON], 9, 1, 3, WARM), start([8], 14, 11, 3, WARM)],
+        # Behind a gap; with positions of their own; with position ids of another variant.
+        [start([4], 9 + 40, 1, 3, WARM, num_dropped=40), start([6, 8], 14, 11, 3, CUT)],
+        [start([4], 9 + 80, 1, 3, WARM, num_dropped=80, shift=PositionShift(-60, sys.maxsize))],
+        [start([4], 9, 1, 3, WARM, shift=PositionShift(100, 12)), start([8], 14, 11, 2, WARM)],
+        [start([4], 9, 1, 3, WARM, shift=PositionShift(100, 10))],
     ]
+    assert loop.try_draft([start([4], 9, 1, 3, WARM, shift=PositionShift(100, 11))]) is None
     for batch in batches:
         graph_runner.pool.keys[0][0] = float("nan")  # the scratch block never matters
         expected = stepwise.draft(batch)
@@ -131,7 +138,6 @@ def test_what_it_leaves_to_the_stepwise_loop(loaded: LoadedModel, monkeypatch: p
         [start([5], 0, 1, 1, GREEDY), start([5, 6, 7], 0, 11, 1, GREEDY)],
         [start([5], 0, 1, 1, SamplingParams(temperature=1.0, top_k=1000))],
         [start([5], 0, 1, 1, params, shaper=shaper)],
-        [start([5], 0, 1, 1, GREEDY, shift=PositionShift(100, 50))],
         [start([5], 0, 1, 1, GREEDY, constraint=object())],
     ):
         assert loop.try_draft(refused) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_model_factory import draft_window
 from specdec.proposers.registry import FACTORIES, create_proposer
 from specdec.proposers.target_facts import TargetFacts
 from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
@@ -115,7 +117,15 @@ def test_missing_draft_model(tmp_path: Path) -> None:
             {"method": "draft_model", "model": "m", "kv": {"policy": "streaming", "floor": 6}},
             r"kv.floor: 6 tokens do not hold",
         ),
-        ({"method": "self", "kv": {"positions": "in_cache"}}, "positions: in_cache is not supported yet"),
+        (
+            {"method": "self", "kv": {"policy": "streaming", "positions": "in_cache"}},
+            "kv.positions: in_cache .* with method self tokens keep theirs: leave it out",
+        ),
+        (
+            {"method": "draft_model", "model": "m", "kv": {"positions": "in_cache"}},
+            "kv.positions: in_cache .* write policy: streaming",
+        ),
+        ({"kv": {"positions": "relative"}}, "positions"),
     ],
 )
 def test_contradictions_about_kv(keys: dict[str, object], message: str) -> None:
@@ -141,3 +151,110 @@ def test_bounded_draft_model_is_loaded(tmp_path: Path) -> None:
         assert proposer.capabilities.max_context == 256
         per_sequence = (32 + 2 * 4 + 8 + 9) // 4 + 1
         assert 4 * (32 // 4) <= proposer.runner.num_blocks - 1 <= 4 * per_sequence
+
+
+def test_draft_model_for_longer_texts_is_loaded(tmp_path: Path) -> None:
+    """As many positions as the model has, or fewer that were asked for; texts of any length."""
+    save_model(tmp_path)
+    keys = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "cache": {"num_blocks": 100, "block_size": 4},
+        "kv": {"policy": "streaming", "budget": 20, "positions": "in_cache"},
+        "max_model_len": 64,
+    }
+    facts = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4, max_model_len=100_000)
+    with closing(create_proposer(SpeculativeConfig.model_validate(keys), facts)) as proposer:
+        assert isinstance(proposer, DraftModelProposer)
+        assert proposer.capabilities.max_context is None
+        one = view("a", [5 + index % 100 for index in range(5000)])
+        assert proposer.num_unread(one) < 20 + 8
+        assert proposer.propose([one], {one.request_id: 3})[one.request_id].num_tokens == 3
+
+
+@pytest.mark.parametrize(("num_positions", "most"), [(256, 128), (40, 20), (24, 7)])
+def test_a_share_of_a_long_text_is_no_more_than_positions_allow(num_positions: int, most: int) -> None:
+    keys = {
+        "method": "draft_model",
+        "model": "m",
+        "cache": {"block_size": 4},
+        "kv": {"policy": "streaming", "budget": 0.5, "floor": 5, "positions": "in_cache", "sink_tokens": 0},
+    }
+    config = SpeculativeConfig.model_validate({**keys, "num_speculative_tokens": 4})
+    window = draft_window(config, num_positions)
+    assert window is not None
+    for length in (10, 1_000, 1_000_000):
+        kept = length - window.selection.select(length).num_dropped
+        assert kept >= min(length, 5 if length == 10 else most)
+        assert kept < most + 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"kv": {"budget": 250}},
+            r"kv\.budget: 250 tokens do not fit into the 256 positions of draft .*max_model_len\) "
+            r"with kv\.positions: in_cache, beside 17 .* give at most 239",
+        ),
+        ({"kv": {"floor": 240}}, r"kv\.floor: 240 tokens do not fit into the 256 positions .* at most 239"),
+        ({"kv": {"budget": 20}, "max_model_len": 30}, r"kv\.budget: 20 .* the 30 positions .* at most 13"),
+    ],
+)
+def test_windows_that_do_not_fit_into_the_draft_models_positions(
+    tmp_path: Path, keys: dict[str, dict[str, object]], message: str
+) -> None:
+    save_model(tmp_path / "draft")
+    config = SpeculativeConfig.model_validate(
+        {
+            "method": "draft_model",
+            "model": str(tmp_path / "draft"),
+            "cache": {"num_blocks": 100, "block_size": 4},
+            **keys,
+            "kv": {"policy": "streaming", "positions": "in_cache", **keys["kv"]},
+        }
+    )
+    with pytest.raises(ConfigError, match=message):
+        create_proposer(config, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("keys", "target_len", "message"),
+    [
+        ({}, 300, r"draft drafts behind texts of up to 256 tokens .* serves up to 300.*in_cache"),
+        ({"max_model_len": 50}, 256, r"up to 50 tokens .*speculative_config\.max_model_len.* up to 256"),
+        ({"kv": {"policy": "streaming", "budget": 16}}, 300, "up to 256 tokens .* up to 300"),
+        (
+            {"kv": {"policy": "streaming", "budget": 200, "positions": "in_cache"}},
+            300,
+            r"budget: 200 is more than half of the 256 positions .* after every 40 tokens",
+        ),
+        ({"kv": {"policy": "streaming", "budget": 16, "positions": "in_cache"}}, 300, None),
+        ({}, 256, None),
+    ],
+)
+def test_who_drafts_for_a_part_of_the_lengths_says_so(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    keys: dict[str, object],
+    target_len: int,
+    message: str | None,
+) -> None:
+    save_model(tmp_path / "draft")
+    config = SpeculativeConfig.model_validate(
+        {
+            "method": "draft_model",
+            "model": str(tmp_path / "draft"),
+            "cache": {"num_blocks": 100, "block_size": 4},
+            **keys,
+        }
+    )
+    facts = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4, max_model_len=target_len)
+    with caplog.at_level("WARNING", logger="specdec.proposers.draft_model_factory"):
+        create_proposer(config, facts).close()
+    said = [record.getMessage() for record in caplog.records if "draft" in record.name]
+    if message is None:
+        assert said == []
+    else:
+        assert len(said) == 1
+        assert re.search(message, said[0]), said
