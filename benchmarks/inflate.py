@@ -40,8 +40,8 @@ def evenly_between(num_original: int, num_total: int) -> list[int]:
 
 def layers_for_parameters(folder: Path, parameters: float) -> int:
     """Number of layers at which the checkpoint has about `parameters` parameters."""
-    tensors = _read_tensors(folder)
-    num_layers = _read_config(folder)["num_hidden_layers"]
+    tensors = read_tensors(folder)
+    num_layers = read_config(folder)["num_hidden_layers"]
     in_layers = sum(t.numel() for name, t in tensors.items() if _LAYER_NAME.match(name))
     rest = sum(t.numel() for name, t in tensors.items() if not _LAYER_NAME.match(name))
     return max(num_layers, round((parameters - rest) / (in_layers / num_layers)))
@@ -54,14 +54,14 @@ def inflate(source: Path, destination: Path, num_layers: int) -> None:
         CheckpointError: `source` is no checkpoint with `model.layers.N` decoder layers.
         ConfigError: fewer layers than there are, or a destination that is not empty.
     """
-    config = _read_config(source)
+    config = read_config(source)
     num_original = config["num_hidden_layers"]
     positions = evenly_between(num_original, num_layers)
     if destination.exists() and any(destination.iterdir()):
         raise ConfigError(f"{destination} is not empty: give a new folder")
-    tensors = _read_tensors(source)
+    tensors = read_tensors(source)
     destination.mkdir(parents=True, exist_ok=True)
-    _save(destination, _inflated_tensors(tensors, num_original, num_layers, positions))
+    save_tensors(destination, _inflated_tensors(tensors, num_original, num_layers, positions))
     _copy_rest(source, destination, num_original, num_layers)
     config = {**config, "num_hidden_layers": num_layers, CONFIG_KEY: positions}
     if isinstance(config.get("layer_types"), list):
@@ -107,7 +107,12 @@ def _inflated_tensors(
     return result
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read a checkpoint's config.json.
+
+    Raises:
+        CheckpointError: it is missing, or no JSON.
+    """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -115,8 +120,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The model's own tensors, without those of files beside it (an MTP module)."""
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the model's own tensors, without those of files beside it (an MTP module).
+
+    Raises:
+        CheckpointError: there are none.
+    """
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder}: no model*.safetensors")
@@ -127,7 +136,8 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors as a checkpoint's weights, in several files where they are large."""
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     if total <= _SHARD_BYTES:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -44,9 +44,26 @@ class Batch:
     prompts: Sequence[tuple[int, ...]]
     num_tokens: int
     """That a request may generate before another one with the same prompt takes its place."""
+    temperature: float = 0.0
+    """Above 0, every pass over the prompts draws from other seeds."""
 
 
-def decode_for(engine: Engine, batch: Batch, seconds: float, *, is_cold: bool = False) -> Counted:
+Prepare = Callable[[Sequence[Request]], None]
+"""Called with requests that are about to be added."""
+
+
+def nothing_to_prepare(requests: Sequence[Request]) -> None:
+    """Do nothing."""
+
+
+def decode_for(
+    engine: Engine,
+    batch: Batch,
+    seconds: float,
+    *,
+    is_cold: bool = False,
+    prepare: Prepare = nothing_to_prepare,
+) -> Counted:
     """Decode for about so many seconds, and at least once.
 
     Requests are replaced all together, when the first of them is about to end; what happens from then until
@@ -58,7 +75,9 @@ def decode_for(engine: Engine, batch: Batch, seconds: float, *, is_cold: bool = 
     """
     counted = Counted()
     while not _is_enough(counted, seconds):
-        _decode_once(engine, batch, counted, seconds, is_cold=is_cold)
+        requests = _requests(batch)
+        prepare(requests)
+        _decode_once(engine, requests, batch.num_tokens, counted, seconds, is_cold=is_cold)
         if not counted.num_rounds:
             raise ValueError(f"{batch.num_tokens} tokens are too few: requests end before they have settled")
         is_cold = False
@@ -76,15 +95,22 @@ def _is_enough(counted: Counted, seconds: float) -> bool:
     return counted.seconds >= seconds and counted.num_rounds >= _FEWEST_ROUNDS
 
 
-def _decode_once(engine: Engine, batch: Batch, counted: Counted, seconds: float, *, is_cold: bool) -> None:
-    requests = _requests(batch)
+def _decode_once(
+    engine: Engine,
+    requests: Sequence[Request],
+    num_tokens: int,
+    counted: Counted,
+    seconds: float,
+    *,
+    is_cold: bool,
+) -> None:
     lengths = dict.fromkeys((request.request_id for request in requests), 0)
     for request in requests:
         engine.add_request(request)
     settling_since_s: float | None = None
     num_settling, is_settled = 0, False
     last_s = time.perf_counter()
-    while not is_settled or (max(lengths.values()) < batch.num_tokens and not _is_enough(counted, seconds)):
+    while not is_settled or (max(lengths.values()) < num_tokens and not _is_enough(counted, seconds)):
         num_new = 0
         for output in engine.step():
             lengths[output.request_id] += len(output.token_ids)
@@ -110,7 +136,9 @@ def _decode_once(engine: Engine, batch: Batch, counted: Counted, seconds: float,
 def _requests(batch: Batch) -> list[Request]:
     number = next(_numbers)
     # Nobody comes to its end: all are there until all are taken away.
-    params = SamplingParams(temperature=0.0, max_tokens=batch.num_tokens + SPARE_TOKENS, ignore_eos=True)
+    params = SamplingParams(
+        temperature=batch.temperature, max_tokens=batch.num_tokens + SPARE_TOKENS, ignore_eos=True
+    )
     return [
         Request(
             request_id=RequestId(f"steady-{number}-{index}"),

@@ -1,0 +1,464 @@
+"""Speculation where contexts are long and batches large: sparse-K/V drafts beside plain decoding.
+
+    python -m benchmarks.long_context --json benchmarks/results/long-context.json    # about an hour
+    python -m benchmarks.long_context --quick                                        # under five minutes
+
+Batch x context, with the demo target in bf16, whose step is mostly the reading of K/V where both are large;
+once as it is (two query heads share a K/V head: `gqa`) and once with K/V heads repeated (`mha`), the same
+function with twice the K/V. Prompts are pieces of held-out files and are in the caches before anything is
+measured; texts are sampled at temperature 1 and what is accepted is what is accepted. (Greedily this target
+falls into loops, where anything is accepted; one cell is measured so.)
+
+In each cell every k is tried for a moment, and the best of them is measured again: in turn (ABBA) with plain
+decoding by the same engine (the fast path, the same kernels), with ordinary speculation (a draft model that
+attends to everything, with its own best k), and with the goodput controller, which starts anew in each cell
+and runs for a while before it is measured. A cell of the controller fails where its ratio to plain decoding
+is below 0.97 with 95 % confidence: where its upper bound is.
+
+Amid these turns the parts are timed alone. Predicted is
+
+    Omega T(1) / (k T_draft + T(k + 1))        MagicDec, Chen et al., arXiv 2408.11049
+
+with the bare forwards of the same batch and context (T), the drafter's own over what it attends to (T_draft),
+and Omega = (1 - a^(k+1)) / (1 - a), the tokens per round, as they were counted; a is given beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.deployments import Setting
+from benchmarks.kv_costs import Step, Stream, forward_seconds, kv_bytes
+from benchmarks.long_context_engines import BLOCK_SIZE, ORDINARY, Drafter, LongEngine, Room
+from benchmarks.long_texts import LongTexts
+from benchmarks.multi_head import repeat_kv_heads
+from benchmarks.report import PairedRatio, Spread, report_headlines, write_results
+from benchmarks.steady import SPARE_TOKENS, Batch, Counted
+from specdec.kv.selection import KvPolicyName
+from specdec.scheduling.speculation.controller import SpeculationController
+
+LIMIT = 0.97
+LONG = 3840
+"""4k is where sequences end."""
+_LARGE = 32
+_PLAIN = Setting(num_draft_tokens=0)
+_COST_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One situation."""
+
+    heads: str
+    """gqa or mha."""
+    drafter: Drafter
+    batch: int
+    context: int
+    temperature: float = 1.0
+    with_controller: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        text = "" if self.temperature else ", greedy"
+        return f"{self.heads}, {self.drafter.name}, {self.batch} x {self.context}{text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured, and for how long."""
+
+    cells: tuple[Cell, ...]
+    lengths: tuple[int, ...]
+    """k that are tried."""
+    pairs: int
+    block_s: float
+    """Decoding of one variant, in one pair."""
+    try_s: float
+    warm_s: float
+    """Decoding of the controller before it is measured."""
+    num_tokens: int = 192
+
+    def room(self, cells: Sequence[Cell], num_threads: int) -> Room:
+        """What has to fit for some of the cells."""
+        spare = self.num_tokens + SPARE_TOKENS
+        return Room(
+            max_num_seqs=max(cell.batch for cell in cells),
+            num_tokens=max(cell.batch * (cell.context + spare) + 4 * BLOCK_SIZE for cell in cells),
+            max_draft_tokens=max(self.lengths),
+            num_threads=num_threads,
+        )
+
+
+MAIN = Drafter(method="self", policy="streaming", budget=256)
+_STANDALONE = Drafter(method="draft_model", policy="streaming", budget=256)
+_BATCHES, _CONTEXTS = (1, 4, 8, 16, _LARGE), (512, 1024, 2048, LONG)
+
+
+def _policies() -> tuple[str, ...]:
+    """All there are but `full`."""
+    return tuple(name for name in get_args(KvPolicyName) if name != "full")
+
+
+def _others() -> tuple[Drafter, ...]:
+    """Every policy with several budgets, and everything as budget, where the target drafts for itself."""
+    budgets: tuple[int | float, ...] = (64, 128, 256, 512, 0.05)
+    drafters = [
+        Drafter(method="self", policy=policy, budget=budget) for policy in _policies() for budget in budgets
+    ]
+    return (*(one for one in drafters if one != MAIN), Drafter(method="self"))
+
+
+def _edges(drafter: Drafter, heads: str, *, with_controller: bool = False) -> tuple[Cell, ...]:
+    """The longest contexts over batches, and the largest batch over contexts."""
+    shapes = dict.fromkeys((*((batch, LONG) for batch in _BATCHES), *((_LARGE, one) for one in _CONTEXTS)))
+    return tuple(
+        Cell(heads=heads, drafter=drafter, batch=batch, context=context, with_controller=with_controller)
+        for batch, context in shapes
+    )
+
+
+FULL = Plan(
+    cells=(
+        *(
+            Cell(heads="gqa", drafter=MAIN, batch=batch, context=context, with_controller=True)
+            for batch, context in itertools.product(_BATCHES, _CONTEXTS)
+        ),
+        Cell(heads="gqa", drafter=MAIN, batch=_LARGE, context=LONG, temperature=0.0),
+        *_edges(_STANDALONE, "gqa", with_controller=True),
+        *(
+            Cell(heads="gqa", drafter=drafter, batch=_LARGE, context=context)
+            for drafter in _others()
+            for context in (1024, LONG)
+        ),
+        *_edges(MAIN, "mha", with_controller=True),
+        Cell(heads="mha", drafter=_STANDALONE, batch=_LARGE, context=LONG),
+    ),
+    lengths=(1, 2, 3, 4, 6),
+    pairs=6,
+    block_s=0.5,
+    try_s=0.2,
+    warm_s=1.5,
+)
+QUICK = Plan(
+    cells=(
+        *(
+            Cell(heads="gqa", drafter=MAIN, batch=batch, context=context, with_controller=True)
+            for batch, context in ((1, LONG), (8, LONG), (_LARGE, LONG), (1, 512), (_LARGE, 512))
+        ),
+        Cell(heads="mha", drafter=MAIN, batch=_LARGE, context=LONG, with_controller=True),
+    ),
+    lengths=(2, 3, 4),
+    pairs=5,
+    block_s=0.4,
+    try_s=0.15,
+    warm_s=1.5,
+)
+
+
+@dataclass(slots=True)
+class Runs:
+    """Counted decoding by variant, and seconds of the parts, one entry for each pair."""
+
+    plain: list[Counted] = field(default_factory=list)
+    best: list[Counted] = field(default_factory=list)
+    ordinary: list[Counted] = field(default_factory=list)
+    controller: list[Counted] = field(default_factory=list)
+    parts: list[Mapping[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What all drafters of a target are measured beside."""
+
+    ordinary: LongEngine
+    texts: LongTexts
+    stream: Stream
+
+
+class Bench:
+    """Measures cells of one drafter, with ordinary speculation beside it."""
+
+    def __init__(self, plan: Plan, engine: LongEngine, beside: Beside) -> None:
+        self._plan = plan
+        self._engine = engine
+        self._ordinary = beside.ordinary
+        self._texts = beside.texts
+        self._stream = beside.stream
+
+    def cell(self, cell: Cell, tick: Callable[[], None]) -> dict[str, Any]:
+        """Measure one situation."""
+        plan = self._plan
+        batch = Batch(
+            prompts=self._texts.prompts(cell.batch, cell.context),
+            num_tokens=plan.num_tokens,
+            temperature=cell.temperature,
+        )
+        for engine in (self._engine, self._ordinary):
+            engine.read(batch.prompts)
+        tried, best = self._try(self._engine, batch)
+        tried_ordinary, best_ordinary = self._try(self._ordinary, batch)
+        tick()
+        controller = self._engine.controller() if cell.with_controller else None
+        if controller is not None:
+            self._engine.decode(batch, controller, plan.warm_s)
+        runs = Runs()
+        for number in range(plan.pairs):
+            self._pair(batch, runs, (best, best_ordinary), controller, is_reversed=number % 2 == 1)
+            runs.parts.append(self._parts(cell, best.num_draft_tokens))
+            tick()
+        return {
+            "cell": cell,
+            "tried": {str(setting.num_draft_tokens): rate for setting, rate in tried.items()},
+            "tried_ordinary": {str(one.num_draft_tokens): rate for one, rate in tried_ordinary.items()},
+            "k": best.num_draft_tokens,
+            "k_ordinary": best_ordinary.num_draft_tokens,
+            "chosen": None if controller is None else controller.state.mean_num_draft_tokens,
+            **summarise(cell.batch, best.num_draft_tokens, runs),
+        }
+
+    def _try(self, engine: LongEngine, batch: Batch) -> tuple[dict[Setting, float], Setting]:
+        """Return the rate of every k, and the best k above 0."""
+        settings = [Setting(num_draft_tokens=k) for k in self._plan.lengths]
+        rates = dict.fromkeys(settings, 0.0)
+        for setting in (*settings, *reversed(settings)):
+            rates[setting] += 0.5 * engine.decode(batch, setting.controller(), self._plan.try_s).rate
+        return rates, max(settings, key=lambda one: rates[one])
+
+    def _pair(
+        self,
+        batch: Batch,
+        runs: Runs,
+        settings: tuple[Setting, Setting],
+        controller: SpeculationController | None,
+        *,
+        is_reversed: bool,
+    ) -> None:
+        best, best_ordinary = settings
+        variants: list[tuple[list[Counted], LongEngine, SpeculationController]] = [
+            (runs.plain, self._engine, _PLAIN.controller()),
+            (runs.best, self._engine, best.controller()),
+            (runs.ordinary, self._ordinary, best_ordinary.controller()),
+        ]
+        if controller is not None:
+            variants.append((runs.controller, self._engine, controller))
+        for its, engine, one in reversed(variants) if is_reversed else variants:
+            its.append(engine.decode(batch, one, self._plan.block_s))
+
+    def _parts(self, cell: Cell, k: int) -> dict[str, float]:
+        """Time the bare forwards at the middle of what is decoded, and what of them is reading K/V.
+
+        That is what they take longer than with next to no context: so the kernel runs on the threads, and
+        amid the work, that it has in the forward.
+        """
+        context = cell.context + self._plan.num_tokens // 2
+        target, drafter = self._engine.target.runner, cell.drafter
+        one = Step(batch=cell.batch, rows=1, context=context)
+        several = Step(batch=cell.batch, rows=k + 1, context=context)
+        drafting = Step(batch=cell.batch, rows=1, context=drafter.kept_tokens(context))
+        draft = self._engine.draft_runner or target
+        bare = {
+            "plain": forward_seconds(target, one, _COST_REPEATS),
+            "verify": forward_seconds(target, several, _COST_REPEATS),
+            "draft": forward_seconds(draft, drafting, _COST_REPEATS),
+        }
+        without = {
+            "plain": forward_seconds(target, replace(one, context=BLOCK_SIZE), _COST_REPEATS),
+            "verify": forward_seconds(target, replace(several, context=BLOCK_SIZE), _COST_REPEATS),
+        }
+        return {
+            **{f"{name}_s": seconds for name, seconds in bare.items()},
+            **{f"{name}_kv_s": max(0.0, bare[name] - seconds) for name, seconds in without.items()},
+            "stream_s": self._stream.seconds(_COST_REPEATS),
+            "kv_bytes": kv_bytes(target, one) - kv_bytes(target, replace(one, context=BLOCK_SIZE)),
+        }
+
+
+def summarise(batch: int, k: int, runs: Runs) -> dict[str, Any]:
+    """Compare the variants pair by pair, and what was measured with what its parts allow."""
+
+    def ratio(ours: Sequence[Counted], theirs: Sequence[Counted]) -> PairedRatio:
+        return PairedRatio(tuple(a.rate / b.rate for a, b in zip(ours, theirs, strict=True)))
+
+    def part(name: str) -> Spread:
+        return Spread(tuple(one[name] for one in runs.parts))
+
+    rounds = sum(one.num_rounds for one in runs.best)
+    omega = sum(one.num_tokens for one in runs.best) / (rounds * batch)
+    plain_s, verify_s, draft_s = (part(f"{name}_s").median for name in ("plain", "verify", "draft"))
+    predicted = omega * plain_s / (k * draft_s + verify_s)
+    vs_plain = ratio(runs.best, runs.plain)
+    results = {
+        "tokens_per_s": {
+            name: tuple(one.rate for one in its)
+            for name in ("plain", "best", "ordinary", "controller")
+            if (its := getattr(runs, name))
+        },
+        "vs_plain": vs_plain,
+        "vs_ordinary": ratio(runs.best, runs.ordinary),
+        "tokens_per_round": omega,
+        "acceptance": acceptance_of_tokens(omega, k),
+        "parts": {name: part(name) for name in runs.parts[0]},
+        "predicted": predicted,
+        "share_of_predicted": vs_plain.median / predicted,
+        "kv_share_of_plain": part("plain_kv_s").median / plain_s,
+        "kernel_bytes_per_s": part("kv_bytes").median / part("plain_kv_s").median,
+        "stream_bytes_per_s": Stream.num_bytes / part("stream_s").median,
+        "round_ms": {
+            name: 1e3 * sum(one.seconds for one in its) / sum(one.num_rounds for one in its)
+            for name, its in (("plain", runs.plain), ("best", runs.best))
+        },
+    }
+    if runs.controller:
+        results["controller_vs_plain"] = ratio(runs.controller, runs.plain)
+    return results
+
+
+def acceptance_of_tokens(omega: float, k: int) -> float:
+    """Return the rate `a` of each draft token at which a round gives `omega` = (1 - a^(k+1)) / (1 - a)."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(k + 1)) < omega:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return what the tool's last lines say; of the drafters in a cell, the one that was best when tried."""
+    headlines: dict[str, float] = {}
+    largest: list[Mapping[str, Any]] = []
+    for heads in ("gqa", "mha"):
+        own = [
+            one
+            for one in cells
+            if one["cell"].heads == heads
+            and (one["cell"].batch, one["cell"].context) == (_LARGE, LONG)
+            and one["cell"].temperature > 0.0
+        ]
+        if own:
+            largest.append(max(own, key=lambda one: max(one["tried"].values())))
+            headlines[f"speedup_b{_LARGE}_4k_{heads}"] = largest[-1]["vs_plain"].median
+    controlled = [one["controller_vs_plain"] for one in cells if "controller_vs_plain" in one]
+    headlines["worst_vs_plain"] = min(one.upper for one in controlled)
+    headlines["worst_vs_plain_median"] = min(one.median for one in controlled)
+    headlines["share_of_predicted"] = min(one["share_of_predicted"] for one in largest)
+    headlines["kernel_gb_s_share_of_machine"] = (
+        largest[0]["kernel_bytes_per_s"] / largest[0]["stream_bytes_per_s"]
+    )
+    return headlines
+
+
+def failures_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the cells where the controller is slower than plain decoding."""
+    return [
+        f"{cell['cell'].name}: {ratio.median:.3f} of plain decoding, at most {ratio.upper:.3f}"
+        for cell in cells
+        if (ratio := cell.get("controller_vs_plain")) is not None and ratio.upper < LIMIT
+    ]
+
+
+def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
+    """Lay out all cells for people."""
+    table = Table(
+        *("cell", "plain tok/s", "k", "tok/round", "vs plain", "", "predicted", "share"),
+        *("vs ordinary", "controller", "", "K/V share", "GB/s", "of stream"),
+    )
+    for cell in cells:
+        ratio, ordinary = cell["vs_plain"], cell["vs_ordinary"]
+        controller = cell.get("controller_vs_plain")
+        table.add_row(
+            cell["cell"].name,
+            f"{PairedRatio(cell['tokens_per_s']['plain']).median:.0f}",
+            str(cell["k"]),
+            f"{cell['tokens_per_round']:.2f}",
+            f"{ratio.median:.2f}",
+            f"{ratio.lower:.2f}-{ratio.upper:.2f}",
+            f"{cell['predicted']:.2f}",
+            f"{cell['share_of_predicted']:.2f}",
+            f"{ordinary.median:.2f}",
+            "" if controller is None else f"{controller.median:.3f}",
+            "" if controller is None else f"{controller.lower:.3f}-{controller.upper:.3f}",
+            f"{cell['kv_share_of_plain']:.2f}",
+            f"{cell['kernel_bytes_per_s'] / 1e9:.1f}",
+            f"{cell['kernel_bytes_per_s'] / cell['stream_bytes_per_s']:.2f}",
+        )
+    return table
+
+
+@contextlib.contextmanager
+def _targets(models: Path) -> Iterator[dict[str, Path]]:
+    """Make the checkpoints, by heads."""
+    with tempfile.TemporaryDirectory() as folder:
+        targets = {"gqa": Path(folder) / "gqa", "mha": Path(folder) / "mha"}
+        targets["gqa"].symlink_to((models / "target").absolute())
+        repeat_kv_heads(models / "target", targets["mha"])
+        yield targets
+
+
+def measure(plan: Plan, models: Path, progress: Progress) -> list[dict[str, Any]]:
+    """Measure all cells, one drafter after the other."""
+    num_threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    results: list[dict[str, Any]] = []
+    with _targets(models) as targets:
+        for heads in dict.fromkeys(cell.heads for cell in plan.cells):
+            of_heads = [cell for cell in plan.cells if cell.heads == heads]
+            make = partial(LongEngine, target=targets[heads], draft=models / "draft")
+            with contextlib.closing(make(ORDINARY, room=plan.room(of_heads, num_threads))) as ordinary:
+                beside = Beside(
+                    ordinary=ordinary, texts=LongTexts.read(ordinary.engine.tokenizer), stream=Stream()
+                )
+                for drafter in dict.fromkeys(cell.drafter for cell in of_heads):
+                    cells = [cell for cell in of_heads if cell.drafter == drafter]
+                    task = progress.add_task("", total=len(cells) * (plan.pairs + 1))
+                    with contextlib.closing(make(drafter, room=plan.room(cells, num_threads))) as engine:
+                        if any(cell.with_controller for cell in cells):
+                            engine.measure_costs()
+                        bench = Bench(plan, engine, beside)
+                        for cell in cells:
+                            progress.update(task, description=cell.name)
+                            results.append(bench.cell(cell, partial(progress.advance, task)))
+    return results
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Six corner cells.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder with target/ and draft/.")] = Path("models/demo"),
+) -> None:
+    """Compare sparse-K/V speculation with plain decoding, with ordinary speculation and with its bound.
+
+    Example: python -m benchmarks.long_context --quick --json runs/long-context.json
+    """
+    plan = QUICK if quick else FULL
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        cells = measure(plan, models, progress)
+    headlines, failures = headlines_of(cells), failures_of(cells)
+    write_results(json, {"plan": plan, "cells": cells, "failures": failures, "headlines": headlines})
+    console = Console(highlight=False, width=200)
+    console.print(table_of(cells))
+    for failure in failures:
+        console.print(f"fails: {failure}")
+    report_headlines(headlines)
+
+
+if __name__ == "__main__":
+    typer.run(main)
