@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.in_process import InProcess, engine_config
 from benchmarks.inflate import inflate, layers_for_parameters
-from benchmarks.report import Spread, report_headlines, write_results
+from benchmarks.report import Spread, progress_bar, report_headlines, write_results
 from benchmarks.streams import StreamedRun, run_batch
 from benchmarks.workload import read_prompts
 from deploy.local_ray import RaySession
@@ -217,10 +216,9 @@ def main(
     """
     plan = QUICK if quick else FULL
     torch.set_num_threads(plan.num_threads)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory() as folder,
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        progress_bar() as progress,
     ):
         results = Bench(plan, models, Path(folder), progress).run()
     numbers = headlines(results)

@@ -23,15 +23,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks import soak
 from benchmarks.floor import bytes_per_step, fastest_read, in_turn
 from benchmarks.huggingface import HuggingFaceGenerator
 from benchmarks.in_process import InProcess, RunRecord, engine_config, merge
 from benchmarks.inflate import inflate, layers_for_parameters
-from benchmarks.report import Spread, report_headlines, run_paired, write_results
+from benchmarks.report import Spread, progress_bar, report_headlines, run_paired, write_results
 from benchmarks.startup import ready_seconds
 from benchmarks.workload import read_prompts, window
 from specdec.model.graphs import CompiledForward
@@ -204,8 +203,7 @@ def main(
     """
     plan = QUICK if quick else FULL
     torch.set_num_threads(plan.num_threads)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory() as name, Progress(*columns, console=Console(stderr=True)) as progress:
+    with tempfile.TemporaryDirectory() as name, progress_bar() as progress:
         folder = Path(name)
         target = folder / "target"
         num_layers = layers_for_parameters(models / "target", plan.num_parameters)

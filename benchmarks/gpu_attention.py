@@ -22,10 +22,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.gpu_device import bandwidth, device_facts, device_seconds, require_cuda
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from specdec.attention.base import AttentionBackend, LayerAttention
 from specdec.attention.metadata import build_metadata
 from specdec.attention.registry import choose_backend
@@ -202,12 +201,11 @@ def main(
     """
     device = require_cuda()
     plan = QUICK if quick else FULL
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     speeds = bandwidth(device)
     bytes_per_s = max(speeds.values())
     cells: list[dict[str, Any]] = []
     other = flashinfer(device)
-    with torch.inference_mode(), Progress(*columns, console=Console(stderr=True)) as progress:
+    with torch.inference_mode(), progress_bar() as progress:
         for shape, rows in progress.track(
             list(itertools.product(plan.shapes, plan.rows)), description="attention"
         ):

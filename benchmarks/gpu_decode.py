@@ -27,14 +27,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from transformers import LlamaConfig
 
 from benchmarks.floor import bytes_per_step
 from benchmarks.gpu_device import bandwidth, device_facts, device_seconds, require_cuda
 from benchmarks.gpu_models import GIB, LLAMA_1B, LLAMA_8B, random_model
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from specdec.core.sampling_params import SamplingParams
 from specdec.kv.config import CacheConfig
 from specdec.kv.pool import KvShape, bytes_per_block
@@ -298,8 +297,7 @@ def main(
     speeds = bandwidth(device)
     bytes_per_s = max(speeds.values())
     free_memory()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with torch.inference_mode(), Progress(*columns, console=Console(stderr=True)) as progress:
+    with torch.inference_mode(), progress_bar() as progress:
         steps, facts = run_steps(plan, bytes_per_s, device, progress)
         free_memory()
         drafts = run_drafts(plan, bytes_per_s, device, progress)

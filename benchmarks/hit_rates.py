@@ -30,11 +30,10 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.in_process import batch_requests
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.workload import read_prompts
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import extend_prefix_hash
@@ -299,8 +298,7 @@ def main(
 
     Example: python -m benchmarks.hit_rates --quick --json runs/hit-rates.json
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         results = run(QUICK if quick else FULL, models, progress)
     numbers = headlines(results)
     write_results(json_file, {**results, "headlines": numbers})

@@ -35,7 +35,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.deployments import Deployment, Scale, Setting, start_apart, start_colocated
@@ -43,7 +43,7 @@ from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.load_step import StepPlan, play
 from benchmarks.load_step import summarise as summarise_step
 from benchmarks.overlap import acceptance_of
-from benchmarks.report import PairedRatio, report_headlines, write_results
+from benchmarks.report import PairedRatio, progress_bar, report_headlines, write_results
 from benchmarks.steady import SPARE_TOKENS, Batch, Counted, decode_for, read
 from benchmarks.workload import read_prompts, window
 from specdec.scheduling.speculation.controller import SpeculationController
@@ -387,13 +387,7 @@ def main(
     plan = QUICK if quick else FULL
     if only is not None:
         plan = _only(plan, only)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    ) as progress:
+    with progress_bar() as progress:
         cells, steps = measure(plan, models, progress)
     headlines, failures = headlines_of(cells, steps), failures_of(cells)
     write_results(

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.huggingface import HuggingFaceGenerator
 from benchmarks.in_process import InProcess, RunRecord, bare_forward_s, engine_config, merge
 from benchmarks.inflate import inflate, layers_for_parameters
-from benchmarks.report import Paired, report_headlines, run_paired, write_results
+from benchmarks.report import Paired, progress_bar, report_headlines, run_paired, write_results
 from benchmarks.streams import run_batch
 from benchmarks.workload import Workload, read_prompts, split_by_looping
 from deploy.local_ray import RaySession
@@ -353,8 +353,7 @@ def main(
     plan = QUICK if quick else FULL
     torch.set_num_threads(plan.num_threads)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
+    with tempfile.TemporaryDirectory() as folder, progress_bar(console) as progress:
         results = Bench(plan, models, Path(folder), progress).run()
     numbers = headlines(results)
     write_results(json_file, {**results, "headlines": numbers})

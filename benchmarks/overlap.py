@@ -27,13 +27,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.groups import BareForwards, Role, TwoGroups
 from benchmarks.in_process import RunRecord, batch_requests, engine_config, run_batch
 from benchmarks.random_models import WIDE, Shape, write_random_model
-from benchmarks.report import Spread, report_headlines, run_paired, write_results
+from benchmarks.report import Spread, progress_bar, report_headlines, run_paired, write_results
 from benchmarks.workload import read_prompts, window
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import build_parts
@@ -378,13 +377,7 @@ def headlines_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
+    return progress_bar()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
 from benchmarks.huggingface import HuggingFaceGenerator
@@ -40,7 +40,7 @@ from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.peer_environments import RECIPES, PeerUnavailableError, ensure
 from benchmarks.peer_process import PeerProcess
 from benchmarks.peer_workers.session import Setup
-from benchmarks.report import Paired, report_headlines, run_in_turn, write_results
+from benchmarks.report import Paired, progress_bar, report_headlines, run_in_turn, write_results
 from benchmarks.workload import read_prompts, window
 from specdec.model.layer_map import CONFIG_KEY
 
@@ -343,8 +343,7 @@ def main(
         return
     plan = QUICK if quick else FULL
     _pin(plan.num_threads)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         results = _measure(plan, names, environments, models, progress)
     numbers = headlines(results)
     write_results(json_file, {**results, "headlines": numbers})

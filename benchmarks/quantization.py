@@ -33,13 +33,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.in_process import InProcess, RunRecord, engine_config, merge
 from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.random_models import WIDE, write_random_model
-from benchmarks.report import report_headlines, run_paired, write_results
+from benchmarks.report import progress_bar, report_headlines, run_paired, write_results
 from benchmarks.workload import read_prompts
 from specdec.attention.native import resolve_cache_dir
 from specdec.kv.config import CacheConfig
@@ -289,9 +288,8 @@ def run(
     """
     plan = QUICK if quick else FULL
     torch.set_num_threads(plan.num_threads)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: dict[str, Any] = {"plan": plan}
-    with tempfile.TemporaryDirectory() as name, Progress(*columns, console=Console(stderr=True)) as progress:
+    with tempfile.TemporaryDirectory() as name, progress_bar() as progress:
         targets = {"deep": Path(name) / "deep", "wide": Path(name) / "wide"}
         num_layers = layers_for_parameters(models / "target", plan.num_parameters)
         with torch.inference_mode():

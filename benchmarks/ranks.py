@@ -22,12 +22,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.in_process import InProcess, RunRecord, engine_config, merge
 from benchmarks.inflate import inflate, layers_for_parameters
-from benchmarks.report import Spread, report_headlines, run_paired, write_results
+from benchmarks.report import Spread, progress_bar, report_headlines, run_paired, write_results
 from benchmarks.workload import read_prompts, window
 from specdec.engine.config import EngineConfig
 from specdec.model.config import CompileConfig
@@ -190,8 +189,7 @@ def main(
     Example: python -m benchmarks.ranks --quick --json runs/ranks.json
     """
     plan = QUICK if quick else FULL
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory() as name, Progress(*columns, console=Console(stderr=True)) as progress:
+    with tempfile.TemporaryDirectory() as name, progress_bar() as progress:
         target = Path(name) / "target"
         num_layers = layers_for_parameters(models / "target", plan.num_parameters)
         with torch.inference_mode():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,12 @@ def write_results(path: Path | None, results: Mapping[str, Any]) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), **to_plain(results)}, indent=1) + "\n")
+
+
+def progress_bar(console: Console | None = None) -> Progress:
+    """Return how benchmarks show how far they are, on stderr unless another console is given."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console or Console(stderr=True))
 
 
 def report_headlines(headlines: Mapping[str, float]) -> None:

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.groups import TwoGroups
 from benchmarks.in_process import batch_requests, engine_config
 from benchmarks.random_models import WIDE, Shape, write_random_model
-from benchmarks.report import Spread, report_headlines, write_results
+from benchmarks.report import Spread, progress_bar, report_headlines, write_results
 from benchmarks.workload import read_prompts, window
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
@@ -196,13 +195,7 @@ def main(
 
 
 def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
+    return progress_bar()
 
 
 if __name__ == "__main__":

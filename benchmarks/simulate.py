@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.simulation.experiments import (
     FailurePlan,
     LoadPlan,
@@ -112,13 +111,7 @@ def main(
     Example: python -m benchmarks.simulate --json runs/simulate.json --plots runs/images
     """
     plan = QUICK if quick else FULL
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    ) as progress:
+    with progress_bar() as progress:
         results = simulate(plan, progress)
     headlines = headlines_of(results)
     write_results(json, {"plan": plan, **results, "headlines": headlines})

@@ -26,10 +26,9 @@ from typing import Annotated, Any
 import httpx
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.workload import read_prompts
 from deploy.openai.app import create_app
 from deploy.openai.settings import DoorSettings
@@ -283,8 +282,7 @@ def main(
     if num_requests is not None:
         plan = Plan(num_requests=num_requests, num_warm_up=num_requests // 5, num_readings=plan.num_readings)
     torch.set_num_threads(plan.num_threads)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         results = run_soak(plan, models, progress)
     numbers = headlines(results)
     write_results(json_file, {"plan": plan, **results, "headlines": numbers})

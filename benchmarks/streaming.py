@@ -26,13 +26,12 @@ from typing import Annotated, Any, Protocol
 import httpx
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.cadence import Cadence, Timeline, arrival_times, cadence_of
 from benchmarks.in_process import engine_config
 from benchmarks.inflate import inflate, layers_for_parameters
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.workload import read_prompts
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
@@ -305,9 +304,8 @@ def main(
     torch.set_num_threads(plan.num_threads)
     tokenizer = HuggingFaceTokenizer(load_tokenizer(str(models / "target"), trust_remote_code=False))
     text = [token for prompt in read_prompts(models / "prompts.jsonl") for token in tokenizer.encode(prompt)]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     local = contextlib.nullcontext(None) if url is not None else engine_source(plan, models)
-    with local as source, Progress(*columns, console=Console(stderr=True)) as progress:
+    with local as source, progress_bar() as progress:
         results = asyncio.run(measure(plan, source, url, text, progress))
     numbers = headlines(results)
     write_results(json_file, {"plan": plan, "server": url, **results, "headlines": numbers})

@@ -36,12 +36,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.in_process import batch_requests
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.workload import read_prompts
 from specdec.core.ids import RequestId
 from specdec.core.loops import ends_in_loop
@@ -338,8 +337,7 @@ def main(
 
     Example: python -m benchmarks.typical_drift --quick --json runs/typical-drift.json
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         results = Bench(QUICK if quick else FULL, models, progress).run()
     numbers = headlines(results)
     write_results(json_file, {**results, "headlines": numbers})
