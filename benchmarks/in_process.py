@@ -21,7 +21,7 @@ from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.runner import ForwardInputs, ModelRunner
-from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.config import SpeculativeConfig, SyntheticAcceptance
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.noise import choice_seed
 from specdec.scheduling.config import SchedulerConfig
@@ -94,8 +94,9 @@ def engine_config(
     num_draft_tokens: int,
     num_threads: int,
     max_model_len: int = 1024,
+    made_up: SyntheticAcceptance | None = None,
 ) -> EngineConfig:
-    """One configuration for the engine in process and for the cluster."""
+    """One configuration for the engine in process and for the cluster; `made_up` decides what is accepted."""
     return EngineConfig(
         target=ModelConfig.model_validate(
             {
@@ -113,6 +114,7 @@ def engine_config(
             num_threads=num_threads,
             cache=_cache(256 << 20),
             compile=CompileConfig(),
+            synthetic_acceptance=made_up,
         ),
         cache=_cache(3 << 30),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),

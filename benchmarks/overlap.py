@@ -269,7 +269,7 @@ class Bench:
 
 def _config(plan: Plan, target: Path, draft: Path, *, num_threads: int) -> EngineConfig:
     most = max(64, *(cell.batch for draft in plan.drafts for cell in draft.cells))
-    config = engine_config(
+    return engine_config(
         target,
         draft,
         "bfloat16",
@@ -277,10 +277,7 @@ def _config(plan: Plan, target: Path, draft: Path, *, num_threads: int) -> Engin
         num_draft_tokens=plan.k,
         num_threads=num_threads,
         max_model_len=plan.max_model_len,
-    )
-    made_up = {"synthetic_acceptance": _SURE}
-    return config.model_copy(
-        update={"speculative_config": config.speculative_config.model_copy(update=made_up)}
+        made_up=_SURE,
     )
 
 
@@ -323,7 +320,7 @@ def main(
     results: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        progress = stack.enter_context(_progress())
+        progress = stack.enter_context(progress_bar())
         target = folder / "target"
         write_random_model(models / "target", target, plan.target)
         texts = read_prompts(models / "prompts.jsonl")
@@ -374,10 +371,6 @@ def headlines_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "coordinator_ms_b1": nearest["coordinator_ms"][1],
         "coordinator_ms_b64": nearest["coordinator_ms"][64],
     }
-
-
-def _progress() -> Progress:
-    return progress_bar()
 
 
 if __name__ == "__main__":

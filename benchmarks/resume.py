@@ -144,7 +144,7 @@ def measure(bench: Bench, batch: int, pause: int, rounds: int, progress: Progres
 
 
 def _config(target: Path, draft: Path, plan: Plan) -> EngineConfig:
-    config = engine_config(
+    return engine_config(
         target,
         draft,
         "bfloat16",
@@ -152,10 +152,7 @@ def _config(target: Path, draft: Path, plan: Plan) -> EngineConfig:
         num_draft_tokens=_K,
         num_threads=1,
         max_model_len=_PROMPT_TOKENS + _BEFORE + max(plan.pauses) + _AFTER + 16,
-    )
-    made_up = {"synthetic_acceptance": _SURE}
-    return config.model_copy(
-        update={"speculative_config": config.speculative_config.model_copy(update=made_up)}
+        made_up=_SURE,
     )
 
 
@@ -173,7 +170,7 @@ def main(
     plan = QUICK if quick else FULL
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        progress = stack.enter_context(_progress())
+        progress = stack.enter_context(progress_bar())
         write_random_model(models / "target", folder / "target", WIDE)
         write_random_model(models / "target", folder / "draft", _DRAFT)
         starting = progress.add_task("starting", total=1)
@@ -192,10 +189,6 @@ def main(
     }
     write_results(json, {"plan": plan, "costs": costs, "headlines": headlines})
     report_headlines(headlines)
-
-
-def _progress() -> Progress:
-    return progress_bar()
 
 
 if __name__ == "__main__":
