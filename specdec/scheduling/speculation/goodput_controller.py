@@ -509,9 +509,11 @@ class GoodputController:
         if round_s is None:
             round_s = observation.draft_s + observation.verify_s
         self._since_decision_s += round_s
+        # Asked before this round's own time counts: long ones must not be heard more often than others.
+        is_to_be_heard = self._is_to_be_heard()
         self._unheard_s += round_s
         lost_s = 0.0
-        if self._is_to_be_heard():
+        if is_to_be_heard:
             if self._is_as_it_seems:
                 self._note_costs(observation, decision)
             if round_s > 0.0:

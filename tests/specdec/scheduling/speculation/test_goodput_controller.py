@@ -196,7 +196,7 @@ def test_many_short_rounds_are_learnt_from_now_and_then(monkeypatch: pytest.Monk
     decide = controller._decide
     monkeypatch.setattr(controller, "_decide", lambda *a: decided.append(1) or decide(*a))
     request = fake_request("short", 128, generate=100_000, computed=127)
-    for _ in range(1000):
+    for _ in range(2000):
         k = controller.choose([request])[0]
         controller.observe(
             RoundObservation(
@@ -211,6 +211,30 @@ def test_many_short_rounds_are_learnt_from_now_and_then(monkeypatch: pytest.Monk
         )
     assert 10 < len(heard) < 300
     assert 5 < len(decided) < 40
+
+
+def test_long_rounds_are_not_heard_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    world_of(COSTS["cpu"], 1).run(controller, 200)
+    heard: list[float] = []
+    monkeypatch.setattr(controller, "_note_costs", lambda observation, _: heard.append(observation.verify_s))
+    request = fake_request("short", 128, generate=100_000, computed=127)
+    for number in range(6000):
+        k = controller.choose([request])[0]
+        seconds = 0.05 if number % 53 == 0 else 0.001
+        controller.observe(
+            RoundObservation(
+                num_rows=1 + k,
+                num_sequences=1,
+                num_committed=1 + k,
+                draft_s=0.0,
+                verify_s=seconds,
+                round_s=seconds,
+                outcomes=[],
+            )
+        )
+    assert len(heard) > 50
+    assert sum(seconds > 0.01 for seconds in heard) < 0.15 * len(heard)
 
 
 @pytest.mark.parametrize("name", COSTS)
