@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
@@ -165,6 +166,33 @@ def test_in_one_process_a_prompt_is_read_beside_the_targets_chunks(num_positions
     assert engine.metrics().num_draft_tokens == 0
     engine.step()
     assert engine.metrics().num_draft_tokens == 4
+
+
+@pytest.mark.parametrize("num_positions", [None, FEW])
+@pytest.mark.parametrize("num_blocks", [12, 120])
+def test_given_up_while_its_prompt_is_read(num_positions: int | None, num_blocks: int) -> None:
+    """Again and again, beside one that goes on, in a pool that hardly holds the two."""
+    drafter = toy_drafter(20, 4, num_blocks, num_positions)
+    engine = toy_engine(drafter, num_draft_tokens=4, max_num_batched_tokens=16)
+    params = msgspec.structs.replace(SAMPLED, max_tokens=60)
+    prompts = [random.Random(index).choices(range(VOCAB_SIZE), k=150) for index in range(9)]
+    engine.add_request(request("stays", prompts[0], params, seed=1))
+    got: list[int] = []
+    for index, prompt in enumerate(prompts[1:]):
+        name = RequestId(f"leaves{index}")
+        engine.add_request(request(name, prompt, params))
+        for _ in range(1 + index % 4):
+            got += [token for one in engine.step() if one.request_id == "stays" for token in one.token_ids]
+            drafter.check_integrity()
+        engine.abort(name)
+    while engine.has_work:
+        got += [token for one in engine.step() if one.request_id == "stays" for token in one.token_ids]
+        drafter.check_integrity()
+        engine.check_integrity()
+    assert got == MODEL.continuation(prompts[0], params, 1, 60)
+    assert engine.metrics().num_accepted_tokens > 0
+    assert not drafter.sequences.known
+    assert drafter.sequences.num_held_blocks == 0
 
 
 @pytest.fixture(scope="module", autouse=True)

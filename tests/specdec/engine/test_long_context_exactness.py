@@ -314,6 +314,30 @@ def test_a_draft_model_of_two_ranks_with_bounded_memory(
     assert [result.token_ids for result in results] == alone("llama", "mixed", "plain")
 
 
+@pytest.mark.parametrize(("drafter", "positions"), [("self", "absolute"), ("same model", "in_cache")])
+def test_with_costs_measured_and_k_chosen(
+    folders: Folders, alone: Alone, tmp_path: Path, drafter: str, positions: str
+) -> None:
+    """Costs are measured at lengths for which the draft model has no positions of the text."""
+    case: Case = {
+        **{name: values[0] for name, values in AXES.items()},
+        "drafter": drafter,
+        "policy": "share",
+        "positions": positions,
+        "k": 5,
+    }
+    speculative = speculative_of(case, folders) | {
+        "controller": "goodput",
+        "profile_seconds": 0.5,
+        "profile_dir": str(tmp_path),
+    }
+    with Engine(config_of(folders("llama", 0), speculative, case)) as engine:
+        results = engine.generate(prompts_of("mixed"), PARAMS["cut"])
+        engine.check_integrity()
+    assert [result.token_ids for result in results] == alone("llama", "mixed", "cut")
+    assert list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("drafter", ["self", "same model"])
 def test_control_a_window_shows_in_what_is_drafted(folders: Folders, drafter: str) -> None:
     """What is compared above are streams of drafts that are not all right."""

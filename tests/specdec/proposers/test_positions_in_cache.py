@@ -21,7 +21,7 @@ from specdec.proposers.base import AheadWish, Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_model_factory import make_draft_model_proposer
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
 from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.noise import MASK_64
 from specdec.sampling.rows import RowSpec, SamplingRows
@@ -162,7 +162,9 @@ def test_control_positions_show() -> None:
 def test_texts_grow_without_end(budget: int) -> None:
     """Every position is one that the model has; the window is read again only when there are no more."""
     runner = ShortRunner(MODEL, num_blocks=200, max_model_len=96)
-    proposer = make(window(budget, 96, most=9), runner)
+    its = window(budget, 96, most=9)
+    proposer = make(its, runner)
+    most_held = 3 * its.max_blocks(ANY_LENGTH, BLOCK_SIZE)
     texts = {RequestId(name): random_text(length) for name, length in {"a": 3, "b": 90, "c": 500}.items()}
     for step in range(150):
         views = [
@@ -171,6 +173,7 @@ def test_texts_grow_without_end(budget: int) -> None:
         answers = proposer.propose(views, dict.fromkeys(texts, 4))
         proposer.check_integrity()
         assert set(answers) == set(texts)
+        assert proposer.sequences.num_held_blocks <= most_held
         for name, tokens in texts.items():
             tokens += [*answers[name].token_ids[: step % 5], step % VOCAB_SIZE]
     assert runner.most_attended <= budget + 2 * BLOCK_SIZE + 8 + 9

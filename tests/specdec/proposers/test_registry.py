@@ -167,9 +167,24 @@ def test_draft_model_for_longer_texts_is_loaded(tmp_path: Path) -> None:
     with closing(create_proposer(SpeculativeConfig.model_validate(keys), facts)) as proposer:
         assert isinstance(proposer, DraftModelProposer)
         assert proposer.capabilities.max_context is None
+        assert proposer.runner.num_blocks == 100
         one = view("a", [5 + index % 100 for index in range(5000)])
         assert proposer.num_unread(one) < 20 + 8
         assert proposer.propose([one], {one.request_id: 3})[one.request_id].num_tokens == 3
+
+
+def test_the_pool_of_a_draft_model_for_longer_texts_is_one_of_windows(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    keys = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "cache": {"memory_bytes": 1 << 26, "block_size": 4},
+        "kv": {"policy": "streaming", "budget": 32, "positions": "in_cache"},
+    }
+    facts = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4, max_model_len=100_000)
+    with closing(create_proposer(SpeculativeConfig.model_validate(keys), facts)) as proposer:
+        assert isinstance(proposer, DraftModelProposer)
+        assert 4 * (32 // 4) <= proposer.runner.num_blocks - 1 <= 4 * ((32 + 2 * 4 + 8 + 9) // 4 + 1)
 
 
 @pytest.mark.parametrize(("num_positions", "most"), [(256, 128), (40, 20), (24, 7)])
