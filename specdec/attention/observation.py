@@ -1,4 +1,4 @@
-"""What rows attend to, block by block: asked for by whoever selects blocks, found while attention is computed.
+"""What rows attend to, block by block: asked for by who selects blocks, found while attention is computed.
 
 The mass of a block is the sum of the softmax weights that a row gives to the block's tokens. Masses are
 summed over the observed layers: those without a sliding window, where a model has such (others say nothing
@@ -65,7 +65,7 @@ class Observation:
         )
 
     def to(self, device: torch.device) -> Observation:
-        """Return a copy whose row numbers are on `device`; the masses, which are written to, stay the same."""
+        """Return a copy with its row numbers on `device`; the masses, which are written to, are the same."""
         return replace(self, rows=self.rows.to(device))
 
     def by_row(self) -> torch.Tensor:
@@ -134,9 +134,7 @@ def _masses(
     return weights.sum(-1).transpose(0, 1)
 
 
-def _hidden(
-    metadata: AttentionMetadata, layer: LayerAttention, sequence: int, num_rows: int
-) -> torch.Tensor:
+def _hidden(metadata: AttentionMetadata, layer: LayerAttention, sequence: int, num_rows: int) -> torch.Tensor:
     """bool [m, b * P]: what the last rows of one sequence must not see."""
     query_len = metadata.query_lens_host[sequence]
     context_len, block_size = metadata.context_lens_host[sequence], metadata.block_size

@@ -154,7 +154,7 @@ class ModelRunner:
     def forward(
         self, slices: Sequence[SequenceSlice], observation: Observation | None = None
     ) -> torch.Tensor:
-        """Run one flat batch; see `model.batch.Runner.forward`. `observation`, if any, says what is observed."""
+        """Run one flat batch; see `model.batch.Runner.forward`. `observation` says what of it is observed."""
         inputs = self.pack(slices)
         if observation is not None:
             inputs = replace(inputs, metadata=replace(inputs.metadata, observation=observation))

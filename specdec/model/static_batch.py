@@ -123,7 +123,7 @@ class StaticBatch:
         self._paged = paged_batch(runner, backend, work)
 
     def holds(self, inputs: ForwardInputs) -> bool:
-        """Whether the batch fits: rows, logits, work of the attention; and whether it is chains only, unobserved."""
+        """Whether the batch fits: rows, logits, work of the attention; and is of chains only, unobserved."""
         metadata = inputs.metadata
         return (
             metadata.ancestor_mask is None

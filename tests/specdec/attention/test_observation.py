@@ -99,7 +99,9 @@ def expected_masses(case: Case, num_observed: list[int], keys: torch.Tensor) -> 
                 for index in seen:
                     block, offset = divmod(index, case.block_size)
                     key = keys[piece.block_table[block], head // group, offset].double()
-                    scores.append(float(case.query[end - num_rows + row, head].double() @ key) * layer.scaling)
+                    scores.append(
+                        float(case.query[end - num_rows + row, head].double() @ key) * layer.scaling
+                    )
                 logits = torch.tensor(scores, dtype=torch.float64)
                 if layer.softcap is not None:
                     logits = layer.softcap * torch.tanh(logits / layer.softcap)
