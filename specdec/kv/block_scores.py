@@ -21,7 +21,7 @@ Masses = NDArray[np.float32]
 
 MAX_WINDOW = 32
 """Tokens whose attention counts for one score, at most: the observation window of a prompt."""
-DECAY = 0.9
+DECAY = 0.5
 """How much less a token's attention counts for each token that has come since."""
 
 
