@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from specdec.attention.metadata import AttentionMetadata
+from specdec.attention.observation import observe_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,10 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def observes(self) -> bool:
+        """Whether `attend` does what `metadata.observation` asks for; if not, `observe_blocks` does."""
+        ...
 
     def begin(self, metadata: AttentionMetadata) -> Any:
         """Prepare what all layers of one step share."""
@@ -100,7 +105,7 @@ class PagedBatch:
     ) -> torch.Tensor:
         """Run layer `layer_idx`: query [T, H, D], key and value [T, G, D] -> [T, H, D]."""
         index = layer_idx - self.layers[0].layer_idx
-        return self.backend.attend(
+        rows = self.backend.attend(
             query,
             key,
             value,
@@ -110,3 +115,7 @@ class PagedBatch:
             plan=self.plan,
             layer=self.layers[index],
         )
+        observation = self.metadata.observation
+        if observation is not None and not self.backend.observes:
+            observe_blocks(query, self.caches.keys[index], self.metadata, self.layers[index], observation)
+        return rows

@@ -19,12 +19,26 @@ import torch
 from specdec.attention.base import LayerAttention
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.native import load_library, resolve_cache_dir
+from specdec.attention.observation import Observation
 
 SOURCE = Path(__file__).parent / "csrc" / "attention.cpp"
 _ENTRY_POINTS = {
     torch.float32: "drafthouse_paged_attention_f32",
     torch.bfloat16: "drafthouse_paged_attention_bf16",
 }
+
+
+class NativeObservation(ctypes.Structure):
+    """`dh::Observation`: where rows tell what they attend to."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("masses", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("skips_windows", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
 
 
 class NativeStep(ctypes.Structure):
@@ -41,6 +55,7 @@ class NativeStep(ctypes.Structure):
         ("num_sequences", ctypes.c_int32),
         ("table_width", ctypes.c_int32),
         ("mask_width", ctypes.c_int32),
+        ("observation", NativeObservation),
     ]
 
 
@@ -94,6 +109,7 @@ class CpuPagedAttention:
     """
 
     name = "cpu"
+    observes = True
 
     def __init__(self, cache_dir: str | Path | None = None) -> None:
         library = load_library(SOURCE, resolve_cache_dir(cache_dir))
@@ -141,7 +157,7 @@ class CpuPagedAttention:
 
 def native_step(metadata: AttentionMetadata) -> NativeStep:
     """Describe `metadata` to the kernels; its tensors must outlive the result."""
-    mask = metadata.ancestor_mask
+    mask, observation = metadata.ancestor_mask, metadata.observation
     return NativeStep(
         metadata.query_start.data_ptr(),
         metadata.context_lens.data_ptr(),
@@ -153,6 +169,21 @@ def native_step(metadata: AttentionMetadata) -> NativeStep:
         metadata.num_sequences,
         metadata.block_tables.shape[1],
         0 if mask is None else mask.shape[1],
+        NativeObservation() if observation is None else native_observation(observation),
+    )
+
+
+def native_observation(observation: Observation) -> NativeObservation:
+    """Describe `observation` to the kernels; its tensors must outlive the result."""
+    assert observation.masses.is_contiguous()
+    _, num_heads, width = observation.masses.shape
+    return NativeObservation(
+        observation.masses.data_ptr(),
+        observation.rows.data_ptr(),
+        num_heads,
+        width,
+        observation.skips_windows,
+        0,
     )
 
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specdec.attention.observation import Observation
 from specdec.tree.masks import ancestor_mask
 from specdec.tree.topology import Topology
 
@@ -64,6 +65,8 @@ class AttentionMetadata:
     block_size: int
     max_query_len: int
     max_context_len: int
+    observation: Observation | None = None
+    """Asks what rows attend to; see there."""
 
     @property
     def num_rows(self) -> int:
@@ -77,7 +80,7 @@ class AttentionMetadata:
 
     def to(self, device: torch.device) -> AttentionMetadata:
         """Return a copy with its tensors on `device`."""
-        mask = self.ancestor_mask
+        mask, observation = self.ancestor_mask, self.observation
         return replace(
             self,
             query_start=self.query_start.to(device),
@@ -86,6 +89,7 @@ class AttentionMetadata:
             slot_mapping=self.slot_mapping.to(device),
             positions=self.positions.to(device),
             ancestor_mask=None if mask is None else mask.to(device),
+            observation=None if observation is None else observation.to(device),
         )
 
     def padded(
@@ -94,8 +98,9 @@ class AttentionMetadata:
         """Return a copy grown to static sizes: T = num_rows, S = num_sequences, B = num_blocks.
 
         `max_query_len` widens the ancestor mask, where there is one. Sizes must not be smaller than
-        the batch's own.
+        the batch's own, in which nothing is observed.
         """
+        assert self.observation is None, "what is observed runs as it is"
         width = self.max_query_len if max_query_len is None else max_query_len
         total_rows = sum(self.query_lens_host)
         mask = self.ancestor_mask

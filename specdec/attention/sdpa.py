@@ -56,6 +56,7 @@ class SdpaAttention:
     """Reference backend: two matrix products and an fp32 softmax over gathered blocks."""
 
     name = "sdpa"
+    observes = False
 
     def begin(self, metadata: AttentionMetadata) -> _Plan:
         """Group the step's sequences and find the pool coordinates of its rows."""

@@ -101,6 +101,7 @@ class TritonPagedAttention:
     """Attention backend for fp32, bf16 and fp16 on CUDA (fp32 products are never rounded to TF32)."""
 
     name = "triton"
+    observes = False
 
     def __init__(self, device: torch.device, *, max_context: int, splits_all: bool = False) -> None:
         """Prepare for one device and model.

@@ -12,13 +12,16 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from specdec.attention.observation import Observation
 from specdec.core.description import TargetDescription
 from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.engine.attention_watch import AttentionWatch
 from specdec.engine.judge import Judge
 from specdec.engine.self_drafter import SelfDrafter
+from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
 from specdec.model.runner import ModelRunner
@@ -39,6 +42,8 @@ class _SequenceState:
     needs_logits: bool
     """Whether something is done with its logits beside the token function."""
     shift: PositionShift | None
+    scores: BlockScores | None
+    """What its own drafts are to attend to; None: the length says."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
 
 
@@ -92,6 +97,10 @@ class LocalTarget:
         if self_drafting is not None:
             assert self._judge is None, "drafts at the noise of the target are for sample_and_match"
             self._self_drafter = SelfDrafter(runner, sampler, self_drafting)
+        self._make_scores = None if self_drafting is None else self_drafting.make_scores
+        self._watch: AttentionWatch | None = None
+        if self._make_scores is not None and self._make_scores() is not None:
+            self._watch = AttentionWatch(runner)
         self._sequences: dict[RequestId, _SequenceState] = {}
         self._pending: deque[TargetStep] = deque()
         loaded = runner.loaded
@@ -160,12 +169,14 @@ class LocalTarget:
             token_ids=list(admitted.token_ids),
             shift=None if rotary is None else rotary.shift(admitted.kv_variant, admitted.num_prompt_tokens),
             needs_logits=shaper is not None or params.grammar is not None or params.logprobs is not None,
+            scores=None if self._make_scores is None else self._make_scores(),
         )
 
     def _run_with_drafts(self, step: TargetStep, drafter: SelfDrafter) -> TargetResult:
         """Draft behind the works that ask for it, then run the step with their drafts."""
         started_s = time.perf_counter()
-        chains = iter(drafter.draft([self._start(work) for work in step.works if work.num_self_drafted]))
+        drafting = [work for work in step.works if work.num_self_drafted]
+        chains = iter(drafter.draft([self._start(work) for work in drafting], self._scores_of(drafting)))
         drafts = [tuple(next(chains)) if work.num_self_drafted else () for work in step.works]
         works = tuple(map(_with_draft, step.works, drafts))
         draft_s = time.perf_counter() - started_s
@@ -196,13 +207,16 @@ class LocalTarget:
 
     def _run(self, step: TargetStep) -> TargetResult:
         slices = [self._slice(work) for work in step.works]
-        generated = self._try_generate(step.works, slices)
+        observation = None
+        if self._watch is not None:
+            observation = self._watch.ask(step.works, self._scores_of(step.works))
+        generated = self._try_generate(step.works, slices, observation)
         if generated is not None:
             results = self._results(step.works, generated.token_ids)
             forward_s, sample_s = generated.forward_s, generated.choose_s
         else:
             started_s = time.perf_counter()
-            logits = self._runner.forward(slices)
+            logits = self._runner.forward(slices, observation)
             _synchronize(logits)
             forward_s = time.perf_counter() - started_s
             scores: _PromptScores = {}
@@ -212,6 +226,9 @@ class LocalTarget:
             if scores:
                 results = _with_scores(results, scores)
             sample_s = time.perf_counter() - started_s - forward_s
+        if observation is not None:
+            assert self._watch is not None
+            self._watch.learn(observation, step.works, results, self._scores_of(step.works))
         return TargetResult(
             step_id=step.step_id,
             results=results,
@@ -220,7 +237,12 @@ class LocalTarget:
             kv_generation=self._runner.kv_generation,
         )
 
-    def _try_generate(self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice]) -> Generated | None:
+    def _scores_of(self, works: Sequence[TargetWork]) -> list[BlockScores | None]:
+        return [self._sequences[work.request_id].scores for work in works]
+
+    def _try_generate(
+        self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice], observation: Observation | None
+    ) -> Generated | None:
         """Forward and choice in one call, where both are compiled and nobody wants to see the logits."""
         states = [self._sequences[work.request_id] for work in works]
         if any(state.needs_logits for state in states) or any(work.scored_token_ids for work in works):
@@ -229,7 +251,9 @@ class LocalTarget:
         if self._judge is not None and any(map(self._judge.concerns, works, sequences)):
             return None
         chooser = self._sampler.chooser(sequences, self._runner.vocab_size)
-        return None if chooser is None else self._runner.try_generate(slices, [0] * len(slices), chooser)
+        if chooser is None:
+            return None
+        return self._runner.try_generate(slices, [0] * len(slices), chooser, observation)
 
     def _slice(self, work: TargetWork) -> SequenceSlice:
         """Apply the work's block table update and describe its rows."""

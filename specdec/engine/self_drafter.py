@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import GeneratingRunner
 from specdec.proposers.draft_loop import ChainStart, NativeDraftLoop, StepwiseDraftLoop
@@ -25,14 +26,17 @@ class SelfDrafter:
         self._fused = NativeDraftLoop(runner, sampler, runner.vocab_size)
         self._stepwise = StepwiseDraftLoop(runner, sampler, runner.vocab_size)
 
-    def draft(self, starts: Sequence[ChainStart]) -> list[list[int]]:
-        """Return the chain of each start, given as for a draft that attends to everything."""
-        selected = [self._select(start) for start in starts]
+    def draft(self, starts: Sequence[ChainStart], scores: Sequence[BlockScores | None]) -> list[list[int]]:
+        """Return the chain of each start, given as for a draft that attends to everything.
+
+        `scores` are those of the sequences, as the selection has made them.
+        """
+        selected = [self._select(*one) for one in zip(starts, scores, strict=True)]
         chains = self._fused.try_draft(selected)
         return self._stepwise.draft(selected) if chains is None else chains
 
-    def _select(self, start: ChainStart) -> ChainStart:
-        selection = self._selection.select(start.start)
+    def _select(self, start: ChainStart, scores: BlockScores | None) -> ChainStart:
+        selection = self._selection.select(start.start, scores)
         if selection.num_dropped == 0:
             return start
         return start._replace(

@@ -8,20 +8,28 @@ gaps; K in pages is rotated by absolute positions already, and new rows are give
 `streaming` is the attention sink and recent window of StreamingLLM (Xiao et al., arXiv 2309.17453), as the
 drafts of MagicDec (Chen et al., arXiv 2408.11049) use it. Being chosen anew from the length each time, the
 window rolls by itself.
+
+`snapkv` and `verified` take blocks from between sink and window, by scores of their own
+(`kv.block_scores`), as many as `streaming` takes at that length.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from specdec.core.config import StrictConfig
+from specdec.kv.block_scores import BlockScores, RunningScores, WindowScores
 from specdec.kv.block_table import num_blocks_for
 
-KvPolicyName = Literal["full", "streaming"]
+KvPolicyName = Literal["full", "streaming", "snapkv", "verified"]
+_SNAPKV_INTERVAL = 32
 
 
 class Selection(NamedTuple):
@@ -41,10 +49,17 @@ class Selection(NamedTuple):
 
 
 class KvSelection(Protocol):
-    """A policy. Pure: the same length gives the same selection."""
+    """A policy. Pure: the same length and scores give the same selection."""
 
-    def select(self, num_tokens: int) -> Selection:
-        """Select from the blocks of a sequence with `num_tokens` cached tokens, at positions from 0 on."""
+    def select(self, num_tokens: int, scores: BlockScores | None = None) -> Selection:
+        """Select from the blocks of a sequence with `num_tokens` cached tokens, at positions from 0 on.
+
+        `scores` are the sequence's, from `make_scores`.
+        """
+        ...
+
+    def make_scores(self) -> BlockScores | None:
+        """Return the scores of a new sequence; None: the length is all that counts."""
         ...
 
 
@@ -55,9 +70,12 @@ class FullSelection:
         """Select from blocks of `block_size` tokens."""
         self._block_size = block_size
 
-    def select(self, num_tokens: int) -> Selection:
+    def select(self, num_tokens: int, scores: BlockScores | None = None) -> Selection:
         """See `KvSelection`."""
         return Selection(range(num_blocks_for(num_tokens, self._block_size)), 0)
+
+    def make_scores(self) -> None:
+        """See `KvSelection`."""
 
 
 class StreamingSelection:
@@ -74,7 +92,15 @@ class StreamingSelection:
         self._num_sink_blocks = num_blocks_for(sink_tokens, block_size)
         self._block_size = block_size
 
-    def select(self, num_tokens: int) -> Selection:
+    @property
+    def num_sink_blocks(self) -> int:
+        """Blocks of the sink."""
+        return self._num_sink_blocks
+
+    def make_scores(self) -> None:
+        """See `KvSelection`."""
+
+    def select(self, num_tokens: int, scores: BlockScores | None = None) -> Selection:
         """See `KvSelection`."""
         num_blocks = num_blocks_for(num_tokens, self._block_size)
         num_recent = self._budget.tokens(num_tokens) - self._sink_tokens
@@ -85,6 +111,51 @@ class StreamingSelection:
         sink = range(self._num_sink_blocks)
         window = range(self._num_sink_blocks + num_gap_blocks, num_blocks)
         return Selection((*sink, *window), num_gap_blocks * self._block_size)
+
+
+class ScoredSelection:
+    """The sink, a small window of the last tokens, and between them the blocks of the highest scores.
+
+    As many blocks as `StreamingSelection` selects at that length, and these themselves as long as nothing is
+    known of the sequence. Blocks too young to have a score come before all that have one, ties go to the
+    later block.
+    """
+
+    RECENT_SHARE = 4
+    """One in so many of the blocks behind the sink is of the window, and two at least."""
+
+    def __init__(self, streaming: StreamingSelection, make_scores: Callable[[], BlockScores]) -> None:
+        """Select what `streaming` would, as far as `make_scores` knows nothing better."""
+        self._streaming = streaming
+        self._make_scores = make_scores
+
+    def make_scores(self) -> BlockScores:
+        """See `KvSelection`."""
+        return self._make_scores()
+
+    def select(self, num_tokens: int, scores: BlockScores | None = None) -> Selection:
+        """See `KvSelection`."""
+        streamed = self._streaming.select(num_tokens)
+        values = None if scores is None else scores.values
+        if values is None or streamed.num_dropped == 0:
+            return streamed
+        num_blocks, num_sink = streamed.blocks[-1] + 1, self._streaming.num_sink_blocks
+        num_others = len(streamed.blocks) - num_sink
+        num_recent = min(num_others, max(2, num_others // self.RECENT_SHARE))
+        first_recent = num_blocks - num_recent
+        chosen = _highest(values, num_sink, first_recent, num_others - num_recent)
+        return Selection((*range(num_sink), *chosen, *range(first_recent, num_blocks)), streamed.num_dropped)
+
+
+def _highest(values: NDArray[np.float32], first: int, end: int, count: int) -> list[int]:
+    """Return, in order, the `count` indices from `first` to `end - 1` of the highest values."""
+    candidates = np.full(end - first, np.inf, np.float32)
+    known = values[first:end]
+    candidates[: len(known)] = known
+    # Stable, so that all ranks of a model choose alike.
+    order = np.argsort(candidates, kind="stable")
+    chosen: list[int] = (np.sort(order[len(order) - count :]) + first).tolist()
+    return chosen
 
 
 class KvBudget(NamedTuple):
@@ -113,14 +184,20 @@ class KvSelectionConfig(StrictConfig):
     """Which part of a sequence's K/V drafts attend to (`speculative_config.kv`)."""
 
     policy: KvPolicyName = "full"
-    """full: everything; streaming: the first tokens and a window of the last ones."""
+    """full: everything; streaming: the first tokens and a window of the last ones; snapkv and verified: the
+    first tokens, a small window, and the blocks to which the latest tokens attend most. snapkv scores blocks
+    now and then, over the last tokens before that; verified keeps a running mean of what verification
+    sees. Both need `method: self`: a draft model drops what it does not attend to."""
     budget: int | float = 0.05
     """Tokens that a draft attends to. An integer: tokens; a number below 1 (write 0.05 or "5%"): share of the
     sequence's length, at least `floor`."""
     floor: int = Field(default=256, ge=1)
     """Least budget (tokens) where it is a share of the length."""
     sink_tokens: int = Field(default=4, ge=0)
-    """streaming: tokens from the beginning that always belong to the budget; whole blocks are selected."""
+    """Tokens from the beginning that always belong to the budget; whole blocks are selected."""
+    rescore_every: int | None = Field(default=None, ge=1)
+    """snapkv: committed tokens between two scorings, 32 unless given; verified: between two rounds that are
+    looked at, 1 unless given: every round."""
 
     positions: Literal["absolute", "in_cache"] = "absolute"
     """absolute: tokens that are attended to keep their positions in the text, so a draft model drafts up to
@@ -149,7 +226,14 @@ class KvSelectionConfig(StrictConfig):
             )
         if isinstance(self.budget, int) and self.budget < 1:
             raise ValueError(f"budget: {self.budget} tokens are none")
+        if self.rescore_every is not None and not self.is_scored:
+            raise ValueError(f"rescore_every: policy {self.policy} scores nothing: leave it out")
         return self
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the policy chooses by what the target attends to."""
+        return self.policy in ("snapkv", "verified")
 
     @property
     def token_budget(self) -> KvBudget:
@@ -176,4 +260,9 @@ class KvSelectionConfig(StrictConfig):
         if self.policy == "full":
             return FullSelection(block_size)
         budget = self.token_budget._replace(most=most_tokens)
-        return StreamingSelection(budget, sink_tokens=self.sink_tokens, block_size=block_size)
+        streaming = StreamingSelection(budget, sink_tokens=self.sink_tokens, block_size=block_size)
+        if self.policy == "streaming":
+            return streaming
+        if self.policy == "snapkv":
+            return ScoredSelection(streaming, partial(WindowScores, self.rescore_every or _SNAPKV_INTERVAL))
+        return ScoredSelection(streaming, partial(RunningScores, self.rescore_every or 1))

@@ -14,6 +14,7 @@ from typing import Protocol, TypeGuard
 import torch
 
 from specdec.attention.base import AttentionBackend
+from specdec.attention.observation import Observation
 from specdec.attention.triton import MAX_PARTIAL_BYTES, TritonPagedAttention, TritonUnavailable
 from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
@@ -211,6 +212,7 @@ class CudaForward(GraphRecording):
         num_more: Sequence[int],
         chooser: NativeChooser,
         incoming: Incoming | None = None,
+        observation: Observation | None = None,
     ) -> Generated | None:
         """None: native choosers run on CPUs (`proposers.draft_graph` drafts on a GPU)."""
         return None

@@ -19,6 +19,7 @@ import torch
 
 from specdec.attention.cpu import CpuPagedAttention, NativeLayer
 from specdec.attention.native import NativeUnavailable, resolve_cache_dir
+from specdec.attention.observation import Observation
 from specdec.core.errors import TransportError
 from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
@@ -238,6 +239,7 @@ class CompiledForward:
         num_more: Sequence[int],
         chooser: NativeChooser,
         incoming: Incoming | None = None,
+        observation: Observation | None = None,
     ) -> Generated | None:
         """See `ForwardGraphs.try_generate`: None when nothing is compiled, and for trees.
 
@@ -251,7 +253,7 @@ class CompiledForward:
         if any(self._has_no_table(piece, more) for piece, more in zip(slices, num_more, strict=True)):
             return None
         arrived = None if incoming is None else incoming()
-        return self._forward.generate(slices, num_more, chooser, self._caches, arrived)
+        return self._forward.generate(slices, num_more, chooser, self._caches, arrived, observation)
 
     def _has_no_table(self, piece: SequenceSlice, num_more: int) -> bool:
         """Whether position ids of a slice, or of the tokens behind it, are beyond those of the tables."""

@@ -17,9 +17,16 @@ from typing import Any, ClassVar
 import torch
 
 from specdec.attention.base import LayerAttention, LayerCaches
-from specdec.attention.cpu import NativeLayer, native_layer, native_step
+from specdec.attention.cpu import (
+    NativeLayer,
+    NativeObservation,
+    native_layer,
+    native_observation,
+    native_step,
+)
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.native import load_library
+from specdec.attention.observation import Observation
 from specdec.kv.huge_pages import huge_zeros
 from specdec.model.batch import NO_TOKEN, Generated, NativeChooser, SequenceSlice
 from specdec.model.lowering import (
@@ -261,7 +268,7 @@ def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.drafthouse_program_generate.argtypes = (
         *(pointer, pointer, pointer, integer),
-        *(pointer, pointer, ctypes.c_int32, pointer, pointer),
+        *(pointer, pointer, ctypes.c_int32, pointer, pointer, pointer),
     )
     return library
 
@@ -402,10 +409,12 @@ class NativeForward:
         chooser: NativeChooser,
         caches: ctypes.Array[NativeLayer],
         incoming: torch.Tensor | None = None,
+        observation: Observation | None = None,
     ) -> Generated:
         """Run chains and choose tokens from their logits; see `GeneratingRunner.try_generate`.
 
-        With `incoming` (see `run`) there is one forward: `num_more` is 0 everywhere.
+        With `incoming` (see `run`) there is one forward: `num_more` is 0 everywhere. The first forward is the
+        one that is observed.
 
         Raises:
             IndexError: a token id is out of range.
@@ -433,10 +442,11 @@ class NativeForward:
         chosen = array("q", (NO_TOKEN,)) * num_tokens
         seconds = array("d", (0.0, 0.0))
         native_chooser = _Chooser(chooser.function, chooser.parameters)
+        observed = NativeObservation() if observation is None else native_observation(observation)
         failure = self._generate(
             *(self._program, caches, described.buffer_info()[0], len(slices)),
             *(token_ids.buffer_info()[0], ctypes.byref(native_chooser), torch.get_num_threads()),
-            *(chosen.buffer_info()[0], seconds.buffer_info()[0]),
+            *(chosen.buffer_info()[0], seconds.buffer_info()[0], ctypes.byref(observed)),
         )
         self._raise_failure(failure)
         return Generated(chosen.tolist(), *seconds)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specdec.attention.base import AttentionBackend
+from specdec.attention.observation import Observation
 from specdec.kv.config import CacheConfig
 from specdec.kv.pool import KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
@@ -67,12 +68,15 @@ class StageRunner(ModelRunner):
         )
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Run one flat batch through this stage.
+    def forward(
+        self, slices: Sequence[SequenceSlice], observation: Observation | None = None
+    ) -> torch.Tensor:
+        """Run one flat batch, of which nothing is observed, through this stage.
 
         Raises:
             TransportError: a rank is gone.
         """
+        assert observation is None, "what stages attend to is not put together"
         loaded, stage = self.loaded, self._stage
         batches = micro_batches(slices, limit=self._max_parts, min_tokens=self._min_tokens)
         arrivals = [
@@ -99,13 +103,18 @@ class StageRunner(ModelRunner):
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).float()
 
     def try_generate(
-        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+        self,
+        slices: Sequence[SequenceSlice],
+        num_more: Sequence[int],
+        chooser: NativeChooser,
+        observation: Observation | None = None,
     ) -> Generated | None:
         """See `model.batch.GeneratingRunner.try_generate`: None too for rounds of several parts.
 
         Raises:
             TransportError: a rank is gone.
         """
+        assert observation is None, "what stages attend to is not put together"
         loaded, stage = self.loaded, self._stage
         if self.graphs is None or not stage.is_last or any(num_more):
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 
 from specdec.attention.base import AttentionBackend, PagedBatch
 from specdec.attention.metadata import AttentionMetadata, build_metadata
+from specdec.attention.observation import Observation
 from specdec.attention.sdpa import SdpaAttention
 from specdec.kv.config import CacheConfig
 from specdec.kv.pool import FIRST_BLOCK, KvPool
@@ -81,8 +82,9 @@ class ForwardGraphs(Protocol):
         num_more: Sequence[int],
         chooser: NativeChooser,
         incoming: Incoming | None = None,
+        observation: Observation | None = None,
     ) -> Generated | None:
-        """See `batch.GeneratingRunner.try_generate`.
+        """See `batch.GeneratingRunner.try_generate`; `observation` is of the first forward.
 
         `incoming` is called, once, when it is certain that the answer is not None: it returns what
         `ForwardInputs.incoming` would hold.
@@ -149,9 +151,14 @@ class ModelRunner:
                 loaded.max_model_len,
             )
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Run one flat batch; see `model.batch.Runner.forward`."""
-        return self.forward_packed(self.pack(slices))
+    def forward(
+        self, slices: Sequence[SequenceSlice], observation: Observation | None = None
+    ) -> torch.Tensor:
+        """Run one flat batch; see `model.batch.Runner.forward`. `observation` says what of it is observed."""
+        inputs = self.pack(slices)
+        if observation is not None:
+            inputs = replace(inputs, metadata=replace(inputs.metadata, observation=observation))
+        return self.forward_packed(inputs)
 
     @torch.inference_mode()
     def forward_packed(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -162,10 +169,19 @@ class ModelRunner:
         return logits.float()
 
     def try_generate(
-        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+        self,
+        slices: Sequence[SequenceSlice],
+        num_more: Sequence[int],
+        chooser: NativeChooser,
+        observation: Observation | None = None,
     ) -> Generated | None:
-        """See `model.batch.GeneratingRunner.try_generate`: None while the forward runs eagerly."""
-        return None if self.graphs is None else self.graphs.try_generate(slices, num_more, chooser)
+        """See `model.batch.GeneratingRunner.try_generate`: None while the forward runs eagerly.
+
+        `observation`, if any, says what of the first forward is observed.
+        """
+        if self.graphs is None:
+            return None
+        return self.graphs.try_generate(slices, num_more, chooser, observation=observation)
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

@@ -123,10 +123,11 @@ class StaticBatch:
         self._paged = paged_batch(runner, backend, work)
 
     def holds(self, inputs: ForwardInputs) -> bool:
-        """Whether the batch fits: rows, logits, work of the attention; and whether it is chains only."""
+        """Whether the batch fits: rows, logits, work of the attention; and is of chains only, unobserved."""
         metadata = inputs.metadata
         return (
             metadata.ancestor_mask is None
+            and metadata.observation is None
             and metadata.num_rows <= self.num_rows
             and inputs.logit_rows.shape[0] <= self._arrays.host["logit_rows"].shape[0]
             and self._backend.holds(self._size, metadata.query_lens_host, metadata.context_lens_host)

@@ -257,6 +257,11 @@ class SpeculativeConfig(StrictConfig):
                 "kv.positions: in_cache counts what a window keeps, and kv.policy: full keeps everything: "
                 "write policy: streaming, or leave positions out"
             )
+        if self.kv.is_scored and self.method != "self":
+            raise ValueError(
+                f"kv.policy: {self.kv.policy} needs method self: it looks at what the target attends to, and "
+                "brings back blocks that a draft model would have freed; write policy: streaming"
+            )
         if self.method == "self" and self.rejection_sample_method != "sample_and_match":
             raise ValueError(
                 f"rejection_sample_method: {self.rejection_sample_method} does not go with method self, "

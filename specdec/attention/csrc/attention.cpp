@@ -32,6 +32,7 @@ void run(const dh::Step& step, const dh::Layer& layer, const AttentionCall& call
         if (share.index == 0) {
           shared_plan.build(step, layer, share.size);
           shared_partials.reserve(shared_plan.num_partials, layer.head_dim);
+          if (dh::observes(step, layer)) shared_partials.reserve_sums(shared_plan.items.size());
         }
         dh::write_kv(share, step, layer, op);
       },

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "observation.h"
 #include "simd.h"
 #include "team.h"
 #include "tiles.h"
@@ -36,6 +37,7 @@ struct Step {
   int32_t num_sequences;
   int32_t table_width;
   int32_t mask_width;
+  Observation observation;
 };
 
 // What one layer's attention is. Pools are [blocks, num_kv_heads, block_size, head_dim], contiguous.
@@ -50,6 +52,11 @@ struct Layer {
   float scaling;
   float softcap;  // 0: none
 };
+
+// Whether anything of a layer is observed.
+inline bool observes(const Step& step, const Layer& layer) {
+  return step.observation.masses != nullptr && !(step.observation.skips_windows && layer.window != 0);
+}
 
 // [rows, heads, head_dim] with unit stride in the last dimension; strides in elements.
 template <typename T>
@@ -142,9 +149,10 @@ class BlockAttention {
 
   int padded_dim() const { return padded_dim_; }
 
-  // Loads the query rows of `block` and forgets the state.
+  // Loads the query rows of `block` and forgets the state; nothing is recorded.
   void begin(const RowBlock& block) {
     block_ = block;
+    sums_ = nullptr;
     row_start_ = step_.query_start[block.sequence];
     context_ = step_.context_lens[block.sequence];
     base_ = context_ - (step_.query_start[block.sequence + 1] - row_start_);
@@ -155,12 +163,28 @@ class BlockAttention {
     }
   }
 
+  // Records the sums of blocks of the keys [first, last), which are attended to next, when a row is observed.
+  void record(BlockSums* sums, int first, int last) {
+    for (int r = 0; r < block_.count && sums_ == nullptr; ++r)
+      if (step_.observation.rows[row(r)] >= 0) sums_ = sums;
+    if (sums_ != nullptr) sums_->begin(block_.count, first / layer_.block_size, (last - 1) / layer_.block_size + 1);
+  }
+
+  // Tells what row r attends to of the blocks in `sums`, once its maximum and total are known.
+  void tell(const BlockSums& sums, int r, float maximum, float total) const {
+    const Observation& told = step_.observation;
+    const int32_t number = told.rows[row(r)];
+    if (number >= 0)
+      sums.hand_over(r, maximum, total, told.masses + (int64_t(number) * told.num_heads + head(r)) * told.width,
+                     told.width);
+  }
+
   // Attends to keys [first, last) chunk by chunk and writes the rows. Then `after` is attended to.
   void attend_and_write(int first, int last, const Keys& after) {
     if (first / kChunk == (last - 1) / kChunk) {
       reset();
       attend(first, last, after);
-      for (int r = 0; r < block_.count; ++r) write(r, total_[r], weighted_ + r * padded_dim_);
+      finish(maximum_, total_, weighted_);
       return;
     }
     std::fill(merged_maximum_, merged_maximum_ + block_.count, kMinusInfinity);
@@ -174,7 +198,7 @@ class BlockAttention {
         merge(merged_maximum_ + r, merged_total_ + r, merged_weighted_ + r * padded_dim_, maximum_[r], total_[r],
               weighted_ + r * padded_dim_, padded_dim_);
     }
-    for (int r = 0; r < block_.count; ++r) write(r, merged_total_[r], merged_weighted_ + r * padded_dim_);
+    finish(merged_maximum_, merged_total_, merged_weighted_);
   }
 
   // Attends to keys [first, last) of one chunk and leaves row r's partial result at `target(r)`:
@@ -212,6 +236,13 @@ class BlockAttention {
   }
 
  private:
+  void finish(const float* maximum, const float* total, const float* weighted) const {
+    for (int r = 0; r < block_.count; ++r) {
+      write(r, total[r], weighted + r * padded_dim_);
+      if (sums_ != nullptr) tell(*sums_, r, maximum[r], total[r]);
+    }
+  }
+
   void reset() {
     std::fill(maximum_, maximum_ + block_.count, kMinusInfinity);
     std::fill(total_, total_ + block_.count, 0.0f);
@@ -228,6 +259,9 @@ class BlockAttention {
       num_next_ = locate(key + kStep < last ? Keys{block_.sequence, block_.kv_head, key + kStep, last} : after, next_);
       score(key, count);
       update(count);
+      if (sums_ != nullptr)
+        for (int r = 0; r < block_.count; ++r)
+          sums_->add(r, key, count, layer_.block_size, maximum_[r], scores_ + r * kStep);
       accumulate(count);
       std::swap(here_, next_);
     }
@@ -409,6 +443,7 @@ class BlockAttention {
   int64_t row_start_ = 0;
   int context_ = 0;
   int base_ = 0;  // cached tokens older than this step
+  BlockSums* sums_ = nullptr;
   const T* values_[kStep];
   int64_t offsets_[2][kStep];
   int64_t* here_ = offsets_[0];  // of the step's keys and values in the pool
@@ -526,18 +561,22 @@ struct AttentionPlan {
 // Partial results of chunks: per row maximum, total and padded_dim weighted sums.
 struct PartialResults {
   std::vector<float> values;
+  std::vector<BlockSums> sums;  // of each item, where a step is observed
   int stride = 0;
 
   void reserve(int64_t num_partials, int head_dim) {
     stride = round_up(head_dim, kLanes) + kLanes;
     if (int64_t(values.size()) < num_partials * stride) values.resize(num_partials * stride);
   }
+  void reserve_sums(size_t num_items) {
+    if (sums.size() < num_items) sums.resize(num_items);
+  }
   float* at(int64_t index) { return values.data() + index * stride; }
 };
 
 template <typename T>
 void merge_chunks(BlockAttention<T>& attention, const AttentionPlan& plan, const Split& split,
-                  PartialResults& partials) {
+                  PartialResults& partials, bool is_observed) {
   const RowBlock& block = plan.items[split.first_item].block;
   const int dim = attention.padded_dim();
   alignas(64) float weighted[kMaxHeadDim];
@@ -550,6 +589,9 @@ void merge_chunks(BlockAttention<T>& attention, const AttentionPlan& plan, const
       BlockAttention<T>::merge(&maximum, &total, weighted, partial[0], partial[1], partial + kLanes, dim);
     }
     attention.write(r, total, weighted);
+    if (!is_observed) continue;
+    for (int chunk = 0; chunk < split.num_chunks; ++chunk)
+      attention.tell(partials.sums[split.first_item + chunk], r, maximum, total);
   }
 }
 
@@ -570,10 +612,13 @@ template <typename T>
 void paged_attention(const Share& share, const Step& step, const Layer& layer, const Operands<T>& op,
                      AttentionPlan& plan, PartialResults& partials) {
   BlockAttention<T> attention(step, layer, op);
+  static thread_local BlockSums sums;
+  const bool is_observed = observes(step, layer);
   for (int i = plan.share_start[share.index]; i < plan.share_start[share.index + 1]; ++i) {
     const WorkItem& item = plan.items[i];
     const Keys after = i + 1 < plan.share_start[share.index + 1] ? plan.items[i + 1].keys() : Keys{};
     attention.begin(item.block);
+    if (is_observed) attention.record(item.split < 0 ? &sums : partials.sums.data() + i, item.first_key, item.last_key);
     if (item.split < 0) {
       attention.attend_and_write(item.first_key, item.last_key, after);
       continue;
@@ -583,7 +628,7 @@ void paged_attention(const Share& share, const Step& step, const Layer& layer, c
     Split& split = plan.splits[item.split];
     if (split.finished.fetch_add(1, std::memory_order_acq_rel) == split.num_chunks - 1) {
       split.finished.store(0, std::memory_order_relaxed);  // for the next layer
-      merge_chunks(attention, plan, split, partials);
+      merge_chunks(attention, plan, split, partials, is_observed);
     }
   }
 }

@@ -4,6 +4,7 @@
 // specdec/model/native_forward.py mirrors the structs.
 
 #include <chrono>
+#include <utility>
 #include <vector>
 
 #include "experts.h"
@@ -181,6 +182,7 @@ class Program : public dh::Phased {
       planned[instruction.plan] = true;
       num_partials = std::max(num_partials, plans_[instruction.plan].num_partials);
       head_dim = std::max(head_dim, layer.head_dim);
+      if (step_.observation.masses != nullptr) partials_.reserve_sums(plans_[instruction.plan].items.size());
     }
     partials_.reserve(num_partials, head_dim);
   }
@@ -425,9 +427,11 @@ class Program : public dh::Phased {
 // Slices, the tokens chosen at their logit rows, and as many more behind the last of each as it wants.
 class Generation {
  public:
-  // `chosen` has room for num_logit_rows + num_more tokens of slice after slice, filled with kNone.
-  Generation(Program& program, const dh::Layer* layers, std::vector<dh::Slice> slices, int64_t* chosen)
-      : program_(program), layers_(layers), slices_(std::move(slices)) {
+  // `chosen` has room for num_logit_rows + num_more tokens of slice after slice, filled with kNone; the first
+  // forward is observed.
+  Generation(Program& program, const dh::Layer* layers, std::vector<dh::Slice> slices, int64_t* chosen,
+             const dh::Observation& observation)
+      : program_(program), layers_(layers), slices_(std::move(slices)), observation_(observation) {
     for (const dh::Slice& slice : slices_) {
       sequences_.push_back(int32_t(sequences_.size()));
       targets_.push_back(chosen);
@@ -451,7 +455,8 @@ class Generation {
  private:
   int forward(const int64_t* token_ids, const dh::Chooser& chooser, int num_threads) {
     layout_.build(slices_, layers_[0].block_size);
-    const dh::Step step = layout_.step();
+    dh::Step step = layout_.step();
+    step.observation = std::exchange(observation_, {});
     const std::vector<int64_t>& logit_rows = layout_.logit_rows();
     sequence_of_row_.clear();
     for (size_t s = 0; s < slices_.size(); ++s)
@@ -496,6 +501,7 @@ class Generation {
   const dh::Layer* const layers_;
   dh::Layout layout_;
   std::vector<dh::Slice> slices_;
+  dh::Observation observation_;
   std::vector<int32_t> sequences_;  // number of each slice in the call
   std::vector<int64_t*> targets_;   // where its next token goes
   std::vector<int32_t> sequence_of_row_;
@@ -534,8 +540,8 @@ int drafthouse_program_run(Program* program, const dh::Step* step, const dh::Lay
 // As Program::run. `seconds` takes what forwards and choices took.
 int drafthouse_program_generate(Program* program, const dh::Layer* layers, const dh::Slice* slices, int64_t num_slices,
                                 const int64_t* token_ids, const dh::Chooser* chooser, int32_t num_threads,
-                                int64_t* chosen, double* seconds) {
-  Generation generation(*program, layers, {slices, slices + num_slices}, chosen);
+                                int64_t* chosen, double* seconds, const dh::Observation* observation) {
+  Generation generation(*program, layers, {slices, slices + num_slices}, chosen, *observation);
   const int failed = generation.run(token_ids, *chooser, num_threads);
   seconds[0] = generation.forward_s();
   seconds[1] = generation.choose_s();

@@ -73,7 +73,7 @@ class Layout {
 
   Step step() const {
     return {query_start_.data(), context_lens_.data(), block_tables_.data(), slots_.data(), positions_.data(),
-            nullptr, int32_t(positions_.size()), int32_t(context_lens_.size()), table_width_, 0};
+            nullptr, int32_t(positions_.size()), int32_t(context_lens_.size()), table_width_, 0, {}};
   }
 
   // What the model is given; `Step::positions` are the places in the block table.

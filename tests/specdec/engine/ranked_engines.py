@@ -102,11 +102,14 @@ def config_of(
 
 
 def drafting(method: str, folder: Path) -> dict[str, Any]:
-    """The `speculative_config` of a method; a draft model is the target itself."""
+    """The `speculative_config` of a method; a draft model is the target itself, and the name of a policy may
+    follow that of method self.
+    """
+    method, _, policy = method.partition(" ")
     more: dict[str, dict[str, Any]] = {
         "ngram": {"prompt_lookup_min": 1},
         "draft_model": {"model": str(folder), "cache": {"num_blocks": 60, "block_size": 4}},
-        "self": {"kv": {"policy": "streaming", "budget": 16, "sink_tokens": 4}},
+        "self": {"kv": {"policy": policy or "streaming", "budget": 16, "sink_tokens": 4}},
     }
     return {"method": method, **more.get(method, {})}
 

@@ -260,7 +260,7 @@ def test_non_finite_logits_behind_a_draft_token_leave_what_comes_before(
     desk.run(work("a", PROMPT[:4], 0, 0, [5]))
     forward = runner.forward
 
-    def poisoned(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    def poisoned(slices: Sequence[SequenceSlice], observation: None) -> torch.Tensor:
         logits = forward(slices).clone()
         logits[1] = float("nan")
         return logits
@@ -322,7 +322,7 @@ def test_one_native_call_unless_somebody_wants_logits(
     forwards: list[int] = []
     stepwise = runner.forward
 
-    def counted(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    def counted(slices: Sequence[SequenceSlice], observation: None) -> torch.Tensor:
         forwards.append(len(slices))
         return stepwise(slices)
 

@@ -149,12 +149,15 @@ def test_same_tokens_with_a_draft_model_of_one_rank(
     assert answer.num_accepted > 50, "the model drafting for itself"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi3_longrope"])
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [("llama", "self"), ("phi3_longrope", "self"), ("llama", "self verified"), ("gemma2", "self snapkv")],
+)
 def test_same_tokens_when_the_target_drafts_for_itself(
-    rank_pool: Pools, folder_of: Callable[[str], Path], architecture: str
+    rank_pool: Pools, folder_of: Callable[[str], Path], architecture: str, method: str
 ) -> None:
     """All ranks draft what rank 0 drafts, in the step that rank 0 hands out anyway."""
-    answer = check(rank_pool(2), folder_of(architecture), [GREEDY, SAMPLED, SHAPED], method="self")
+    answer = check(rank_pool(2), folder_of(architecture), [GREEDY, SAMPLED, SHAPED], method=method)
     assert answer.num_accepted > 50
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from specdec.kv.block_scores import RunningScores
 from specdec.kv.block_table import num_blocks_for
-from specdec.kv.selection import FullSelection, KvBudget, KvSelectionConfig, Selection, StreamingSelection
+from specdec.kv.selection import (
+    FullSelection,
+    KvBudget,
+    KvSelectionConfig,
+    ScoredSelection,
+    Selection,
+    StreamingSelection,
+)
 
 
 def _streaming(
@@ -122,3 +132,71 @@ def test_make() -> None:
     config = KvSelectionConfig(policy="streaming", budget=8, sink_tokens=4)
     assert list(config.make(4).select(40).blocks) == [0, 9]
     assert list(KvSelectionConfig().make(4).select(40).blocks) == list(range(10))
+
+
+def _scores(values: Sequence[float]) -> RunningScores:
+    scores = RunningScores(1)
+    scores.learn(np.array([values], np.float32), 4 * len(values))
+    return scores
+
+
+def _scored(budget: int | float, *, sink: int = 4, block_size: int = 4, floor: int = 8) -> ScoredSelection:
+    streaming = _streaming(budget, sink=sink, block_size=block_size, floor=floor)
+    return ScoredSelection(streaming, lambda: RunningScores(1))
+
+
+def test_blocks_of_the_highest_scores_are_selected() -> None:
+    policy = _scored(24)
+    scores = _scores([0, 1, 9, 2, 8, 3, 7, 4, 0, 0])
+    # As many as streaming takes: the sink, two of the window, three between them, before two gaps and more.
+    assert policy.select(40, scores) == Selection((0, 2, 4, 6, 8, 9), 16)
+    assert policy.select(40) == _streaming(24).select(40) == Selection((0, 5, 6, 7, 8, 9), 16)
+    assert policy.select(40, RunningScores(1)) == policy.select(40), "nothing is known yet"
+    assert policy.select(40, scores).table(range(10, 22)) == [10, 12, 14, 16, 18, 19, 20, 21]
+
+
+def test_young_blocks_come_first_and_ties_go_to_the_later_one() -> None:
+    assert _scored(20).select(40, _scores([9, 9, 9, 9])).blocks == (0, 6, 7, 8, 9)
+    assert _scored(20).select(40, _scores([5.0] * 10)).blocks == (0, 6, 7, 8, 9)
+    assert _scored(20).select(40, _scores([5.0] * 7)).blocks == (0, 6, 7, 8, 9)
+
+
+@given(
+    num_tokens=st.integers(0, 1_000),
+    budget=st.one_of(st.integers(1, 1_200), st.floats(0.01, 1.0)),
+    sink=st.integers(0, 70),
+    block_size=st.sampled_from([1, 4, 16, 64]),
+    num_known=st.integers(0, 1_000),
+    seed=st.integers(0, 3),
+)
+def test_properties_of_scored(
+    num_tokens: int, budget: int | float, sink: int, block_size: int, num_known: int, seed: int
+) -> None:
+    """It costs what streaming costs, and has what streaming must have."""
+    num_blocks = num_blocks_for(num_tokens, block_size)
+    known = np.random.default_rng(seed).random(min(num_known, num_blocks)).tolist()
+    streamed = _streaming(budget, sink=sink, block_size=block_size, floor=32).select(num_tokens)
+    selected = _scored(budget, sink=sink, block_size=block_size, floor=32).select(num_tokens, _scores(known))
+    assert selected.num_dropped == streamed.num_dropped
+    assert len(selected.blocks) == len(streamed.blocks)
+    assert list(selected.blocks) == sorted(set(selected.blocks))
+    if num_blocks:
+        assert selected.blocks[-1] == num_blocks - 1
+        assert set(range(min(num_blocks, num_blocks_for(sink, block_size)))) <= set(selected.blocks)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming"])
+def test_only_scores_are_made_anew(policy: str) -> None:
+    with pytest.raises(ValidationError, match=f"rescore_every: policy {policy} scores nothing"):
+        KvSelectionConfig.model_validate({"policy": policy, "rescore_every": 8})
+    assert KvSelectionConfig.model_validate({"policy": policy}).make(4).make_scores() is None
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "verified"])
+def test_settings_of_scores(policy: str) -> None:
+    for settings in ({}, {"rescore_every": 8}):
+        config = KvSelectionConfig.model_validate({"policy": policy, "budget": 64, **settings})
+        assert KvSelectionConfig.model_validate_json(config.model_dump_json()) == config
+        assert config.make(4).make_scores() is not None
+    with pytest.raises(ValidationError, match="rescore_every"):
+        KvSelectionConfig.model_validate({"policy": policy, "rescore_every": 0})

@@ -1,0 +1,156 @@
+"""What rows attend to, block by block: asked for by who selects blocks, found while attention is computed.
+
+The mass of a block is the sum of the softmax weights that a row gives to the block's tokens. Masses are
+summed over the observed layers: those without a sliding window, where a model has such (others say nothing
+about what is far away), else all. What a sink attracts is part of the sum: 1 for each head and layer.
+
+Shape letters: T rows, H query heads, G key/value heads, R = H / G, D head size, N pool blocks, P block size,
+O observed rows, W blocks of the widest table, m observed rows of one sequence, b its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from specdec.attention.base import LayerAttention
+    from specdec.attention.metadata import AttentionMetadata
+
+_LANES = 16
+"""The kernel adds up so many blocks at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Which rows of one step are observed, and what they attend to, once the step has run."""
+
+    rows: torch.Tensor
+    """int32 [T]: number of a row among the observed ones, -1: it is not observed."""
+    masses: torch.Tensor
+    """fp32 [O, H, W or more], zero before the step: sums over layers. Unseen blocks have none; a row with a
+    value that is not finite may have any."""
+    skips_windows: bool
+    """Whether layers with a sliding window are left out."""
+    num_observed: tuple[int, ...]
+    """Of each sequence, how many of its last rows are observed."""
+
+    @classmethod
+    def of(
+        cls,
+        num_observed: Sequence[int],
+        *,
+        query_lens: Sequence[int],
+        num_blocks: int,
+        layers: Sequence[LayerAttention],
+        device: torch.device,
+    ) -> Observation:
+        """Observe the last rows of sequences of `query_lens` rows and at most `num_blocks` blocks."""
+        rows: list[int] = []
+        firsts = accumulate(num_observed, initial=0)
+        for count, query_len, first in zip(num_observed, query_lens, firsts, strict=False):
+            rows += [-1] * (query_len - count)
+            rows += range(first, first + count)
+        num_heads = max(layer.num_heads for layer in layers)
+        width = -(-num_blocks // _LANES) * _LANES
+        return cls(
+            rows=torch.tensor(rows, dtype=torch.int32),
+            masses=torch.zeros((sum(num_observed), num_heads, width), device=device),
+            skips_windows=any(layer.sliding_window is None for layer in layers),
+            num_observed=tuple(num_observed),
+        )
+
+    def to(self, device: torch.device) -> Observation:
+        """Return a copy with its row numbers on `device`; the masses, which are written to, are the same."""
+        return replace(self, rows=self.rows.to(device))
+
+    def by_row(self) -> torch.Tensor:
+        """Return masses summed over heads as well, fp32 [O, W or more]."""
+        return self.masses.sum(1)
+
+    def observes(self, layer: LayerAttention) -> bool:
+        """Whether the masses of this layer count."""
+        return layer.sliding_window is None or not self.skips_windows
+
+
+def observe_blocks(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    layer: LayerAttention,
+    observation: Observation,
+) -> None:
+    """Add what the observed rows of one layer attend to, in a pass of its own over their keys.
+
+    The portable way, for backends that keep their weights to themselves: on any device, and what the kernels
+    are compared with. Sequence by sequence, because what is observed is seldom much.
+
+    Args:
+        query: [T, H, D].
+        key_cache: this layer's [N, G, P, D], with the keys of this step.
+        metadata: the step.
+        layer: which layer.
+        observation: takes the masses.
+    """
+    if not observation.observes(layer):
+        return
+    end = first = 0
+    for sequence, (query_len, count) in enumerate(
+        zip(metadata.query_lens_host, observation.num_observed, strict=True)
+    ):
+        end += query_len
+        if not count:
+            continue
+        masses = _masses(query[end - count : end], key_cache, metadata, layer, sequence)
+        observation.masses[first : first + count, : layer.num_heads, : masses.shape[-1]] += masses
+        first += count
+
+
+def _masses(
+    query_mHD: torch.Tensor,
+    key_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    layer: LayerAttention,
+    sequence: int,
+) -> torch.Tensor:
+    """Masses of the last rows of one sequence, fp32 [m, H, b]."""
+    context_len, block_size = metadata.context_lens_host[sequence], metadata.block_size
+    num_rows, num_heads, head_dim = query_mHD.shape
+    num_blocks = -(-context_len // block_size)
+    table = metadata.block_tables[sequence, :num_blocks].long()
+    keys = key_cache[table].transpose(0, 1).reshape(layer.num_kv_heads, -1, head_dim)
+    grouped = query_mHD.reshape(num_rows, layer.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    folded = grouped.reshape(layer.num_kv_heads, -1, head_dim)
+    scores = torch.matmul(folded, keys.transpose(1, 2)).float().mul_(layer.scaling)
+    if layer.softcap is not None:
+        scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
+    by_row = scores.view(layer.num_kv_heads, -1, num_rows, num_blocks * block_size)
+    by_row.masked_fill_(_hidden(metadata, layer, sequence, num_rows), float("-inf"))
+    weights = torch.softmax(by_row, dim=-1).view(num_heads, num_rows, num_blocks, block_size)
+    return weights.sum(-1).transpose(0, 1)
+
+
+def _hidden(metadata: AttentionMetadata, layer: LayerAttention, sequence: int, num_rows: int) -> torch.Tensor:
+    """bool [m, b * P]: what the last rows of one sequence must not see."""
+    query_len = metadata.query_lens_host[sequence]
+    context_len, block_size = metadata.context_lens_host[sequence], metadata.block_size
+    end = sum(metadata.query_lens_host[: sequence + 1])
+    device = metadata.positions.device
+    keys = torch.arange(-(-context_len // block_size) * block_size, device=device)
+    own = keys - (context_len - query_len)  # < 0: older than this step
+    positions = metadata.positions[end - num_rows : end]
+    if metadata.ancestor_mask is None:
+        visible = own <= torch.arange(query_len - num_rows, query_len, device=device)[:, None]
+        key_positions = keys
+    else:
+        own_row = own.clamp(0, query_len - 1)
+        related = metadata.ancestor_mask[end - num_rows : end][:, own_row]
+        visible = (own < 0) | ((own < query_len) & related)
+        key_positions = torch.where(own < 0, keys, metadata.positions[end - query_len : end][own_row])
+    if layer.sliding_window is not None:
+        visible = visible & (positions[:, None] - key_positions < layer.sliding_window)
+    return ~visible

@@ -1,0 +1,96 @@
+"""What committed tokens attend to, asked of the target's forwards, for the selections that go by it.
+
+Which draft tokens stand is known only after the forward, so all rows are observed, each by itself, and those
+of rejected drafts are left out afterwards: a token that is not part of the text must not say what matters to
+it. A tree is not observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from specdec.attention.observation import Observation
+from specdec.core.plan import TargetWork, WorkResult
+from specdec.kv.block_scores import BlockScores
+from specdec.kv.block_table import num_blocks_for
+from specdec.model.runner import ModelRunner
+
+
+class AttentionWatch:
+    """Observes a runner's forwards and tells the scores of sequences what there was to see.
+
+    Where ranks hold the model, each sees its own heads. Sums over all of them are the same bits on every
+    rank, and so are the scores, as they must be for ranks that draft together.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        """Watch forwards of `runner`, which has all layers."""
+        loaded = runner.loaded
+        self._layers = loaded.layers
+        self._device = loaded.device
+        self._block_size = runner.block_size
+        self._ranks = None if loaded.grid is None else loaded.grid.tensor
+
+    def ask(self, works: Sequence[TargetWork], scores: Sequence[BlockScores | None]) -> Observation | None:
+        """Return what to observe in the forward of `works`, of sequences with `scores`; None: nothing."""
+        num_observed = [
+            0 if of_sequence is None else _num_wanted(work, of_sequence)
+            for work, of_sequence in zip(works, scores, strict=True)
+        ]
+        if not any(num_observed):
+            return None
+        return Observation.of(
+            num_observed,
+            query_lens=[len(work.token_ids) for work in works],
+            num_blocks=max(num_blocks_for(_end(work), self._block_size) for work in works),
+            layers=self._layers,
+            device=self._device,
+        )
+
+    def learn(
+        self,
+        observation: Observation,
+        works: Sequence[TargetWork],
+        results: Sequence[WorkResult],
+        scores: Sequence[BlockScores | None],
+    ) -> None:
+        """Tell the scores what was seen, once it is known which draft tokens stand.
+
+        Raises:
+            TransportError: another rank is gone.
+        """
+        by_row = observation.by_row()
+        if self._ranks is not None:
+            by_row = self._ranks.sum_(by_row)
+        masses = by_row.cpu().numpy()
+        first = 0
+        for count, work, result, of_sequence in zip(
+            observation.num_observed, works, results, scores, strict=True
+        ):
+            if count and result.token_ids:
+                assert of_sequence is not None
+                num_rejected = _num_rejected(work, result)
+                end = _end(work) - num_rejected
+                num_blocks = num_blocks_for(end, self._block_size)
+                of_sequence.learn(masses[first : first + count - num_rejected, :num_blocks], end)
+            first += count
+
+
+def _end(work: TargetWork) -> int:
+    return work.start + len(work.token_ids)
+
+
+def _num_wanted(work: TargetWork, scores: BlockScores) -> int:
+    if work.num_sampled_rows == 0 or work.parents is not None:
+        return 0
+    num_wanted = scores.num_wanted(work.start, len(work.token_ids))
+    return max(num_wanted, work.num_sampled_rows) if num_wanted else 0
+
+
+def _num_rejected(work: TargetWork, result: WorkResult) -> int:
+    """Draft tokens of a work that the target contradicts, and those behind them."""
+    num_drafted = work.num_sampled_rows - 1
+    drafted = work.token_ids[len(work.token_ids) - num_drafted :]
+    agreeing = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, result.token_ids, strict=False))
+    return num_drafted - sum(1 for _ in agreeing)

@@ -1,0 +1,394 @@
+"""Self-speculation that goes by what the target attends to: says the same, and looks where it should.
+
+That drafts are made of the right blocks, which exactness does not show, is compared with the attention
+weights of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydantic
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from specdec.attention.observation import Observation
+from specdec.core.ids import RequestId
+from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.attention_watch import AttentionWatch
+from specdec.engine.build import build_target_part, build_tokenizer
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.local_target import LocalTarget
+from specdec.kv.block_scores import DECAY, MAX_WINDOW, BlockScores
+from specdec.kv.config import CacheConfig
+from specdec.kv.selection import KvPolicyName, KvSelectionConfig
+from specdec.model.config import ModelConfig
+from specdec.model.parallel.group import RankGroup
+from specdec.proposers.config import SpeculativeConfig
+from tests.specdec.engine.ranked_engines import Pools, config_of
+from tests.specdec.engine.test_self_speculation import (
+    BLOCK_SIZE,
+    KINDS,
+    LONG,
+    POSITIONS_OF_OTHER_KINDS,
+    PROMPTS,
+    UNENDING,
+    Models,
+    SelfSetting,
+    SharpModels,
+    Streams,
+    check,
+    draft_once,
+    reference_draft,
+)
+
+POLICIES: tuple[KvPolicyName, ...] = ("snapkv", "verified")
+DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def sharp_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return SharpModels(tmp_path_factory.mktemp("sharp"))
+
+
+@pytest.fixture(scope="module")
+def streams(models: Models) -> Streams:
+    return Streams(models)
+
+
+def scored(
+    policy: KvPolicyName, budget: int | float = 12, *, sink: int = 4, every: int | None = None
+) -> KvSelectionConfig:
+    return KvSelectionConfig(policy=policy, budget=budget, sink_tokens=sink, floor=12, rescore_every=every)
+
+
+COVER = [
+    ("greedy", SelfSetting(num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, kv=scored("verified"))),
+    ("greedy", SelfSetting(num_draft_tokens=7, batch=5, chunk=9, kv=scored("snapkv", 16), compiled=True)),
+    ("plain", SelfSetting(num_draft_tokens=1, batch=5, kv=scored("verified", 0.5), compiled=True)),
+    ("plain", SelfSetting(num_draft_tokens=7, batch=1, kv=scored("snapkv", every=3))),
+    ("cut", SelfSetting(num_draft_tokens=7, batch=8, chunk=16, num_blocks=18, kv=scored("snapkv", 0.3))),
+    ("cut", SelfSetting(num_draft_tokens=4, batch=5, kv=scored("verified", every=6), compiled=True)),
+    ("hot", SelfSetting(num_draft_tokens=4, batch=8, chunk=16, kv=scored("verified", 16, sink=0))),
+    ("penalties", SelfSetting(num_draft_tokens=4, batch=8, num_blocks=18, kv=scored("verified"))),
+    ("bad words", SelfSetting(num_draft_tokens=6, batch=5, kv=scored("snapkv"), compiled=True)),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), COVER, ids=str)
+def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, setting: SelfSetting) -> None:
+    metrics = check(models, streams, setting, kind)
+    assert metrics.num_accepted_tokens > 0
+    if setting.num_blocks == 18:
+        assert metrics.num_preemptions > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv", [scored(one, every=r) for one in POLICIES for r in (None, 4)], ids=str)
+@pytest.mark.parametrize("num_draft_tokens", [1, 5])
+@pytest.mark.parametrize(("batch", "chunk", "num_blocks"), [(1, 512, 200), (8, 16, 18), (5, 9, 200)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_says_what_it_says_alone_in_every_setting(
+    models: Models,
+    streams: Streams,
+    kind: str,
+    kv: KvSelectionConfig,
+    num_draft_tokens: int,
+    batch: int,
+    chunk: int,
+    num_blocks: int,
+    compiled: bool,
+) -> None:
+    setting = SelfSetting(
+        num_draft_tokens=num_draft_tokens,
+        batch=batch,
+        chunk=chunk,
+        num_blocks=num_blocks,
+        compiled=compiled,
+        kv=kv,
+    )
+    check(models, streams, setting, kind)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", *POSITIONS_OF_OTHER_KINDS])
+@pytest.mark.parametrize(("compiled", "policy"), [(False, "snapkv"), (True, "verified")])
+def test_every_kind_of_position(
+    models: Models, streams: Streams, architecture: str, compiled: bool, policy: KvPolicyName
+) -> None:
+    setting = SelfSetting(
+        num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, compiled=compiled, kv=scored(policy, 16)
+    )
+    assert check(models, streams, setting, "greedy", architecture).num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_everything_selected_is_all_accepted(models: Models, policy: KvPolicyName) -> None:
+    setting = SelfSetting(num_draft_tokens=5, batch=8, chunk=64, kv=scored(policy, 4096))
+    with setting.engine(models, "llama") as engine:
+        engine.generate(PROMPTS, UNENDING["plain"])
+        metrics = engine.metrics()
+    assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 8 * 10
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_prefix_cache(models: Models, streams: Streams, policy: KvPolicyName, compiled: bool) -> None:
+    """Later requests find their prompts read, and are scored by what is left of them."""
+    expected = streams.alone("llama", "plain", KINDS["plain"])
+    setting = SelfSetting(num_draft_tokens=6, batch=8, kv=scored(policy), compiled=compiled)
+    with setting.engine(models, "llama") as engine:
+        for _ in range(2):
+            results = engine.generate(PROMPTS, KINDS["plain"])
+            assert [result.token_ids for result in results] == expected
+        assert engine.metrics().prefix_cache_hits > 50
+
+
+@pytest.mark.parametrize("kind", ["greedy", "plain"])
+def test_bf16(models: Models, kind: str) -> None:
+    """With kernels whose rows do not depend on their batch."""
+    folder = models.load("llama").path
+    texts = []
+    for speculative in (
+        {"method": "none"},
+        *(
+            {"method": "self", "controller": "fixed", "kv": {"policy": policy, "budget": 16}}
+            for policy in POLICIES
+        ),
+    ):
+        config = EngineConfig(
+            target=ModelConfig(model=str(folder), dtype="bfloat16", batch_invariant=True),
+            speculative_config=SpeculativeConfig.model_validate(speculative),
+            cache=CacheConfig(block_size=4, num_blocks=60),
+        )
+        with Engine(config) as engine:
+            texts.append([result.token_ids for result in engine.generate(PROMPTS, KINDS[kind])])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def run_rounds(
+    target: LocalTarget, params: SamplingParams, num_rounds: int, num_self_drafted: int = 4
+) -> tuple[list[int], int]:
+    """Serve `LONG` for some rounds; return its committed tokens and how many drafts were rejected."""
+    name, tokens, num_rejected = RequestId("a"), list(LONG), 0
+    blocks = tuple(range(40, 20, -1))
+    work = TargetWork(name, tuple(tokens), 0, 1, 0, blocks)
+    (answer,) = target.run(TargetStep(0, (work,), (AdmittedSequence(name, 12345, params),))).results
+    tokens += answer.token_ids
+    for step_id in range(1, num_rounds + 1):
+        last = len(tokens) - 1
+        work = TargetWork(name, tuple(tokens[-1:]), last, 1, 20, (), num_self_drafted=num_self_drafted)
+        (answer,) = target.run(TargetStep(step_id, (work,))).results
+        num_right = 0
+        while num_right < len(answer.drafted) and answer.drafted[num_right] == answer.token_ids[num_right]:
+            num_right += 1
+        num_rejected += len(answer.drafted) - num_right
+        tokens += answer.token_ids[: num_right + 1]
+    return tokens, num_rejected
+
+
+def scores_of(target: LocalTarget) -> BlockScores:
+    scores = target._sequences[RequestId("a")].scores
+    assert scores is not None
+    return scores
+
+
+def reference_masses(models: Models, tokens: Sequence[int]) -> NDArray[np.float64]:
+    """By transformers: what each token attends to, summed over layers and heads, [tokens, blocks]."""
+    model = models.reference("llama")
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        weights = model(torch.tensor([tokens]), output_attentions=True).attentions
+    summed = torch.stack(weights).double().sum((0, 1, 2)).numpy()
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    padded = np.zeros((len(tokens), num_blocks * BLOCK_SIZE))
+    padded[:, : len(tokens)] = summed
+    masses: NDArray[np.float64] = padded.reshape(len(tokens), num_blocks, BLOCK_SIZE).sum(-1)
+    return masses
+
+
+def reference_scores(masses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """verified, of all tokens from the observation window of the prompt on."""
+    observed = masses[max(0, len(LONG) - MAX_WINDOW) :]
+    scores: NDArray[np.float64] = DECAY ** np.arange(len(observed))[::-1] @ observed
+    return scores
+
+
+def target_of(models: Models, kv: KvSelectionConfig, *, compiled: bool) -> LocalTarget:
+    setting = SelfSetting(compiled=compiled, kv=kv)
+    runner = setting.runner(models.load("llama"), setting.num_blocks)
+    return LocalTarget(runner, setting.sampler(), self_drafting=kv.make(BLOCK_SIZE))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "hot", "penalties"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scores_are_those_of_committed_tokens(sharp_models: Models, kind: str, compiled: bool) -> None:
+    """Whatever was drafted and rejected in between."""
+    target = target_of(sharp_models, scored("verified", 16), compiled=compiled)
+    tokens, num_rejected = run_rounds(target, UNENDING[kind], 6)
+    assert num_rejected > 3
+    masses = reference_masses(sharp_models, tokens[:-1])  # nobody has run the last one
+    np.testing.assert_allclose(scores_of(target).values, reference_scores(masses), rtol=1e-3, atol=1e-3)
+
+
+def test_control_rejected_tokens_would_show(sharp_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.engine.attention_watch._num_rejected", lambda work, result: 0)
+    target = target_of(sharp_models, scored("verified", 16), compiled=False)
+    tokens, _ = run_rounds(target, UNENDING["hot"], 6)
+    values = scores_of(target).values
+    assert values is not None
+    expected = reference_scores(reference_masses(sharp_models, tokens[:-1]))
+    num_blocks = min(len(values), len(expected))
+    assert np.abs(values[:num_blocks] - expected[:num_blocks]).max() > 0.05
+
+
+def test_a_window_is_that_of_the_prompt(sharp_models: Models) -> None:
+    target = target_of(sharp_models, scored("snapkv", 16), compiled=True)
+    run_rounds(target, UNENDING["plain"], 3)
+    window = reference_masses(sharp_models, LONG)[-MAX_WINDOW:].mean(0)
+    padded = np.pad(window, 1, mode="edge")
+    expected = padded[:-2] / 4 + window / 2 + padded[2:] / 4
+    np.testing.assert_allclose(scores_of(target).values, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_sequence_that_comes_back_is_scored_anew(models: Models) -> None:
+    target = target_of(models, scored("verified", 16), compiled=False)
+    run_rounds(target, UNENDING["plain"], 2)
+    target.run(TargetStep(9, (), (), (RequestId("a"),)))
+    target.run(TargetStep(10, (), (AdmittedSequence(RequestId("a"), 1, UNENDING["plain"]),)))
+    assert scores_of(target).values is None
+
+
+def needle_selection(models: Models, policy: KvPolicyName) -> tuple[list[int], list[int]]:
+    """Blocks that a policy selects behind `LONG` less its last token, and those of streaming."""
+    target = target_of(models, scored(policy, 16), compiled=False)
+    name = RequestId("a")
+    prefill = TargetWork(name, tuple(LONG[:-1]), 0, 1, 0, tuple(range(40, 20, -1)))
+    target.run(TargetStep(0, (prefill,), (AdmittedSequence(name, 12345, UNENDING["plain"]),)))
+    selections = [scored(one, 16).make(BLOCK_SIZE) for one in (policy, "streaming")]
+    mine, streamed = (one.select(len(LONG) - 1, scores=scores_of(target)) for one in selections)
+    return list(mine.blocks), list(streamed.blocks)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["greedy", "plain"])
+def test_drafts_attend_to_what_the_target_attends_to(
+    sharp_models: Models, policy: KvPolicyName, kind: str
+) -> None:
+    """With gaps between the blocks: positions, masks and noise are those of the text."""
+    blocks, streamed = needle_selection(sharp_models, policy)
+    assert len(blocks) == len(streamed)
+    assert blocks != streamed, "what matters is not in the window"
+    selected = [index * BLOCK_SIZE + at for index in blocks for at in range(BLOCK_SIZE)]
+    for compiled in (False, True):
+        setting = SelfSetting(compiled=compiled, kv=scored(policy, 16))
+        # The prompt ends where the scores above were taken.
+        drafted = draft_scored(sharp_models, setting, KINDS[kind])
+        assert drafted == reference_draft(sharp_models, selected, KINDS[kind], 6)
+
+
+def draft_scored(models: Models, setting: SelfSetting, params: SamplingParams) -> tuple[int, ...]:
+    """As `draft_once`, of a prompt that was scored."""
+    runner = setting.runner(models.load("llama"), setting.num_blocks)
+    target = LocalTarget(runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE))
+    name, blocks = RequestId("a"), tuple(range(40, 20, -1))
+    prefill = TargetWork(name, tuple(LONG[:-1]), 0, 1, 0, blocks)
+    target.run(TargetStep(0, (prefill,), (AdmittedSequence(name, 12345, params),)))
+    work = TargetWork(name, (LONG[-1],), len(LONG) - 1, 1, len(blocks), (), num_self_drafted=6)
+    (answer,) = target.run(TargetStep(1, (work,))).results
+    return answer.drafted
+
+
+def test_without_scores_it_streams(sharp_models: Models) -> None:
+    """A prompt of which no token was sampled is not scored."""
+    drafts = [
+        draft_once(sharp_models, SelfSetting(kv=KvSelectionConfig(**settings)), KINDS["plain"], 6)
+        for settings in (
+            {"policy": "verified", "budget": 16, "sink_tokens": 4},
+            {"policy": "streaming", "budget": 16, "sink_tokens": 4},
+        )
+    ]
+    assert drafts[0] == drafts[1]
+
+
+def test_what_is_not_asked_for_is_not_observed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> Observation:
+        raise AssertionError("nobody has asked")
+
+    monkeypatch.setattr(AttentionWatch, "ask", refuse)
+    setting = SelfSetting(kv=KvSelectionConfig(policy="streaming", budget=12))
+    with setting.engine(models, "llama") as engine:
+        engine.generate(PROMPTS[:2], KINDS["greedy"])
+
+
+def scores_of_rank(group: RankGroup, config: EngineConfig) -> Any:
+    """Values after some rounds, and the text."""
+    target = build_target_part(config, group)
+    tokens, _ = run_rounds(target, UNENDING["plain"], 5)
+    return tokens, scores_of(target).values
+
+
+def test_ranks_score_alike(sharp_models: Models, rank_pool: Pools) -> None:
+    folder = sharp_models.load("llama").path
+    config = config_of(folder, 2, method="self", kv={"policy": "verified", "budget": 16, "sink_tokens": 4})
+    (tokens, first), (others, second) = rank_pool(2).run(scores_of_rank, config)
+    assert tokens == others
+    assert np.array_equal(first, second), "to the last bit"
+    assert len(tokens) > len(LONG) + 5
+    assert first.sum() > 0
+
+
+def accepted_on_demo(policy: KvPolicyName, prompts: Sequence[Sequence[int]]) -> tuple[int, int, list[Any]]:
+    config = EngineConfig(
+        target=ModelConfig(model=str(DEMO), dtype="float32"),
+        speculative_config=SpeculativeConfig.model_validate(
+            {
+                "method": "self",
+                "controller": "fixed",
+                "num_speculative_tokens": 4,
+                "kv": {"policy": policy, "budget": 64},
+            }
+        ),
+        cache=CacheConfig(block_size=16, num_blocks=700),
+    )
+    with Engine(config) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+        texts = [result.token_ids for result in engine.generate(prompts, params)]
+        metrics = engine.metrics()
+    return metrics.num_accepted_tokens, metrics.num_draft_tokens, texts
+
+
+def test_verified_is_right_more_often_on_long_texts() -> None:
+    """At the same budget, on the demo model: numbers of tokens, not times."""
+    tokenizer = build_tokenizer(EngineConfig(target=ModelConfig(model=str(DEMO))))
+    files = [Path(argparse.__file__).with_name(name) for name in ("argparse.py", "ast.py", "configparser.py")]
+    prompts = [tuple(tokenizer.encode(file.read_text(encoding="utf-8"))[:2500]) for file in files]
+    streamed, verified = (accepted_on_demo(one, prompts) for one in ("streaming", "verified"))
+    assert verified[2] == streamed[2]
+    assert verified[0] / verified[1] > streamed[0] / streamed[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_draft_model_cannot_bring_back_what_it_has_freed(policy: KvPolicyName) -> None:
+    with pytest.raises(pydantic.ValidationError, match=rf"kv\.policy: {policy} needs method self"):
+        SpeculativeConfig.model_validate({"method": "draft_model", "model": "m", "kv": {"policy": policy}})
