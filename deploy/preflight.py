@@ -127,13 +127,31 @@ def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
+def warnings_of(engine: EngineConfig) -> list[str]:
+    """Return what can be run, but may not be meant. The models have been checked (`check_models`)."""
+    target, speculative = engine.target, engine.speculative_config
+    if speculative.model is None:
+        return []
+    draft = open_checkpoint(Path(speculative.model))
+    target_len = target.max_model_len or _stated_positions(open_checkpoint(Path(target.model)))
+    num_positions = _draft_positions(speculative, draft)
+    if num_positions is None:
+        return []
+    return list(speculative.warnings_about(draft.path.name, num_positions, target_len))
+
+
 def _check_draft_positions(speculative: SpeculativeConfig, drafts: Sequence[Checkpoint]) -> None:
     """Check that what `kv` keeps fits into the draft model's positions, as far as config.json says."""
     for checkpoint in drafts:
-        stated = [_stated_positions(checkpoint), speculative.max_model_len]
-        known = [positions for positions in stated if positions is not None]
-        if known:
-            speculative.require_positions(min(known), checkpoint.path.name)
+        num_positions = _draft_positions(speculative, checkpoint)
+        if num_positions is not None:
+            speculative.require_positions(num_positions, checkpoint.path.name)
+
+
+def _draft_positions(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> int | None:
+    """Return how many positions a draft model is given at most, as far as is said anywhere."""
+    stated = [_stated_positions(checkpoint), speculative.max_model_len]
+    return min([positions for positions in stated if positions is not None], default=None)
 
 
 def _stated_positions(checkpoint: Checkpoint) -> int | None:

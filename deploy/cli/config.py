@@ -11,7 +11,7 @@ from deploy.api_keys import read_api_keys
 from deploy.cli.progress import as_typed
 from deploy.config import DrafthouseConfig
 from deploy.config_file import load_config
-from deploy.preflight import check_models
+from deploy.preflight import check_models, warnings_of
 from specdec.model.config import ModelConfig
 
 
@@ -23,6 +23,8 @@ def validate_file(file: Path) -> None:
     """
     config = load_config(file)
     check_models(config.engine())
+    for text in warnings_of(config.engine()):
+        typer.echo(f"warning: {text}", err=True)
     if config.http.api_keys_file is not None:
         read_api_keys(config.http.api_keys_file)
     typer.echo(f"{file}: ok ({summary_of(config)})")

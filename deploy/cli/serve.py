@@ -36,6 +36,7 @@ from deploy.preflight import (
     check_models,
     check_port,
     usable_cpus,
+    warnings_of,
 )
 from specdec.core.errors import DrafthouseError, UserError
 
@@ -101,6 +102,8 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
         check_models(config.engine())
         if options.address is None:
             check_local_resources(config, options.num_cpus or usable_cpus())
+    for text in warnings_of(config.engine()):
+        console.print(f"warning: {text}", soft_wrap=True, markup=False)
     return digests
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -157,6 +158,29 @@ class SpeculativeConfig(StrictConfig):
             f"in_cache, beside {self.num_beside_budget} for two blocks and drafts: "
             f"give at most {max(0, num_positions - self.num_beside_budget)}"
         )
+
+    def warnings_about(self, name: str, num_positions: int, target_len: int | None) -> Iterator[str]:
+        """Say what the positions of the draft model `name` mean for the texts that the target serves.
+
+        Args:
+            name: of the draft model.
+            num_positions: those that it is given at most.
+            target_len: longest sequence of the target, in tokens; None: not known.
+        """
+        budget = self.kv.budget
+        if self.kv.positions == "absolute" and target_len is not None and num_positions < target_len:
+            yield (
+                f"{name} drafts behind texts of up to {num_positions} tokens (its positions, or "
+                f"speculative_config.max_model_len); the target serves up to {target_len}: longer ones go on "
+                "without its drafts. With speculative_config.kv.policy: streaming, kv.positions: in_cache "
+                "lets it draft behind any"
+            )
+        if self.kv.positions == "in_cache" and isinstance(budget, int) and 2 * budget > num_positions:
+            yield (
+                f"speculative_config.kv.budget: {budget} is more than half of the {num_positions} positions "
+                f"of {name}: with kv.positions: in_cache the window is read again after every "
+                f"{num_positions - budget - self.num_beside_budget + 1} tokens"
+            )
 
     @field_validator("cache", mode="after")
     @classmethod

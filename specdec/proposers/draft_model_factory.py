@@ -161,23 +161,19 @@ def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFact
         length_of_one_kind = limit if loaded.rotary is None else loaded.rotary.variants.original_len
         num_positions = min(limit, length_of_one_kind, config.max_model_len or limit)
         config.require_positions(num_positions, name)
-        _warn_of_rereading(config, num_positions, name)
+        _warn(config, target, name, num_positions)
         window = draft_window(config, num_positions)
         assert window is not None, "checked by SpeculativeConfig"
         return _Reach(window, None, _held_tokens(window, ANY_LENGTH, config), None)
     window = draft_window(config)
-    longest = min(limit, config.max_model_len or limit)
-    if target.max_model_len is not None and longest < target.max_model_len:
-        logger.warning(
-            "%s drafts behind texts of up to %d tokens (its positions, or speculative_config.max_model_len); "
-            "the target serves up to %d: longer ones go on without its drafts. With "
-            "speculative_config.kv.policy: streaming, kv.positions: in_cache lets it draft behind any",
-            name,
-            longest,
-            target.max_model_len,
-        )
+    _warn(config, target, name, min(limit, config.max_model_len or limit))
     held = None if window is None else _held_tokens(window, limit, config)
     return _Reach(window, config.max_model_len, held, loaded.rotary)
+
+
+def _warn(config: SpeculativeConfig, target: TargetFacts, name: str, num_positions: int) -> None:
+    for text in config.warnings_about(name, num_positions, target.max_model_len):
+        logger.warning("%s", text)
 
 
 def draft_window(config: SpeculativeConfig, num_positions: int | None = None) -> DraftWindow | None:
@@ -199,19 +195,6 @@ def draft_window(config: SpeculativeConfig, num_positions: int | None = None) ->
         num_draft_tokens=config.num_read_behind,
         num_positions=num_positions,
     )
-
-
-def _warn_of_rereading(config: SpeculativeConfig, num_positions: int, name: str) -> None:
-    budget = config.kv.budget
-    if isinstance(budget, int) and 2 * budget > num_positions:
-        logger.warning(
-            "speculative_config.kv.budget: %d is more than half of the %d positions of %s: with "
-            "kv.positions: in_cache the window is read again after every %d tokens",
-            budget,
-            num_positions,
-            name,
-            num_positions - budget - config.num_beside_budget + 1,
-        )
 
 
 def _held_tokens(window: DraftWindow, max_model_len: int, config: SpeculativeConfig) -> int:

@@ -131,6 +131,31 @@ def test_control_what_is_just_enough_is_taken(models: Path, tmp_path: Path, spec
     assert invoke("config", "validate", write(tmp_path, models, speculative))[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("speculative", "said"),
+    [
+        (
+            "{method: draft_model, model: MODELS/draft, max_model_len: 64}",
+            r"warning: draft drafts behind texts of up to 64 tokens .* up to 256: .*kv\.positions: in_cache",
+        ),
+        (
+            "{method: draft_model, model: MODELS/draft, "
+            "kv: {policy: streaming, budget: 150, positions: in_cache}}",
+            r"warning: .*kv\.budget: 150 is more than half of the 256 positions of draft: .* every 66 tokens",
+        ),
+        ("{method: draft_model, model: MODELS/draft}", ""),
+        ("{method: self}", ""),
+    ],
+)
+def test_what_may_not_be_meant_is_said_before_anything_starts(
+    models: Path, tmp_path: Path, speculative: str, said: str
+) -> None:
+    code, stdout, stderr = invoke("config", "validate", write(tmp_path, models, speculative))
+    assert code == 0
+    assert "ok (" in stdout
+    assert re.search(said, stderr) if said else stderr == ""
+
+
 class Door(NamedTuple):
     client: httpx.Client
     engine: Engine
@@ -186,7 +211,11 @@ def test_at_the_door_the_targets_length_counts(
         settings = 'method: draft_model, model: MODELS/draft, controller: fixed, compile: {mode: "off"}'
         settings += ", cache: {num_blocks: 64, block_size: 4}"
         with opened(models, tmp_path, f"{{{settings}{more}}}") as door:
-            said = [record.getMessage() for record in caplog.records if "drafts behind texts" in record.msg]
+            said = [
+                record.getMessage()
+                for record in caplog.records
+                if "drafts behind texts" in record.getMessage()
+            ]
             refused = door.complete(250, 7)
             assert refused.status_code == 400
             assert refused.json()["error"]["code"] == "context_length_exceeded"
