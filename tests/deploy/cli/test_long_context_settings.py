@@ -54,6 +54,14 @@ MISTAKES = {
         r"""budget: 'much' is not a number of tokens, nor a share such as "5%" or 0\.05""",
     ),
     "policy": Mistake("{method: self, kv: {policy: stream}}", "policy: input should be 'full'"),
+    "a policy of the target": Mistake(
+        "{method: draft_model, model: MODELS/draft, kv: {policy: snapkv}}",
+        r"kv\.policy: snapkv needs method self: .*write policy: streaming",
+    ),
+    "scores that are none": Mistake(
+        "{method: self, kv: {policy: streaming, rescore_every: 3}}",
+        "rescore_every: policy streaming scores nothing: leave it out",
+    ),
     "a method without a model": Mistake(
         "{method: ngram, kv: {policy: streaming}}",
         "policy: streaming .* method ngram has none: leave out kv",

@@ -50,6 +50,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "no sink": {"policy": "streaming", "budget": 10, "sink_tokens": 0},
     "share": {"policy": "streaming", "budget": 0.3, "floor": 11, "sink_tokens": 5},
     "ample": {"policy": "streaming", "budget": 400},
+    "snapkv": {"policy": "snapkv", "budget": 16, "rescore_every": 5},
+    "verified": {"policy": "verified", "budget": 0.25, "floor": 16},
 }
 ARCHITECTURES = (
     "llama",
@@ -78,10 +80,14 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
+SCORED = ("snapkv", "verified")
+
+
 def may_be(case: Case) -> bool:
-    if case["positions"] == "in_cache":
-        return case["drafter"] != "self" and case["policy"] not in ("full", "ample")
-    return True
+    if case["drafter"] == "self":
+        return case["positions"] == "absolute"
+    is_window = case["policy"] not in ("full", "ample", *SCORED)
+    return is_window or (case["positions"] == "absolute" and case["policy"] not in SCORED)
 
 
 COVER = pairwise_cover(AXES, may_be)
@@ -230,9 +236,9 @@ def test_the_cover_is_one() -> None:
     for one, other in itertools.combinations(AXES, 2):
         for first, second in itertools.product(AXES[one], AXES[other]):
             pair = {one: first, other: second}
-            cannot = {"positions": "in_cache"}.items() <= pair.items() and (
-                pair.get("drafter") == "self" or pair.get("policy") in ("full", "ample")
-            )
+            is_moved, drafter = pair.get("positions") == "in_cache", pair.get("drafter")
+            cannot = is_moved and (drafter == "self" or pair.get("policy") in ("full", "ample", *SCORED))
+            cannot = cannot or (drafter not in (None, "self") and pair.get("policy") in SCORED)
             assert (frozenset(pair.items()) in met) != cannot, pair
     assert all(map(may_be, COVER))
     assert len(COVER) < 70
@@ -256,6 +262,7 @@ def serve(group: RankGroup, config: EngineConfig, prompts: Any, params: Any) -> 
     [
         ("self", "budget", "absolute", "llama"),
         ("self", "share", "absolute", "llama_yarn"),
+        ("self", "verified", "absolute", "llama3_rope"),
         ("same model", "share", "absolute", "llama_linear_rope"),
         ("same model", "budget", "in_cache", "llama"),
         ("other model", "no sink", "in_cache", "llama_dynamic_ntk"),
