@@ -193,8 +193,10 @@ class Beside:
 class Bench:
     """Measures cells of one drafter, with ordinary speculation beside it."""
 
-    def __init__(self, plan: Plan, engine: LongEngine, beside: Beside) -> None:
+    def __init__(self, plan: Plan, engine: LongEngine, beside: Beside, num_texts: int) -> None:
+        """Take cells of up to `num_texts` requests; smaller batches take turns with as many texts."""
         self._plan = plan
+        self._num_texts = num_texts
         self._engine = engine
         self._ordinary = beside.ordinary
         self._texts = beside.texts
@@ -203,13 +205,10 @@ class Bench:
     def cell(self, cell: Cell, tick: Callable[[], None]) -> dict[str, Any]:
         """Measure one situation."""
         plan = self._plan
-        batch = Batch(
-            prompts=self._texts.prompts(cell.batch, cell.context),
-            num_tokens=plan.num_tokens,
-            temperature=cell.temperature,
-        )
+        prompts = self._texts.prompts(self._num_texts, cell.context)
         for engine in (self._engine, self._ordinary):
-            engine.read(batch.prompts)
+            engine.read(prompts)
+        batch = self._batch(cell, prompts, 0)
         tried, best = self._try(self._engine, batch)
         tried_ordinary, best_ordinary = self._try(self._ordinary, batch)
         tick()
@@ -218,6 +217,7 @@ class Bench:
             self._engine.decode(batch, controller, plan.warm_s)
         runs = Runs()
         for number in range(plan.pairs):
+            batch = self._batch(cell, prompts, number)
             self._pair(batch, runs, (best, best_ordinary), controller, is_reversed=number % 2 == 1)
             runs.parts.append(self._parts(cell, best.num_draft_tokens))
             tick()
@@ -230,6 +230,15 @@ class Bench:
             "chosen": None if controller is None else controller.state.mean_num_draft_tokens,
             **summarise(cell.batch, best.num_draft_tokens, runs),
         }
+
+    def _batch(self, cell: Cell, prompts: Sequence[tuple[int, ...]], number: int) -> Batch:
+        """Return the requests of a pair: in each of them other texts, from the first again after the last."""
+        first = number * cell.batch % len(prompts)
+        return Batch(
+            prompts=[*prompts, *prompts][first : first + cell.batch],
+            num_tokens=self._plan.num_tokens,
+            temperature=cell.temperature,
+        )
 
     def _try(self, engine: LongEngine, batch: Batch) -> tuple[dict[Setting, float], Setting]:
         """Return the rate of every k, and the best k above 0."""
@@ -431,7 +440,7 @@ def measure(plan: Plan, models: Path, progress: Progress) -> list[dict[str, Any]
                     with contextlib.closing(make(drafter, room=plan.room(cells, num_threads))) as engine:
                         if any(cell.with_controller for cell in cells):
                             engine.measure_costs()
-                        bench = Bench(plan, engine, beside)
+                        bench = Bench(plan, engine, beside, max(cell.batch for cell in cells))
                         for cell in cells:
                             progress.update(task, description=cell.name)
                             results.append(bench.cell(cell, partial(progress.advance, task)))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.deployments import ExchangedController
+from benchmarks.in_process import RunRecord, run_batch
 from benchmarks.inflate import read_config
 from benchmarks.steady import Batch, Counted, decode_for, read
 from specdec.core.request import Request
@@ -142,6 +143,12 @@ class LongEngine:
         """Decode for about so many seconds."""
         self._exchanged.current = controller
         return decode_for(self.engine, batch, seconds, prepare=self._read_along)
+
+    def run(self, requests: Sequence[Request]) -> RunRecord:
+        """Run requests that say their own k, each to its end."""
+        self._exchanged.current = FixedController(0)
+        self._read_along(requests)
+        return run_batch(self.engine, requests)
 
     def close(self) -> None:
         """Free everything."""

@@ -177,7 +177,7 @@ def _one_thread() -> Any:
 def test_a_cell_is_measured(tmp_path: Path) -> None:
     """Two drafters of the demo family, for a moment: rounds and tokens are those of every sequence."""
     (tmp_path / "target").symlink_to(DEMO / "target")
-    room = Room(max_num_seqs=2, num_tokens=4 * 512, max_draft_tokens=3, num_threads=1)
+    room = Room(max_num_seqs=2, num_tokens=6 * 512, max_draft_tokens=3, num_threads=1)
     standalone = Drafter(method="draft_model", policy="streaming", budget=64)
     plan = Plan(cells=(), lengths=(2, 3), pairs=2, block_s=0.02, try_s=0.01, warm_s=0.02, num_tokens=64)
     cell = Cell(heads="gqa", drafter=standalone, batch=2, context=256)
@@ -190,7 +190,7 @@ def test_a_cell_is_measured(tmp_path: Path) -> None:
         assert kv_bytes(runner, step) == 2 * 240 * 4096
         texts = LongTexts.read(engine.engine.tokenizer)
         beside = Beside(ordinary=ordinary, texts=texts, stream=Stream())
-        result = Bench(plan, engine, beside).cell(cell, lambda: None)
+        result = Bench(plan, engine, beside, 4).cell(cell, lambda: None)
         engine.read(prompts := texts.prompts(2, 256))
         before = engine.engine.metrics()
         drafts, tokens = before.num_drafts, before.num_draft_tokens
