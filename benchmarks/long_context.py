@@ -206,8 +206,6 @@ class Bench:
         """Measure one situation."""
         plan = self._plan
         prompts = self._texts.prompts(self._num_texts, cell.context)
-        for engine in (self._engine, self._ordinary):
-            engine.read(prompts)
         batch = self._batch(cell, prompts, 0)
         tried, best = self._try(self._engine, batch)
         tried_ordinary, best_ordinary = self._try(self._ordinary, batch)
@@ -232,13 +230,12 @@ class Bench:
         }
 
     def _batch(self, cell: Cell, prompts: Sequence[tuple[int, ...]], number: int) -> Batch:
-        """Return the requests of a pair: in each of them other texts, from the first again after the last."""
+        """Have the texts of a pair read: in each of them other ones, from the first again after the last."""
         first = number * cell.batch % len(prompts)
-        return Batch(
-            prompts=[*prompts, *prompts][first : first + cell.batch],
-            num_tokens=self._plan.num_tokens,
-            temperature=cell.temperature,
-        )
+        its = [*prompts, *prompts][first : first + cell.batch]
+        for engine in (self._engine, self._ordinary):
+            engine.read(its)
+        return Batch(prompts=its, num_tokens=self._plan.num_tokens, temperature=cell.temperature)
 
     def _try(self, engine: LongEngine, batch: Batch) -> tuple[dict[Setting, float], Setting]:
         """Return the rate of every k, and the best k above 0."""

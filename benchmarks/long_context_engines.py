@@ -109,7 +109,6 @@ class LongEngine:
         for pool in (self.target.runner.pool, *([self.draft_runner.pool] if self.draft_runner else ())):
             for tensor in (*pool.keys, *pool.values):
                 tensor.fill_(0.01)  # pages that were never written all lie in one place
-        self._num_read: dict[int, int] = {}
 
     @property
     def draft_runner(self) -> ModelRunner | None:
@@ -132,12 +131,9 @@ class LongEngine:
         return controller_for(self._config.model_copy(update={"speculative_config": goodput}), self._profile)
 
     def read(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Have the target read prompts; those of a larger batch of one length begin with a smaller's."""
-        length = len(prompts[0])
-        if self._num_read.get(length, 0) < len(prompts):
-            self._exchanged.current = FixedController(0)
-            read(self.engine, prompts, lambda: None)
-            self._num_read = {length: len(prompts)}
+        """Have the target read prompts, as far as they are not in its cache any more."""
+        self._exchanged.current = FixedController(0)
+        read(self.engine, prompts, lambda: None)
 
     def decode(self, batch: Batch, controller: SpeculationController, seconds: float) -> Counted:
         """Decode for about so many seconds."""
