@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from benchmarks import long_context_plots
 from benchmarks.kv_costs import Step, Stream, inputs_of, kv_bytes
 from benchmarks.long_context import (
     FULL,
@@ -204,3 +206,19 @@ def test_a_cell_is_measured(tmp_path: Path) -> None:
     assert 1.0 <= result["tokens_per_round"] <= 4.0
     assert result["predicted"] > 0
     assert len(result["vs_plain"].values) == 2
+
+
+def test_results_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = [
+        a_cell(2400.0, 1600.0, 2300.0),
+        a_cell(1500.0, 1000.0, None, batch=8),
+        a_cell(8000.0, 8000.0, 8000.0, context=512),
+        a_cell(2000.0, 1000.0, None, heads="mha"),
+        a_cell(9000.0, 1600.0, None, temperature=0.0),
+    ]
+    (tmp_path / "results.json").write_text(json.dumps(to_plain({"cells": cells})))
+    long_context_plots.main(tmp_path / "results.json", tmp_path)
+    text = (tmp_path / "long-context.svg").read_text()
+    for label in ("predicted from the parts", "mha, self, streaming 256", "3840", "512"):
+        assert label in text
