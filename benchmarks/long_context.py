@@ -56,7 +56,7 @@ LONG = 3840
 """4k is where sequences end."""
 _LARGE = 32
 _PLAIN = Setting(num_draft_tokens=0)
-_COST_REPEATS = 3
+_COST_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,9 +305,9 @@ def summarise(batch: int, k: int, runs: Runs) -> dict[str, Any]:
 
     rounds = sum(one.num_rounds for one in runs.best)
     omega = sum(one.num_tokens for one in runs.best) / (rounds * batch)
-    plain_s, verify_s, draft_s = (part(f"{name}_s").median for name in ("plain", "verify", "draft"))
-    predicted = omega * plain_s / (k * draft_s + verify_s)
+    predicted = [omega * one["plain_s"] / (k * one["draft_s"] + one["verify_s"]) for one in runs.parts]
     vs_plain = ratio(runs.best, runs.plain)
+    shares = [measured / its for measured, its in zip(vs_plain.values, predicted, strict=True)]
     results = {
         "tokens_per_s": {
             name: tuple(one.rate for one in its)
@@ -319,9 +319,9 @@ def summarise(batch: int, k: int, runs: Runs) -> dict[str, Any]:
         "tokens_per_round": omega,
         "acceptance": acceptance_of_tokens(omega, k),
         "parts": {name: part(name) for name in runs.parts[0]},
-        "predicted": predicted,
-        "share_of_predicted": vs_plain.median / predicted,
-        "kv_share_of_plain": part("plain_kv_s").median / plain_s,
+        "predicted": Spread(tuple(predicted)),
+        "share_of_predicted": PairedRatio(tuple(shares)),
+        "kv_share_of_plain": part("plain_kv_s").median / part("plain_s").median,
         "kernel_bytes_per_s": part("kv_bytes").median / part("plain_kv_s").median,
         "stream_bytes_per_s": Stream.num_bytes / part("stream_s").median,
         "round_ms": {
@@ -364,7 +364,7 @@ def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     controlled = [one["controller_vs_plain"] for one in cells if "controller_vs_plain" in one]
     headlines["worst_vs_plain"] = min(one.upper for one in controlled)
     headlines["worst_vs_plain_median"] = min(one.median for one in controlled)
-    headlines["share_of_predicted"] = min(one["share_of_predicted"] for one in largest)
+    headlines["share_of_predicted"] = min(one["share_of_predicted"].median for one in largest)
     headlines["kernel_gb_s_share_of_machine"] = (
         largest[0]["kernel_bytes_per_s"] / largest[0]["stream_bytes_per_s"]
     )
@@ -396,8 +396,8 @@ def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
             f"{cell['tokens_per_round']:.2f}",
             f"{ratio.median:.2f}",
             f"{ratio.lower:.2f}-{ratio.upper:.2f}",
-            f"{cell['predicted']:.2f}",
-            f"{cell['share_of_predicted']:.2f}",
+            f"{cell['predicted'].median:.2f}",
+            f"{cell['share_of_predicted'].median:.2f}",
             f"{ordinary.median:.2f}",
             "" if controller is None else f"{controller.median:.3f}",
             "" if controller is None else f"{controller.lower:.3f}-{controller.upper:.3f}",

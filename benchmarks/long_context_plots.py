@@ -40,12 +40,12 @@ def draw(cells: Cells) -> Any:
         axis.set(ylim=(0, None))
     for number, heads in enumerate(dict.fromkeys(cell["cell"]["heads"] for cell in sampled)):
         points = [
-            (cell["predicted"], cell["vs_plain"]["median"])
+            (cell["predicted"]["median"], cell["vs_plain"]["median"])
             for cell in sampled
             if cell["cell"]["heads"] == heads
         ]
         both.plot(*zip(*points, strict=True), "o", color=f"C{number}", label=heads)
-    most = max(cell["predicted"] for cell in sampled)
+    most = max(cell["predicted"]["median"] for cell in sampled)
     both.plot([0, most], [0, most], color="0.5", lw=0.8)
     both.set(xlabel="predicted from the parts", ylabel="measured", xlim=(0, None), ylim=(0, None))
     both.legend(frameon=False)
