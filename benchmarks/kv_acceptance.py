@@ -51,12 +51,13 @@ class Plan:
 
 
 def _drafters(budgets: Sequence[int | float], methods: Sequence[Method]) -> tuple[Drafter, ...]:
-    """Return every policy with every budget, and everything, for each method."""
+    """Return every policy that there is for each method, with every budget, and everything."""
     found = []
     for method in methods:
         for policy in get_args(KvPolicyName):
             found += [Drafter(method=method, policy=policy, budget=budget) for budget in budgets]
-    return tuple(dict.fromkeys(Drafter(method=one.method) if one.policy == "full" else one for one in found))
+    distinct = dict.fromkeys(Drafter(method=one.method) if one.policy == "full" else one for one in found)
+    return tuple(one for one in distinct if one.is_supported)
 
 
 FULL = Plan(

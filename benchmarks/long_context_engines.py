@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from benchmarks.deployments import ExchangedController
 from benchmarks.in_process import RunRecord, run_batch
@@ -25,7 +26,7 @@ from specdec.kv.pool import KvShape, bytes_per_block
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
-from specdec.proposers.config import Method
+from specdec.proposers.config import Method, SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.cost_profile import CostProfile
@@ -60,6 +61,16 @@ class Drafter:
         if self.policy == "full":
             return KvSelectionConfig()
         return KvSelectionConfig.model_validate({"policy": self.policy, "budget": self.budget, "floor": 64})
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether there is this policy for this method."""
+        model = {"model": "unread"} if self.method == "draft_model" else {}
+        try:
+            SpeculativeConfig.model_validate({"method": self.method, "kv": self.kv, **model})
+        except ValidationError:
+            return False
+        return True
 
     def kept_tokens(self, context: int) -> int:
         """Return about how many tokens a draft attends to, whole blocks."""
