@@ -86,10 +86,10 @@ def test_a_round_drafts_through_the_selected_blocks_and_verifies(
     seen: list[tuple[int, int]] = []
     forward = runner.forward
 
-    def watched(slices: Any) -> torch.Tensor:
+    def watched(slices: Any, *rest: Any) -> torch.Tensor:
         seen.append((slices[0].start + slices[0].num_dropped, slices[0].start))
         seen.append((len(slices), len(slices[0].token_ids)))
-        return forward(slices)
+        return forward(slices, *rest)
 
     rounds = Rounds(runner, 3, 200, 64)
     monkeypatch.setattr(runner, "forward", watched)
