@@ -82,8 +82,15 @@ QUICK = Plan(
 class Subject:
     """A random model with its cache and its graphs."""
 
-    def __init__(self, config: LlamaConfig, num_tokens: int, max_rows: int, device: torch.device) -> None:
-        self.loaded = random_model(config, device, max_model_len=_MAX_CONTEXT)
+    def __init__(
+        self,
+        config: LlamaConfig,
+        num_tokens: int,
+        max_rows: int,
+        device: torch.device,
+        max_model_len: int = _MAX_CONTEXT,
+    ) -> None:
+        self.loaded = random_model(config, device, max_model_len=max_model_len)
         self.runner = ModelRunner(
             self.loaded,
             CacheConfig(block_size=_BLOCK_SIZE, num_blocks=1 + -(-num_tokens // _BLOCK_SIZE)),

@@ -56,7 +56,7 @@ LONG = 3840
 """4k is where sequences end."""
 _LARGE = 32
 _PLAIN = Setting(num_draft_tokens=0)
-_COST_REPEATS = 3
+_COST_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +193,10 @@ class Beside:
 class Bench:
     """Measures cells of one drafter, with ordinary speculation beside it."""
 
-    def __init__(self, plan: Plan, engine: LongEngine, beside: Beside) -> None:
+    def __init__(self, plan: Plan, engine: LongEngine, beside: Beside, num_texts: int) -> None:
+        """Take cells of up to `num_texts` requests; smaller batches take turns with as many texts."""
         self._plan = plan
+        self._num_texts = num_texts
         self._engine = engine
         self._ordinary = beside.ordinary
         self._texts = beside.texts
@@ -203,13 +205,8 @@ class Bench:
     def cell(self, cell: Cell, tick: Callable[[], None]) -> dict[str, Any]:
         """Measure one situation."""
         plan = self._plan
-        batch = Batch(
-            prompts=self._texts.prompts(cell.batch, cell.context),
-            num_tokens=plan.num_tokens,
-            temperature=cell.temperature,
-        )
-        for engine in (self._engine, self._ordinary):
-            engine.read(batch.prompts)
+        prompts = self._texts.prompts(self._num_texts, cell.context)
+        batch = self._batch(cell, prompts, 0)
         tried, best = self._try(self._engine, batch)
         tried_ordinary, best_ordinary = self._try(self._ordinary, batch)
         tick()
@@ -218,6 +215,7 @@ class Bench:
             self._engine.decode(batch, controller, plan.warm_s)
         runs = Runs()
         for number in range(plan.pairs):
+            batch = self._batch(cell, prompts, number)
             self._pair(batch, runs, (best, best_ordinary), controller, is_reversed=number % 2 == 1)
             runs.parts.append(self._parts(cell, best.num_draft_tokens))
             tick()
@@ -230,6 +228,14 @@ class Bench:
             "chosen": None if controller is None else controller.state.mean_num_draft_tokens,
             **summarise(cell.batch, best.num_draft_tokens, runs),
         }
+
+    def _batch(self, cell: Cell, prompts: Sequence[tuple[int, ...]], number: int) -> Batch:
+        """Have the texts of a pair read: in each of them other ones, from the first again after the last."""
+        first = number * cell.batch % len(prompts)
+        its = [*prompts, *prompts][first : first + cell.batch]
+        for engine in (self._engine, self._ordinary):
+            engine.read(its)
+        return Batch(prompts=its, num_tokens=self._plan.num_tokens, temperature=cell.temperature)
 
     def _try(self, engine: LongEngine, batch: Batch) -> tuple[dict[Setting, float], Setting]:
         """Return the rate of every k, and the best k above 0."""
@@ -299,9 +305,9 @@ def summarise(batch: int, k: int, runs: Runs) -> dict[str, Any]:
 
     rounds = sum(one.num_rounds for one in runs.best)
     omega = sum(one.num_tokens for one in runs.best) / (rounds * batch)
-    plain_s, verify_s, draft_s = (part(f"{name}_s").median for name in ("plain", "verify", "draft"))
-    predicted = omega * plain_s / (k * draft_s + verify_s)
+    predicted = [omega * one["plain_s"] / (k * one["draft_s"] + one["verify_s"]) for one in runs.parts]
     vs_plain = ratio(runs.best, runs.plain)
+    shares = [measured / its for measured, its in zip(vs_plain.values, predicted, strict=True)]
     results = {
         "tokens_per_s": {
             name: tuple(one.rate for one in its)
@@ -313,9 +319,9 @@ def summarise(batch: int, k: int, runs: Runs) -> dict[str, Any]:
         "tokens_per_round": omega,
         "acceptance": acceptance_of_tokens(omega, k),
         "parts": {name: part(name) for name in runs.parts[0]},
-        "predicted": predicted,
-        "share_of_predicted": vs_plain.median / predicted,
-        "kv_share_of_plain": part("plain_kv_s").median / plain_s,
+        "predicted": Spread(tuple(predicted)),
+        "share_of_predicted": PairedRatio(tuple(shares)),
+        "kv_share_of_plain": part("plain_kv_s").median / part("plain_s").median,
         "kernel_bytes_per_s": part("kv_bytes").median / part("plain_kv_s").median,
         "stream_bytes_per_s": Stream.num_bytes / part("stream_s").median,
         "round_ms": {
@@ -358,7 +364,7 @@ def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     controlled = [one["controller_vs_plain"] for one in cells if "controller_vs_plain" in one]
     headlines["worst_vs_plain"] = min(one.upper for one in controlled)
     headlines["worst_vs_plain_median"] = min(one.median for one in controlled)
-    headlines["share_of_predicted"] = min(one["share_of_predicted"] for one in largest)
+    headlines["share_of_predicted"] = min(one["share_of_predicted"].median for one in largest)
     headlines["kernel_gb_s_share_of_machine"] = (
         largest[0]["kernel_bytes_per_s"] / largest[0]["stream_bytes_per_s"]
     )
@@ -390,8 +396,8 @@ def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
             f"{cell['tokens_per_round']:.2f}",
             f"{ratio.median:.2f}",
             f"{ratio.lower:.2f}-{ratio.upper:.2f}",
-            f"{cell['predicted']:.2f}",
-            f"{cell['share_of_predicted']:.2f}",
+            f"{cell['predicted'].median:.2f}",
+            f"{cell['share_of_predicted'].median:.2f}",
             f"{ordinary.median:.2f}",
             "" if controller is None else f"{controller.median:.3f}",
             "" if controller is None else f"{controller.lower:.3f}-{controller.upper:.3f}",
@@ -431,7 +437,7 @@ def measure(plan: Plan, models: Path, progress: Progress) -> list[dict[str, Any]
                     with contextlib.closing(make(drafter, room=plan.room(cells, num_threads))) as engine:
                         if any(cell.with_controller for cell in cells):
                             engine.measure_costs()
-                        bench = Bench(plan, engine, beside)
+                        bench = Bench(plan, engine, beside, max(cell.batch for cell in cells))
                         for cell in cells:
                             progress.update(task, description=cell.name)
                             results.append(bench.cell(cell, partial(progress.advance, task)))

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from benchmarks.deployments import ExchangedController
+from benchmarks.in_process import RunRecord, run_batch
 from benchmarks.inflate import read_config
 from benchmarks.steady import Batch, Counted, decode_for, read
 from specdec.core.request import Request
@@ -24,7 +26,7 @@ from specdec.kv.pool import KvShape, bytes_per_block
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
-from specdec.proposers.config import Method
+from specdec.proposers.config import Method, SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.cost_profile import CostProfile
@@ -59,6 +61,16 @@ class Drafter:
         if self.policy == "full":
             return KvSelectionConfig()
         return KvSelectionConfig.model_validate({"policy": self.policy, "budget": self.budget, "floor": 64})
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether there is this policy for this method."""
+        model = {"model": "unread"} if self.method == "draft_model" else {}
+        try:
+            SpeculativeConfig.model_validate({"method": self.method, "kv": self.kv, **model})
+        except ValidationError:
+            return False
+        return True
 
     def kept_tokens(self, context: int) -> int:
         """Return about how many tokens a draft attends to, whole blocks."""
@@ -108,7 +120,6 @@ class LongEngine:
         for pool in (self.target.runner.pool, *([self.draft_runner.pool] if self.draft_runner else ())):
             for tensor in (*pool.keys, *pool.values):
                 tensor.fill_(0.01)  # pages that were never written all lie in one place
-        self._num_read: dict[int, int] = {}
 
     @property
     def draft_runner(self) -> ModelRunner | None:
@@ -131,17 +142,20 @@ class LongEngine:
         return controller_for(self._config.model_copy(update={"speculative_config": goodput}), self._profile)
 
     def read(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Have the target read prompts; those of a larger batch of one length begin with a smaller's."""
-        length = len(prompts[0])
-        if self._num_read.get(length, 0) < len(prompts):
-            self._exchanged.current = FixedController(0)
-            read(self.engine, prompts, lambda: None)
-            self._num_read = {length: len(prompts)}
+        """Have the target read prompts, as far as they are not in its cache any more."""
+        self._exchanged.current = FixedController(0)
+        read(self.engine, prompts, lambda: None)
 
     def decode(self, batch: Batch, controller: SpeculationController, seconds: float) -> Counted:
         """Decode for about so many seconds."""
         self._exchanged.current = controller
         return decode_for(self.engine, batch, seconds, prepare=self._read_along)
+
+    def run(self, requests: Sequence[Request]) -> RunRecord:
+        """Run requests that say their own k, each to its end."""
+        self._exchanged.current = FixedController(0)
+        self._read_along(requests)
+        return run_batch(self.engine, requests)
 
     def close(self) -> None:
         """Free everything."""

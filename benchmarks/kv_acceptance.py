@@ -1,0 +1,204 @@
+"""How often drafts are accepted that attend to a part of the K/V, by policy, budget and length.
+
+    python -m benchmarks.kv_acceptance --json benchmarks/results/kv-acceptance.json --plots docs/images
+    python -m benchmarks.kv_acceptance --quick
+
+The demo target in bf16 continues pieces of held-out files, sampled at temperature 1 with the same seeds for
+every drafter: what it writes does not depend on who drafts, so all of them draft the same texts. Nothing here
+is a time. `acceptance` is that of the first token of a draft, `tokens_per_round` that of k = 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.figures import new_figure, prepare_figures, save_figure
+from benchmarks.in_process import batch_requests
+from benchmarks.long_context_engines import BLOCK_SIZE, Drafter, LongEngine, Room
+from benchmarks.long_texts import LongTexts
+from benchmarks.report import report_headlines, write_results
+from specdec.core.sampling_params import SamplingParams
+from specdec.kv.selection import KvPolicyName
+from specdec.proposers.config import Method
+
+LONG = 3840
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is drafted."""
+
+    drafters: tuple[Drafter, ...]
+    lengths: tuple[int, ...]
+    num_texts: int
+    num_tokens: int = 128
+    k: int = 4
+    temperature: float = 1.0
+
+
+def _drafters(budgets: Sequence[int | float], methods: Sequence[Method]) -> tuple[Drafter, ...]:
+    """Return every policy that there is for each method, with every budget, and everything."""
+    found = []
+    for method in methods:
+        for policy in get_args(KvPolicyName):
+            found += [Drafter(method=method, policy=policy, budget=budget) for budget in budgets]
+    distinct = dict.fromkeys(Drafter(method=one.method) if one.policy == "full" else one for one in found)
+    return tuple(one for one in distinct if one.is_supported)
+
+
+FULL = Plan(
+    drafters=_drafters((64, 128, 256, 512, 1024, 0.05), ("self", "draft_model")),
+    lengths=(512, 1024, 2048, LONG),
+    num_texts=32,
+)
+QUICK = Plan(drafters=_drafters((64, 256), ("self",)), lengths=(512, LONG), num_texts=8, num_tokens=64)
+
+
+def accepted(engine: LongEngine, texts: LongTexts, length: int, plan: Plan) -> dict[str, Any]:
+    """Have every text continued; return what was accepted of the drafts, and a digest of what was written."""
+    prompts = texts.prompts(plan.num_texts, length)
+    params = SamplingParams(temperature=plan.temperature, max_tokens=plan.num_tokens, ignore_eos=True)
+    engine.read(prompts)
+    before = list(engine.engine.metrics().num_accepted_tokens_per_pos)
+    record = engine.run(batch_requests(prompts, params, plan.k, f"{length}"))
+    after = engine.engine.metrics().num_accepted_tokens_per_pos
+    return {
+        "drafter": engine.drafter,
+        "name": engine.drafter.name,
+        "length": length,
+        "acceptance": (after[0] - (before[0] if before else 0)) / record.num_drafts,
+        "tokens_per_round": record.mean_acceptance_length,
+        "num_drafts": record.num_drafts,
+        "text": _digest(record.token_ids),
+    }
+
+
+def _digest(texts: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+
+
+def measure(plan: Plan, models: Path, tick: Callable[[str, int], Callable[[], None]]) -> list[dict[str, Any]]:
+    """Measure all drafters at all lengths; `tick` names what begins and returns what counts its steps."""
+    num_threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    room = Room(
+        max_num_seqs=plan.num_texts,
+        num_tokens=plan.num_texts * (max(plan.lengths) + plan.num_tokens + 2 * BLOCK_SIZE),
+        max_draft_tokens=plan.k,
+        num_threads=num_threads,
+    )
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "target"
+        target.symlink_to((models / "target").absolute())
+        for drafter in plan.drafters:
+            advance = tick(drafter.name, len(plan.lengths))
+            with contextlib.closing(LongEngine(drafter, target, models / "draft", room)) as engine:
+                texts = LongTexts.read(engine.engine.tokenizer)
+                for length in plan.lengths:
+                    results.append(accepted(engine, texts, length, plan))
+                    advance()
+    return results
+
+
+def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the acceptance of self-speculation at the longest texts, and how far texts agree."""
+    longest = max(cell["length"] for cell in cells)
+    headlines = {}
+    for cell in cells:
+        drafter: Drafter = cell["drafter"]
+        if drafter.policy != "full" and (drafter.method, drafter.budget, cell["length"]) == (
+            "self",
+            256,
+            longest,
+        ):
+            headlines[f"acceptance_{drafter.policy}_256_at_{longest}"] = cell["acceptance"]
+    lengths = {cell["length"] for cell in cells}
+    same = sum(len({cell["text"] for cell in cells if cell["length"] == length}) == 1 for length in lengths)
+    return {**headlines, "share_of_lengths_with_one_text": same / len(lengths)}
+
+
+def draw(cells: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw acceptance over the budget at the longest texts, and over the length by budget."""
+    figure, (left, right) = new_figure(2)
+    longest = max(cell["length"] for cell in cells)
+    series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for cell in cells:
+        drafter: Drafter = cell["drafter"]
+        if cell["length"] == longest and drafter.policy != "full" and isinstance(drafter.budget, int):
+            who = (drafter.method, drafter.policy)
+            series.setdefault(who, []).append((drafter.budget, cell["acceptance"]))
+    for (method, policy), points in series.items():
+        left.plot(*zip(*sorted(points), strict=True), "o-", label=f"{method}, {policy}")
+    left.set(xscale="log", xlabel=f"budget (tokens), {longest} cached", ylabel="acceptance", ylim=(0, 1))
+    left.legend(frameon=False, fontsize=7)
+    for number, name in enumerate(dict.fromkeys(cell["name"] for cell in cells)):
+        own = sorted((cell["length"], cell["acceptance"]) for cell in cells if cell["name"] == name)
+        right.plot(
+            *zip(*own, strict=True),
+            "o-" if name.startswith("self") else "o:",
+            label=name,
+            color=f"C{number % 10}",
+        )
+    right.set(xscale="log", xlabel="cached tokens", ylim=(0, 1))
+    right.legend(frameon=False, fontsize=5)
+    return save_figure(figure, path)
+
+
+def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
+    """Lay out acceptance, a row for each drafter and a column for each length."""
+    lengths = sorted({cell["length"] for cell in cells})
+    table = Table("drafter", *(f"{length}" for length in lengths))
+    for name in dict.fromkeys(cell["name"] for cell in cells):
+        own = {cell["length"]: cell for cell in cells if cell["name"] == name}
+        table.add_row(
+            name,
+            *(f"{own[one]['acceptance']:.3f} ({own[one]['tokens_per_round']:.2f})" for one in lengths),
+        )
+    return table
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Two budgets, two lengths.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for a picture.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder with target/ and draft/.")] = Path("models/demo"),
+) -> None:
+    """Count what is accepted of sparse-K/V drafts.
+
+    Example: python -m benchmarks.kv_acceptance --quick --json runs/kv-acceptance.json
+    """
+    if plots is not None:
+        prepare_figures()
+    plan = QUICK if quick else FULL
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def tick(name: str, total: int) -> Callable[[], None]:
+            return partial(progress.advance, progress.add_task(name, total=total))
+
+        cells = measure(plan, models, tick)
+    headlines = headlines_of(cells)
+    write_results(json, {"plan": plan, "cells": cells, "headlines": headlines})
+    if plots is not None:
+        draw(cells, plots / "kv-acceptance.svg")
+    Console(highlight=False, width=160).print(table_of(cells))
+    report_headlines(headlines)
+
+
+if __name__ == "__main__":
+    typer.run(main)
