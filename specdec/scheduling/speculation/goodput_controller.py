@@ -358,7 +358,7 @@ class GoodputController:
         is_settled = self._round - self._switched_round >= dwell_rounds
         # Going back to plain decoding takes half as much, and where it is clearly better, no patience: it is
         # what nobody may be worse off than.
-        margin = self._settings.margin * (0.5 if best == "plain" else 1.0 + 0.5 * restless)
+        margin = self._settings.margin * (0.5 if best == "plain" else 1.0)
         is_urgent = best == "plain" and rates[best] > rates[current] * (1.0 + _URGENT)
         if not (has_changed or is_settled or is_urgent):
             return
