@@ -105,6 +105,7 @@ class Plan:
 
 
 MAIN = Drafter(method="self", policy="streaming", budget=256)
+_VERIFIED = Drafter(method="self", policy="verified", budget=256)
 _STANDALONE = Drafter(method="draft_model", policy="streaming", budget=256)
 _BATCHES, _CONTEXTS = (1, 4, 8, 16, _LARGE), (512, 1024, 2048, LONG)
 
@@ -160,6 +161,7 @@ QUICK = Plan(
             Cell(heads="gqa", drafter=MAIN, batch=batch, context=context, with_controller=True)
             for batch, context in ((1, LONG), (8, LONG), (_LARGE, LONG), (1, 512), (_LARGE, 512))
         ),
+        Cell(heads="gqa", drafter=_VERIFIED, batch=_LARGE, context=LONG),
         Cell(heads="mha", drafter=MAIN, batch=_LARGE, context=LONG, with_controller=True),
     ),
     lengths=(2, 3, 4),
@@ -445,7 +447,7 @@ def measure(plan: Plan, models: Path, progress: Progress) -> list[dict[str, Any]
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Six corner cells.")] = False,
+    quick: Annotated[bool, typer.Option(help="Seven corner cells.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
     models: Annotated[Path, typer.Option(help="Folder with target/ and draft/.")] = Path("models/demo"),
 ) -> None:
