@@ -9,7 +9,8 @@ budget: what is known of a request itself, as a factor to its class, goes with i
 What is learnt needs trying: now and then a few requests get the budget that least is known of, for a few
 rounds; less and less often while that changes nothing. A draft model's window forgets what a smaller budget
 left out, so that a change tells nothing soon: there a request keeps its first budget for good (`is_kept`),
-and some of the new ones try another.
+and some of the new ones try another. While drafting does not seem to pay, the probes of the controller
+(`Trials`) look at every budget before that is believed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _TRIAL_ROUNDS = 12
 _FEWEST_ROUNDS_BETWEEN = 96
 _FIRST_TRIAL = 16
 _MOST_DOUBLINGS = 4
+_ENOUGH_TRIALS = 24.0
+"""Verdicts from which on it is known whether a budget may pay at all."""
 _TRIED_SHARE = 16
 """One in so many requests tries another budget, in a trial, or of new ones."""
 
@@ -44,6 +47,8 @@ class BudgetCosts:
     """Tokens per second of all requests together; 0: not known yet."""
     num_draft_tokens: int
     """Draft tokens of a proposal, about."""
+    is_drafting: bool = True
+    """Whether requests are drafted for at present, but for probes."""
 
 
 class BudgetPicks:
@@ -95,6 +100,8 @@ class BudgetPicks:
         self._note_best(free, values)
         if self._is_kept:
             return
+        if not costs.is_drafting and self._ask_unknown(free):
+            return
         if self._trying:
             if now - self._trial_round < _TRIAL_ROUNDS:
                 return
@@ -144,6 +151,18 @@ class BudgetPicks:
             for option in range(len(self._options))
         ]
         return int(np.argmin(known))
+
+    def _ask_unknown(self, free: Sequence[Schedulable]) -> bool:
+        """While nothing is drafted, have probes ask what is hardly known; return whether there is such."""
+        names = {one.class_name for one in free}
+        option = self._least_known(names)
+        if sum(self._acceptance.num_trials(_class_name(name, option)) for name in names) >= _ENOUGH_TRIALS:
+            return False
+        self._trying.clear()
+        for one in free:
+            if self._picks[one.request_id] != option:
+                self._change(one, option)
+        return True
 
     def _begin_trial(self, now: int, free: Sequence[Schedulable]) -> None:
         option = self._least_known({one.class_name for one in free})

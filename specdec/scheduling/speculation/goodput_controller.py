@@ -373,6 +373,7 @@ class GoodputController:
             read_s=self._costs.draft.per_token,
             rate=decision.rates[best.kind],
             num_draft_tokens=max(1, round(float(best.num_draft_tokens.mean()))),
+            is_drafting=self._kind != "plain",
         )
 
     def _switch(

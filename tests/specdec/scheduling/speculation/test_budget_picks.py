@@ -98,6 +98,16 @@ def test_a_request_keeps_its_window_where_that_cannot_grow_back(is_kept: bool) -
     assert last.count(8192) >= 6
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_drafting_is_not_given_up_before_every_budget_was_looked_at(seed: int) -> None:
+    """Only the last one pays: probes find it, while nothing is drafted with the others."""
+    controller = controller_of("self", BUDGETS)
+    world = world_of("self", 4, CASES["more is better"], picks=True, seed=seed)
+    world.run(controller, 900)
+    assert controller.state.is_speculating
+    assert [one.kv_budget for one in world.requests].count(8192) >= 3
+
+
 def test_trials_are_few() -> None:
     """Once it is known what is best, few rounds of few requests go to anything else."""
     controller = controller_of("self", BUDGETS)
