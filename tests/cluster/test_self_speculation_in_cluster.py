@@ -92,13 +92,13 @@ def test_streams_outlive_a_lost_worker(
 
     async def scenario(service: object) -> None:
         losses = await metric(service, "target_losses", lambda value: True)
-        accepted = await metric(service, "spec_decode_num_accepted_tokens", lambda value: True)
         streams = Streams(service, wanted)
         await streams.all_have_begun()
         ray.kill(worker(config, victim), no_restart=True)
         await streams.finish()
         assert streams.tokens == alone(requests(5, max_tokens=150, name=f"self-{victim}"))
         assert await metric(service, "target_losses", lambda value: value == losses + 1)
-        await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > accepted)
+        # Of the new engine alone: what the lost one had counted is gone with it.
+        await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 0)
 
     with_service(config, scenario, num_drafters=0)
