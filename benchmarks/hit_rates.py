@@ -86,6 +86,7 @@ class View(Committed):
     """A stream as the draft model is shown it."""
 
     constraint: TokenConstraint | None = None
+    kv_budget: int = 0
 
 
 @dataclass(slots=True)

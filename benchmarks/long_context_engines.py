@@ -182,6 +182,7 @@ class _Unread(TokenSequence):
 
     __slots__ = ()
     constraint: TokenConstraint | None = None
+    kv_budget: int = 0
 
 
 def _config(drafter: Drafter, target: Path, draft: Path, room: Room) -> EngineConfig:

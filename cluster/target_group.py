@@ -15,7 +15,13 @@ from cluster.worker_handle import WorkerHandle
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ConfigError, TransportError
 from specdec.core.idle_work import WorkState
-from specdec.engine.build import build_tokenizer, controller_for, cost_profile_of, modes_of
+from specdec.engine.build import (
+    build_tokenizer,
+    controller_for,
+    cost_profile_of,
+    kv_budgets_of,
+    modes_of,
+)
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.remote_proposer import RemoteProposer
@@ -116,6 +122,7 @@ class TargetGroup:
             max_branches=self._config.speculative_config.max_branches,
             prefix_caching=self._config.cache.enable_prefix_caching,
             grammar=self._config.grammar,
+            kv_budgets=kv_budgets_of(self._config.speculative_config),
         )
 
     def check_idle(self) -> None:

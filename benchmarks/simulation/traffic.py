@@ -93,11 +93,17 @@ class SimulatedRequest:
     max_chunk_tokens: int | None = None
     ttft_s: float | None = None
     itl_s: float | None = None
+    has_own_kv_budget: bool = True
 
     @property
     def max_draft_tokens(self) -> int:
         """Draft tokens that could still be of use."""
         return max(0, self.num_to_generate - self.num_generated - 1)
+
+    @property
+    def draft_context(self) -> int:
+        """Committed tokens that a draft attends to: all of them."""
+        return self.committed_len
 
     @property
     def is_decoding(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from deploy.config_file import load_config
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
@@ -66,8 +68,18 @@ def _overridden(
     elif num_speculative_tokens is not None:
         if speculative.method == "none":
             raise ConfigError("-k needs a drafter, but the configuration says method: none")
-        speculative = speculative.model_copy(update={"num_speculative_tokens": num_speculative_tokens})
+        speculative = _with_draft_tokens(speculative, num_speculative_tokens)
     return engine.model_copy(update={"target": target, "speculative_config": speculative})
+
+
+def _with_draft_tokens(speculative: SpeculativeConfig, num_speculative_tokens: int) -> SpeculativeConfig:
+    """Return the configuration with another k, checked as a file's is: other keys have to go with it."""
+    values = {**speculative.model_dump(), "num_speculative_tokens": num_speculative_tokens}
+    try:
+        return SpeculativeConfig.model_validate(values)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"-k {num_speculative_tokens}: {reason}") from None
 
 
 def read_prompts(file: Path | None) -> list[str]:

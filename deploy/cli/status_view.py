@@ -119,6 +119,8 @@ def _speculation(group: TargetGroupStatus, choice: ChoiceStatus, *, alone: bool)
     state = ("on", "green") if choice.is_speculating else ("off", "yellow")
     lines.add_row("state", Text.assemble(state, f", {choice.mode}: {choice.explanation}"))
     lines.add_row("k", _chosen_k(choice))
+    if choice.mean_kv_budget is not None:
+        lines.add_row("KV budget", f"drafts attend to {choice.mean_kv_budget:.0f} tokens at most")
     recent = group.recent
     lines.add_row("tokens/s", _tokens_per_s(choice, recent))
     lines.add_row("acceptance", _acceptance(choice, recent))

@@ -15,13 +15,14 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from deploy.openai.body_part import BodyPart
 from deploy.openai.grammars import GrammarFields
 from deploy.openai.tools import MAX_TOOLS, EarlierCall, NamedChoice, Tool, ToolChoice, forced_calls
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import MAX_LOGPROBS, Grammar, LogprobsMode
+from specdec.kv.selection import BudgetAmount, budget_fault, read_percentage
 from specdec.scheduling.admission import MAX_PRIORITY
 
 _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
@@ -108,15 +109,43 @@ class StreamOptions(BodyPart):
     """Accepted and ignored: nothing is padded."""
 
 
+def _read_share(value: object) -> object:
+    if isinstance(value, str):
+        return read_percentage(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError('must be a number of tokens, or a share such as "5%" or 0.05')
+    return value
+
+
+def _checked_budget(amount: BudgetAmount) -> BudgetAmount:
+    fault = budget_fault(amount)
+    if fault is not None:
+        raise ValueError(fault)
+    return amount
+
+
+KvBudgetAmount = Annotated[BudgetAmount, BeforeValidator(_read_share), AfterValidator(_checked_budget)]
+
+
 class SpeculationOptions(BodyPart):
-    """Per-request override of how much is drafted.
+    """Per-request override of how much is drafted, and from how much of the text. At least one of them.
 
     It changes the speed; under sample_and_match never the output, under another lossless rule never its
     distribution.
     """
 
-    num_speculative_tokens: int = Field(ge=0, le=64)
-    """Draft tokens per round; 0 switches speculation off."""
+    num_speculative_tokens: int | None = Field(default=None, ge=0, le=64)
+    """Draft tokens per round; 0 switches speculation off. Left out, the server decides."""
+    kv_budget: KvBudgetAmount | None = None
+    """How much of the text drafts attend to, where the server has a selection policy
+    (`speculative_config.kv.policy`): an integer is tokens; 0.05 or "5%" a share of the length, at least the
+    server's `kv.floor`. Left out, the server decides."""
+
+    @model_validator(mode="after")
+    def _check_any(self) -> Self:
+        if self.num_speculative_tokens is None and self.kv_budget is None:
+            raise ValueError("give num_speculative_tokens, kv_budget, or both")
+        return self
 
 
 class LatencyTargets(BodyPart):

@@ -272,6 +272,7 @@ def _requests(
     if class_name not in settings.request_classes:
         class_name = OTHER_CLASS
     slo = None if body.slo is None else LatencyTarget(ttft_ms=body.slo.ttft_ms, itl_ms=body.slo.itl_ms)
+    speculation = body.speculation
     requests: list[Request] = []
     for prompt in prompts:
         # With a seed a prompt gives the same tokens alone and in a list; without one, each prompt its own.
@@ -284,7 +285,8 @@ def _requests(
                     params=params,
                     seed=choice_seed(seed, choice),
                     epoch=Epoch(0),
-                    num_draft_tokens=body.speculation.num_speculative_tokens if body.speculation else None,
+                    num_draft_tokens=None if speculation is None else speculation.num_speculative_tokens,
+                    kv_budget=None if speculation is None else speculation.kv_budget,
                     cache_salt=body.cache_salt,
                     priority=body.priority,
                     class_name=class_name,

@@ -68,6 +68,8 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     num_self_drafted: int = 0
     """So many tokens, at most, the target shall draft itself behind these, and verify in the same step; the
     block table has room for them. One row is sampled beside them."""
+    kv_budget: int = 0
+    """Tokens that these drafts may attend to; 0: as the target is configured."""
 
 
 class TargetStep(msgspec.Struct, frozen=True, array_like=True):

@@ -40,6 +40,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Smaller is served first, and takes the place of larger; equals are served in order of arrival."""
     num_draft_tokens: int | None = None
     """Per-request override of k; 0 switches speculation off for this request; None: the server decides."""
+    kv_budget: int | float | None = None
+    """How much of its K/V drafts attend to, where there is a selection policy: an int is tokens, a float a
+    share of the length. Changes speed alone; None: the server decides."""
     cache_salt: str | None = None
     """Only requests of one salt share cached K/V; None is a salt of its own."""
     timeout_s: float | None = None

@@ -59,6 +59,11 @@ class SequenceView(Protocol):
         ...
 
     @property
+    def kv_budget(self) -> int:
+        """Tokens that drafts may attend to, at present; 0: as whoever drafts is configured."""
+        ...
+
+    @property
     def constraint(self) -> TokenConstraint | None:
         """What a grammar allows, where there is one; it makes drafts better, no more."""
         ...

@@ -17,7 +17,7 @@ from specdec.engine.profiling import ProfilePlan, ProfileProgress, drafts_anythi
 from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, require_real
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
-from specdec.kv.selection import KvSelection
+from specdec.kv.selection import KvBudget, KvBudgets, KvSelection, budgets_of
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
@@ -62,6 +62,8 @@ class EngineParts:
     grammar: GrammarConfig
     max_branches: int
     """Continuations that are drafted ahead for one request, at most."""
+    kv_budgets: KvBudgets | None = None
+    """How much drafts attend to; None: everything."""
 
 
 def build_parts(
@@ -99,6 +101,7 @@ def build_parts(
         prefix_caching=config.cache.enable_prefix_caching,
         grammar=config.grammar,
         max_branches=config.speculative_config.max_branches,
+        kv_budgets=kv_budgets_of(config.speculative_config),
     )
 
 
@@ -251,6 +254,11 @@ def _chooser(loaded: LoadedModel, config: EngineConfig) -> TokenChooser:
     sampler = Sampler(config.target.compile.cache_dir)
     sampler.warm_up()
     return sampler
+
+
+def kv_budgets_of(config: SpeculativeConfig) -> KvBudgets | None:
+    """Return how much the drafts of an engine attend to; None: everything."""
+    return budgets_of(config.kv, config.num_speculative_tokens)
 
 
 def _rule_of(config: EngineConfig) -> VerificationRule:
@@ -428,6 +436,8 @@ def controller_for(
         caps_by_batch=speculative.num_speculative_tokens_per_batch_size,
         max_rows=config.scheduler.max_num_batched_tokens,
         max_sequences=config.scheduler.max_num_seqs,
+        kv_budgets=() if speculative.kv.policy == "full" else speculative.kv.budgets,
+        keeps_kv_budgets=speculative.method != "self",
     )
     return GoodputController(settings, profile)
 
@@ -449,6 +459,7 @@ def cost_profile_of(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_draft_tokens=speculative.num_speculative_tokens,
         budget_s=speculative.profile_seconds,
+        kv_budget=_measured_budget(speculative),
     )
     store = ProfileStore(speculative.profile_dir)
     known = store.load(plan.key)
@@ -459,6 +470,13 @@ def cost_profile_of(
     if profile != known:
         store.save(profile)
     return profile
+
+
+def _measured_budget(speculative: SpeculativeConfig) -> KvBudget | None:
+    """Return what drafts attend to that nobody tells how much; None: everything."""
+    if speculative.kv.policy == "full":
+        return None
+    return speculative.kv.token_budget if speculative.method == "self" else speculative.largest_kv_budget
 
 
 def _profile_key(config: EngineConfig, description: TargetDescription) -> str:

@@ -67,6 +67,7 @@ class _Mirror:
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
+        self.kv_budget = 0
         self.constraint: FollowedGrammar | None = None
         if grammars is not None:
             self.constraint = grammars.follow(
@@ -499,6 +500,7 @@ def _catch_up(mirror: _Mirror, entry: ProposeEntry) -> bool:
     if known < 0 or entry.base_len + len(entry.token_ids) != entry.committed_len:
         return False
     mirror.extend(entry.token_ids[known:])
+    mirror.kv_budget = entry.kv_budget
     return mirror.prefix_hash == entry.prefix_hash
 
 
@@ -510,6 +512,7 @@ def _is_valid(entry: ProposeEntry) -> bool:
         and entry.committed_len >= 1
         and len(token_ids) <= entry.committed_len
         and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID))
+        and 0 <= entry.kv_budget <= _MAX_TOKEN_ID
         and (entry.opening is None or _is_valid_opening(entry.opening))
         and (entry.fan_out is None or _is_valid_outlook(entry.pending, entry.fan_out))
     )

@@ -8,7 +8,7 @@ from typing import Self
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
-from specdec.core.errors import ChannelClosed, InputError, TransportError
+from specdec.core.errors import ChannelClosed, ConfigError, InputError, TransportError
 from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
@@ -27,13 +27,18 @@ from specdec.engine.service import INVALID_GRAMMAR, TIMED_OUT
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish, StreamLimits, TextStream
 from specdec.engine.tokenizer import Tokenizer
+from specdec.kv.selection import BudgetAmount, KvBudgets
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer, counters_of
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar import GrammarCompiler
 from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
 from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from specdec.scheduling.speculation.controller import (
+    FixedController,
+    PicksKvBudgets,
+    SpeculationController,
+)
 from specdec.scheduling.state import ServiceKey
 
 _RECENT = 0.1
@@ -78,11 +83,13 @@ class Engine:
         clock: Clock | None = None,
         prefix_caching: bool = True,
         max_branches: int = 4,
+        kv_budgets: KvBudgets | None = None,
     ) -> Self:
         """Make an engine of parts that exist already; it closes target and proposer with itself.
 
         Without a controller, 4 tokens are drafted per sequence and round. `prefix_caching` is the target's
-        `cache.enable_prefix_caching`, `max_branches` the drafter's key of that name.
+        `cache.enable_prefix_caching`, `max_branches` the drafter's key of that name; `kv_budgets` say how
+        much drafts attend to, where there is a selection policy.
         """
         parts = EngineParts(
             target=target,
@@ -93,6 +100,7 @@ class Engine:
             prefix_caching=prefix_caching,
             grammar=grammar or GrammarConfig(),
             max_branches=max_branches,
+            kv_budgets=kv_budgets,
         )
         engine = cls.__new__(cls)
         engine._set_up(parts, clock or MonotonicClock())
@@ -101,6 +109,8 @@ class Engine:
     def _set_up(self, parts: EngineParts, clock: Clock) -> None:
         description = parts.target.description
         self._parts = parts
+        if parts.kv_budgets is not None and isinstance(parts.controller, PicksKvBudgets):
+            parts.kv_budgets.pick = parts.controller.pick_kv_budget
         self._clock = clock
         self._idle_work = idle_work_of(parts.target, parts.proposer)
         self._metrics = EngineMetrics()
@@ -109,6 +119,7 @@ class Engine:
             max_model_len=description.max_model_len,
             pool_tokens=(description.num_blocks - 1) * description.block_size,
             max_num_waiting=parts.scheduler.max_num_waiting,
+            kv_budgets=parts.kv_budgets,
         )
         self._stream_limits = StreamLimits(
             max_sequence_len=self._admission.max_sequence_len, eos_token_ids=description.eos_token_ids
@@ -198,9 +209,29 @@ class Engine:
         """Return counters and current gauges; live, not a copy."""
         self._metrics.speculation = self._parts.controller.state
         self._metrics.num_running = len(self._roster.running)
+        if self._parts.kv_budgets is not None:
+            budgets = [live.kv_budget for live in list(self._roster.running.values())]
+            self._metrics.mean_kv_budget = sum(budgets) / len(budgets) if budgets else None
         self._metrics.num_waiting = len(self._roster.waiting) + len(self._preparation)
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage
         return self._metrics
+
+    def set_kv_budget(self, amount: BudgetAmount) -> None:
+        """Change how much drafts attend to (`speculative_config.kv.budget`), from the next round on.
+
+        An int is tokens, a float a share of the length. Requests with a budget of their own keep it. What is
+        generated does not depend on it (any thread).
+
+        Raises:
+            ConfigError: there is no selection policy, or the budget does not hold the sink and a draft.
+        """
+        budgets = self._parts.kv_budgets
+        if budgets is None:
+            raise ConfigError("kv.budget: drafts attend to everything here: configure kv.policy first")
+        try:
+            budgets.set_default(amount)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def check_request(self, request: Request) -> None:
         """Check a request without taking it in.
@@ -236,6 +267,7 @@ class Engine:
             text=TextStream(request, self._parts.tokenizer, self._stream_limits),
             arrival_s=self._clock.now_s(),
             kv_variants=self._parts.target.description.kv_variants,
+            kv_budgets=self._parts.kv_budgets,
         )
         self._metrics.prompt_tokens += live.num_prompt_tokens
         if live.finish is not None:  # a replay whose delivered tokens were all there is

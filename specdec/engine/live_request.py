@@ -16,6 +16,7 @@ from specdec.core.sequence import TokenConstraint
 from specdec.engine.text_stream import Finish, TextStream
 from specdec.kv.block_table import BlockTable
 from specdec.kv.prefix_cache import PrefixTrail
+from specdec.kv.selection import KvBudgets
 from specdec.sampling.grammar import GrammarState
 from specdec.scheduling.state import ServiceKey
 
@@ -30,6 +31,7 @@ class LiveRequest:
     """
 
     __slots__ = (
+        "_kv_budgets",
         "_kv_variants",
         "_logprobs",
         "_num_reported",
@@ -64,10 +66,12 @@ class LiveRequest:
         text: TextStream,
         arrival_s: float,
         kv_variants: KvVariants | None = None,
+        kv_budgets: KvBudgets | None = None,
     ) -> None:
         """Take a request in. Tokens delivered by an earlier epoch are read, not reported again.
 
-        `kv_variants` are those of `TargetDescription`.
+        `kv_variants` are those of `TargetDescription`, `kv_budgets` those of the engine (None: drafts attend
+        to everything).
         """
         self.request = request
         self.request_id = request.request_id
@@ -76,6 +80,7 @@ class LiveRequest:
         self.table = table
         self.sequence = TokenSequence(request)
         self._kv_variants = kv_variants
+        self._kv_budgets = kv_budgets
         self.kv_variant = self._present_variant()
         """Which K/V it has in the target's cache, as long as it has any."""
         self.trail = PrefixTrail(request.cache_salt, self.kv_variant)
@@ -132,6 +137,29 @@ class LiveRequest:
     def prefix_hash(self) -> int:
         """Hash of the committed tokens."""
         return self.sequence.prefix_hash
+
+    @property
+    def kv_budget(self) -> int:
+        """Tokens that drafts may attend to, at present; 0: everything."""
+        budgets = self._kv_budgets
+        if budgets is None:
+            return 0
+        picked = None
+        if budgets.pick is not None and not self.has_own_kv_budget:
+            picked = budgets.pick(self.request_id, self.class_name)
+        return budgets.tokens(self.request.kv_budget, self.committed_len, picked)
+
+    @property
+    def has_own_kv_budget(self) -> bool:
+        """Whether the controller has no say in it: it was asked for, or set while the engine runs."""
+        return self.request.kv_budget is not None or (
+            self._kv_budgets is not None and self._kv_budgets.is_set
+        )
+
+    @property
+    def draft_context(self) -> int:
+        """Committed tokens that a draft attends to."""
+        return min(self.kv_budget or self.committed_len, self.committed_len)
 
     @property
     def constraint(self) -> TokenConstraint | None:

@@ -176,7 +176,9 @@ class LocalTarget:
         """Draft behind the works that ask for it, then run the step with their drafts."""
         started_s = time.perf_counter()
         drafting = [work for work in step.works if work.num_self_drafted]
-        chains = iter(drafter.draft([self._start(work) for work in drafting], self._scores_of(drafting)))
+        budgets = [work.kv_budget for work in drafting]
+        starts = [self._start(work) for work in drafting]
+        chains = iter(drafter.draft(starts, self._scores_of(drafting), budgets))
         drafts = [tuple(next(chains)) if work.num_self_drafted else () for work in step.works]
         works = tuple(map(_with_draft, step.works, drafts))
         draft_s = time.perf_counter() - started_s

@@ -75,6 +75,8 @@ class EngineMetrics:
     finished: Counter[FinishReason] = field(default_factory=Counter)
     speculation: ControllerState = field(default_factory=ControllerState)
     """What the speculation controller has decided last."""
+    mean_kv_budget: float | None = None
+    """Mean of the tokens that drafts of running requests may attend to; None: everything, or none runs."""
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
@@ -146,6 +148,8 @@ class EngineMetrics:
             "kv_cache_usage_perc": self.kv_cache_usage,
         }
         values.update(self.speculation.gauges())
+        if self.mean_kv_budget is not None:
+            values["speculation_mean_kv_budget"] = self.mean_kv_budget
         for mode, count in dict(self.rounds_by_mode).items():
             values[f'overlap_rounds{{mode="{mode}"}}'] = count
         for position, count in enumerate(list(self.num_accepted_tokens_per_pos)):

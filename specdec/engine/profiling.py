@@ -24,6 +24,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
 from specdec.engine.target import Target
 from specdec.kv.block_table import num_blocks_for
+from specdec.kv.selection import KvBudget
 from specdec.proposers.base import Proposer
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
 
@@ -32,6 +33,8 @@ ProfileProgress = Callable[[int, int], None]
 
 _SHORT_CONTEXT = 32
 _LONG_CONTEXT = 512
+_LONGEST_CONTEXT = 4096
+"""Long enough for any budget."""
 _NUM_LONG = 4
 """Sequences with a long context."""
 _ROWS_PER_SEQUENCE = 4
@@ -40,6 +43,8 @@ _MOST_ROWS_PER_SEQUENCE = 16
 _FIRST_ROWS = (1, 4, 16, 64, 8, 32, 128, 2, 256, 3, 6, 12, 24, 48, 96, 192, 384, 512, 5, 20, 40, 80, 160)
 """Numbers of rows, those that tell most first: time may run out."""
 _NUM_REPEATS = 5
+_GROWTH = 4 * _NUM_REPEATS
+"""Tokens by which a sequence may grow while it is drafted for."""
 _VERIFY_SHARE = 0.6
 """Of the time, what steps of the target may take."""
 _LONG_SHARE = 0.25
@@ -62,12 +67,26 @@ class ProfilePlan:
     budget_s: float
     num_stepped_rows: int = 0
     """See `CostProfile.num_stepped_rows`."""
+    kv_budget: KvBudget | None = None
+    """What drafts attend to; None: everything."""
+
+    @property
+    def long_context(self) -> int:
+        """Tokens of sequences with a long context: beyond what drafts attend to."""
+        if self.kv_budget is None:
+            return _LONG_CONTEXT
+        return min(max(_LONG_CONTEXT, 2 * self.kv_budget.smallest), _LONGEST_CONTEXT)
+
+    def attended(self, context: int) -> int:
+        """Return how many tokens a draft behind so many attends to."""
+        return context if self.kv_budget is None else min(context, self.kv_budget.tokens(context))
 
 
 class MadeUpSequence:
     """Implements `SequenceView` with random tokens. It grows as if they had been committed."""
 
     constraint: TokenConstraint | None = None
+    kv_budget = 0
 
     def __init__(
         self,
@@ -154,7 +173,7 @@ class TargetProfiler:
         )
         first = 1 + len(self._short) * num_short_blocks
         long_blocks = (num_free - (first - 1)) // _NUM_LONG
-        context = min(_LONG_CONTEXT, room, long_blocks * block_size - _MOST_ROWS_PER_SEQUENCE)
+        context = min(plan.long_context, room, long_blocks * block_size - _MOST_ROWS_PER_SEQUENCE)
         is_long = context >= 4 * self._short_context and plan.max_num_seqs >= _NUM_LONG
         self._long = self._make("long", _NUM_LONG, context, first) if is_long else []
 
@@ -214,7 +233,7 @@ class TargetProfiler:
                 break
         return DraftPoint(
             num_sequences=len(sequences),
-            context_tokens=sum(one.context for one in sequences),
+            context_tokens=sum(self._plan.attended(one.context) for one in sequences),
             num_steps=num_steps,
             num_unseen=1,
             seconds=max(_middle(seconds[1:]), 1e-7),
@@ -368,7 +387,7 @@ class DraftProfiler:
             for number in numbers
             for steps in dict.fromkeys((min(4, most), 1))
         ]
-        shapes.insert(4, (min(_NUM_LONG, largest), _LONG_CONTEXT, min(4, most)))
+        shapes.insert(4, (min(_NUM_LONG, largest), self._long_context(min(4, most)), min(4, most)))
         return shapes
 
     def measure(self, deadline: _Deadline, progress: Callable[[], None]) -> list[DraftPoint]:
@@ -385,9 +404,15 @@ class DraftProfiler:
             progress()
         return points
 
+    def _long_context(self, num_steps: int) -> int:
+        """As long as wanted, or as the drafter reads, where that is long, too."""
+        limit = self._proposer.capabilities.max_context
+        wanted = self._plan.long_context
+        return wanted if limit is None else max(_LONG_CONTEXT, min(wanted, limit - _GROWTH - num_steps))
+
     def _point(self, number: int, context: int, num_steps: int, deadline: _Deadline) -> DraftPoint | None:
         limit = self._proposer.capabilities.max_context
-        if limit is not None and context + 4 * _NUM_REPEATS + num_steps > limit:
+        if limit is not None and context + _GROWTH + num_steps > limit:
             return None
         views = [
             MadeUpSequence(
@@ -414,7 +439,7 @@ class DraftProfiler:
             self._proposer.release(list(budgets))
         return DraftPoint(
             num_sequences=number,
-            context_tokens=number * context,
+            context_tokens=number * self._plan.attended(context),
             num_steps=num_steps,
             num_unseen=2,
             seconds=max(_middle(seconds), 1e-7),

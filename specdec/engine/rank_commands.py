@@ -48,6 +48,8 @@ class DraftEntry(msgspec.Struct, frozen=True, array_like=True):
     budget: int | None
     """None: the sequence is passed without one."""
     opening: SequenceOpening | None = None
+    kv_budget: int = 0
+    """As `SequenceView.kv_budget`."""
 
 
 class RunDraft(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -121,6 +121,7 @@ class _Followed:
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
+        self.kv_budget = 0
         self.constraint = grammars.follow(
             opening.grammar, self.token_ids, opening.num_prompt_tokens, owner_of(request_id)
         )
@@ -147,6 +148,7 @@ def _update(sequences: dict[RequestId, _Followed], entry: DraftEntry, grammars: 
     sequence = sequences[entry.request_id]
     assert sequence.committed_len == entry.base_len, "rank 0 and this one disagree about a sequence"
     sequence.extend(entry.token_ids)
+    sequence.kv_budget = entry.kv_budget
     return sequence
 
 

@@ -212,4 +212,5 @@ class LeadingProposer:
             token_ids=tuple(sequence.token_ids[base_len:]),
             budget=budget,
             opening=opening,
+            kv_budget=sequence.kv_budget,
         )

@@ -609,4 +609,5 @@ def _entry(wish: _Wish | AheadWish, registration: Registration) -> ProposeEntry:
         opening=opening,
         pending=wish.pending if isinstance(wish, AheadWish) else (),
         fan_out=wish.fan_out if isinstance(wish, AheadWish) else None,
+        kv_budget=sequence.kv_budget,
     )

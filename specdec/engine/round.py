@@ -333,6 +333,7 @@ class RoundLoop:
             masks=masks,
             scored_token_ids=live.scored_token_ids(end) if live.scores_prompt else (),
             num_self_drafted=num_self_drafted,
+            kv_budget=live.kv_budget if num_self_drafted else 0,
         )
 
     def _constrain(

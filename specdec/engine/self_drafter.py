@@ -26,17 +26,20 @@ class SelfDrafter:
         self._fused = NativeDraftLoop(runner, sampler, runner.vocab_size)
         self._stepwise = StepwiseDraftLoop(runner, sampler, runner.vocab_size)
 
-    def draft(self, starts: Sequence[ChainStart], scores: Sequence[BlockScores | None]) -> list[list[int]]:
+    def draft(
+        self, starts: Sequence[ChainStart], scores: Sequence[BlockScores | None], budgets: Sequence[int]
+    ) -> list[list[int]]:
         """Return the chain of each start, given as for a draft that attends to everything.
 
-        `scores` are those of the sequences, as the selection has made them.
+        `scores` are those of the sequences, as the selection has made them; `budgets` tokens that they may
+        attend to, 0: as configured.
         """
-        selected = [self._select(*one) for one in zip(starts, scores, strict=True)]
+        selected = [self._select(*one) for one in zip(starts, scores, budgets, strict=True)]
         chains = self._fused.try_draft(selected)
         return self._stepwise.draft(selected) if chains is None else chains
 
-    def _select(self, start: ChainStart, scores: BlockScores | None) -> ChainStart:
-        selection = self._selection.select(start.start, scores)
+    def _select(self, start: ChainStart, scores: BlockScores | None, budget: int) -> ChainStart:
+        selection = self._selection.select(start.start, scores, budget)
         if selection.num_dropped == 0:
             return start
         return start._replace(

@@ -101,6 +101,9 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
 _OF_CONTROLLER: Mapping[str, Series] = {
     "speculation_on": Series("gauge", "Share of the target groups that speculate.", "mean"),
     "speculation_state": Series("gauge", "Target groups by mode, and by why it is the mode."),
+    "speculation_mean_kv_budget": Series(
+        "gauge", "Mean of the tokens that drafts of running requests may attend to (kv.budget).", "mean"
+    ),
     "speculation_mean_num_draft_tokens": Series(
         "gauge", "Mean k over the requests of the last decision.", "mean"
     ),

@@ -94,7 +94,7 @@ class StatusKeeper:
             num_waiting=metrics.num_waiting,
             max_num_running=self._max_num_running,
             kv_cache_usage=metrics.kv_cache_usage,
-            choice=_choice(metrics.speculation),
+            choice=_choice(metrics.speculation, metrics.mean_kv_budget),
             recent=self._recent(
                 _Sample(self._clock.now_s(), _Totals.of(metrics, counters), _copied(metrics))
             ),
@@ -152,7 +152,7 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0.0 else None
 
 
-def _choice(state: ControllerState) -> ChoiceStatus:
+def _choice(state: ControllerState, mean_kv_budget: float | None) -> ChoiceStatus:
     expected = dict[str, float](state.goodput_by_mode)
     if state.goodput_off > 0.0:
         expected["plain"] = state.goodput_off
@@ -170,4 +170,5 @@ def _choice(state: ControllerState) -> ChoiceStatus:
         expected_round_s=state.round_s or None,
         expected_acceptance=state.acceptance,
         pool_worth=state.pool_worth,
+        mean_kv_budget=mean_kv_budget,
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from specdec.core.config import StrictConfig
+from specdec.core.ids import RequestId
 from specdec.kv.block_scores import BlockScores, RunningScores, WindowScores
 from specdec.kv.block_table import num_blocks_for
 
@@ -49,12 +51,12 @@ class Selection(NamedTuple):
 
 
 class KvSelection(Protocol):
-    """A policy. Pure: the same length and scores give the same selection."""
+    """A policy. Pure: the same length, scores and budget give the same selection."""
 
-    def select(self, num_tokens: int, scores: BlockScores | None = None) -> Selection:
+    def select(self, num_tokens: int, scores: BlockScores | None = None, budget: int = 0) -> Selection:
         """Select from the blocks of a sequence with `num_tokens` cached tokens, at positions from 0 on.
 
-        `scores` are the sequence's, from `make_scores`.
+        `scores` are the sequence's, from `make_scores`. Up to `budget` tokens; 0: as configured.
         """
         ...
 
@@ -70,7 +72,7 @@ class FullSelection:
         """Select from blocks of `block_size` tokens."""
         self._block_size = block_size
 
-    def select(self, num_tokens: int, scores: BlockScores | None = None) -> Selection:
+    def select(self, num_tokens: int, scores: BlockScores | None = None, budget: int = 0) -> Selection:
         """See `KvSelection`."""
         return Selection(range(num_blocks_for(num_tokens, self._block_size)), 0)
 
@@ -100,10 +102,10 @@ class StreamingSelection:
     def make_scores(self) -> None:
         """See `KvSelection`."""
 
-    def select(self, num_tokens: int, scores: BlockScores | None = None) -> Selection:
+    def select(self, num_tokens: int, scores: BlockScores | None = None, budget: int = 0) -> Selection:
         """See `KvSelection`."""
         num_blocks = num_blocks_for(num_tokens, self._block_size)
-        num_recent = self._budget.tokens(num_tokens) - self._sink_tokens
+        num_recent = (budget or self._budget.tokens(num_tokens)) - self._sink_tokens
         first_recent = max(0, num_tokens - num_recent) // self._block_size
         num_gap_blocks = min(first_recent, num_blocks - 1) - self._num_sink_blocks
         if num_gap_blocks <= 0:
@@ -133,9 +135,9 @@ class ScoredSelection:
         """See `KvSelection`."""
         return self._make_scores()
 
-    def select(self, num_tokens: int, scores: BlockScores | None = None) -> Selection:
+    def select(self, num_tokens: int, scores: BlockScores | None = None, budget: int = 0) -> Selection:
         """See `KvSelection`."""
-        streamed = self._streaming.select(num_tokens)
+        streamed = self._streaming.select(num_tokens, None, budget)
         values = None if scores is None else scores.values
         if values is None or streamed.num_dropped == 0:
             return streamed
@@ -158,10 +160,14 @@ def _highest(values: NDArray[np.float32], first: int, end: int, count: int) -> l
     return chosen
 
 
+BudgetAmount = int | float
+"""An int: tokens. A float: share of the length."""
+
+
 class KvBudget(NamedTuple):
     """How many tokens a draft may attend to."""
 
-    amount: int | float
+    amount: BudgetAmount
     """An int: tokens. A float: share of the length, at least `floor` tokens."""
     floor: int
     most: int | None = None
@@ -180,6 +186,27 @@ class KvBudget(NamedTuple):
         return self.amount if isinstance(self.amount, int) else self.floor
 
 
+def read_percentage(text: str) -> float:
+    """Return the share that a text such as "5%" says.
+
+    Raises:
+        ValueError: it says none.
+    """
+    if text.strip().endswith("%"):
+        with suppress(ValueError):
+            return float(text.strip().removesuffix("%")) / 100
+    raise ValueError(f'{text!r} is not a number of tokens, nor a share such as "5%" or 0.05')
+
+
+def budget_fault(amount: BudgetAmount) -> str | None:
+    """Say what is wrong with a budget by itself; None: nothing."""
+    if isinstance(amount, float) and not 0.0 < amount <= 1.0:
+        return f"{amount} is no share of the length (above 0, at most 1); write an integer for tokens"
+    if isinstance(amount, int) and amount < 1:
+        return f"{amount} tokens are none"
+    return None
+
+
 class KvSelectionConfig(StrictConfig):
     """Which part of a sequence's K/V drafts attend to (`speculative_config.kv`)."""
 
@@ -188,9 +215,10 @@ class KvSelectionConfig(StrictConfig):
     first tokens, a small window, and the blocks to which the latest tokens attend most. snapkv scores blocks
     now and then, over the last tokens before that; verified keeps a running mean of what verification
     sees. Both need `method: self`: a draft model drops what it does not attend to."""
-    budget: int | float = 0.05
+    budget: BudgetAmount | tuple[BudgetAmount, ...] = 0.05
     """Tokens that a draft attends to. An integer: tokens; a number below 1 (write 0.05 or "5%"): share of the
-    sequence's length, at least `floor`."""
+    sequence's length, at least `floor`. A list of these: the goodput controller picks one for each request,
+    by measured acceptance and cost; the first is where nothing is known yet, and with a fixed k."""
     floor: int = Field(default=256, ge=1)
     """Least budget (tokens) where it is a share of the length."""
     sink_tokens: int = Field(default=4, ge=0)
@@ -207,28 +235,36 @@ class KvSelectionConfig(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _read_percentage(cls, data: object) -> object:
-        if not isinstance(data, dict) or not isinstance(text := data.get("budget"), str):
+        if not isinstance(data, dict):
             return data
+        given = data.get("budget")
         try:
-            share = float(text.strip().removesuffix("%")) / 100 if text.strip().endswith("%") else None
-        except ValueError:
-            share = None
-        if share is None:
-            raise ValueError(f'budget: {text!r} is not a number of tokens, nor a share such as "5%" or 0.05')
-        return {**data, "budget": share}
+            if isinstance(given, str):
+                return {**data, "budget": read_percentage(given)}
+            if isinstance(given, list | tuple):
+                read = [read_percentage(one) if isinstance(one, str) else one for one in given]
+                return {**data, "budget": tuple(read)}
+        except ValueError as error:
+            raise ValueError(f"budget: {error}") from None
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if isinstance(self.budget, float) and not 0.0 < self.budget <= 1.0:
-            raise ValueError(
-                f"budget: {self.budget} is no share of the length (above 0, at most 1); "
-                "write an integer for tokens"
-            )
-        if isinstance(self.budget, int) and self.budget < 1:
-            raise ValueError(f"budget: {self.budget} tokens are none")
+        if not self.budgets or len(set(self.budgets)) < len(self.budgets):
+            raise ValueError("budget: a list takes one or more budgets, all of them different")
+        for one in self.budgets:
+            fault = budget_fault(one.amount)
+            if fault is not None:
+                raise ValueError(f"budget: {fault}")
         if self.rescore_every is not None and not self.is_scored:
             raise ValueError(f"rescore_every: policy {self.policy} scores nothing: leave it out")
         return self
+
+    @property
+    def budgets(self) -> tuple[KvBudget, ...]:
+        """What there is to choose from."""
+        amounts = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        return tuple(KvBudget(amount, self.floor) for amount in amounts)
 
     @property
     def is_scored(self) -> bool:
@@ -237,8 +273,12 @@ class KvSelectionConfig(StrictConfig):
 
     @property
     def token_budget(self) -> KvBudget:
-        """The budget as a value."""
-        return KvBudget(self.budget, self.floor)
+        """The first of them."""
+        return self.budgets[0]
+
+    def largest_budget(self, num_tokens: int) -> KvBudget:
+        """Return the one that is most for a sequence of so many tokens."""
+        return max(self.budgets, key=lambda budget: budget.tokens(num_tokens))
 
     def require_room(self, num_draft_tokens: int) -> None:
         """Check that the budget holds the sink and a draft, which attends to itself.
@@ -246,23 +286,96 @@ class KvSelectionConfig(StrictConfig):
         Raises:
             ValueError: it does not; names the setting.
         """
-        needed = self.sink_tokens + num_draft_tokens
-        if self.policy == "full" or self.token_budget.smallest >= needed:
+        if self.policy == "full":
             return
-        name = "budget" if isinstance(self.budget, int) else "floor"
-        raise ValueError(
-            f"kv.{name}: {self.token_budget.smallest} tokens do not hold kv.sink_tokens ({self.sink_tokens}) "
+        for budget in self.budgets:
+            fault = self.room_fault(budget, num_draft_tokens)
+            if fault is not None:
+                name = "budget" if isinstance(budget.amount, int) else "floor"
+                raise ValueError(f"kv.{name}: {fault}")
+
+    def room_fault(self, budget: KvBudget, num_draft_tokens: int) -> str | None:
+        """Say why a budget does not hold the sink and a draft of so many tokens; None: it does."""
+        needed = self.sink_tokens + num_draft_tokens
+        if budget.smallest >= needed:
+            return None
+        return (
+            f"{budget.smallest} tokens do not hold kv.sink_tokens ({self.sink_tokens}) "
             f"and a draft of num_speculative_tokens ({num_draft_tokens}): give at least {needed}"
         )
 
-    def make(self, block_size: int, *, most_tokens: int | None = None) -> KvSelection:
-        """Return the policy over blocks of `block_size` tokens; a share is of `most_tokens` at most."""
+    def make(
+        self, block_size: int, budget: KvBudget | None = None, *, most_tokens: int | None = None
+    ) -> KvSelection:
+        """Return the policy over blocks of `block_size` tokens, with the first budget or another one.
+
+        A share is of `most_tokens` at most.
+        """
         if self.policy == "full":
             return FullSelection(block_size)
-        budget = self.token_budget._replace(most=most_tokens)
-        streaming = StreamingSelection(budget, sink_tokens=self.sink_tokens, block_size=block_size)
+        chosen = (budget or self.token_budget)._replace(most=most_tokens)
+        streaming = StreamingSelection(chosen, sink_tokens=self.sink_tokens, block_size=block_size)
         if self.policy == "streaming":
             return streaming
         if self.policy == "snapkv":
             return ScoredSelection(streaming, partial(WindowScores, self.rescore_every or _SNAPKV_INTERVAL))
         return ScoredSelection(streaming, partial(RunningScores, self.rescore_every or 1))
+
+
+class KvBudgets:
+    """The budgets of the requests of one engine: a default, which may change at any time, and their own.
+
+    Nothing that is selected by one budget outlives a round at a target that drafts for itself. The window of
+    a draft model has freed what a smaller one left out: it grows from then on.
+    """
+
+    def __init__(self, config: KvSelectionConfig, num_draft_tokens: int) -> None:
+        """Begin with what is configured, for drafts of up to `num_draft_tokens` tokens."""
+        assert config.policy != "full", "where everything is attended to there are no budgets"
+        self._config = config
+        self._num_draft_tokens = num_draft_tokens
+        self._default = config.token_budget
+        self.is_set = False
+        """Whether the default was changed: nobody picks budgets for requests then."""
+        self.pick: Callable[[RequestId, str], KvBudget] | None = None
+        """Picks one of several configured budgets for a request of a class; None: there is but one, or nobody
+        to choose."""
+
+    @property
+    def default(self) -> KvBudget:
+        """Of requests that ask for none."""
+        return self._default
+
+    def set_default(self, amount: BudgetAmount) -> None:
+        """Change the default, from the next round on (any thread).
+
+        Raises:
+            ValueError: it is no budget, or does not hold the sink and a draft.
+        """
+        fault = self.fault(amount)
+        if fault is not None:
+            raise ValueError(f"kv.budget: {fault}")
+        self._default = KvBudget(amount, self._config.floor)
+        self.is_set = True
+
+    def fault(self, amount: BudgetAmount, num_draft_tokens: int | None = None) -> str | None:
+        """Say what is wrong with a budget for drafts of so many tokens (None: as configured)."""
+        if num_draft_tokens is None:
+            num_draft_tokens = self._num_draft_tokens
+        return budget_fault(amount) or self._config.room_fault(
+            KvBudget(amount, self._config.floor), num_draft_tokens
+        )
+
+    def tokens(self, own: BudgetAmount | None, num_tokens: int, picked: KvBudget | None = None) -> int:
+        """Return the budget, in tokens, of a sequence of `num_tokens` tokens.
+
+        That is what it asks for (`own`), or what is picked for it, or the default.
+        """
+        if own is not None:
+            return KvBudget(own, self._config.floor).tokens(num_tokens)
+        return (picked or self._default).tokens(num_tokens)
+
+
+def budgets_of(config: KvSelectionConfig, num_draft_tokens: int) -> KvBudgets | None:
+    """Return the budgets of an engine's requests; None: its drafts attend to everything."""
+    return None if config.policy == "full" else KvBudgets(config, num_draft_tokens)

@@ -11,10 +11,12 @@ from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
-from specdec.kv.selection import KvSelectionConfig
+from specdec.kv.selection import KvBudget, KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
 
 _CACHE_BYTES = 256 << 20
+_LONG_TEXT = 1 << 15
+"""Tokens."""
 Method = Literal["none", "ngram", "draft_model", "self"]
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
@@ -148,10 +150,11 @@ class SpeculativeConfig(StrictConfig):
         Raises:
             ConfigError: it has not; names the setting.
         """
-        smallest = self.kv.token_budget.smallest
+        budget = max(self.kv.budgets, key=lambda one: one.smallest)
+        smallest = budget.smallest
         if self.kv.positions != "in_cache" or smallest + self.num_beside_budget <= num_positions:
             return
-        setting = "budget" if isinstance(self.kv.budget, int) else "floor"
+        setting = "budget" if isinstance(budget.amount, int) else "floor"
         raise ConfigError(
             f"speculative_config.kv.{setting}: {smallest} tokens do not fit into the {num_positions} "
             f"positions of {name} (its own, or speculative_config.max_model_len) with kv.positions: "
@@ -167,7 +170,7 @@ class SpeculativeConfig(StrictConfig):
             num_positions: those that it is given at most.
             target_len: longest sequence of the target, in tokens; None: not known.
         """
-        budget = self.kv.budget
+        budget = self.kv.largest_budget(num_positions).amount
         if self.kv.positions == "absolute" and target_len is not None and num_positions < target_len:
             yield (
                 f"{name} drafts behind texts of up to {num_positions} tokens (its positions, or "
@@ -181,6 +184,14 @@ class SpeculativeConfig(StrictConfig):
                 f"of {name}: with kv.positions: in_cache the window is read again after every "
                 f"{num_positions - budget - self.num_beside_budget + 1} tokens"
             )
+
+    @property
+    def largest_kv_budget(self) -> KvBudget:
+        """The budget of `kv` by which a long sequence keeps most: what a draft model's memory is planned for.
+
+        Coordinators tell of every sequence what it may keep (`SequenceView.kv_budget`).
+        """
+        return self.kv.largest_budget(self.max_model_len or _LONG_TEXT)
 
     @field_validator("cache", mode="after")
     @classmethod

@@ -184,13 +184,15 @@ def draft_window(config: SpeculativeConfig, num_positions: int | None = None) ->
     if config.kv.policy == "full":
         return None
     block_size = config.cache.block_size
-    smallest = config.kv.token_budget.smallest
+    smallest = min(budget.smallest for budget in config.kv.budgets)
     most_tokens = None
     if num_positions is not None:
         # A share that grows with the text takes half of them at most: the rest lasts until the next reading.
-        most_tokens = max(smallest, min(num_positions // 2, num_positions - config.num_beside_budget))
+        most_tokens = max(
+            config.kv.token_budget.smallest, min(num_positions // 2, num_positions - config.num_beside_budget)
+        )
     return DraftWindow(
-        selection=config.kv.make(block_size, most_tokens=most_tokens),
+        selection=config.kv.make(block_size, config.largest_kv_budget, most_tokens=most_tokens),
         num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
         num_draft_tokens=config.num_read_behind,
         num_positions=num_positions,

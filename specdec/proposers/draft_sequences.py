@@ -149,6 +149,9 @@ class DraftSequences:
         """Hold nothing yet; for the arguments see `DraftModelProposer`."""
         self._rotary = rotary
         self._window = window
+        self._most_budget = 0
+        if window is not None:
+            self._most_budget = window.most_budget(max_context, runner.num_blocks - 1, runner.block_size)
         self._vocab_size = runner.vocab_size
         self._block_size = runner.block_size
         self._max_read_tokens = max_read_tokens
@@ -265,12 +268,12 @@ class DraftSequences:
             state.forget()
             return None
         if self._window is not None:
-            self._place(state, committed_len, self._window)
+            self._place(state, sequence, self._window)
         if self._cache is not None and state.table.num_blocks == 0 and not state.origin.position:
             self._borrow(self._cache, state, sequence)
         num_tokens = committed_len + budget
         if self._window is not None:
-            self._window.slide(state.table, state.num_read)
+            self._slide(self._window, state, sequence)
             num_tokens = self._window.reach(num_tokens, committed_len, state.num_read)
         if not self._make_room(state, num_tokens, in_use):
             if not self._is_entitled(state, num_tokens):
@@ -287,7 +290,7 @@ class DraftSequences:
         num_read = 0 if state is None else state.num_read
         if self._window is not None:
             present = AT_THE_BEGINNING if state is None else state.origin
-            origin = self._window.origin(present, committed_len, self._block_size)
+            origin = self._window.origin(present, committed_len, self._block_size, self._budget(view))
             num_read = num_read if origin == present else origin.position
         return max(0, committed_len - 1 - num_read)
 
@@ -340,12 +343,20 @@ class DraftSequences:
                 rest.append(chunk)
                 continue
             state, committed_len = drafting.state, drafting.view.committed_len
-            window.slide(state.table, state.num_read)
+            self._slide(window, state, drafting.view)
             reach = window.reach(committed_len + drafting.room, committed_len, state.num_read)
             if state.table.num_missing(reach) <= self._allocator.num_free:
                 state.table.grow(reach)
                 rest.append(Chunk(drafting, num_tokens - window.num_piece_tokens, completes))
         return rest
+
+    def _slide(self, window: DraftWindow, state: DraftSequence, view: SequenceView) -> None:
+        """Free what the window has left behind, by the sequence's own budget."""
+        window.slide(state.table, state.num_read, self._budget(view))
+
+    def _budget(self, view: SequenceView) -> int:
+        """Return the budget of a sequence as far as the pool allows; 0: as configured."""
+        return min(view.kv_budget, self._most_budget)
 
     def _granted(self, owners: list[str], wanted: list[int]) -> list[int]:
         """Return how many tokens of each sequence are read: of its owner's share, of what that leaves."""
@@ -401,9 +412,9 @@ class DraftSequences:
         self.release((sequence.request_id,))
         self._too_long.add(sequence.request_id)
 
-    def _place(self, state: DraftSequence, committed_len: int, window: DraftWindow) -> None:
+    def _place(self, state: DraftSequence, view: SequenceView, window: DraftWindow) -> None:
         """Give a sequence positions anew when those that it has run out."""
-        origin = window.origin(state.origin, committed_len, self._block_size)
+        origin = window.origin(state.origin, view.committed_len, self._block_size, self._budget(view))
         if origin != state.origin:
             self._num_new_origins += 1
             state.begin_at(origin)

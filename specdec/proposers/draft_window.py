@@ -62,23 +62,45 @@ class DraftWindow:
     selected, two more blocks and `num_draft_tokens` are fewer. None: tokens keep their positions in the
     text."""
 
-    def origin(self, current: Origin, committed_len: int, block_size: int) -> Origin:
-        """Return where positions begin now that they have begun at `current`: there, while they last."""
+    def origin(self, current: Origin, committed_len: int, block_size: int, budget: int = 0) -> Origin:
+        """Return where positions begin now that they have begun at `current`: there, while they last.
+
+        Then so that a budget of tokens is kept (0: as configured).
+        """
         end = committed_len + self.num_draft_tokens
         if self.num_positions is None or end - current.position <= self.num_positions:
             return current
-        selected = self.selection.select(committed_len)
+        selected = self.selection.select(committed_len, budget=budget)
         num_sink_blocks = next(place for place, index in enumerate(selected.blocks) if place != index)
         return Origin(selected.num_dropped, num_sink_blocks * block_size)
 
-    def slide(self, table: BlockTable, num_read: int) -> None:
-        """Free the blocks that are left out once `num_read` tokens are cached."""
-        selected = self.selection.select(num_read)
+    def slide(self, table: BlockTable, num_read: int, budget: int = 0) -> None:
+        """Free the blocks that are left out once `num_read` tokens are cached, by a budget of tokens.
+
+        0: as configured. Where it has grown, nothing is freed until the window has grown into it.
+        """
+        selected = self.selection.select(num_read, budget=budget)
         num_blocks = (selected.num_dropped - table.num_dropped) // table.block_size
         if num_blocks <= 0:
             return
         first = next(place for place, index in enumerate(selected.blocks) if place != index)
         table.drop(first, num_blocks)
+
+    def most_budget(self, num_tokens: int, num_blocks: int, block_size: int) -> int:
+        """Return the largest budget (tokens) by which a sequence fits into `num_blocks` blocks by itself.
+
+        Or, where that is more, the one that is configured for a sequence of `num_tokens` tokens. Of positions
+        among what is kept, half may be taken, as long as more is not configured: the rest lasts until the
+        next reading.
+        """
+        around = self.num_piece_tokens + self.num_draft_tokens
+        kept = num_tokens - self.selection.select(num_tokens).num_dropped
+        # Parts are rounded up to whole blocks, three of them (see `max_blocks`), and so is what is around.
+        room = (num_blocks - 4) * block_size - around
+        if self.num_positions is None:
+            return max(kept, room)
+        most = max(kept, min(self.num_positions // 2, room))
+        return min(most, self.num_positions - 2 * block_size - self.num_draft_tokens)
 
     def reach(self, num_tokens: int, committed_len: int, num_read: int) -> int:
         """Return for how many of `num_tokens` tokens there have to be blocks now, dropped ones included."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from specdec.core.errors import CapacityError, InputError
 from specdec.core.request import Request
+from specdec.kv.selection import BudgetAmount, KvBudgets
 
 MAX_DRAFT_TOKENS = 64
 """Most draft tokens that one request may ask for (as `speculative_config.num_speculative_tokens`)."""
@@ -27,6 +28,8 @@ class AdmissionLimits:
     pool_tokens: int
     """Tokens that the whole KV pool holds."""
     max_num_waiting: int
+    kv_budgets: KvBudgets | None = None
+    """None: drafts attend to everything."""
 
     @property
     def max_sequence_len(self) -> int:
@@ -64,6 +67,20 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
             f"num_draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, got {requested}",
             param="num_draft_tokens",
         )
+    if request.kv_budget is not None:
+        _check_kv_budget(request.kv_budget, requested, limits.kv_budgets)
+
+
+def _check_kv_budget(amount: BudgetAmount, num_draft_tokens: int | None, budgets: KvBudgets | None) -> None:
+    param = "speculation.kv_budget"
+    if budgets is None:
+        raise InputError(
+            f"{param}: drafts attend to everything here (speculative_config.kv.policy: full): leave it out",
+            param=param,
+        )
+    fault = budgets.fault(amount, num_draft_tokens)
+    if fault is not None:
+        raise InputError(f"{param}: {fault}", param=param)
 
 
 def _check_order(request: Request) -> None:

@@ -30,6 +30,16 @@ class Schedulable(Protocol):
         ...
 
     @property
+    def draft_context(self) -> int:
+        """Committed tokens that a draft attends to: all of them, or its budget (`kv.selection`)."""
+        ...
+
+    @property
+    def has_own_kv_budget(self) -> bool:
+        """Whether what its drafts attend to is not the controller's to choose."""
+        ...
+
+    @property
     def num_computed(self) -> int:
         """Leading committed tokens whose K/V are in the cache."""
         ...

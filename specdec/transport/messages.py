@@ -109,6 +109,8 @@ class ProposeEntry(msgspec.Struct, frozen=True, array_like=True):
     """Chain that the target verifies behind the committed tokens, when `fan_out` is given."""
     fan_out: tuple[int, ...] | None = None
     """As in `proposers.base.AheadWish`, one entry more than `pending`; None: an ordinary proposal."""
+    kv_budget: int = 0
+    """Tokens that drafts may attend to; 0: as the draft worker is configured."""
 
 
 class ProposeRequest(msgspec.Struct, frozen=True, array_like=True, tag=20):

@@ -40,6 +40,8 @@ class ChoiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool_worth: float | None
     """Tokens per second with speculation over those without, the mean of the last minutes; None: nobody
     compares."""
+    mean_kv_budget: float | None = None
+    """Mean of the tokens that drafts of running requests may attend to; None: everything, or none runs."""
 
 
 class RecentStatus(msgspec.Struct, frozen=True, kw_only=True):

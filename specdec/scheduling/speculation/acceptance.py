@@ -36,6 +36,8 @@ _CHANCE_SPREAD = 0.75
 _POSITION_TRIALS = 24.0
 """Trials at one position of a request that weigh as much as what its other positions say."""
 _REQUEST_DECAY = 1.0 / 128.0
+_KEPT_OF_OTHER_CLASS = 0.25
+"""What is known of single positions of a request counts so much once it is of another class."""
 _UNTRIED_DECAY = 1.0 / 256.0
 """Positions that nobody reaches or asks for are forgotten too, if slowly: bad luck must not rule them out."""
 _FAST_DECAY = 1.0 / 12.0
@@ -190,6 +192,24 @@ class AcceptanceTracker:
             totals[:, _WANTED] + _AVAILABILITY_TRIALS
         )
         return AcceptanceEstimate(accepted, present)
+
+    def reclass(self, request_id: RequestId, name: str) -> None:
+        """Count what is learnt of a request from now on to another class.
+
+        How much more often its tokens fail than others' is thought to stay; single positions are learnt anew.
+        """
+        self._read()
+        slot = self._slots.get(request_id)
+        if slot is not None:
+            self._class_of_slot[slot] = self._class_index(name)
+            self._requests.trials[slot] *= _KEPT_OF_OTHER_CLASS
+            self._requests.successes[slot] *= _KEPT_OF_OTHER_CLASS
+
+    def num_trials(self, name: str) -> float:
+        """Return how many verdicts on first tokens are known of a class, old ones counting less."""
+        self._read()
+        index = self._classes.get(name)
+        return 0.0 if index is None else float(self._class_verdicts.trials[index, 0])
 
     def class_acceptance(self, name: str = OTHER_CLASS) -> Floats:
         """Return what a new request of a class begins with, [positions]."""

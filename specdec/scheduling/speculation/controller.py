@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
+from specdec.kv.selection import KvBudget
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses, share_guesses_behind_foreign
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -107,6 +108,19 @@ class SpeculationController(Protocol):
 
     def observe(self, observation: RoundObservation) -> None:
         """Learn from a finished round."""
+        ...
+
+
+@runtime_checkable
+class PicksKvBudgets(Protocol):
+    """A controller that chooses what drafts of a request attend to, too."""
+
+    @property
+    def pick_kv_budget(self) -> Callable[[RequestId, str], KvBudget] | None:
+        """Tells the KV budget of a request of a class (any time, for requests that it has not seen, too).
+
+        None: there are not several to choose from.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ _OTHERS = 0.5
 _NEIGHBOUR = 0.25
 """Weight of the next region beside a region's own."""
 _LARGEST_LOG = 4.0
+_MEASURED_WITHIN = 0.02
+"""About how far, as a share, two measurements of one thing are apart."""
 _SMALLEST_SHARE = 0.1
 """A step without any context costs at least this share of what was measured with some."""
 
@@ -205,7 +208,10 @@ class VerifyCost:
         """Fit measured points; tables have entries up to `max_rows`."""
         self._measured = np.array(sorted({point.num_rows for point in points}))
         self._knots = _finer(self._measured, num_stepped_rows)
-        self._per_token, self._per_token_and_row = _context_slopes(points)
+        self._per_token, self._per_token_and_row, error = _context_slopes(points)
+        self.own_context_s = max(0.0, self._per_token_and_row - error)
+        """What a row costs by each token of its own sequence's context, so far as that is clear: seconds that
+        `table` counts at the mean context of all."""
         self._base = self._fit_base(points)
         self._corrections = Corrections(len(self._knots), _CONTEXT_REGIONS)
         self._max_rows = max_rows
@@ -283,9 +289,12 @@ def _finer(measured: NDArray[np.int64], num_stepped_rows: int) -> NDArray[np.int
     return finer
 
 
-def _context_slopes(points: Sequence[VerifyPoint]) -> tuple[float, float]:
-    """Return the cost of a token of context per step, and per row of its sequence; neither is negative."""
-    slopes: list[tuple[float, float]] = []
+def _context_slopes(points: Sequence[VerifyPoint]) -> tuple[float, float, float]:
+    """Return the cost of a token of context per step, and per row of its sequence; neither is negative.
+
+    And how far the latter may be off, by what measurements vary.
+    """
+    slopes: list[tuple[float, float, float]] = []
     by_shape: dict[tuple[int, int], list[VerifyPoint]] = {}
     for point in points:
         by_shape.setdefault((point.num_sequences, point.num_rows), []).append(point)
@@ -294,14 +303,16 @@ def _context_slopes(points: Sequence[VerifyPoint]) -> tuple[float, float]:
         high = max(here, key=lambda point: point.context_tokens)
         if high.context_tokens > low.context_tokens:
             rise = (high.seconds - low.seconds) / (high.context_tokens - low.context_tokens)
-            slopes.append((num_rows / num_sequences, max(0.0, rise)))
+            error = _MEASURED_WITHIN * high.seconds / (high.context_tokens - low.context_tokens)
+            slopes.append((num_rows / num_sequences, max(0.0, rise), error))
     if not slopes:
-        return 0.0, 0.0
-    rows, rises = np.array(slopes).T
+        return 0.0, 0.0, 0.0
+    rows, rises, errors = np.array(slopes).T
     spread = float(((rows - rows.mean()) ** 2).sum())
     per_row = 0.0 if spread == 0.0 else float(((rows - rows.mean()) * (rises - rises.mean())).sum()) / spread
     per_row = min(max(per_row, 0.0), float((rises / rows).min()))
-    return max(0.0, float((rises - per_row * rows).mean())), per_row
+    error = 0.0 if spread == 0.0 else float(errors.max()) / math.sqrt(spread)
+    return max(0.0, float((rises - per_row * rows).mean())), per_row, error
 
 
 _STEP_REGIONS = 5
@@ -318,7 +329,7 @@ class DraftCost:
     def __init__(self, points: Sequence[DraftPoint], max_sequences: int, max_steps: int) -> None:
         """Fit measured points; tables have entries up to `max_sequences`, and `max_steps` steps."""
         self._max_sequences = max_sequences
-        self._per_token = _draft_context_slope(points)
+        self.per_token = _draft_context_slope(points)
         self._per_unseen = _unseen_slope(points)
         knots, starts, steps = self._fit(points)
         self._knots = np.array(knots)
@@ -330,21 +341,30 @@ class DraftCost:
         self._nearest = np.abs(np.log(np.maximum(numbers, 1))[:, None] - np.log(self._knots)).argmin(1)
         self._regions = np.array([_step_region(step) for step in range(1, max_steps + 1)])
 
+    def per_sequence_s(self, num_sequences: int) -> float:
+        """Return what one more sequence adds to a step of about so many, beside its context."""
+        number = min(max(num_sequences, 2), self._max_sequences)
+        return float(self._step[number] - self._step[1]) / max(1, number - 1)
+
     def by_steps(
-        self, taking_part: Floats | NDArray[np.int64], mean_context: float, *, is_overlapped: bool = False
+        self,
+        taking_part: Floats | NDArray[np.int64],
+        mean_context: Floats | float,
+        *,
+        is_overlapped: bool = False,
     ) -> Floats:
         """Return seconds of drafting for different numbers of steps.
 
         Args:
             taking_part: [..., K]: how many sequences take part in each step; never rising over the steps.
-            mean_context: tokens of context of a sequence.
+            mean_context: tokens that a sequence attends to; of all, or of those in each step: [..., K].
             is_overlapped: whether the target works at the same time.
 
         Returns:
             [..., K]: the time of the first 1 to K steps; 0 where nobody takes part.
         """
         numbers = np.minimum(taking_part, self._max_sequences).astype(np.int64)
-        seconds = self._step[numbers] + (mean_context * self._per_token) * numbers
+        seconds = self._step[numbers] + (mean_context * self.per_token) * numbers
         first = numbers[..., :1]
         total: Floats = np.cumsum(seconds, axis=-1) + self._start[first]
         factors = self._corrections.factors(is_overlapped=is_overlapped)
@@ -365,7 +385,10 @@ class DraftCost:
         *,
         is_overlapped: bool = False,
     ) -> None:
-        """Learn what proposals took, given the draft tokens asked for and continuations for each."""
+        """Learn what proposals took, given the draft tokens asked for and continuations for each.
+
+        `mean_context` is that of a draft token.
+        """
         wanted = np.array([budget for budget in budgets.values() if budget > 0])
         if len(wanted) == 0 or seconds <= 0.0:
             return
@@ -373,7 +396,7 @@ class DraftCost:
         taking_part = (wanted[:, None] > np.arange(num_steps)).sum(0) * num_branches
         numbers = np.minimum(taking_part, self._max_sequences)
         expected = float(
-            (self._step[numbers] + mean_context * self._per_token * numbers).sum() + self._start[numbers[0]]
+            (self._step[numbers] + mean_context * self.per_token * numbers).sum() + self._start[numbers[0]]
         )
         if expected > 0.0:
             at = int(self._nearest[numbers[0]])
@@ -394,7 +417,7 @@ class DraftCost:
             step = 0.0
             if long.num_steps > short.num_steps:
                 step = max(0.0, (long.seconds - short.seconds) / (long.num_steps - short.num_steps))
-            context = short.context_tokens * self._per_token
+            context = short.context_tokens * self.per_token
             start = short.seconds - short.num_steps * step
             starts.append(max(start, 0.0, _SMALLEST_SHARE * short.seconds - step))
             steps.append(max(step - context, _SMALLEST_SHARE * step))

@@ -13,7 +13,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-PROFILE_FORMAT = 1
+PROFILE_FORMAT = 2
 """Raised when the meaning of anything below changes: profiles of other formats are measured anew."""
 DEFAULT_PROFILE_DIR = Path("~/.cache/drafthouse/profiles")
 
@@ -33,6 +33,7 @@ class DraftPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     num_sequences: int
     context_tokens: int
+    """Tokens that drafts attend to, all sequences together: of the context, what a budget leaves."""
     num_steps: int
     """Draft tokens per sequence."""
     num_unseen: int

@@ -4,7 +4,9 @@ The expected tokens of a round are 1 for each sequence, and for each draft token
 there and accepted with all before it. The best set of draft tokens of any size takes those with the highest
 probabilities (a token never comes before the one that it follows: its probability is not higher). So all
 that has to be looked at is how many of them, in that order, and how deep proposals may be at most, because
-each further step of the drafter costs time however few take part. Time is that of a round:
+each further step of the drafter costs time however few take part. Where contexts differ, tokens do not cost
+the same: the order is then by what they bring for what they cost, a draft attending to what its budget leaves
+(`kv.selection`), and its verification to the whole context. Time is that of a round:
 
     lockstep     T_draft + T_verify + overhead
     ping_pong    twice max(T_verify + overhead, T_draft, half of their sum), each of half the batch
@@ -42,6 +44,10 @@ Kind = Literal["plain"] | OverlapMode
 """plain: without drafts, but for requests that ask for them themselves."""
 _LEAST_PROBABILITY = 0.005
 """Draft tokens less likely than this to be accepted are not looked at."""
+_ALIKE_SHARE = 0.01
+"""Contexts are alike where one draft token more of everyone costs as much, within this share of a step."""
+_LEAST_ROW_SHARE = 0.02
+"""Of a step of the target for one sequence, what a row is thought to cost at least, beside its context."""
 _NUM_FINE_SIZES = 32
 """Up to so many draft tokens of all requests together, every number of them is looked at."""
 
@@ -58,6 +64,10 @@ class Batch:
     """[N]: draft tokens that a request asks for itself, within its cap; -1: none."""
     context_tokens: float
     """Committed tokens of all together."""
+    contexts: Floats | None = None
+    """[N]: committed tokens of each; None: all have as many."""
+    draft_contexts: Floats | None = None
+    """[N]: tokens that a draft of each attends to; None: all that are committed."""
     itl_s: float = math.inf
     """Longest round that somebody wants, in seconds."""
 
@@ -67,13 +77,19 @@ class Batch:
         return len(self.caps)
 
     def part(self, start: int, end: int) -> Batch:
-        """Return some of the sequences, as if all had as much context."""
+        """Return some of the sequences; without `contexts`, as if all had as much."""
         estimate = self.estimate
+        contexts, drafting = self.contexts, self.draft_contexts
+        share = (end - start) / self.num_sequences
         return Batch(
             estimate=AcceptanceEstimate(estimate.accepted[start:end], estimate.present[start:end]),
             caps=self.caps[start:end],
             requested=self.requested[start:end],
-            context_tokens=self.context_tokens * (end - start) / self.num_sequences,
+            context_tokens=self.context_tokens * share
+            if contexts is None
+            else float(contexts[start:end].sum()),
+            contexts=None if contexts is None else contexts[start:end],
+            draft_contexts=None if drafting is None else drafting[start:end],
             itl_s=self.itl_s,
         )
 
@@ -134,6 +150,11 @@ class Evaluation:
         self._overheads = overheads
         self._max_rows = max_rows
         self._mean_context = batch.context_tokens / batch.num_sequences
+        self._draft_context: Floats | float = float(self._draft_contexts.mean())
+        """Mean tokens that those who take part in a step of the drafter attend to: [S, K], or of all."""
+        self._own_context_s: Floats | None = None
+        """[S, K]: what draft rows cost the target more than those of a sequence of mean context; None: they
+        do not."""
         self._rank_tokens()
 
     def _rank_tokens(self) -> None:
@@ -150,7 +171,9 @@ class Evaluation:
         is_asked = positions < batch.requested[:, None]
         is_open = (positions < batch.caps[:, None]) & (batch.requested < 0)[:, None]
         is_open &= reached > _LEAST_PROBABILITY
-        order_by = np.where(is_asked, 2.0 + reached, np.where(is_open, reached, -1.0)).ravel()
+        own_s = self._token_own_s
+        worth = reached if own_s is None else reached * self._cheapness(own_s)[:, None]
+        order_by = np.where(is_asked, 2.0 + reached, np.where(is_open, worth, -1.0)).ravel()
         order = np.argsort(-order_by, kind="stable")
         num_tokens = min(int((order_by > 0.0).sum()), max(0, self._max_rows - num_sequences))
         order = order[:num_tokens]
@@ -169,6 +192,55 @@ class Evaluation:
         self._gains = gains.cumsum(0)[self._sizes].cumsum(1)
         self._draft_rows = rows.cumsum(0)[self._sizes].cumsum(1)
         self._asked_rows = self._taking_part.cumsum(1)
+        if own_s is not None:
+            self._weigh_contexts(index, rows)
+
+    @cached_property
+    def _token_own_s(self) -> Floats | None:
+        """[N]: what reading its context costs a draft token, of the drafter and of the target; None: it is
+        about the same for all.
+        """
+        batch, costs = self._batch, self._costs
+        if batch.contexts is None and batch.draft_contexts is None:
+            return None
+        own_s = costs.verify.own_context_s * self._contexts + costs.draft.per_token * self._draft_contexts
+        spread_s = batch.num_sequences * float(own_s.max() - own_s.min())
+        return own_s if spread_s > _ALIKE_SHARE * float(self._verify_table[0]) else None
+
+    def _cheapness(self, own_s: Floats) -> Floats:
+        """Return how cheap a draft token of each sequence is, beside the cheapest: [N].
+
+        The best set of any cost takes tokens by what they bring for what they cost. That is a row and a place
+        in a step, the same for all, and what reading the context costs.
+        """
+        number, table = self._batch.num_sequences, self._verify_table
+        last = len(table) - 1
+        row_s = float(table[min(2 * number, last)] - table[min(number, last)]) / number
+        row_s -= self._costs.verify.own_context_s * self._mean_context
+        cost_s = max(row_s, _LEAST_ROW_SHARE * float(table[0]) / number) + own_s
+        cost_s += self._costs.draft.per_sequence_s(number)
+        cheapness: Floats = cost_s.min() / cost_s
+        return cheapness
+
+    @cached_property
+    def _contexts(self) -> Floats:
+        batch = self._batch
+        return np.full(batch.num_sequences, self._mean_context) if batch.contexts is None else batch.contexts
+
+    @cached_property
+    def _draft_contexts(self) -> Floats:
+        return self._contexts if self._batch.draft_contexts is None else self._batch.draft_contexts
+
+    def _weigh_contexts(self, index: Ints, rows: Floats) -> None:
+        """Add up the contexts of those who draft, as `_rank_tokens` does rows."""
+        attended, longer = np.zeros_like(rows), np.zeros_like(rows)
+        attended[index, self._depths] = self._draft_contexts[self._requests]
+        longer[index, self._depths] = (self._contexts - self._mean_context)[self._requests]
+        longer *= rows
+        attended = attended.cumsum(0)[self._sizes]
+        self._draft_context = attended / np.maximum(self._taking_part, 1.0)
+        own = longer.cumsum(0)[self._sizes].cumsum(1)
+        self._own_context_s = self._costs.verify.own_context_s * own
 
     @cached_property
     def _verify_table(self) -> Floats:
@@ -181,10 +253,10 @@ class Evaluation:
 
     @cached_property
     def _draft_s(self) -> Floats:
-        return self._costs.draft.by_steps(self._taking_part, self._mean_context)
+        return self._costs.draft.by_steps(self._taking_part, self._draft_context)
 
     def _drafting_beside(self, taking_part: Floats) -> Floats:
-        return self._costs.draft.by_steps(taking_part, self._mean_context, is_overlapped=True)
+        return self._costs.draft.by_steps(taking_part, self._draft_context, is_overlapped=True)
 
     @cached_property
     def _itl_s(self) -> float:
@@ -199,6 +271,8 @@ class Evaluation:
         num_sequences = self._batch.num_sequences
         rows = num_sequences + float(self._draft_rows[taken, depth])
         verify_s = float(_at_rows(self._verify_table, rows))
+        if self._own_context_s is not None:
+            verify_s += float(self._own_context_s[taken, depth])
         return Option(
             kind="plain",
             num_draft_tokens=np.maximum(self._batch.requested, 0),
@@ -285,6 +359,8 @@ class Evaluation:
         more = np.minimum(rows + spread, asked)
         plain = num_sequences + other_rows
         seconds: Floats = 0.5 * (_at_rows(table, plain + fewer) + _at_rows(table, plain + more))
+        if self._own_context_s is not None:
+            seconds = seconds + self._own_context_s * (share * has_drafts)
         return seconds
 
     def _best(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
+from specdec.kv.selection import KvBudget
 from specdec.scheduling.speculation.acceptance import AcceptanceTracker, Floats
+from specdec.scheduling.speculation.budget_picks import BudgetCosts, BudgetPicks
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.cost_profile import CostProfile
@@ -152,6 +154,13 @@ class GoodputController:
         self._num_alike = 0
         self._num_since_overlap = _ROUNDS_TO_CALM_DOWN
         self._last_kind: Kind = "plain"
+        self._verdict_round = 0
+        """Rounds in which there were drafts."""
+        self._picks: BudgetPicks | None = None
+        if len(settings.kv_budgets) > 1:
+            self._picks = BudgetPicks(
+                settings.kv_budgets, self._acceptance, is_kept=settings.keeps_kv_budgets
+            )
 
     @property
     def mode(self) -> OverlapMode:
@@ -160,6 +169,11 @@ class GoodputController:
         if decision is None or decision.option.kind == "plain":
             return "lockstep"
         return decision.option.kind
+
+    @property
+    def pick_kv_budget(self) -> Callable[[RequestId, str], KvBudget] | None:
+        """Tells the KV budget of a request of a class; None: there are not several to choose from."""
+        return None if self._picks is None else self._picks.of
 
     @property
     def state(self) -> ControllerState:
@@ -227,6 +241,7 @@ class GoodputController:
         decision = self._decision
         if decision is None:
             return
+        self._verdict_round += bool(observation.outcomes)
         self._acceptance.note(observation.outcomes, self._owed(observation), self._classes)
         if observation.stand_ins or (self._stand_ins.are_there and observation.mode == "draft_ahead"):
             num_wanted = sum(budget > 0 for budget in observation.budgets.values())
@@ -247,6 +262,8 @@ class GoodputController:
         """Decide for all, of which the first `num_here` are to be in the next round."""
         settings = self._settings
         num_sequences = len(sequences)
+        if self._picks is not None:
+            self._picks.review(self._verdict_round, sequences, self._budget_costs())
         batch = self._batch_of(sequences)
         region = _region_of(batch)
         evaluation = self._evaluate(batch)
@@ -283,7 +300,7 @@ class GoodputController:
                     self._for_cohort(batch.part(num_here, num_sequences)),
                 ]
             )
-        self._classes = {one.request_id: one.class_name for one in sequences}
+        self._classes = {one.request_id: self._class_of(one) for one in sequences}
         self._decision = Decision(
             batch=batch,
             index={one.request_id: at for at, one in enumerate(sequences)},
@@ -327,14 +344,36 @@ class GoodputController:
             dtype=np.int64,
         )
         estimate = self._acceptance.estimate(
-            [one.request_id for one in sequences], [one.class_name for one in sequences]
+            [one.request_id for one in sequences], [self._class_of(one) for one in sequences]
         )
+        contexts = np.array([one.committed_len for one in sequences], dtype=np.float64)
         return Batch(
             estimate=estimate,
             caps=caps,
             requested=requested,
-            context_tokens=float(sum(one.committed_len for one in sequences)),
+            context_tokens=float(contexts.sum()),
+            contexts=contexts,
+            draft_contexts=np.array([self._draft_context(one) for one in sequences], dtype=np.float64),
             itl_s=min((one.itl_s for one in sequences if one.itl_s is not None), default=math.inf),
+        )
+
+    def _class_of(self, one: Schedulable) -> str:
+        return one.class_name if self._picks is None else self._picks.class_of(one)
+
+    def _draft_context(self, one: Schedulable) -> int:
+        return one.draft_context if self._picks is None else self._picks.draft_context(one)
+
+    def _budget_costs(self) -> BudgetCosts:
+        decision = self._decision
+        best = None if decision is None else decision.best_drafting
+        if decision is None or best is None:
+            half = max(1, self._settings.max_draft_tokens // 2)
+            return BudgetCosts(read_s=0.0, rate=0.0, num_draft_tokens=half)
+        return BudgetCosts(
+            read_s=self._costs.draft.per_token,
+            rate=decision.rates[best.kind],
+            num_draft_tokens=max(1, round(float(best.num_draft_tokens.mean()))),
+            is_drafting=self._kind != "plain",
         )
 
     def _switch(
@@ -489,8 +528,8 @@ class GoodputController:
         ready_s = observation.draft_ready_s
         if budgets and ready_s is not None and observation.num_prompt_rows == 0:
             num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
-            mean_context = context / max(1, observation.num_sequences)
-            self._costs.draft.note(budgets, mean_context, num_branches, ready_s, is_overlapped=is_overlapped)
+            attended = _mean_draft_context(decision, budgets, context / max(1, observation.num_sequences))
+            self._costs.draft.note(budgets, attended, num_branches, ready_s, is_overlapped=is_overlapped)
         # Rounds that admit requests have more to do than others, with drafts or without.
         has_prompts = observation.num_prompt_rows > 0
         if observation.mode != "ping_pong" and observation.round_s is not None and not has_prompts:
@@ -665,6 +704,15 @@ def _drafted_gain(decision: Decision, observation: RoundObservation) -> float:
         for one in observation.outcomes
         if one.request_id in index
     )
+
+
+def _mean_draft_context(decision: Decision, budgets: Mapping[RequestId, int], usual: float) -> float:
+    """Return how many tokens a draft token attends to: the mean over all that were asked for."""
+    index, contexts = decision.index, decision.batch.draft_contexts
+    known = [(budget, index[one]) for one, budget in budgets.items() if one in index and budget > 0]
+    if contexts is None or not known:
+        return usual
+    return sum(budget * float(contexts[at]) for budget, at in known) / sum(budget for budget, _ in known)
 
 
 def _levels(accepted: Floats) -> list[bytes]:

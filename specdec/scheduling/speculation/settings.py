@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.kv.selection import KvBudget
 from specdec.scheduling.speculation.modes import OverlapMode
 
 
@@ -31,6 +32,11 @@ class ControllerSettings:
     """Rounds after which a decision is thought over, where the batch stays the same."""
     trial_share: float = 0.004
     """Share of the time that may be lost by trying what is thought worse: probes and audits."""
+
+    kv_budgets: tuple[KvBudget, ...] = ()
+    """What drafts of a request may attend to; of several, one is picked for each request."""
+    keeps_kv_budgets: bool = False
+    """Whether a request keeps what was picked for it first: what a smaller budget leaves out is lost."""
 
     def cap_for(self, num_sequences: int) -> int:
         """Return the largest k with so many sequences."""

@@ -48,6 +48,7 @@ CHOICE = ChoiceStatus(
     expected_round_s=0.0142,
     expected_acceptance=(0.81, 0.76, 0.7, 0.66),
     pool_worth=1.34,
+    mean_kv_budget=512.0,
 )
 RECENT = RecentStatus(
     num_rounds=640,

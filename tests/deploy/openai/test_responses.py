@@ -77,6 +77,15 @@ def test_sampling_fields_reach_the_service(door: Door) -> None:
     seen = {name: getattr(request.params, name) for name in fields}
     assert seen == fields | {"stop": ("a", "b"), "stop_token_ids": (9,), "allowed_token_ids": (7, 8)}
     assert request.num_draft_tokens == 0
+    assert request.kv_budget is None
+
+
+@pytest.mark.parametrize(("given", "amount"), [(512, 512), (0.05, 0.05), ("5%", 0.05), (1.0, 1.0)])
+def test_a_kv_budget_reaches_the_service(door: Door, given: object, amount: float) -> None:
+    door.complete(speculation={"kv_budget": given})
+    (request,) = door.service.requests
+    assert (request.kv_budget, type(request.kv_budget)) == (amount, type(amount))
+    assert request.num_draft_tokens is None
 
 
 def test_bias_and_bad_words_become_token_ids(door: Door) -> None:

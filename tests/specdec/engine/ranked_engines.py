@@ -18,7 +18,7 @@ import torch
 
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.sampling_params import Grammar, LogprobsMode, SamplingParams
-from specdec.engine.build import build_target, build_target_part, build_tokenizer
+from specdec.engine.build import build_target, build_target_part, build_tokenizer, kv_budgets_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.offline import choice_requests
@@ -136,6 +136,7 @@ def leading_engine(group: RankGroup, config: EngineConfig) -> Engine:
         tokenizer=build_tokenizer(config),
         scheduler=config.scheduler,
         controller=FixedController(0 if speculative.method == "none" else 3),
+        kv_budgets=kv_budgets_of(speculative),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,8 +16,10 @@ from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.profiling import ProfilePlan, measure_profile
 from specdec.engine.toy_target import ToyTarget
+from specdec.kv.selection import KvBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.none import NoProposer
+from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.scheduling.speculation.cost import CostModel
 from tests.specdec.engine.toy_engines import (
     MODEL,
@@ -229,3 +233,61 @@ def test_progress_is_told() -> None:
     done, totals = zip(*heard, strict=True)
     assert list(done) == list(range(1, len(heard) + 1))
     assert set(totals) == {len(heard)}
+
+
+BUDGET = KvBudget(300, floor=1)
+
+
+class ReadingProposer(TimedProposer):
+    """Each step takes what reading the last 300 tokens of every sequence does."""
+
+    capabilities = ProposerCapabilities(name="reading", kv="own", max_context=8192)
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        attended = sum(min(one.committed_len, 300) for one in sequences)
+        self.clock.advance(max(num_draft_tokens.values(), default=0) * 1e-6 * attended)
+        return super().propose(sequences, num_draft_tokens)
+
+
+class SelfTimedTarget(TimedTarget):
+    """Says that it has drafted: each step took 3 ms and what reading the last 300 tokens does."""
+
+    def submit(self, step: TargetStep) -> None:
+        asked = [work for work in step.works if work.num_self_drafted]
+        num_steps = max((work.num_self_drafted for work in asked), default=0)
+        self.draft_s = num_steps * (0.003 + 1e-6 * sum(min(work.start, 300) for work in asked))
+        plain = tuple(msgspec.structs.replace(work, num_self_drafted=0) for work in step.works)
+        super().submit(msgspec.structs.replace(step, works=plain))
+
+    def collect(self) -> TargetResult:
+        return msgspec.structs.replace(super().collect(), draft_s=self.draft_s)
+
+
+@pytest.mark.parametrize("is_self", [False, True], ids=["model", "self"])
+def test_drafts_cost_what_their_budget_leaves(is_self: bool) -> None:
+    """Measured at short contexts and at one beyond the budget; told for contexts that were not measured."""
+    clock = ManualClock()
+    target: TimedTarget = SelfTimedTarget(clock, num_blocks=2048, max_model_len=2048)
+    proposer: Proposer = SelfSpeculation() if is_self else ReadingProposer(clock)
+    its_plan = dataclasses.replace(plan(), kv_budget=BUDGET)
+    profile = measure_profile(target, proposer, its_plan, clock=clock)
+    assert max(point.context_tokens // point.num_sequences for point in profile.draft) == 300
+    assert max(point.context_tokens // point.num_sequences for point in profile.verify) == 600
+    draft = CostModel(profile, max_rows=128, max_sequences=16, max_steps=4).draft
+    start_s, step_s = (0.0, 0.003) if is_self else (0.001, 0.002)
+    for number, context in ((1, 20), (4, 100), (16, 250), (4, 5000), (16, 100_000)):
+        attended = its_plan.attended(context)
+        told = draft.by_steps(np.full(4, number), attended)
+        true = start_s + np.arange(1, 5) * (step_s + 1e-6 * number * min(context, 300))
+        assert told == pytest.approx(true, rel=0.05), (number, context)
+
+
+def test_without_a_budget_everything_counts() -> None:
+    """The control of the above: a budget that nobody told of is taken for cheap reading."""
+    clock = ManualClock()
+    target = SelfTimedTarget(clock, num_blocks=2048, max_model_len=2048)
+    profile = measure_profile(target, SelfSpeculation(), plan(), clock=clock)
+    draft = CostModel(profile, max_rows=128, max_sequences=16, max_steps=4).draft
+    assert draft.by_steps(np.full(4, 16), 100_000)[-1] > 10 * 4 * (0.003 + 16 * 300e-6)

@@ -30,6 +30,7 @@ class FreeSequence(Sequence):
     """Without a grammar."""
 
     constraint: TokenConstraint | None = None
+    kv_budget: int = 0
 
 
 def sequence(name: str, prompt: int = 6) -> FreeSequence:

@@ -315,8 +315,8 @@ def test_control_wrong_positions_show(
 ) -> None:
     select = SelfDrafter._select
 
-    def forgetful(self: SelfDrafter, start: ChainStart, scores: None) -> ChainStart:
-        selected = select(self, start, scores)
+    def forgetful(self: SelfDrafter, start: ChainStart, scores: None, budget: int) -> ChainStart:
+        selected = select(self, start, scores, budget)
         num_dropped = selected.num_dropped
         if wrong == "model":
             return selected._replace(shift=PositionShift(-num_dropped, sys.maxsize))

@@ -129,6 +129,7 @@ class BlindDrafter(DraftModelProposer):
 
 class _Unconstrained:
     constraint = None
+    kv_budget = 0
 
     def __init__(self, view: SequenceView) -> None:
         self._view = view

@@ -14,6 +14,7 @@ from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.kv.selection import KvBudgets
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.ngram import NgramProposer
@@ -115,6 +116,7 @@ def toy_engine(
     max_num_waiting: int = 1024,
     clock: Clock | None = None,
     prefix_caching: bool = True,
+    kv_budgets: KvBudgets | None = None,
 ) -> Engine:
     """Return an engine over a toy target of 256 blocks of 4 tokens, unless another one is given."""
     return Engine.from_parts(
@@ -129,6 +131,7 @@ def toy_engine(
         controller=FixedController(num_draft_tokens),
         clock=clock,
         prefix_caching=prefix_caching,
+        kv_budgets=kv_budgets,
     )
 
 

@@ -29,7 +29,14 @@ class FakeRequest:
     ttft_s: float | None = None
     num_generated: int = 0
     num_preemptions: int = 0
+    kv_budget: int = 0
+    """Tokens that its drafts attend to; 0: all."""
+    has_own_kv_budget: bool = True
     first_round: int | None = None
+
+    @property
+    def draft_context(self) -> int:
+        return min(self.kv_budget or self.committed_len, self.committed_len)
 
     @property
     def max_draft_tokens(self) -> int:

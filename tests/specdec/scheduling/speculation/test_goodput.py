@@ -31,6 +31,8 @@ def batch_of(
     present: float = 1.0,
     context: int = 500,
     itl_s: float = math.inf,
+    contexts: Sequence[int] | None = None,
+    draft_contexts: Sequence[int] | None = None,
 ) -> Batch:
     chances = np.array(accepted, dtype=np.float64)
     number, depth = chances.shape
@@ -38,8 +40,10 @@ def batch_of(
         estimate=AcceptanceEstimate(chances, np.full_like(chances, 1.0) * _first(present, depth)),
         caps=np.array([depth] * number if caps is None else caps),
         requested=np.array([-1] * number if requested is None else requested),
-        context_tokens=float(number * context),
+        context_tokens=float(number * context if contexts is None else sum(contexts)),
         itl_s=itl_s,
+        contexts=None if contexts is None else np.array(contexts, dtype=np.float64),
+        draft_contexts=None if draft_contexts is None else np.array(draft_contexts, dtype=np.float64),
     )
 
 
@@ -58,9 +62,19 @@ def lockstep_rate(batch: Batch, chosen: Sequence[int], name: str = "cpu") -> flo
     reached = np.cumprod(batch.estimate.accepted, axis=1)
     tokens = number + sum(float(reached[index, :k].sum()) for index, k in enumerate(chosen))
     taking_part = np.array([sum(k > step for k in chosen) for step in range(depth)])
-    draft_s = float(costs.draft.by_steps(taking_part, batch.context_tokens / number)[-1])
+    mean_context = batch.context_tokens / number
+    contexts = [mean_context] * number if batch.contexts is None else batch.contexts.tolist()
+    drafted = contexts if batch.draft_contexts is None else batch.draft_contexts.tolist()
+    attended = [
+        sum(context for context, k in zip(drafted, chosen, strict=True) if k > step) for step in range(depth)
+    ]
+    draft_s = float(costs.draft.by_steps(taking_part, np.array(attended) / np.maximum(taking_part, 1))[-1])
     table = costs.verify.table(number, batch.context_tokens)
-    return tokens / (draft_s + float(table[number + sum(chosen)]) + OVERHEADS["lockstep"])
+    verify_s = float(table[number + sum(chosen)])
+    verify_s += costs.verify.own_context_s * sum(
+        k * (context - mean_context) for k, context in zip(chosen, contexts, strict=True)
+    )
+    return tokens / (draft_s + verify_s + OVERHEADS["lockstep"])
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -79,6 +93,49 @@ def test_the_choice_is_the_best_of_all(name: str, seed: int) -> None:
     )
     assert lockstep_rate(batch, found.num_draft_tokens.tolist(), name) >= 0.985 * best
     assert found.rate == pytest.approx(lockstep_rate(batch, found.num_draft_tokens.tolist(), name), rel=0.02)
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("budget", [None, 512])
+def test_the_choice_is_the_best_of_all_whatever_the_contexts(
+    name: str, seed: int, budget: int | None
+) -> None:
+    """Short and very long texts side by side: a token of a long one costs more, its draft by its budget."""
+    generator = np.random.default_rng(seed)
+    number = 2 + seed % 2
+    contexts = generator.choice([100, 2000, 60_000, 400_000], number).tolist()
+    batch = batch_of(
+        generator.uniform(0.3, 0.97, (number, 4)),
+        contexts=contexts,
+        draft_contexts=[min(one, budget or one) for one in contexts],
+    )
+    found = evaluate(batch, name).lockstep()
+    assert found is not None
+    best = max(
+        lockstep_rate(batch, chosen, name)
+        for chosen in itertools.product(range(5), repeat=number)
+        if any(chosen)
+    )
+    assert lockstep_rate(batch, found.num_draft_tokens.tolist(), name) >= 0.985 * best
+    assert found.rate == pytest.approx(lockstep_rate(batch, found.num_draft_tokens.tolist(), name), rel=0.02)
+
+
+def test_each_gets_what_its_own_context_is_worth() -> None:
+    """Alike but for their length: where drafts read everything, short texts get more; by budget, as much."""
+    contexts = [200] * 4 + [400_000] * 4
+    accepted = [[0.8] * 8] * 8
+    whole = evaluate(batch_of(accepted, contexts=contexts), "expensive").lockstep()
+    assert whole is not None
+    short, long = whole.num_draft_tokens[:4], whole.num_draft_tokens[4:]
+    assert short.min() > long.max()
+    bounded = batch_of(accepted, contexts=contexts, draft_contexts=[200] * 4 + [512] * 4)
+    costs = costs_of("gpu")
+    assert costs.verify.own_context_s == pytest.approx(0.0, abs=1e-9)
+    by_budget = Evaluation(bounded, costs, OVERHEADS, max_rows=640).lockstep()  # type: ignore[arg-type]
+    assert by_budget is not None
+    assert by_budget.num_draft_tokens.min() >= by_budget.num_draft_tokens.max() - 1
+    assert by_budget.num_draft_tokens.min() > 2
 
 
 def test_who_is_accepted_more_gets_more() -> None:

@@ -32,7 +32,7 @@ from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settings import ControllerSettings
 from tests.specdec.scheduling.simulation import fake_request
-from tests.specdec.scheduling.speculation.world import COSTS, Costs, World, profile_of
+from tests.specdec.scheduling.speculation.world import COSTS, LONG_COSTS, Costs, World, profile_of
 
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
 WARM_UP = 60
@@ -97,6 +97,65 @@ def test_never_slower_and_nearly_the_best(name: str, number: int, context: int, 
     rate = world.run(controller, 900 if number < 64 else 500).rate
     assert rate >= FLOOR * rates["lockstep", 0], controller.state
     assert rate >= (FLOOR if number > 1 else FLOOR_ALONE) * max(rates.values()), controller.state
+
+
+LONG_GRID = [
+    cell
+    for cell in itertools.product(
+        LONG_COSTS,
+        (1, 4, 16, 48),
+        ((512,), (4096,), (32_768,), (256, 256, 256, 32_768), (512, 16_384)),
+        (0, 512, 4096),
+        (0.4, 0.8, 0.95),
+    )
+    if len(cell[2]) <= cell[1]
+]
+EVERY_NTH_LONG = 17
+
+
+@functools.cache
+def long_rates(name: str, number: int, contexts: tuple[int, ...], budget: int, chance: float) -> list[float]:
+    """What a fixed k brings, from 0 on."""
+    rates = []
+    for k in (0, 1, 2, 3, 4, 6, 8):
+        world = world_of(LONG_COSTS[name], number, 0, chance, contexts=contexts, kv_budget=budget, seed=5)
+        world.run(FixedController(k), 10)
+        rates.append(world.run(FixedController(k), 60).rate)
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "contexts", "budget", "chance"),
+    [
+        pytest.param(*cell, marks=[] if index % EVERY_NTH_LONG == 0 else [pytest.mark.full])
+        for index, cell in enumerate(LONG_GRID)
+    ],
+)
+def test_long_contexts_and_budgets(
+    name: str, number: int, contexts: tuple[int, ...], budget: int, chance: float
+) -> None:
+    """Short texts and long ones, in one batch or not, drafted for with all that is read or with a part."""
+    rates = long_rates(name, number, contexts, budget, chance)
+    controller = controller_of(profile_of(LONG_COSTS[name], noise=0.01), ("lockstep",))
+    world = world_of(LONG_COSTS[name], number, 0, chance, contexts=contexts, kv_budget=budget)
+    world.run(controller, WARM_UP)
+    rate = world.run(controller, 600 if number < 48 else 300).rate
+    assert rate >= FLOOR * rates[0], controller.state
+    assert rate >= (FLOOR if number > 1 else FLOOR_ALONE) * max(rates), controller.state
+
+
+def test_a_mixed_batch_does_better_than_any_one_k() -> None:
+    """Drafts that read everything: long texts are drafted for less."""
+    contexts = (256, 256, 256, 65_536)
+    rates = long_rates("model", 16, contexts, 0, 0.9)
+    controller = controller_of(profile_of(LONG_COSTS["model"], noise=0.01), ("lockstep",))
+    world = world_of(LONG_COSTS["model"], 16, 0, 0.9, contexts=contexts)
+    world.run(controller, WARM_UP)
+    rate = world.run(controller, 400).rate
+    chosen = np.array(controller.choose(world.requests))
+    is_long = np.array([one.committed_len > 20_000 for one in world.requests])
+    assert chosen[~is_long].mean() > chosen[is_long].mean() + 0.5
+    assert rate > max(rates)
 
 
 @pytest.mark.parametrize("name", COSTS)

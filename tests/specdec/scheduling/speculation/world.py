@@ -17,6 +17,7 @@ from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import (
     AheadOutcome,
     DraftOutcome,
+    PicksKvBudgets,
     RoundObservation,
     SpeculationController,
     bounded_choice,
@@ -38,8 +39,10 @@ class Costs:
     verify: Callable[[int, float, float], float]
     """(sequences, tokens of context, rows)"""
     draft: Callable[[int, float], float]
-    """One step for (sequences, tokens of context)."""
+    """One step for (sequences, tokens of context that they attend to)."""
     draft_start_s: float
+    row_context_s: float = 0.0
+    """What a row costs for every token of the context of its sequence; `verify` has it for a mean context."""
     is_stepped: bool = False
     overhead_s: float = 0.0002
     overhead_per_sequence_s: float = 0.00002
@@ -47,13 +50,22 @@ class Costs:
     def overhead(self, num_sequences: int) -> float:
         return self.overhead_s + num_sequences * self.overhead_per_sequence_s
 
-    def drafting(self, lengths: Sequence[int], mean_context: float) -> float:
-        """Time of a draft chain for sequences that want so many tokens each."""
+    def drafting(self, lengths: Sequence[int], contexts: float | Sequence[float]) -> float:
+        """Time of a draft chain for sequences that want so many tokens each, and attend to so much."""
+        each = contexts if isinstance(contexts, Sequence) else [contexts] * len(lengths)
         total = self.draft_start_s if any(lengths) else 0.0
         for step in range(max(lengths, default=0)):
-            number = sum(length > step for length in lengths)
-            total += self.draft(number, number * mean_context)
+            taking_part = [context for context, length in zip(each, lengths, strict=True) if length > step]
+            total += self.draft(len(taking_part), sum(taking_part))
         return total
+
+    def verifying(self, contexts: Sequence[float], num_drafted: Sequence[int], num_others: int = 0) -> float:
+        """Time of a step for sequences of so much context, with so many draft rows each and some others."""
+        number, context = len(contexts), float(sum(contexts))
+        own = sum(rows * one for rows, one in zip(num_drafted, contexts, strict=True))
+        extra = own - sum(num_drafted) * context / number
+        rows = number + sum(num_drafted) + num_others
+        return self.verify(number, context, rows) + self.row_context_s * extra
 
 
 _BUCKETS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
@@ -84,13 +96,34 @@ COSTS = {
         verify=_cpu_verify,
         draft=lambda n, c: 0.0006 * (1.0 + max(0, n - 8) * 0.04) + 1e-9 * c,
         draft_start_s=0.0004,
+        row_context_s=1.2e-8,
     ),
     "expensive": Costs(
         verify=_cpu_verify,
         draft=lambda n, c: 0.002 * (1.0 + max(0, n - 8) * 0.05) + 4e-9 * c,
         draft_start_s=0.0006,
+        row_context_s=1.2e-8,
     ),
 }
+LONG_COSTS = {
+    # The target drafts for itself: a step of a draft is one of the target, with less to read.
+    "self": Costs(
+        verify=_gpu_verify, is_stepped=True, draft=lambda n, c: _gpu_verify(n, c, n), draft_start_s=0.0001
+    ),
+    "model": Costs(
+        verify=_gpu_verify,
+        is_stepped=True,
+        draft=lambda n, c: 0.0015 + 4e-6 * n + 2e-8 * c,
+        draft_start_s=0.0008,
+    ),
+    "self on a cpu": Costs(
+        verify=_cpu_verify,
+        draft=lambda n, c: _cpu_verify(n, c, n),
+        draft_start_s=0.0001,
+        row_context_s=1.2e-8,
+    ),
+}
+"""Where reading K/V is what costs."""
 
 
 def profile_of(costs: Costs, *, seed: int = 0, noise: float = 0.025, draft_scale: float = 1.0) -> CostProfile:
@@ -170,6 +203,16 @@ class World:
     seed: int = 0
     availability: float = 1.0
     lifetime: int = LIFETIME
+    contexts: Sequence[int] = ()
+    """Where given, prompts are as long as these, in turn, instead of `context`; who takes the place of
+    another has a prompt as long.
+    """
+    kv_budget: int = 0
+    """Tokens that drafts attend to; 0: all."""
+    picks_budgets: bool = False
+    """Whether the controller picks what drafts attend to."""
+    class_names: Sequence[str] = ("other",)
+    """Of requests, in turn."""
     stand_ins: float | None = None
     """draft_ahead: acceptance of tokens that stand in where nothing was prepared; None: nothing does."""
     beside: float = 1.0
@@ -183,6 +226,7 @@ class World:
     def __post_init__(self) -> None:
         self.generator = np.random.default_rng(self.seed)
         self._names = itertools.count()
+        self._prompts: dict[RequestId, int] = {}
         self._has_drafts: set[RequestId] = set()
         self._verdicts_ahead: list[AheadOutcome] = []
         self._former_mode: OverlapMode = "lockstep"
@@ -213,18 +257,35 @@ class World:
         del self.requests[self.num_sequences :]
         num_new = self.num_sequences - len(self.requests)
         while len(self.requests) < self.num_sequences:
-            length = self.context
+            length = self._missing_context() if self.contexts else self.context
+            prompt = length
             if self.round_number == 0:  # as old as requests are in the long run
                 length += int(self.generator.exponential(self.lifetime))
             lifetime = max(2, int(self.generator.exponential(self.lifetime)))
-            self.requests.append(
-                fake_request(f"r{next(self._names)}", length, generate=lifetime, computed=length - 1)
-            )
+            name = f"r{next(self._names)}"
+            one = fake_request(name, length, generate=lifetime, computed=length - 1)
+            one.kv_budget = self.kv_budget
+            one.has_own_kv_budget = not self.picks_budgets
+            one.class_name = self.class_names[len(self._prompts) % len(self.class_names)]
+            self._prompts[one.request_id] = prompt
+            self.requests.append(one)
         return num_new
+
+    def _missing_context(self) -> int:
+        wanted = [self.contexts[index % len(self.contexts)] for index in range(self.num_sequences)]
+        for one in self.requests:
+            wanted.remove(self._prompts[one.request_id])
+        return wanted[0]
 
     def _run_all(self, controller: SpeculationController, mode: OverlapMode) -> None:
         requests = self.requests
         chosen = bounded_choice(controller, requests)
+        if self.picks_budgets:
+            assert isinstance(controller, PicksKvBudgets)
+            assert controller.pick_kv_budget is not None
+            for one in requests:
+                picked = controller.pick_kv_budget(one.request_id, one.class_name)
+                one.kv_budget = picked.tokens(one.committed_len)
         decided = controller.mode
         if decided == "ping_pong":  # begins with the next round
             decided = "lockstep"
@@ -242,13 +303,14 @@ class World:
         if decided == "draft_ahead" and self.stand_ins is not None:
             stood = [0 if there else number for number, there in zip(chosen, drafted, strict=True)]
         context = float(sum(one.committed_len for one in requests))
-        mean_context = context / len(requests)
+        attended = [float(one.draft_context) for one in requests]
         accepted, expected = self._verdicts(requests, drafted)
         accepted_of_stood, expected_of_stood = self._stand_in_verdicts(stood)
         committed = [own + other for own, other in zip(accepted, accepted_of_stood, strict=True)]
         expected += expected_of_stood
         rows = len(requests) + sum(drafted) + sum(stood)
-        verify_s = self.costs.verify(len(requests), context, rows)
+        contexts = [float(one.committed_len) for one in requests]
+        verify_s = self.costs.verifying(contexts, drafted, sum(stood))
         overhead_s = self.costs.overhead(len(requests)) + self._num_new * self.admission_s
         told_ahead = self._verdicts_ahead if decided == "draft_ahead" else []
         if decided == "draft_ahead":
@@ -259,14 +321,14 @@ class World:
             pending = [own + other for own, other in zip(drafted, stood, strict=True)]
             foreign = [other > 0 for other in stood]
             self._verdicts_ahead = self._outcomes_ahead(requests, pending, committed, fans, foreign)
-            lengths = [number for number, fan in zip(chosen, fans, strict=True) for _ in range(sum(fan))]
-            draft_s = self.costs.drafting(lengths, mean_context) * self.beside
-            verify_s *= self.beside if lengths else 1.0
+            ahead = [one for one in zip(chosen, attended, fans, strict=True) for _ in range(sum(one[2]))]
+            draft_s = self.costs.drafting([one[0] for one in ahead], [one[1] for one in ahead]) * self.beside
+            verify_s *= self.beside if ahead else 1.0
             true_s = max(draft_s, verify_s) + overhead_s
         else:
             if self._former_mode != "lockstep":  # the drafter ends what it is at
                 verify_s *= self.beside
-            draft_s = self.costs.drafting(chosen, mean_context)
+            draft_s = self.costs.drafting(chosen, attended)
             true_s = draft_s + verify_s + overhead_s
         budgets = {one.request_id: k for one, k in zip(requests, chosen, strict=True)}
         if decided == "draft_ahead":  # those that are new have to wait for their first verdict
@@ -314,10 +376,10 @@ class World:
         context = float(sum(one.committed_len for one in requests))
         accepted, expected = self._verdicts(requests, drafted)
         rows = len(requests) + sum(drafted)
-        verify_s = self.costs.verify(len(requests), context, rows)
+        verify_s = self.costs.verifying([float(one.committed_len) for one in requests], drafted)
         overhead_s = self.costs.overhead(len(requests))
         beside = self.beside if any(chosen) else 1.0
-        draft_s = self.costs.drafting(chosen, context / len(requests)) * beside
+        draft_s = self.costs.drafting(chosen, [float(one.draft_context) for one in requests]) * beside
         verify_s *= beside
         began = self._last_commit
         draft_luck, verify_luck = self._luck(), self._luck()
