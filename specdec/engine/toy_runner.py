@@ -32,8 +32,8 @@ class ToyRunner:
         self.num_tokens_read = 0
         self._slots = [0] * (num_blocks * block_size)
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Return fp32 logits [sum of num_logit_rows, vocab]."""
+    def forward(self, slices: Sequence[SequenceSlice], observation: None = None) -> torch.Tensor:
+        """Return fp32 logits [sum of num_logit_rows, vocab]; there is no attention to observe."""
         self.num_forwards += 1
         rows: list[NDArray[np.float64]] = []
         for one in slices:

@@ -306,6 +306,8 @@ def test_coordinators_hear_of_the_draft_side_prefix_cache(
             "draft_ahead_branches": 0,
             "draft_ahead_branches_true": 0,
             "draft_ahead_branches_left_out": 0,
+            "draft_sequences_too_long": 0,
+            "draft_windows_reread": 0,
         }
 
 
