@@ -391,7 +391,7 @@ class GoodputController:
             self._set_kind(best, num_sequences)
             return
         has_changed = not 1 / _LARGEST_CHANGE < num_sequences / self._switched_batch < _LARGEST_CHANGE
-        # What goes to and fro is about as good either way, and each change costs something.
+        # What goes back and forth is about as good either way, and each change costs something.
         restless = 0.0 if has_changed else max(0.0, min(self._restless, _MOST_RESTLESS) - 1.0)
         dwell_rounds = self._settings.dwell_rounds * 2.0**restless
         is_settled = self._round - self._switched_round >= dwell_rounds
