@@ -343,7 +343,7 @@ def test_containers_can_do_nothing_that_they_need_not(values: Values) -> None:
             assert container["resources"]["limits"]["memory"]
             written = {mount["mountPath"] for mount in container.get("volumeMounts", ())}
             if container["name"].startswith("ray-"):
-                assert {"/tmp", "/dev/shm", "/var/cache/drafthouse"} <= written
+                assert {"/tmp", "/dev/shm", "/home/drafthouse"} <= written
         mounted = {m["name"] for c in pod["containers"] for m in c.get("volumeMounts", ())}
         assert mounted <= {volume["name"] for volume in pod.get("volumes", ())}
 

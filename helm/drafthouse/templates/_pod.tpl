@@ -84,9 +84,7 @@ spec:
         requests: {{- toYaml $amounts | nindent 10 }}
         limits: {{- toYaml $amounts | nindent 10 }}
       env:
-        - {name: HOME, value: /tmp/home}
-        - {name: XDG_CACHE_HOME, value: /var/cache/drafthouse}
-        - {name: TRITON_CACHE_DIR, value: /var/cache/drafthouse/triton}
+        - {name: HOME, value: /home/drafthouse}
         - {name: HF_HUB_OFFLINE, value: "1"}
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
         # At Ray's own niceness of 15 a round waits for whatever else runs on the node.
@@ -109,7 +107,7 @@ spec:
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: shm, mountPath: /dev/shm}
-        - {name: compile-cache, mountPath: /var/cache/drafthouse}
+        - {name: compile-cache, mountPath: /home/drafthouse}
         - {name: models, mountPath: {{ $values.models.mountPath }}, readOnly: true}
         {{- if $values.apiKeys.existingSecret }}
         - {name: api-keys, mountPath: /etc/drafthouse/api-keys, readOnly: true}
