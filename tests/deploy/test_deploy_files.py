@@ -1,6 +1,6 @@
 """What is deployed without Helm: files for `ray up`, `serve deploy`, docker and docker compose.
 
-There is neither a cloud nor a Docker engine in the tests: files are checked against Ray's own schemas, against
+There is neither a cloud nor a Docker engine in the tests: files are checked against Ray's schemas, against
 each other and against our rules.
 """
 
