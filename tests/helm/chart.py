@@ -28,21 +28,21 @@ def merged(values: Values, more: Values) -> Values:
     return both
 
 
-def render_texts(values: Values, chart: Path = CHART) -> dict[str, str]:
+def render_texts(values: Values, chart: Path = CHART, name: str = "llm") -> dict[str, str]:
     """Return template -> text; empty ones left out."""
     loaded = helm_python.Chart.load(chart)
     loaded.validate_schema(values)
-    texts = loaded.render(values, name="llm", namespace="serving")
-    return {name.removeprefix("drafthouse/templates/"): text for name, text in texts.items() if text.strip()}
+    texts = loaded.render(values, name=name, namespace="serving")
+    return {file.removeprefix("drafthouse/templates/"): text for file, text in texts.items() if text.strip()}
 
 
-def render(values: Values, chart: Path = CHART) -> list[dict[str, Any]]:
+def render(values: Values, chart: Path = CHART, name: str = "llm") -> list[dict[str, Any]]:
     """Return the manifests."""
-    texts = render_texts(values, chart)
+    texts = render_texts(values, chart, name)
     return [
         manifest
-        for name, text in sorted(texts.items())
-        if not name.endswith(".txt")
+        for file, text in sorted(texts.items())
+        if not file.endswith(".txt")
         for manifest in yaml.safe_load_all(text)
         if manifest
     ]

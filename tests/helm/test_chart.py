@@ -68,6 +68,14 @@ EVERYTHING: Values = DRAFTED | {
         "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: '{{ .Release.Name }}-y'}\n",
     ],
 }  # fmt: skip
+
+
+def overriding(name: str, least: int = 1, most: int = 1) -> Values:
+    """An override of one deployment, with bounds for its replicas."""
+    bounds = {"min_replicas": least, "max_replicas": most}
+    return {"serve": {"deployments": [{"name": name, "autoscaling_config": bounds}]}}
+
+
 SITUATIONS = [
     *(pytest.param(values_of(flavour), id=flavour or "defaults") for flavour in (None, *FLAVOURS)),
     pytest.param(EVERYTHING, id="everything"),
@@ -164,6 +172,11 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         (None, {"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress: is required"),
         (None, {"expose": {"enabled": True}}, "expose.host: is required"),
         ("gpu", {"config": {"speculative_config": {"model": ""}}}, "needs the folder of a draft model"),
+        (None, overriding("Router"), "no deployment Router here; known: Coordinator, Ingress"),
+        (None, overriding("DraftPool"), "no deployment DraftPool here"),
+        (None, overriding("Coordinator", 3, 2), "Coordinator: min_replicas 3 is more than max_replicas 2"),
+        ("gpu", overriding("Coordinator", 1, 2), "2, but there are pods for 1: raise target.maxGroups"),
+        ("gpu", overriding("DraftPool", 1, 3), "3, but there are pods for 2: raise draft.maxWorkers"),
         (None, {"config": {"target": {"model": ""}}}, "config.target.model: is required"),
     ],
 )  # fmt: skip
@@ -300,12 +313,14 @@ def test_the_pools_hold_what_is_to_be_placed(values: Values) -> None:
 def test_overrides_of_deployments_reach_serve() -> None:
     autoscaling = {"min_replicas": 1, "max_replicas": 3}
     values = {
+        "autoscaling": {"enabled": True},
+        "target": {"maxGroups": 3},
         "serve": {
             "deployments": [
                 {"name": "Coordinator", "num_replicas": "auto", "autoscaling_config": autoscaling},
                 {"name": "Ingress", "max_ongoing_requests": 500},
             ]
-        }
+        },
     }
     deployments = {item["name"]: item for item in serve_config(values)["applications"][0]["deployments"]}
     ServeDeploySchema.model_validate(serve_config(values))
@@ -377,6 +392,14 @@ def test_network_policy_lets_in_requests_metrics_and_the_operator_and_out_dns() 
 
 
 # ------------------------------------------------------------------------------------------------- others
+
+
+@pytest.mark.parametrize("name", ["llm", "drafthouse", "a" * 53])
+def test_names_leave_room_for_kuberays_suffixes(name: str) -> None:
+    """KubeRay takes 47 characters."""
+    (service,) = of_kind(render({}, name=name), "RayService")
+    assert "drafthouse" in service["metadata"]["name"] or len(name) > 40
+    assert len(service["metadata"]["name"]) <= 47
 
 
 def test_budgets_follow_the_pools() -> None:

@@ -102,6 +102,24 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and $values.gcsFaultTolerance.enabled (not $values.gcsFaultTolerance.redisAddress) -}}
 {{- fail "gcsFaultTolerance.redisAddress: is required" -}}
 {{- end -}}
+{{- $rooms := dict "Ingress" 0 "Coordinator" (max (int $target.groups) (int $target.maxGroups)) -}}
+{{- if include "drafthouse.hasDraftPool" . -}}
+{{- $_ := set $rooms "DraftPool" (max (int $values.draft.workers) (int $values.draft.maxWorkers)) -}}
+{{- end -}}
+{{- range $values.serve.deployments -}}
+{{- if not (hasKey $rooms (toString .name)) -}}
+{{- fail (printf "serve.deployments: there is no deployment %s here; known: %s" (toString .name) (keys $rooms | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- $least := dig "autoscaling_config" "min_replicas" 1 . | int -}}
+{{- $most := dig "autoscaling_config" "max_replicas" 0 . | int -}}
+{{- if and $most (gt $least $most) -}}
+{{- fail (printf "serve.deployments: %s: min_replicas %d is more than max_replicas %d" .name $least $most) -}}
+{{- end -}}
+{{- $room := get $rooms .name | int -}}
+{{- if and $room (gt $most $room) -}}
+{{- fail (printf "serve.deployments: %s: max_replicas %d, but there are pods for %d: raise %s" .name $most $room (ternary "target.maxGroups" "draft.maxWorkers" (eq .name "Coordinator"))) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $values.expose.enabled (not $values.expose.host) -}}
 {{- fail "expose.host: is required" -}}
 {{- end -}}
