@@ -1,6 +1,6 @@
-"""Reads a configuration file, and says where in it what is wrong.
+"""Reads a configuration, from a file or from values, and says where in it what is wrong.
 
-Relative paths in the file are relative to the folder of the file.
+Relative paths in a file are relative to the folder of the file; values have no folder, and no relative paths.
 """
 
 from __future__ import annotations
@@ -49,6 +49,35 @@ def load_config(path: str | Path) -> DrafthouseConfig:
     except ValidationError as error:
         found = [_problem(details, lines) for details in error.errors(include_url=False)]
         raise ConfigError("\n".join(f"{file}:{line}: {text}" for line, text in found)) from None
+
+
+def parse_config(values: object) -> DrafthouseConfig:
+    """Check values that did not come from a file, such as the arguments in a Serve config.
+
+    Raises:
+        ConfigError: one line per problem, as `load_config` words them, without a place.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"must hold keys and values (target: ...), not {type(values).__name__}")
+    problems = [
+        f"{'.'.join(keys)}: must be absolute here, got {path!r}"
+        for keys in _PATH_KEYS
+        if isinstance(path := _at(values, keys), str) and not Path(path).is_absolute()
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        return DrafthouseConfig.model_validate(values)
+    except ValidationError as error:
+        found = [_problem(details, {(): 0}) for details in error.errors(include_url=False)]
+        raise ConfigError("\n".join(text for _, text in found)) from None
+
+
+def _at(values: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    block: Any = values
+    for name in keys:
+        block = block.get(name) if isinstance(block, dict) else None
+    return block
 
 
 def _parse(file: Path) -> tuple[yaml.Node, Any]:
@@ -104,9 +133,7 @@ def _duplicate_keys(node: yaml.Node, location: Location = ()) -> Iterator[tuple[
 
 def _make_paths_absolute(values: dict[str, Any], base: Path) -> None:
     for *blocks, key in _PATH_KEYS:
-        block: Any = values
-        for name in blocks:
-            block = block.get(name) if isinstance(block, dict) else None
+        block = _at(values, tuple(blocks))
         if isinstance(block, dict) and isinstance(block.get(key), str):
             block[key] = str((base / Path(block[key]).expanduser()).resolve())
 

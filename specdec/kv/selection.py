@@ -19,11 +19,11 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Annotated, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from specdec.core.config import StrictConfig
 from specdec.core.ids import RequestId
@@ -207,6 +207,11 @@ def budget_fault(amount: BudgetAmount) -> str | None:
     return None
 
 
+_AMOUNT_SCHEMA = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^\s*[0-9.]+\s*%\s*$"}]}
+_BUDGET_SCHEMA = {"anyOf": [_AMOUNT_SCHEMA, {"type": "array", "items": _AMOUNT_SCHEMA, "minItems": 1}]}
+"""What is read before it is checked: percentages are texts."""
+
+
 class KvSelectionConfig(StrictConfig):
     """Which part of a sequence's K/V drafts attend to (`speculative_config.kv`)."""
 
@@ -215,7 +220,7 @@ class KvSelectionConfig(StrictConfig):
     first tokens, a small window, and the blocks to which the latest tokens attend most. snapkv scores blocks
     now and then, over the last tokens before that; verified keeps a running mean of what verification
     sees. Both need `method: self`: a draft model drops what it does not attend to."""
-    budget: BudgetAmount | tuple[BudgetAmount, ...] = 0.05
+    budget: Annotated[BudgetAmount | tuple[BudgetAmount, ...], WithJsonSchema(_BUDGET_SCHEMA)] = 0.05
     """Tokens that a draft attends to. An integer: tokens; a number below 1 (write 0.05 or "5%"): share of the
     sequence's length, at least `floor`. A list of these: the goodput controller picks one for each request,
     by measured acceptance and cost; the first is where nothing is known yet, and with a fixed k."""

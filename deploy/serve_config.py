@@ -1,0 +1,72 @@
+"""The application builder that Serve config files name: `import_path: deploy.serve_config:build`.
+
+    applications:
+      - name: drafthouse
+        route_prefix: /
+        import_path: deploy.serve_config:build
+        args:
+          config: {target: {model: /models/target}, http: {api_keys_file: /etc/drafthouse/api-keys}}
+
+Serve calls it in a task somewhere on the cluster: models and the keys' file must be at the same place on all
+nodes. Host and port are Serve's own (`http_options`), not `config.http`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+
+from deploy.api_keys import read_api_keys
+from deploy.application import build_application
+from deploy.config import DrafthouseConfig
+from deploy.config_file import parse_config
+from specdec.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeArguments:
+    """What `args` of the application holds."""
+
+    config: DrafthouseConfig
+    """What a configuration file holds."""
+    insecure: bool = False
+    """Serve whoever reaches the port, without API keys."""
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Return the application. Ray must be connected.
+
+    Raises:
+        ConfigError: an argument is wrong, or there are no API keys and nobody allowed that.
+        ResourceError: the workers do not fit the cluster.
+    """
+    arguments = parse_arguments(args)
+    keys_file = arguments.config.http.api_keys_file
+    digests: frozenset[bytes] = read_api_keys(keys_file) if keys_file is not None else frozenset()
+    return build_application(arguments.config, digests)
+
+
+def parse_arguments(args: Mapping[str, Any]) -> ServeArguments:
+    """Check the arguments, touching neither Ray nor files.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    unknown = sorted(set(args) - {"config", "insecure"})
+    if unknown:
+        raise ConfigError(f"args.{unknown[0]}: unknown key; known here: config, insecure")
+    insecure = args.get("insecure", False)
+    if not isinstance(insecure, bool):
+        raise ConfigError(f"args.insecure: must be true or false, got {insecure!r}")
+    if "config" not in args:
+        raise ConfigError("args.config: is required")
+    config = parse_config(args["config"])
+    if config.http.api_keys_file is None and not insecure:
+        raise ConfigError(
+            "no API key would be asked for: set args.config.http.api_keys_file, or args.insecure: true if "
+            "that is what you want"
+        )
+    return ServeArguments(config=config, insecure=insecure)

@@ -1,0 +1,126 @@
+{{- define "drafthouse.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* RayService's names become parts of others: 40 characters leave room for KubeRay's suffixes. */}}
+{{- define "drafthouse.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "drafthouse.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "drafthouse.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the release's pods are selected by: no label that KubeRay sets by itself. */}}
+{{- define "drafthouse.selectorLabels" -}}
+app.kubernetes.io/part-of: drafthouse
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "drafthouse.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/name: {{ include "drafthouse.name" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{ include "drafthouse.selectorLabels" . }}
+{{- end -}}
+
+{{- define "drafthouse.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- define "drafthouse.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "drafthouse.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Non-empty where drafts come from a draft model, which has pods of its own. */}}
+{{- define "drafthouse.hasDraftPool" -}}
+{{- if eq (dig "speculative_config" "method" "ngram" .Values.config) "draft_model" -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Ranks of one copy of the target. */}}
+{{- define "drafthouse.targetRanks" -}}
+{{- mul (dig "target" "tensor_parallel_size" 1 .Values.config) (dig "target" "pipeline_parallel_size" 1 .Values.config) -}}
+{{- end -}}
+
+{{/* What contradicts itself fails here, before anything is changed. */}}
+{{- define "drafthouse.check" -}}
+{{- $values := .Values -}}
+{{- $target := $values.target -}}
+{{- $ranks := include "drafthouse.targetRanks" . | int -}}
+{{- $stages := dig "target" "pipeline_parallel_size" 1 $values.config | int -}}
+{{- $nodes := int $target.nodesPerGroup -}}
+{{- if mod $ranks $nodes -}}
+{{- fail (printf "target.nodesPerGroup: %d pods cannot share the %d ranks of a target group (tensor_parallel_size x pipeline_parallel_size) equally" $nodes $ranks) -}}
+{{- end -}}
+{{- if and (gt $stages 1) (mod $stages $nodes) -}}
+{{- fail (printf "target.nodesPerGroup: %d pods cannot share %d pipeline stages: the ranks of a stage stay on one node" $nodes $stages) -}}
+{{- end -}}
+{{- if and $target.gpu (ne (int $target.gpu) (div $ranks $nodes | int)) -}}
+{{- fail (printf "target.gpu: each pod holds %d of the %d ranks of a target group, and a rank takes one GPU: give %d, or 0 for CPUs only" (div $ranks $nodes) $ranks (div $ranks $nodes)) -}}
+{{- end -}}
+{{- if and $target.maxGroups (lt (int $target.maxGroups) (int $target.groups)) -}}
+{{- fail (printf "target.maxGroups: %d is less than target.groups, %d" (int $target.maxGroups) (int $target.groups)) -}}
+{{- end -}}
+{{- if and $target.maxGroups (not $values.autoscaling.enabled) -}}
+{{- fail "target.maxGroups: needs autoscaling.enabled" -}}
+{{- end -}}
+{{- if include "drafthouse.hasDraftPool" . -}}
+{{- $draft := $values.draft -}}
+{{- $draftRanks := dig "speculative_config" "draft_tensor_parallel_size" 1 $values.config | int -}}
+{{- if not (dig "speculative_config" "model" "" $values.config) -}}
+{{- fail "config.speculative_config.model: method draft_model needs the folder of a draft model" -}}
+{{- end -}}
+{{- if and $draft.gpu (ne (int $draft.gpu) $draftRanks) -}}
+{{- fail (printf "draft.gpu: a draft worker has %d ranks (draft_tensor_parallel_size), each takes one GPU: give %d, or 0 for CPUs only" $draftRanks $draftRanks) -}}
+{{- end -}}
+{{- if and $draft.maxWorkers (lt (int $draft.maxWorkers) (int $draft.workers)) -}}
+{{- fail (printf "draft.maxWorkers: %d is less than draft.workers, %d" (int $draft.maxWorkers) (int $draft.workers)) -}}
+{{- end -}}
+{{- if and $draft.maxWorkers (not $values.autoscaling.enabled) -}}
+{{- fail "draft.maxWorkers: needs autoscaling.enabled" -}}
+{{- end -}}
+{{- end -}}
+{{- if not (dig "target" "model" "" $values.config) -}}
+{{- fail "config.target.model: is required" -}}
+{{- end -}}
+{{- if and $values.apiKeys.insecure $values.apiKeys.existingSecret -}}
+{{- fail "apiKeys: insecure contradicts existingSecret; empty one of them" -}}
+{{- end -}}
+{{- if not (or $values.apiKeys.insecure $values.apiKeys.existingSecret) -}}
+{{- fail "apiKeys.existingSecret: name a Secret with API keys, or set apiKeys.insecure to serve whoever reaches the port" -}}
+{{- end -}}
+{{- if not (or $values.models.volume $values.models.claim) -}}
+{{- fail "models.claim: name a PersistentVolumeClaim, or give models.volume" -}}
+{{- end -}}
+{{- if and $values.gcsFaultTolerance.enabled (not $values.gcsFaultTolerance.redisAddress) -}}
+{{- fail "gcsFaultTolerance.redisAddress: is required" -}}
+{{- end -}}
+{{- $rooms := dict "Ingress" 0 "Coordinator" (max (int $target.groups) (int $target.maxGroups)) -}}
+{{- if include "drafthouse.hasDraftPool" . -}}
+{{- $_ := set $rooms "DraftPool" (max (int $values.draft.workers) (int $values.draft.maxWorkers)) -}}
+{{- end -}}
+{{- range $values.serve.deployments -}}
+{{- if not (hasKey $rooms (toString .name)) -}}
+{{- fail (printf "serve.deployments: there is no deployment %s here; known: %s" (toString .name) (keys $rooms | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- $least := dig "autoscaling_config" "min_replicas" 1 . | int -}}
+{{- $most := dig "autoscaling_config" "max_replicas" 0 . | int -}}
+{{- if and $most (gt $least $most) -}}
+{{- fail (printf "serve.deployments: %s: min_replicas %d is more than max_replicas %d" .name $least $most) -}}
+{{- end -}}
+{{- $room := get $rooms .name | int -}}
+{{- if and $room (gt $most $room) -}}
+{{- fail (printf "serve.deployments: %s: max_replicas %d, but there are pods for %d: raise %s" .name $most $room (ternary "target.maxGroups" "draft.maxWorkers" (eq .name "Coordinator"))) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $values.expose.enabled (not $values.expose.host) -}}
+{{- fail "expose.host: is required" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,150 @@
+{{/*
+The pod of one pool. Takes a dict: root, pool (its values), component (its name).
+*/}}
+{{- define "drafthouse.pod" -}}
+{{- $root := .root -}}
+{{- $values := .root.Values -}}
+{{- $pool := .pool -}}
+metadata:
+  labels:
+    {{- include "drafthouse.labels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+    {{- with $pool.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with $pool.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- /* The autoscaler beside the head needs rights, which KubeRay gives to an account that it makes itself. */}}
+  {{- if not (and (eq .component "head") $values.autoscaling.enabled) }}
+  serviceAccountName: {{ include "drafthouse.serviceAccountName" $root }}
+  automountServiceAccountToken: false
+  {{- end }}
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ add $pool.drainSeconds (ceil (dig "cluster" "drain_timeout_s" 15.0 $values.config)) 30 }}
+  securityContext: {{- toYaml $values.podSecurityContext | nindent 4 }}
+  {{- with $values.image.pullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $pool.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $pool.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $pool.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $pool.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $pool.affinity }}
+  affinity: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $pool.topologySpreadConstraints }}
+  topologySpreadConstraints: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if $values.models.download }}
+  initContainers:
+    {{- range $values.models.download }}
+    - name: fetch-{{ .folder | lower | replace "." "-" | replace "_" "-" | trunc 50 | trimSuffix "-" }}
+      image: {{ include "drafthouse.image" $root }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      command: [hf, download, {{ .repository | quote }}, --revision, {{ .revision | quote }}, --local-dir, {{ printf "%s/%s" $values.models.mountPath .folder | quote }}]
+      securityContext: {{- toYaml $values.securityContext | nindent 8 }}
+      resources:
+        requests: {cpu: 500m, memory: 1Gi}
+        limits: {cpu: "2", memory: 4Gi}
+      env:
+        - {name: HOME, value: /tmp}
+        {{- with $values.huggingFace.existingSecret }}
+        - name: HF_TOKEN
+          valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.huggingFace.key }}}}
+        {{- end }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: models, mountPath: {{ $values.models.mountPath }}}
+    {{- end }}
+  {{- end }}
+  containers:
+    - name: ray-{{ ternary "head" "worker" (eq .component "head") }}
+      image: {{ include "drafthouse.image" $root }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext: {{- toYaml $values.securityContext | nindent 8 }}
+      ports:
+        {{- if eq .component "head" }}
+        - {name: gcs-server, containerPort: 6379}
+        - {name: dashboard, containerPort: 8265}
+        {{- end }}
+        - {name: metrics, containerPort: 8080}
+        - {name: serve, containerPort: 8000}
+      resources:
+        {{- $amounts := dict "cpu" (toString $pool.cpu) "memory" $pool.memory }}
+        {{- with $pool.ephemeralStorage }}{{ $_ := set $amounts "ephemeral-storage" . }}{{ end }}
+        {{- if $pool.gpu }}{{ $_ := set $amounts $pool.gpuResource (toString $pool.gpu) }}{{ end }}
+        requests: {{- toYaml $amounts | nindent 10 }}
+        limits: {{- toYaml $amounts | nindent 10 }}
+      env:
+        - {name: HOME, value: /home/drafthouse}
+        - {name: HF_HUB_OFFLINE, value: "1"}
+        - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+        # At Ray's own niceness of 15 a round waits for whatever else runs on the node.
+        - {name: RAY_worker_niceness, value: "0"}
+        {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- with $pool.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
+      lifecycle:
+        preStop:
+          exec:
+            command: [sh, -c, "sleep {{ $pool.drainSeconds }}; ray stop"]
+      {{- with $pool.probes.liveness }}
+      livenessProbe: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $pool.probes.readiness }}
+      readinessProbe: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $pool.probes.startup }}
+      startupProbe: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: shm, mountPath: /dev/shm}
+        - {name: compile-cache, mountPath: /home/drafthouse}
+        - {name: models, mountPath: {{ $values.models.mountPath }}, readOnly: true}
+        {{- if $values.apiKeys.existingSecret }}
+        - {name: api-keys, mountPath: /etc/drafthouse/api-keys, readOnly: true}
+        {{- end }}
+        {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+  volumes:
+    - {name: tmp, emptyDir: {}}
+    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $pool.shmSize }}}}
+    - name: compile-cache
+      {{- toYaml ($values.compileCache.volume | default (dict "emptyDir" dict)) | nindent 6 }}
+    - name: models
+      {{- toYaml ($values.models.volume | default (dict "persistentVolumeClaim" (dict "claimName" $values.models.claim))) | nindent 6 }}
+    {{- with $values.apiKeys.existingSecret }}
+    {{- /* In every pod: the task that builds the application runs anywhere. */}}
+    - name: api-keys
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+        items: [{key: {{ $values.apiKeys.key }}, path: keys}]
+    {{- end }}
+    {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end -}}
+
+{{/* A group of workers. Takes what drafthouse.pod takes, and replicas, max, hosts. */}}
+{{- define "drafthouse.workerGroup" -}}
+{{- $values := .root.Values -}}
+groupName: {{ .component }}
+replicas: {{ .replicas }}
+minReplicas: {{ .replicas }}
+maxReplicas: {{ max (int .replicas) (int .max) }}
+numOfHosts: {{ .hosts }}
+{{- if $values.autoscaling.enabled }}
+idleTimeoutSeconds: {{ $values.autoscaling.idleTimeoutSeconds }}
+{{- end }}
+labels: {pool: {{ .component }}}
+rayStartParams:
+  {{- $params := dict "num-cpus" (toString .pool.cpu) "num-gpus" (toString (default 0 .pool.gpu)) "disable-usage-stats" "true" }}
+  {{- toYaml (mergeOverwrite $params (deepCopy .pool.rayStartParams)) | nindent 2 }}
+template: {{- include "drafthouse.pod" . | nindent 2 }}
+{{- end -}}

@@ -1,0 +1,286 @@
+"""Write the chart's values.schema.json: `.venv/bin/python scripts/helm_schema.py`.
+
+The chart's own values are the pydantic models below; `config` is the configuration of `drafthouse serve`
+without what the chart decides from the pools. Unknown keys fail, in both.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from deploy.config import DrafthouseConfig
+
+SCHEMA = Path(__file__).resolve().parent.parent / "helm" / "drafthouse" / "values.schema.json"
+
+Kubernetes = dict[str, Any]
+"""Something of Kubernetes' own, which its API server checks."""
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")]
+NameOrNone = Annotated[str, Field(max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$")]
+Strings = dict[str, str]
+
+DECIDED_BY_THE_CHART = {
+    "HttpConfig": ("host", "port", "api_keys_file"),
+    "TargetGroupsConfig": ("num_groups", "bundle", "strategy"),
+    "DraftPoolConfig": ("num_workers", "bundle"),
+    "ClusterConfig": ("check_resources",),
+    "ChannelConfig": ("bind",),
+}
+"""Keys of `config` that follow from other values: giving them there too could only contradict."""
+
+
+class Block(BaseModel):
+    """A block of values; camelCase in the file, as Helm's users expect."""
+
+    model_config = ConfigDict(
+        extra="forbid", alias_generator=to_camel, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class Image(Block):
+    repository: str = Field(min_length=1)
+    tag: str = ""
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    pull_secrets: list[Kubernetes] = []
+
+
+class Download(Block):
+    repository: str = Field(min_length=1)
+    revision: str = Field(min_length=1)
+    folder: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+
+
+class Models(Block):
+    mount_path: str = Field(pattern="^/")
+    claim: NameOrNone = ""
+    volume: Kubernetes = {}
+    download: list[Download] = []
+
+
+class CompileCache(Block):
+    volume: Kubernetes = {}
+
+
+class ApiKeys(Block):
+    existing_secret: NameOrNone = ""
+    key: str = Field(min_length=1)
+    insecure: bool = False
+
+
+class HuggingFace(Block):
+    existing_secret: NameOrNone = ""
+    key: str = Field(min_length=1)
+
+
+class RayAuth(Block):
+    enabled: bool = True
+    existing_secret: NameOrNone = ""
+
+
+class Probes(Block):
+    liveness: Kubernetes = {}
+    readiness: Kubernetes = {}
+    startup: Kubernetes = {}
+
+
+class DisruptionBudget(Block):
+    enabled: bool = True
+    max_unavailable: int | str = 1
+
+
+class Pool(Block):
+    """What every kind of pod has."""
+
+    cpu: int = Field(ge=1)
+    memory: Quantity
+    ephemeral_storage: Quantity | Literal[""] = ""
+    shm_size: Quantity
+    drain_seconds: int = Field(ge=0)
+    node_selector: Strings = {}
+    tolerations: list[Kubernetes] = []
+    affinity: Kubernetes = {}
+    topology_spread_constraints: list[Kubernetes] = []
+    priority_class_name: str = ""
+    runtime_class_name: str = ""
+    pod_labels: Strings = {}
+    pod_annotations: Strings = {}
+    extra_env: list[Kubernetes] = []
+    ray_start_params: Strings = {}
+    probes: Probes
+    pod_disruption_budget: DisruptionBudget
+
+
+class IngressPool(Pool):
+    enabled: bool = True
+    replicas: int = Field(ge=1)
+
+
+class GpuPool(Pool):
+    gpu: int = Field(ge=0)
+    gpu_resource: str = Field(min_length=1)
+
+
+class TargetPool(GpuPool):
+    groups: int = Field(ge=1)
+    max_groups: int = Field(ge=0)
+    nodes_per_group: int = Field(ge=1)
+
+
+class DraftPool(GpuPool):
+    workers: int = Field(ge=1)
+    max_workers: int = Field(ge=0)
+
+
+class Autoscaling(Block):
+    enabled: bool = False
+    idle_timeout_seconds: int = Field(ge=1)
+    upscaling_mode: Literal["Default", "Aggressive", "Conservative"]
+    resources: Kubernetes = {}
+
+
+class Serve(Block):
+    deployments: list[Kubernetes] = []
+    autoscaling_policy: Kubernetes = {}
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+class Service(Block):
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    annotations: Strings = {}
+
+
+class Expose(Block):
+    enabled: bool = False
+    class_name: str = ""
+    host: str = ""
+    tls_secret: NameOrNone = ""
+    annotations: Strings = {}
+
+
+class GcsFaultTolerance(Block):
+    enabled: bool = False
+    redis_address: str = ""
+    existing_secret: NameOrNone = ""
+    key: str = Field(min_length=1)
+    external_storage_namespace: str = ""
+
+
+class NetworkPolicy(Block):
+    enabled: bool = True
+    clients: list[Kubernetes] = []
+    monitoring: list[Kubernetes] = []
+    operator: list[Kubernetes] = []
+    dns: list[Kubernetes] = []
+    extra_ingress: list[Kubernetes] = []
+    extra_egress: list[Kubernetes] = []
+
+
+class ServiceAccount(Block):
+    create: bool = True
+    name: NameOrNone = ""
+    annotations: Strings = {}
+
+
+class Monitor(Block):
+    enabled: bool = False
+    interval: str = Field(pattern=r"^[0-9]+(ms|s|m)$")
+    labels: Strings = {}
+
+
+class Rules(Block):
+    enabled: bool = False
+    labels: Strings = {}
+
+
+class Dashboards(Block):
+    enabled: bool = False
+    label: str = Field(min_length=1)
+    label_value: str = Field(min_length=1)
+    folder: str = Field(min_length=1)
+
+
+class Monitoring(Block):
+    pod_monitor: Monitor
+    service_monitor: Monitor
+    prometheus_rule: Rules
+    dashboards: Dashboards
+
+
+class Upgrade(Block):
+    type: Literal["NewCluster", "None"] = "NewCluster"
+    cluster_deletion_delay_seconds: int = Field(ge=0)
+
+
+class Values(Block):
+    """All values of the chart but `config`."""
+
+    name_override: str = ""
+    fullname_override: str = ""
+    ray_version: str = Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$")
+    image: Image
+    models: Models
+    compile_cache: CompileCache
+    api_keys: ApiKeys
+    hugging_face: HuggingFace
+    ray_auth: RayAuth
+    head: Pool
+    ingress: IngressPool
+    target: TargetPool
+    draft: DraftPool
+    autoscaling: Autoscaling
+    serve: Serve
+    service: Service
+    expose: Expose
+    gcs_fault_tolerance: GcsFaultTolerance
+    network_policy: NetworkPolicy
+    service_account: ServiceAccount
+    pod_security_context: Kubernetes
+    security_context: Kubernetes
+    monitoring: Monitoring
+    upgrade: Upgrade
+    extra_env: list[Kubernetes] = []
+    extra_volumes: list[Kubernetes] = []
+    extra_volume_mounts: list[Kubernetes] = []
+    extra_objects: list[Kubernetes | str] = []
+    global_: Kubernetes = Field(default={}, alias="global")
+    """Helm's own, for charts that have this one as a part."""
+
+
+def schema() -> dict[str, Any]:
+    """Return the schema of all values."""
+    values = Values.model_json_schema()
+    config = DrafthouseConfig.model_json_schema()
+    blocks = config.pop("$defs")
+    for block, keys in DECIDED_BY_THE_CHART.items():
+        for key in keys:
+            del blocks[block]["properties"][key]
+        # Their defaults hold what is left out here too.
+        blocks[block].pop("required", None)
+    for block in (config, *blocks.values()):
+        for field in block.get("properties", {}).values():
+            field.pop("default", None)
+    clash = blocks.keys() & values["$defs"].keys()
+    if clash:
+        raise ValueError(f"two blocks have the same name: {sorted(clash)}")
+    values["$defs"] |= blocks | {"DrafthouseConfig": config}
+    values["properties"]["config"] = {"$ref": "#/$defs/DrafthouseConfig"}
+    values["required"] = sorted([*values["required"], "config"])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **values}
+
+
+def rendered() -> str:
+    """Return the file's text."""
+    return json.dumps(schema(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    SCHEMA.write_text(rendered(), encoding="utf-8")
+    print(SCHEMA)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The chart's Serve config, deployed for real; run by `test_serve_deploy.py`.
+
+python tests/deploy/serve_file.py MODELS PORT SERVE_CONFIG
+
+Four Ray nodes of this machine stand for the pods: head, door, target and draft, with the labels of the chart.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from cluster.application import COORDINATOR, DRAFT_POOL
+from deploy.application import APPLICATION, INGRESS
+
+POOLS = ("head", "ingress", "target", "draft")
+KEY = "a-key-of-the-test"
+_START_S = 240.0
+
+
+def start_nodes(temp: Path) -> Any:
+    from ray.cluster_utils import Cluster
+
+    head, *others = [
+        {"num_cpus": int(pool != "head"), "labels": {"pool": pool}, "object_store_memory": 80 << 20}
+        for pool in POOLS
+    ]
+    head |= {"include_dashboard": False, "temp_dir": str(temp / "ray")}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    for node in others:
+        nodes.add_node(**node)
+    return nodes
+
+
+def deploy(config: dict[str, Any]) -> None:
+    """What `serve deploy` does, which talks to the dashboard; there is none here."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    client = _get_global_client()
+    assert client is not None
+    client.deploy_apps(ServeDeploySchema.model_validate(config))
+
+
+def wait(url: str, wanted: str) -> str:
+    """Return the application's message when it has come to a state, and answers."""
+    from ray import serve
+
+    until_s = time.monotonic() + _START_S
+    while True:
+        overview = serve.status().applications.get(APPLICATION)
+        if overview is not None and overview.status == wanted and httpx.get(f"{url}/health").is_success:
+            return overview.message
+        messages = overview and [overview.status, overview.message, overview.deployments]
+        assert time.monotonic() < until_s, messages
+        assert overview is None or wanted == "DEPLOY_FAILED" or overview.status != "DEPLOY_FAILED", messages
+        time.sleep(0.25)
+
+
+def pools_of_actors() -> dict[str, str]:
+    """Which pool each deployment's replicas, and the workers, are in."""
+    import ray
+
+    labels = {node["NodeID"]: node["Labels"]["pool"] for node in ray.nodes()}
+    found: dict[str, str] = {}
+    for actor in ray._private.state.actors().values():
+        if actor["State"] == "ALIVE":
+            name = actor["ActorClassName"].rpartition(":")[2]
+            found[name] = labels[actor["Address"]["NodeID"]]
+    return found
+
+
+def ask(url: str, key: str | None) -> httpx.Response:
+    body = {"model": "m", "prompt": [5, 6, 7, 8], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60.0)
+
+
+def scenario(config: dict[str, Any], url: str) -> None:
+    deploy(config)
+    wait(url, "RUNNING")
+    assert ask(url, None).status_code == 401
+    answer = ask(url, KEY)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 12
+    places = pools_of_actors()
+    for name, pool in ((INGRESS, "ingress"), (COORDINATOR, "target"), (DRAFT_POOL, "draft")):
+        assert [place for actor, place in places.items() if name in actor] == [pool], name
+    assert (places["TargetWorkerProcess"], places["DraftWorkerProcess"]) == ("target", "draft")
+
+    wrong = copy.deepcopy(config)
+    wrong["applications"][0]["args"]["config"]["target"]["dtyp"] = "float32"
+    deploy(wrong)
+    message = wait(url, "DEPLOY_FAILED")
+    assert "target.dtyp: unknown key; did you mean dtype?" in message, message
+    again = ask(url, KEY)
+    assert again.status_code == 200, again.text
+    assert again.json()["choices"] == answer.json()["choices"]
+
+
+def main() -> None:
+    models, port, text = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    temp = Path(tempfile.mkdtemp(prefix="dhsf", dir="/tmp"))
+    (temp / "ray").mkdir()
+    os.environ |= {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_TMPDIR": str(temp),
+    }
+    import ray
+    from ray import serve
+
+    config = yaml.safe_load(text)
+    # Four nodes with one address cannot have a proxy each, and port and keys are the test's own.
+    config["proxy_location"] = "HeadOnly"
+    http = {"host": "127.0.0.1", "port": port}
+    config["http_options"] |= http
+    keys = models / "api-keys"
+    keys.write_text(f"{KEY}\n")
+    config["applications"][0]["args"]["config"]["http"]["api_keys_file"] = str(keys)
+    nodes = start_nodes(temp)
+    try:
+        ray.init(address=nodes.address, log_to_driver=False)
+        serve.start(proxy_location="HeadOnly", http_options=http, logging_config=config["logging_config"])
+        scenario(config, f"http://127.0.0.1:{port}")
+        print("deployed, placed, asked, and kept")
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

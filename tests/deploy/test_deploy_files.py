@@ -1,0 +1,271 @@
+"""What is deployed without Helm: files for `ray up`, `serve deploy`, docker and docker compose.
+
+There is neither a cloud nor a Docker engine in the tests: files are checked against Ray's schemas, against
+each other and against our rules.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
+from deploy.config_file import load_config
+from deploy.preflight import check_exposure
+from deploy.serve_config import build, parse_arguments
+from specdec.core.errors import ConfigError, ResourceError
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "deploy" / "docker"
+
+
+def load(*path: str) -> dict[str, Any]:
+    values = yaml.safe_load((ROOT / "deploy").joinpath(*path).read_text())
+    assert isinstance(values, dict)
+    return values
+
+
+# -------------------------------------------------------------------------------------- ray up and serve
+
+
+@pytest.fixture
+def ray_cluster() -> dict[str, Any]:
+    return load("ray", "cluster.yaml")
+
+
+@pytest.fixture
+def serve_file() -> dict[str, Any]:
+    return load("ray", "serve.yaml")
+
+
+def test_ray_takes_the_cluster_file(ray_cluster: dict[str, Any]) -> None:
+    validate_config(prepare_config(ray_cluster))
+
+
+def test_ray_refuses_typos_in_it(ray_cluster: dict[str, Any]) -> None:
+    ray_cluster["head_start_ray_command"] = ray_cluster.pop("head_start_ray_commands")
+    with pytest.raises(jsonschema.ValidationError, match="head_start_ray_command"):
+        validate_config(prepare_config(ray_cluster))
+
+
+def test_rays_processes_ask_for_a_token_and_the_dashboard_stays_inside(ray_cluster: dict[str, Any]) -> None:
+    starts = [
+        command
+        for key in ("head_start_ray_commands", "worker_start_ray_commands")
+        for command in ray_cluster[key]
+        if "ray start" in command
+    ]
+    assert len(starts) == 2
+    for command in starts:
+        token = re.search(r"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=(\S+)", command)
+        assert token is not None
+        assert token[1] in ray_cluster["file_mounts"]
+    assert "--dashboard-host=127.0.0.1" in starts[0]
+
+
+def test_serve_and_the_builder_take_the_serve_file(serve_file: dict[str, Any]) -> None:
+    parsed = ServeDeploySchema.model_validate(serve_file)
+    (application,) = parsed.applications
+    for model, values in (
+        (ServeDeploySchema, serve_file),
+        (type(application), serve_file["applications"][0]),
+        (type(application.deployments[0]), serve_file["applications"][0]["deployments"][0]),
+    ):
+        assert values.keys() <= model.model_fields.keys(), "Serve would ignore it"
+    assert application.import_path == f"{build.__module__}:{build.__name__}"
+    assert parse_arguments(application.args).config.target.num_ranks == 4
+
+
+def test_the_builder_refuses_typos_that_serve_would_pass_on(serve_file: dict[str, Any]) -> None:
+    serve_file["applications"][0]["args"]["config"]["target"]["dtyp"] = "bfloat16"
+    (application,) = ServeDeploySchema.model_validate(serve_file).applications
+    with pytest.raises(ConfigError, match=r"target\.dtyp: unknown key"):
+        parse_arguments(application.args)
+
+
+def test_the_application_fits_the_cluster(ray_cluster: dict[str, Any], serve_file: dict[str, Any]) -> None:
+    kinds = ray_cluster["available_node_types"]
+    nodes = [
+        NodeSnapshot(
+            node_id=f"{name}-{index}",
+            available={resource: float(amount) for resource, amount in kind["resources"].items()},
+            labels=kind["labels"],
+        )
+        for name, kind in kinds.items()
+        for index in range(kind.get("min_workers", 1))
+    ]
+    config = parse_arguments(serve_file["applications"][0]["args"]).config
+    ranks = RanksPerModel.of(config.engine())
+    plan_placement(config.cluster, nodes, has_drafter=True, ranks=ranks)
+    with pytest.raises(ResourceError, match="pool=draft"):
+        plan_placement(config.cluster, nodes[:-1], has_drafter=True, ranks=ranks)
+    keys_file = config.http.api_keys_file
+    assert keys_file in ray_cluster["file_mounts"]
+    door = serve_file["applications"][0]["deployments"][0]["ray_actor_options"]["label_selector"]
+    assert door["pool"] in kinds
+
+
+# ----------------------------------------------------------------------------------------------- images
+
+INSTRUCTION = re.compile(r"^([A-Z]+) (.*)$")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Of the Dockerfile, comments and continuations resolved."""
+    lines = [
+        line for line in (DOCKER / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")
+    ]
+    text = "\n".join(lines).replace("\\\n", " ")
+    found = [INSTRUCTION.match(line) for line in text.splitlines() if line.strip()]
+    assert all(found), "a line is no instruction"
+    return [(match[1], match[2]) for match in found if match]
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """Stage -> its instructions, those of the stages that it is built on first."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for kind, rest in instructions():
+        if kind == "FROM":
+            base, _, name = rest.partition(" AS ")
+            assert name, "a stage without a name"
+            found[name] = list(found.get(base, [("FROM", base)]))
+        elif name:
+            found[name].append((kind, rest))
+    return found
+
+
+@pytest.mark.parametrize("image", ["cpu", "cuda"])
+def test_image_runs_as_nobody_and_has_what_kuberay_needs(image: str) -> None:
+    steps = stages()[image]
+    assert steps[0] == ("FROM", "${PYTHON_IMAGE}")
+    assert [rest for kind, rest in steps if kind == "USER"][-1] == "10001:10001"
+    assert any(kind == "RUN" and "bash g++ procps tini wget" in rest for kind, rest in steps)
+    copied = [rest.split()[0] for kind, rest in steps if kind == "COPY"]
+    assert f"--from={image}-packages" in copied
+    environment = " ".join(rest for kind, rest in steps if kind == "ENV")
+    assert "PATH=/opt/venv/bin:$PATH" in environment
+    assert "HOME=/home/drafthouse" in environment
+
+
+def test_what_the_dockerfile_copies_is_there_and_reaches_the_builder() -> None:
+    allowed = {
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    known: set[str] = set()
+    for kind, rest in instructions():
+        if kind == "FROM":
+            known.add(rest.partition(" AS ")[2])
+        if kind != "COPY":
+            continue
+        *sources, _ = rest.split()
+        if sources[0].startswith("--from="):
+            assert sources[0].removeprefix("--from=") in known
+            continue
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            assert Path(source).parts[0] in allowed, source
+
+
+def test_images_user_is_the_charts() -> None:
+    values = yaml.safe_load((ROOT / "helm" / "drafthouse" / "values.yaml").read_text())
+    user = values["podSecurityContext"]["runAsUser"]
+    assert ("USER", f"{user}:{user}") in stages()["cpu"]
+
+
+# ---------------------------------------------------------------------------------------------- compose
+
+
+@pytest.fixture
+def compose() -> dict[str, Any]:
+    return load("docker", "compose.yaml")
+
+
+def faults(compose: dict[str, Any]) -> list[str]:
+    """What is wrong with a compose file by our rules."""
+    found = []
+    for name, service in compose["services"].items():
+        if not service.get("read_only"):
+            found.append(f"{name}: root can be written")
+        if service.get("cap_drop") != ["ALL"] or service.get("privileged") or service.get("cap_add"):
+            found.append(f"{name}: has capabilities")
+        if not re.search(r":v?\d+\.\d+\.\d+", service["image"]):
+            found.append(f"{name}: image without a version")
+        found += [
+            f"{name}: {port} is open to others" for port in service["ports"] if "127.0.0.1:" not in port
+        ]
+        for mount in service.get("volumes", ()):
+            source, _, rest = mount.partition(":")
+            if source.startswith("."):
+                if not (DOCKER / source).exists():
+                    found.append(f"{name}: {source} is not there")
+                if not rest.endswith(":ro"):
+                    found.append(f"{name}: {source} can be written")
+            elif source not in compose["volumes"]:
+                found.append(f"{name}: volume {source} is not declared")
+        found += [
+            f"{name}: no secret {one}" for one in service.get("secrets", ()) if one not in compose["secrets"]
+        ]
+        found += [
+            f"{name}: no {one}" for one in service.get("depends_on", ()) if one not in compose["services"]
+        ]
+    return found
+
+
+def test_compose_file_keeps_our_rules(compose: dict[str, Any]) -> None:
+    assert faults(compose) == []
+    assert compose["services"].keys() == {"drafthouse", "prometheus", "grafana"}
+
+
+def test_faults_of_a_compose_file_are_found(compose: dict[str, Any]) -> None:
+    bad = copy.deepcopy(compose)
+    service = bad["services"]["drafthouse"]
+    service |= {
+        "read_only": False,
+        "image": "drafthouse:latest",
+        "ports": ["8000:8000"],
+        "depends_on": ["redis"],
+    }
+    service["volumes"] += ["./nowhere:/x:ro", "unknown:/y"]
+    assert len(faults(bad)) == 6
+
+
+def test_compose_builds_a_stage_that_there_is(compose: dict[str, Any]) -> None:
+    service = compose["services"]["drafthouse"]
+    assert (DOCKER / service["build"]["context"]).resolve() == ROOT
+    assert (ROOT / service["build"]["dockerfile"]).samefile(DOCKER / "Dockerfile")
+    assert service["build"]["target"] in stages()
+
+
+def test_compose_serves_the_images_models_with_keys(compose: dict[str, Any]) -> None:
+    config = load_config(DOCKER / "config.yaml")
+    check_exposure(config.http, is_insecure_allowed=False)
+    assert config.http.api_keys_file == "/run/secrets/api-keys"
+    assert compose["services"]["drafthouse"]["secrets"] == ["api-keys"]
+    for model in (config.target.model, config.speculative_config.model):
+        assert model is not None
+        assert (ROOT / Path(model).relative_to("/opt/drafthouse")).is_dir()
+
+
+def test_prometheus_asks_the_door_and_grafana_prometheus(compose: dict[str, Any]) -> None:
+    prometheus = load("docker", "prometheus.yaml")
+    (job,) = prometheus["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, _, port = target.partition(":")
+    assert host in compose["services"]
+    assert int(port) == load_config(DOCKER / "config.yaml").http.port
+    (source,) = load("docker", "grafana", "datasources.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    mounts = [mount.split(":") for mount in compose["services"]["grafana"]["volumes"]]
+    (provider,) = load("docker", "grafana", "dashboards.yaml")["providers"]
+    assert provider["options"]["path"] in {mount[1] for mount in mounts}

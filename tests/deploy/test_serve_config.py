@@ -1,0 +1,45 @@
+"""The arguments of the application in a Serve config file, without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.serve_config import build, parse_arguments
+from specdec.core.errors import ConfigError
+
+TARGET = {"target": {"model": "/models/target"}}
+
+
+def test_arguments_are_a_configuration_and_leave_to_serve_anybody() -> None:
+    kept = parse_arguments({"config": TARGET | {"http": {"api_keys_file": "/etc/keys"}}})
+    assert (kept.config.target.model, kept.insecure) == ("/models/target", False)
+    assert parse_arguments({"config": TARGET, "insecure": True}).insecure
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, r"args.config: is required"),
+        ({"config": TARGET}, r"no API key would be asked for: set args.config.http.api_keys_file"),
+        ({"config": TARGET, "insecur": True}, r"args.insecur: unknown key"),
+        ({"config": TARGET, "insecure": "yes"}, r"args.insecure: must be true or false"),
+        ({"config": []}, r"must hold keys and values"),
+        ({"config": {"target": {"model": "models/target"}}}, r"target.model: must be absolute here"),
+        ({"config": TARGET | {"http": {"api_keys_file": "keys"}}}, r"http.api_keys_file: must be absolute"),
+        ({"config": {"target": {"model": "/m", "dtyp": "x"}}}, r"target.dtyp: unknown key; did you"),
+        ({"config": {"target": {}, "cash": 1}}, r"target.model: is required\ncash: unknown key"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_arguments(args)
+
+
+def test_nothing_is_built_without_the_keys(tmp_path: Path) -> None:
+    """Before Ray is asked for anything."""
+    http = {"api_keys_file": str(tmp_path / "keys")}
+    with pytest.raises(ConfigError, match=r"keys cannot be read: No such file"):
+        build({"config": TARGET | {"http": http}})

@@ -1,0 +1,484 @@
+"""The chart: rendered and linted by Helm, checked against KubeRay, Serve and our own builder."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.application import COORDINATOR, DRAFT_POOL
+from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
+from cluster.target_group import REMOTE_METHODS
+from deploy.application import APPLICATION, INGRESS
+from deploy.config import DrafthouseConfig
+from deploy.serve_config import build, parse_arguments
+from scripts import helm_schema
+from specdec.core.errors import ResourceError
+
+pytest.importorskip("helm_python", reason="helm-python-sdk, Helm's engine, is there for Linux x86-64 only")
+
+from tests.helm import kuberay
+from tests.helm.chart import (
+    CHART,
+    FLAVOURS,
+    Values,
+    groups_of,
+    merged,
+    of_kind,
+    ray_service,
+    render,
+    render_texts,
+    values_of,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+UPDATE = os.environ.get("DRAFTHOUSE_UPDATE_GOLDEN") == "1"
+DRAFTED: Values = {"config": {"speculative_config": {"method": "draft_model", "model": "/models/draft"}}}
+SCALED: Values = {"autoscaling": {"enabled": True}}
+EVERYTHING: Values = DRAFTED | {
+    "ingress": {"replicas": 2},
+    "target": {"maxGroups": 3, "priorityClassName": "high", "runtimeClassName": "nvidia"},
+    "autoscaling": {"enabled": True, "resources": {"limits": {"cpu": "500m"}}},
+    "gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379", "existingSecret": "redis"},
+    "expose": {"enabled": True, "host": "llm.example", "tlsSecret": "tls", "className": "nginx"},
+    "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+    "models": {"download": [{"repository": "org/m", "revision": "abc", "folder": "Target_1.0"}]},
+    "huggingFace": {"existingSecret": "hf"},
+    "rayAuth": {"existingSecret": "ray-token"},
+    "monitoring": {
+        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "serviceMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True},
+        "dashboards": {"enabled": True},
+    },
+    "draft": {"probes": {"readiness": {"exec": {"command": ["true"]}}}, "podLabels": {"team": "llm"}},
+    "extraEnv": [{"name": "A", "value": "b"}],
+    "extraVolumes": [{"name": "v", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
+    "extraObjects": [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}},
+        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: '{{ .Release.Name }}-y'}\n",
+    ],
+}  # fmt: skip
+
+
+def overriding(name: str, least: int = 1, most: int = 1) -> Values:
+    """An override of one deployment, with bounds for its replicas."""
+    bounds = {"min_replicas": least, "max_replicas": most}
+    return {"serve": {"deployments": [{"name": name, "autoscaling_config": bounds}]}}
+
+
+SITUATIONS = [
+    *(pytest.param(values_of(flavour), id=flavour or "defaults") for flavour in (None, *FLAVOURS)),
+    pytest.param(EVERYTHING, id="everything"),
+]
+
+
+@pytest.fixture(scope="module")
+def kuberay_schema() -> dict[str, Any]:
+    place = kuberay.folder()
+    if place is None:
+        pytest.skip(
+            f"no {kuberay.FILE}: set DRAFTHOUSE_KUBERAY_CRDS to helm-chart/kuberay-operator/crds of KubeRay"
+        )
+    return kuberay.load_schema(place)
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def test_schema_is_what_the_code_says() -> None:
+    assert helm_schema.SCHEMA.read_text() == helm_schema.rendered(), "run scripts/helm_schema.py"
+
+
+def test_every_key_of_the_configuration_is_a_value_or_decided_by_the_chart() -> None:
+    blocks = helm_schema.schema()["$defs"]
+    described = DrafthouseConfig.model_json_schema()
+    for name, block in {"DrafthouseConfig": described, **described["$defs"]}.items():
+        missing = block.get("properties", {}).keys() - blocks[name].get("properties", {}).keys()
+        assert missing == set(helm_schema.DECIDED_BY_THE_CHART.get(name, ())), name
+
+
+def test_values_file_shows_every_key() -> None:
+    """What is not in values.yaml nobody finds."""
+    schema = helm_schema.schema()
+
+    def missing(block: dict[str, Any], values: Any, at: str) -> list[str]:
+        found = []
+        for name, part in block["properties"].items():
+            if name not in values:
+                found.append(f"{at}{name}")
+            elif "$ref" in part and name != "config":
+                found += missing(schema["$defs"][part["$ref"].split("/")[-1]], values[name], f"{at}{name}.")
+        return found
+
+    assert missing(schema, yaml.safe_load((CHART / "values.yaml").read_text()), "") == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"targetz": {}},
+        {"target": {"groupz": 2}},
+        {"target": {"probes": {"livness": {}}}},
+        {"target": {"groups": 0}},
+        {"target": {"groups": "two"}},
+        {"target": {"memory": "32 GB"}},
+        {"head": {"gpu": 1}},
+        {"config": {"target": {"dtyp": "float32"}}},
+        {"config": {"target": {"dtype": "fp32"}}},
+        {"config": {"speculative_config": {"method": "magic"}}},
+        {"config": {"speculative_config": {"num_speculative_tokens": 65}}},
+        {"config": {"http": {"host": "0.0.0.0"}}},
+        {"config": {"cluster": {"target_groups": {"num_groups": 2}}}},
+        {"config": {"cluster": {"check_resources": True}}},
+        {"upgrade": {"type": "Sometimes"}},
+    ],
+    ids=json.dumps,
+)
+def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
+    import helm_python
+
+    with pytest.raises(
+        helm_python.HelmError, match=r"not allowed|got|must be|does not match|minimum|maximum"
+    ):
+        helm_python.Chart.load(CHART).validate_schema(
+            merged(yaml.safe_load((CHART / "values.yaml").read_text()), values)
+        )
+
+
+@pytest.mark.parametrize(
+    ("flavour", "values", "message"),
+    [
+        (None, {"target": {"gpu": 2}}, "target.gpu: each pod holds 1 of the 1 ranks"),
+        ("multi-host", {"target": {"nodesPerGroup": 3}}, "3 pods cannot share the 16 ranks"),
+        ("multi-host", {"target": {"nodesPerGroup": 4}}, "4 pods cannot share 2 pipeline stages"),
+        ("multi-host", {"target": {"gpu": 4}}, "give 8, or 0"),
+        ("gpu", {"draft": {"gpu": 2}}, "draft.gpu: a draft worker has 1 ranks"),
+        (None, {"target": {"groups": 3, "maxGroups": 2}} | SCALED, "2 is less than target.groups, 3"),
+        ("gpu", {"draft": {"workers": 3, "maxWorkers": 2}} | SCALED, "2 is less than draft.workers, 3"),
+        (None, {"target": {"maxGroups": 2}}, "needs autoscaling.enabled"),
+        (None, {"apiKeys": {"existingSecret": ""}}, "apiKeys.existingSecret: name a Secret"),
+        (None, {"apiKeys": {"insecure": True}}, "insecure contradicts existingSecret"),
+        (None, {"models": {"claim": ""}}, "models.claim"),
+        (None, {"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress: is required"),
+        (None, {"expose": {"enabled": True}}, "expose.host: is required"),
+        ("gpu", {"config": {"speculative_config": {"model": ""}}}, "needs the folder of a draft model"),
+        (None, overriding("Router"), "no deployment Router here; known: Coordinator, Ingress"),
+        (None, overriding("DraftPool"), "no deployment DraftPool here"),
+        (None, overriding("Coordinator", 3, 2), "Coordinator: min_replicas 3 is more than max_replicas 2"),
+        ("gpu", overriding("Coordinator", 1, 2), "2, but there are pods for 1: raise target.maxGroups"),
+        ("gpu", overriding("DraftPool", 1, 3), "3, but there are pods for 2: raise draft.maxWorkers"),
+        (None, {"config": {"target": {"model": ""}}}, "config.target.model: is required"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_named(flavour: str | None, values: Values, message: str) -> None:
+    import helm_python
+
+    with pytest.raises(helm_python.HelmError) as caught:
+        render(merged(values_of(flavour), values))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("values", SITUATIONS)
+def test_lint(values: Values) -> None:
+    import helm_python
+
+    report = helm_python.lint(CHART, values, strict=True)
+    serious = [message for message in report["messages"] if message["severity"] > 1]
+    assert serious == []
+    assert report["errors"] == []
+
+
+# ----------------------------------------------------------------------------------------------- KubeRay
+
+
+@pytest.mark.parametrize("values", SITUATIONS)
+def test_kuberay_would_take_it(values: Values, kuberay_schema: dict[str, Any]) -> None:
+    assert kuberay.problems(ray_service(values), kuberay_schema) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [
+        (("rayClusterConfig", "workerGroupSpecs", 0), "numOfHosts", "numOfHost"),
+        (
+            ("rayClusterConfig", "headGroupSpec", "template", "spec", "containers", 0),
+            "resources",
+            "resourcez",
+        ),
+        (("rayClusterConfig",), "authOptions", "authOption"),
+        ((), "upgradeStrategy", "upgradeStrategie"),
+    ],
+)
+def test_kuberay_would_refuse_typos(
+    path: tuple[str | int, ...], old: str, new: str, kuberay_schema: dict[str, Any]
+) -> None:
+    service = copy.deepcopy(ray_service(EVERYTHING))
+    block: Any = service["spec"]
+    for key in path:
+        block = block[key]
+    block[new] = block.pop(old)
+    assert any(new in problem for problem in kuberay.problems(service, kuberay_schema))
+
+
+def test_defaults_of_kuberay_count_before_what_it_requires(kuberay_schema: dict[str, Any]) -> None:
+    service = copy.deepcopy(ray_service({}))
+    group = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    del group["minReplicas"], group["maxReplicas"]
+    assert kuberay.problems(service, kuberay_schema) == []
+    del group["groupName"]
+    assert kuberay.problems(service, kuberay_schema) != []
+
+
+# ------------------------------------------------------------------------------------- Serve and ourselves
+
+
+def serve_config(values: Values) -> dict[str, Any]:
+    config = yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"])
+    assert isinstance(config, dict)
+    return config
+
+
+def check_keys(model: Any, values: dict[str, Any], at: str) -> None:
+    """Serve itself ignores keys that it does not know."""
+    assert values.keys() <= model.model_fields.keys(), f"{at}: {values.keys() - model.model_fields.keys()}"
+
+
+def nodes_of(service: dict[str, Any]) -> list[NodeSnapshot]:
+    """The Ray nodes that the pods become."""
+    return [
+        NodeSnapshot(
+            node_id=f"{name}-{index}",
+            available={
+                "CPU": float(group["rayStartParams"]["num-cpus"]),
+                "GPU": float(group["rayStartParams"]["num-gpus"]),
+            },
+            labels=group["labels"],
+        )
+        for name, group in groups_of(service).items()
+        for index in range(group.get("replicas", 1) * group.get("numOfHosts", 1))
+    ]
+
+
+@pytest.mark.parametrize("values", SITUATIONS)
+def test_the_builder_takes_the_serve_config(values: Values) -> None:
+    raw = serve_config(values)
+    parsed = ServeDeploySchema.model_validate(raw)
+    check_keys(ServeDeploySchema, raw, "serveConfigV2")
+    (application,) = parsed.applications
+    check_keys(type(application), raw["applications"][0], "applications[0]")
+    for deployment, keys in zip(
+        application.deployments, raw["applications"][0].get("deployments", []), strict=True
+    ):
+        check_keys(type(deployment), keys, deployment.name)
+        assert deployment.name in {INGRESS, COORDINATOR, DRAFT_POOL}
+    assert application.name == APPLICATION
+    assert application.import_path == f"{build.__module__}:{build.__name__}"
+    arguments = parse_arguments(application.args)
+    assert arguments.config.cluster.channels.bind == "node"
+    assert arguments.insecure == (arguments.config.http.api_keys_file is None)
+
+
+@pytest.mark.parametrize("values", SITUATIONS)
+def test_the_pools_hold_what_is_to_be_placed(values: Values) -> None:
+    """And not a pod more: without the last target pod, or the last draft pod, it does not fit."""
+    service = ray_service(values)
+    config = parse_arguments(serve_config(values)["applications"][0]["args"]).config
+    has_drafter = config.speculative_config.method in REMOTE_METHODS
+    assert ("draft" in groups_of(service)) == has_drafter
+
+    def place(nodes: list[NodeSnapshot]) -> None:
+        plan_placement(
+            config.cluster, nodes, has_drafter=has_drafter, ranks=RanksPerModel.of(config.engine())
+        )
+
+    nodes = nodes_of(service)
+    place(nodes)
+    for pool in ("target", "draft") if has_drafter else ("target",):
+        fewer = list(nodes)
+        fewer.remove([node for node in nodes if node.labels["pool"] == pool][-1])
+        with pytest.raises(ResourceError, match=f"pool={pool}"):
+            place(fewer)
+
+
+def test_overrides_of_deployments_reach_serve() -> None:
+    autoscaling = {"min_replicas": 1, "max_replicas": 3}
+    values = {
+        "autoscaling": {"enabled": True},
+        "target": {"maxGroups": 3},
+        "serve": {
+            "deployments": [
+                {"name": "Coordinator", "num_replicas": "auto", "autoscaling_config": autoscaling},
+                {"name": "Ingress", "max_ongoing_requests": 500},
+            ]
+        },
+    }
+    deployments = {item["name"]: item for item in serve_config(values)["applications"][0]["deployments"]}
+    ServeDeploySchema.model_validate(serve_config(values))
+    assert deployments["Coordinator"]["autoscaling_config"] == autoscaling
+    assert deployments["Ingress"]["max_ongoing_requests"] == 500
+    assert deployments["Ingress"]["ray_actor_options"]["label_selector"] == {"pool": "ingress"}
+
+
+def test_ray_is_the_one_that_the_tests_run_with() -> None:
+    cluster = ray_service({})["spec"]["rayClusterConfig"]
+    assert cluster["rayVersion"] == metadata.version("ray")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == metadata.version("drafthouse")
+
+
+# ----------------------------------------------------------------------------------------------- security
+
+
+def pods_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    (service,) = of_kind(manifests, "RayService")
+    pods = [group["template"]["spec"] for group in groups_of(service).values()]
+    return pods + [pod["spec"] for pod in of_kind(manifests, "Pod")]
+
+
+@pytest.mark.parametrize("values", SITUATIONS)
+def test_containers_can_do_nothing_that_they_need_not(values: Values) -> None:
+    for pod in pods_of(render(values)):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"]
+            written = {mount["mountPath"] for mount in container.get("volumeMounts", ())}
+            if container["name"].startswith("ray-"):
+                assert {"/tmp", "/dev/shm", "/home/drafthouse"} <= written
+        mounted = {m["name"] for c in pod["containers"] for m in c.get("volumeMounts", ())}
+        assert mounted <= {volume["name"] for volume in pod.get("volumes", ())}
+
+
+def test_only_the_head_has_a_token_and_only_with_the_autoscaler() -> None:
+    for values in ({}, EVERYTHING):
+        for name, group in groups_of(ray_service(values)).items():
+            has_token = group["template"]["spec"].get("automountServiceAccountToken", True)
+            assert has_token == (name == "head" and values is EVERYTHING)
+
+
+def test_ray_asks_for_a_token_unless_told_otherwise() -> None:
+    assert ray_service({})["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    off = ray_service({"rayAuth": {"enabled": False}})["spec"]["rayClusterConfig"]["authOptions"]
+    assert off == {"mode": "disabled"}
+    assert "rayAuth.enabled" in render_texts({"rayAuth": {"enabled": False}})["NOTES.txt"]
+
+
+def test_network_policy_lets_in_requests_metrics_and_the_operator_and_out_dns() -> None:
+    (policy,) = of_kind(render({}), "NetworkPolicy")
+    inside, *others = policy["spec"]["ingress"]
+    assert inside == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
+    ports = [{port["port"] for port in rule["ports"]} for rule in others]
+    assert ports == [{8000}, {8000, 8080}, {8265, 8000}]
+    assert all("from" in rule for rule in others[1:])
+    egress = policy["spec"]["egress"]
+    assert {(port["port"], port["protocol"]) for port in egress[1]["ports"]} == {(53, "UDP"), (53, "TCP")}
+    selected = policy["spec"]["podSelector"]["matchLabels"].items()
+    for group in groups_of(ray_service({})).values():
+        assert selected <= group["template"]["metadata"]["labels"].items()
+
+
+# ------------------------------------------------------------------------------------------------- others
+
+
+@pytest.mark.parametrize("name", ["llm", "drafthouse", "a" * 53])
+def test_names_leave_room_for_kuberays_suffixes(name: str) -> None:
+    """KubeRay takes 47 characters."""
+    (service,) = of_kind(render({}, name=name), "RayService")
+    assert "drafthouse" in service["metadata"]["name"] or len(name) > 40
+    assert len(service["metadata"]["name"]) <= 47
+
+
+def test_budgets_follow_the_pools() -> None:
+    def budgets(values: Values) -> dict[str, Any]:
+        found = of_kind(render(values), "PodDisruptionBudget")
+        return {item["metadata"]["name"].rpartition("-")[2]: item["spec"]["maxUnavailable"] for item in found}
+
+    assert budgets(DRAFTED) == {"head": 0, "ingress": 1, "target": 1, "draft": 1}
+    assert budgets(values_of("magicdec")).keys() == {"head", "ingress", "target"}
+    assert budgets(values_of("cpu-dev")) == {}
+
+
+def test_probes_are_kuberays_unless_given() -> None:
+    groups = groups_of(ray_service(EVERYTHING))
+    for name, group in groups.items():
+        (container,) = group["template"]["spec"]["containers"]
+        probes = {key for key in container if key.endswith("Probe")}
+        assert probes == ({"readinessProbe"} if name == "draft" else set())
+
+
+def test_dashboards_and_rules_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Grafana's own braces are not Helm's."""
+    chart = shutil.copytree(CHART, tmp_path / "drafthouse")
+    dashboard = {"uid": "x", "panels": [{"targets": [{"legendFormat": "{{pool}}"}]}]}
+    rules = {
+        "groups": [
+            {"name": "g", "rules": [{"alert": "A", "expr": "up == 0", "annotations": {"s": "{{ $value }}"}}]}
+        ]
+    }
+    for folder in ("dashboards", "rules"):
+        (chart / folder).mkdir(exist_ok=True)
+    (chart / "dashboards" / "some_board.json").write_text(json.dumps(dashboard, indent=1))
+    (chart / "rules" / "some.yaml").write_text(yaml.safe_dump(rules))
+    manifests = render(EVERYTHING, chart)
+    boards = {item["metadata"]["name"]: item for item in of_kind(manifests, "ConfigMap")}
+    board = boards["llm-drafthouse-dashboard-some-board"]
+    assert json.loads(board["data"]["some_board.json"]) == dashboard
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    found = {item["metadata"]["name"]: item["spec"] for item in of_kind(manifests, "PrometheusRule")}
+    assert found["llm-drafthouse-some"] == rules
+    assert {"llm-x", "llm-y"} <= boards.keys()
+
+
+def test_the_door_is_scraped_once() -> None:
+    manifests = render(EVERYTHING)
+    (service,) = of_kind(manifests, "Service")
+    assert service["spec"]["selector"]["app.kubernetes.io/component"] == "head"
+    (monitor,) = of_kind(manifests, "ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (pods,) = of_kind(manifests, "PodMonitor")
+    assert pods["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_notes_say_how_to_look_and_ask() -> None:
+    notes = render_texts({})["NOTES.txt"]
+    assert "kubectl -n serving get rayservice llm-drafthouse" in notes
+    assert "Authorization: Bearer" in notes
+    assert "WARNING: no API key" not in notes
+    insecure = render_texts(values_of("cpu-dev"))["NOTES.txt"]
+    assert "WARNING: no API key" in insecure
+    assert "Authorization" not in insecure
+
+
+def test_pods_outlive_the_drain() -> None:
+    values = {"config": {"cluster": {"drain_timeout_s": 120}}}
+    for name, group in groups_of(ray_service(values)).items():
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+        seconds = int(command.partition(";")[0].removeprefix("sleep "))
+        assert pod["terminationGracePeriodSeconds"] >= seconds + 120, name
+
+
+@pytest.mark.parametrize("flavour", ["cpu-dev", "multi-host"])
+def test_render_is_the_reviewed_one(flavour: str) -> None:
+    """DRAFTHOUSE_UPDATE_GOLDEN=1 writes it anew; then read the difference."""
+    file = GOLDEN / f"{flavour}.yaml"
+    text = yaml.safe_dump_all(render(values_of(flavour)), sort_keys=False, width=110)
+    if UPDATE:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert file.read_text() == text
