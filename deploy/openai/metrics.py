@@ -46,6 +46,12 @@ class DoorMetrics:
         self.in_progress = Gauge(
             f"{PREFIX}http_requests_in_progress", "HTTP requests being answered.", registry=self.registry
         )
+        self._model_info = Gauge(
+            f"{PREFIX}model_info",
+            "1 beside the loaded model's name.",
+            ("model_name",),
+            registry=self.registry,
+        )
         self.aborted = self._counter("http_aborted_choices", "Choices whose client left before the end.")
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token.", TTFT_BUCKETS_S
@@ -61,6 +67,11 @@ class DoorMetrics:
         self.e2e_latency = self._histogram(
             "e2e_request_latency_seconds", "From the request's arrival to its end.", E2E_BUCKETS_S
         )
+
+    def set_model(self, model_name: str) -> None:
+        """Say which model is loaded, from now on."""
+        self._model_info.clear()
+        self._model_info.labels(model_name).set(1)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
