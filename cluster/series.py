@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from specdec.core.series import Series
 from specdec.engine.series import ENGINE_SERIES
+from specdec.transport.base import PeerId
 
 OF_EACH_GROUP = (
     "num_requests_running",
@@ -49,7 +50,7 @@ CLUSTER_SERIES: Mapping[str, Series] = {
 }
 
 
-def of_each_group(snapshots: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def of_each_group(snapshots: Mapping[PeerId, Mapping[str, float]]) -> dict[str, float]:
     """Return what is exported for each target group, by the group's name, from its engine's snapshot."""
     return {
         f'{_GROUP_PREFIX}{name}{{target_group="{group}"}}': snapshot[name]

@@ -29,7 +29,7 @@ def push(url: str, token_file: Path, folder: str) -> None:
     from deploy.monitoring.push import push_dashboards
 
     console = Console(stderr=True, highlight=False)
-    with shown(console, f"asking {url}") as progress:
+    with shown(console, "asking Grafana") as progress:
         pushed = push_dashboards(pages, url=url, token=token, folder=folder, progress=progress)
     for one in pushed:
         typer.echo(f"{one.change:<9}  {one.title}  {one.url}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -63,25 +63,30 @@ def push_dashboards(
     """
     base = _checked_url(url)
     api = GrafanaApi.from_url(base, credential=token, timeout=_TIMEOUT_S)
-    progress(f"looking for folder {folder}")
-    with _readable(base, f"use folder {folder!r}"):
-        folder_uid = _folder_uid(api, folder)
-    pushed = []
-    for number, dashboard in enumerate(dashboards, 1):
-        title = dashboard["title"]
-        progress(f"dashboard {number} of {len(dashboards)}: {title}")
-        with _readable(base, f"write dashboard {title!r}"):
-            change = _put(api, dashboard, folder_uid)
-        pushed.append(Pushed(title=title, change=change, url=f"{base}/d/{dashboard['uid']}"))
+    with closing(api.client.s):
+        progress(f"looking for folder {folder}")
+        with _readable(base, f"use folder {folder!r}"):
+            folder_uid = _folder_uid(api, folder)
+        pushed = []
+        for number, dashboard in enumerate(dashboards, 1):
+            title = dashboard["title"]
+            progress(f"dashboard {number} of {len(dashboards)}: {title}")
+            with _readable(base, f"write dashboard {title!r}"):
+                change = _put(api, dashboard, folder_uid)
+            pushed.append(Pushed(title=title, change=change, url=f"{base}/d/{dashboard['uid']}"))
     return pushed
 
 
 def _checked_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{url} is not a URL of Grafana: write http://HOST:PORT, or https://HOST/PATH")
+    try:
+        parts = urlsplit(url)
+        is_complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise UserError(f"that is not a URL of Grafana ({error}): write http://HOST:PORT") from error
     if parts.username or parts.query:
         raise UserError("the URL of Grafana must not hold a user or a query: the token is all that is used")
+    if not is_complete:
+        raise UserError(f"{url} is not a URL of Grafana: write http://HOST:PORT, or https://HOST/PATH")
     return url.rstrip("/")
 
 
