@@ -17,7 +17,12 @@ import numpy as np
 import pytest
 
 SEED = 0x5EED
-STARTING_RAY = ("tests/cluster/", "tests/deploy/test_serve.py", "tests/deploy/test_local_ray.py")
+STARTING_RAY = (
+    "tests/cluster/",
+    "tests/deploy/test_serve.py",
+    "tests/deploy/test_local_ray.py",
+    "tests/deploy/monitoring/test_live_cluster.py",
+)
 
 
 def _num_threads() -> int:
