@@ -20,6 +20,10 @@ OF_EACH_GROUP = (
 )
 """Of the engines' series those that are exported for each target group, too: what shows an uneven load."""
 _GROUP_PREFIX = "target_group_"
+_OF_THE_INGRESS = frozenset(
+    {"failovers", "lost_streams", "stale_frames_dropped", "unexpected_messages_dropped"}
+)
+"""Counted there, whoever else can be reached."""
 
 CLUSTER_SERIES: Mapping[str, Series] = {
     **ENGINE_SERIES,
@@ -58,3 +62,20 @@ def of_each_group(snapshots: Mapping[PeerId, Mapping[str, float]]) -> dict[str, 
         for name in OF_EACH_GROUP
         if name in snapshot
     }
+
+
+def counted_from_zero(values: Mapping[str, float]) -> dict[str, float]:
+    """Return a snapshot with 0 for what has been counted never.
+
+    Whoever reads a counter that appears at 1 cannot tell that it has grown.
+
+    Args:
+        values: of all coordinators; none of them, none of theirs.
+    """
+    counting = CLUSTER_SERIES if values else _OF_THE_INGRESS
+    zeros = {
+        name: 0.0
+        for name, series in CLUSTER_SERIES.items()
+        if name in counting and series.kind == "counter" and not series.labels
+    }
+    return {**zeros, **values}

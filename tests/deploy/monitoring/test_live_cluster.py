@@ -22,7 +22,12 @@ from tests.deploy.test_serve import start
 
 pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(600), needs_prometheus]
 WINDOW = "30s"
-ONLY_AFTER_A_FAULT = frozenset[tuple[str, str]]()
+NEEDS_MORE = {
+    ("Drafts dropped", "{{reason}}"): "a reason, once there is one",
+    ("Turned away and out of time", "turned away"): "more load than the queue holds",
+    ("Tokens that drafts attend to", "{{job}}"): "speculative_config.kv.budget",
+}
+"""Queries that show nothing of a cluster that is well and drafts with all K/V, and what they wait for."""
 
 
 @contextmanager
@@ -58,15 +63,18 @@ def silent_queries(prometheus: Prometheus) -> dict[tuple[str, str], list[float]]
     }
 
 
-def test_every_panel_shows_something_and_an_end_is_noticed(tmp_path: Path) -> None:
+def test_every_panel_shows_something_and_losses_are_noticed(tmp_path: Path) -> None:
     server = start(tmp_path, controller="goodput")
     try:
         with running_prometheus(tmp_path, server.url.removeprefix("http://"), rules_yaml()) as prometheus:
             with load(server.url):
                 prometheus.wait_for(f"rate({PREFIX}generation_tokens_total[{WINDOW}]) > 0")
-                prometheus.wait_for(f"rate({PREFIX}speculation_probe_rounds_total[{WINDOW}]) >= 0")
                 silent = silent_queries(prometheus)
-            assert silent.keys() == ONLY_AFTER_A_FAULT, silent
+                (target,) = (one for one in server.processes() if "ray::TargetWorker" in one.cmdline()[0])
+                target.kill()
+                prometheus.wait_for(f"increase({PREFIX}target_losses_total[5m]) > 0")
+                prometheus.wait_for(f"increase({PREFIX}replays_total[5m]) > 0")
+            assert silent.keys() <= NEEDS_MORE.keys(), "\n".join(map(str, sorted(silent.items())))
             groups = prometheus.get("rules")["groups"]
             assert not [rule for group in groups for rule in group["rules"] if rule["health"] == "err"]
             alerts = {alert.name: alert for alert in availability_alerts(DEFAULT_OBJECTIVES)}
