@@ -11,7 +11,7 @@ from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
 from cluster.directory_actor import DirectoryLink
 from cluster.runtime import bind_host, channel_options, new_peer_id
-from cluster.series import CLUSTER_SERIES
+from cluster.series import CLUSTER_SERIES, counted_from_zero, of_each_group
 from cluster.status import service_status
 from cluster.stream_book import StreamBook
 from specdec.core.clock import MonotonicClock
@@ -136,9 +136,12 @@ class ClusterService:
         """Metrics of all coordinators together, and this door's own."""
         await self.start()
         envelopes = await self._ask(MetricsQuery)
-        snapshots = [one.message.values for one in envelopes if isinstance(one.message, MetricsReply)]
+        snapshots = {
+            one.sender: one.message.values for one in envelopes if isinstance(one.message, MetricsReply)
+        }
         return {
-            **combine(snapshots, CLUSTER_SERIES),
+            **counted_from_zero(combine(snapshots.values(), CLUSTER_SERIES)),
+            **of_each_group(snapshots),
             "coordinators": float(len(self._book.coordinators)),
             **count_workers(self._members),
             **{name: float(value) for name, value in self._book.counters.items()},

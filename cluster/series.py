@@ -6,11 +6,39 @@ from collections.abc import Mapping
 
 from specdec.core.series import Series
 from specdec.engine.series import ENGINE_SERIES
+from specdec.transport.base import PeerId
+
+OF_EACH_GROUP = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "rounds",
+    "round_time_seconds",
+    "generation_tokens",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+)
+"""Of the engines' series those that are exported for each target group, too: what shows an uneven load."""
+_GROUP_PREFIX = "target_group_"
+_OF_THE_INGRESS = frozenset(
+    {"failovers", "lost_streams", "stale_frames_dropped", "unexpected_messages_dropped"}
+)
+"""Counted there, whoever else can be reached."""
 
 CLUSTER_SERIES: Mapping[str, Series] = {
     **ENGINE_SERIES,
+    **{
+        _GROUP_PREFIX + name: ENGINE_SERIES[name]._replace(
+            help=f"Of one target group: {ENGINE_SERIES[name].help}", labels=("target_group",)
+        )
+        for name in OF_EACH_GROUP
+    },
     "coordinators": Series("gauge", "Target groups that can be reached."),
-    "num_workers": Series("gauge", "Workers by model and by what has become of compiling its forward."),
+    "num_workers": Series(
+        "gauge",
+        "Workers by model and by what has become of compiling its forward.",
+        labels=("part", "compile"),
+    ),
     "target_losses": Series("counter", "Target workers that were lost."),
     "target_recovery_seconds": Series("counter", "Time without a target worker."),
     "replays": Series("counter", "Requests that went on with a new target worker."),
@@ -21,6 +49,33 @@ CLUSTER_SERIES: Mapping[str, Series] = {
     ),
     "lost_streams": Series("counter", "Requests that ended because no coordinator was there for too long."),
     "channel_messages_dropped": Series(
-        "counter", "Messages between ingress and coordinators dropped, by reason."
+        "counter", "Messages between ingress and coordinators dropped, by reason.", labels=("reason",)
     ),
 }
+
+
+def of_each_group(snapshots: Mapping[PeerId, Mapping[str, float]]) -> dict[str, float]:
+    """Return what is exported for each target group, by the group's name, from its engine's snapshot."""
+    return {
+        f'{_GROUP_PREFIX}{name}{{target_group="{group}"}}': snapshot[name]
+        for group, snapshot in snapshots.items()
+        for name in OF_EACH_GROUP
+        if name in snapshot
+    }
+
+
+def counted_from_zero(values: Mapping[str, float]) -> dict[str, float]:
+    """Return a snapshot with 0 for what has been counted never.
+
+    Whoever reads a counter that appears at 1 cannot tell that it has grown.
+
+    Args:
+        values: of all coordinators; none of them, none of theirs.
+    """
+    counting = CLUSTER_SERIES if values else _OF_THE_INGRESS
+    zeros = {
+        name: 0.0
+        for name, series in CLUSTER_SERIES.items()
+        if name in counting and series.kind == "counter" and not series.labels
+    }
+    return {**zeros, **values}

@@ -24,8 +24,12 @@ app = typer.Typer(
 )
 config_app = typer.Typer(name="config", help="Check and describe configuration files.", no_args_is_help=True)
 bench_app = typer.Typer(name="bench", help="Measure.", no_args_is_help=True)
+dashboards_app = typer.Typer(name="dashboards", help="Grafana dashboards.", no_args_is_help=True)
+rules_app = typer.Typer(name="rules", help="Prometheus rules and alerts.", no_args_is_help=True)
 app.add_typer(config_app)
 app.add_typer(bench_app)
+app.add_typer(dashboards_app)
+app.add_typer(rules_app)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -271,6 +275,89 @@ def schema(debug: DebugOption = False) -> None:
     from deploy.cli.config import print_schema
 
     print_schema()
+
+
+@dashboards_app.command()
+@readable_errors
+def push(
+    url: Annotated[str, typer.Option(help="Where Grafana is, with its path where it has one.")],
+    token_file: Annotated[
+        Path, typer.Option(help="File with a token of a service account of role Editor, and nothing else.")
+    ],
+    folder: Annotated[
+        str, typer.Option(help="Grafana's folder, by title; made where there is none.")
+    ] = "Drafthouse",
+    debug: DebugOption = False,
+) -> None:
+    """Put the dashboards into a Grafana.
+
+    As often as one likes: what is there already and the same is left alone. Needs the extra `grafana`.
+
+    Examples:
+
+        drafthouse dashboards push --url http://127.0.0.1:3000 --token-file grafana-token
+
+        drafthouse dashboards push --url https://example.com/grafana --token-file token --folder "LLM serving"
+    """
+    from deploy.cli.monitoring import push as push_all
+
+    push_all(url, token_file, folder)
+
+
+@dashboards_app.command("write")
+@readable_errors
+def write_dashboards(
+    folder: Annotated[Path, typer.Argument(help="Folder for one JSON file per dashboard.")],
+    debug: DebugOption = False,
+) -> None:
+    """Write the dashboards as JSON files, for Grafana's provisioning or for ConfigMaps.
+
+    Needs the extra `grafana`.
+
+    Example:
+
+        drafthouse dashboards write /etc/grafana/dashboards
+    """
+    from deploy.cli.monitoring import write_dashboards as write_all
+
+    write_all(folder)
+
+
+@rules_app.command("write")
+@readable_errors
+def write_rules(
+    file: Annotated[Path, typer.Argument(help="File to write; - is standard output.")],
+    first_token: Annotated[
+        float, typer.Option(help="Seconds to the first token: a boundary of the histogram.")
+    ] = 2.5,
+    next_tokens: Annotated[
+        float, typer.Option(help="Seconds between deliveries of a stream: a boundary of the histogram.")
+    ] = 0.2,
+    in_time: Annotated[float, typer.Option(help="Share that has to be within each of these.")] = 0.95,
+    answered: Annotated[float, typer.Option(help="Share of requests that must not fail.")] = 0.999,
+    runbook: Annotated[
+        str, typer.Option(help="URL of docs/operations.md, for the alerts' links.")
+    ] = "docs/operations.md",
+    debug: DebugOption = False,
+) -> None:
+    """Write recording rules and alerts for Prometheus (`rule_files`).
+
+    Examples:
+
+        drafthouse rules write /etc/prometheus/drafthouse.rules.yaml
+
+        drafthouse rules write - --first-token 1 --next-tokens 0.1 --in-time 0.99
+    """
+    from deploy.cli.monitoring import write_rules as write_all
+    from deploy.monitoring.objectives import Objectives
+
+    objectives = Objectives(
+        first_token_s=first_token,
+        next_tokens_s=next_tokens,
+        share_in_time=in_time,
+        share_answered=answered,
+    )
+    write_all(file, objectives, runbook)
 
 
 def main() -> None:

@@ -134,6 +134,8 @@ class _Door:
         except (TimeoutError, DrafthouseError) as error:
             logger.warning("no metrics from the service: %s", str(error) or type(error).__name__)
             snapshot = {}
+        if (description := self._service.description()) is not None:
+            self.metrics.set_model(self._settings.model_name(description))
         return Response(render(self.metrics, snapshot), media_type=CONTENT_TYPE)
 
     def _description(self) -> TargetDescription:

@@ -31,6 +31,11 @@ ITL_BUCKETS_S = (
 E2E_BUCKETS_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
+DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
+    "http_requests": ("route", "status"),
+    "model_info": ("model_name",),
+}
+"""Names of labels, of those metrics of the door that have any."""
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -40,11 +45,15 @@ class DoorMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.http_requests = self._counter(
-            "http_requests", "HTTP requests answered, by route and status.", ("route", "status")
-        )
+        self.http_requests = self._counter("http_requests", "HTTP requests answered, by route and status.")
         self.in_progress = Gauge(
             f"{PREFIX}http_requests_in_progress", "HTTP requests being answered.", registry=self.registry
+        )
+        self._model_info = Gauge(
+            f"{PREFIX}model_info",
+            "1 beside the loaded model's name.",
+            ("model_name",),
+            registry=self.registry,
         )
         self.aborted = self._counter("http_aborted_choices", "Choices whose client left before the end.")
         self.time_to_first_token = self._histogram(
@@ -62,8 +71,13 @@ class DoorMetrics:
             "e2e_request_latency_seconds", "From the request's arrival to its end.", E2E_BUCKETS_S
         )
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(PREFIX + name, text, labels, registry=self.registry)
+    def set_model(self, model_name: str) -> None:
+        """Say which model is loaded, from now on."""
+        self._model_info.clear()
+        self._model_info.labels(model_name).set(1)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, DOOR_LABELS.get(name, ()), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)

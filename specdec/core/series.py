@@ -19,6 +19,8 @@ class Series(NamedTuple):
     help: str
     """One sentence for whoever reads the metric."""
     combination: Combination = "sum"
+    labels: tuple[str, ...] = ()
+    """Names of its labels, in the order in which they are exported."""
 
 
 def name_of(series: str) -> str:

@@ -11,7 +11,9 @@ from specdec.core.series import Series
 
 _OF_ROUNDS: Mapping[str, Series] = {
     "rounds": Series("counter", "Rounds: propose, verify, commit."),
-    "overlap_rounds": Series("counter", "Rounds by how drafting and verification followed each other."),
+    "overlap_rounds": Series(
+        "counter", "Rounds by how drafting and verification followed each other.", labels=("mode",)
+    ),
     "round_time_seconds": Series("counter", "Time of all rounds, from planning to commit."),
     "draft_time_seconds": Series("counter", "Time in which rounds waited for proposals."),
     "verify_time_seconds": Series("counter", "From the submission of the target's steps to their answers."),
@@ -33,7 +35,9 @@ _OF_ROUNDS: Mapping[str, Series] = {
     "prompt_tokens": Series("counter", "Prompt tokens of requests that were taken in."),
     "generation_tokens": Series("counter", "Tokens generated."),
     "request_timeouts": Series("counter", "Requests that ended because their time was up."),
-    "request_success": Series("counter", "Requests that ended, by finish reason."),
+    "request_success": Series(
+        "counter", "Requests that ended, by finish reason.", labels=("finished_reason",)
+    ),
     "num_requests_running": Series("gauge", "Requests that take part in rounds."),
     "num_requests_waiting": Series("gauge", "Requests that wait for their turn."),
     "kv_cache_usage_perc": Series("gauge", "Share of the target's KV blocks that are held, 0 to 1.", "mean"),
@@ -44,19 +48,24 @@ _OF_DRAFTS: Mapping[str, Series] = {
     "spec_decode_num_draft_tokens": Series("counter", "Draft tokens verified."),
     "spec_decode_num_accepted_tokens": Series("counter", "Draft tokens accepted."),
     "spec_decode_num_accepted_tokens_per_pos": Series(
-        "counter", "Draft tokens accepted, by position in their proposal."
+        "counter", "Draft tokens accepted, by position in their proposal.", labels=("position",)
     ),
     "spec_decode_num_drafts_by_method": Series(
         "counter",
         "Proposals verified, by who made them: the drafter, its fallback, a grammar that forces tokens.",
+        labels=("method",),
     ),
-    "spec_decode_num_draft_tokens_by_method": Series("counter", "Draft tokens verified, by who made them."),
+    "spec_decode_num_draft_tokens_by_method": Series(
+        "counter", "Draft tokens verified, by who made them.", labels=("method",)
+    ),
     "spec_decode_num_accepted_tokens_by_method": Series(
-        "counter", "Draft tokens accepted, by who made them."
+        "counter", "Draft tokens accepted, by who made them.", labels=("method",)
     ),
     "spec_decode_wasted_draft_tokens": Series("counter", "Draft tokens verified and not accepted."),
     "spec_decode_num_missing_proposals": Series("counter", "Requests drafted for that no proposal came for."),
-    "spec_decode_num_proposals_dropped": Series("counter", "Proposals that were not used, by reason."),
+    "spec_decode_num_proposals_dropped": Series(
+        "counter", "Proposals that were not used, by reason.", labels=("reason",)
+    ),
     "spec_decode_num_lossy_tokens": Series("counter", "Tokens committed by a rule that is not lossless."),
     "draft_prefix_cache_queries": Series("counter", "Tokens looked up in draft models' prefix caches."),
     "draft_prefix_cache_hits": Series("counter", "Tokens found in draft models' prefix caches."),
@@ -100,14 +109,18 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
 
 _OF_CONTROLLER: Mapping[str, Series] = {
     "speculation_on": Series("gauge", "Share of the target groups that speculate.", "mean"),
-    "speculation_state": Series("gauge", "Target groups by mode, and by why it is the mode."),
+    "speculation_state": Series(
+        "gauge", "Target groups by mode, and by why it is the mode.", labels=("mode", "reason")
+    ),
     "speculation_mean_kv_budget": Series(
         "gauge", "Mean of the tokens that drafts of running requests may attend to (kv.budget).", "mean"
     ),
     "speculation_mean_num_draft_tokens": Series(
         "gauge", "Mean k over the requests of the last decision.", "mean"
     ),
-    "speculation_chosen_num_draft_tokens": Series("gauge", "Requests by k, of the last decision."),
+    "speculation_chosen_num_draft_tokens": Series(
+        "gauge", "Requests by k, of the last decision.", labels=("k",)
+    ),
     "speculation_goodput_on": Series(
         "gauge", "Expected tokens per second with speculation, in its best mode."
     ),
@@ -115,7 +128,9 @@ _OF_CONTROLLER: Mapping[str, Series] = {
     "speculation_expected_draft_seconds": Series("gauge", "Expected T_draft of the choice.", "mean"),
     "speculation_expected_verify_seconds": Series("gauge", "Expected T_verify of the choice.", "mean"),
     "speculation_expected_round_seconds": Series("gauge", "Expected time of a round.", "mean"),
-    "speculation_expected_acceptance": Series("gauge", "Mean expected acceptance, by position.", "mean"),
+    "speculation_expected_acceptance": Series(
+        "gauge", "Mean expected acceptance, by position.", "mean", labels=("position",)
+    ),
     "speculation_pool_worth": Series(
         "gauge",
         "Tokens per second with speculation over those without, the mean of the last two minutes; "

@@ -83,7 +83,7 @@ class Server:
         return sum(values)
 
 
-def start(folder: Path) -> Server:
+def start(folder: Path, controller: str = "fixed") -> Server:
     """Start the command on tiny models and wait until it prints its URL."""
     save_model(folder / "target", seed=1)
     save_model(folder / "draft", seed=1)
@@ -97,7 +97,7 @@ speculative_config:
   method: draft_model
   model: draft
   num_speculative_tokens: 3
-  controller: fixed
+  controller: {controller}
   num_threads: 1
   compile: {{mode: "off"}}
 cache: {{num_blocks: 128, block_size: 8}}

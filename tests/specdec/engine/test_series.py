@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 from specdec.core.series import name_of
 from specdec.engine.metrics import EngineMetrics
@@ -53,6 +54,8 @@ def test_what_an_engine_exports_is_described() -> None:
     exported = {*full_metrics().snapshot(), *cluster.proposer.counters}
     names = {name_of(series) for series in exported}
     assert names <= ENGINE_SERIES.keys()
+    for series in exported:
+        assert tuple(re.findall(r'(\w+)="', series)) == ENGINE_SERIES[name_of(series)].labels
     assert ENGINE_SERIES.keys() - names <= OF_DRAFT_WORKERS | OF_THE_POOL
 
 

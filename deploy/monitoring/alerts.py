@@ -1,0 +1,260 @@
+"""The alerts. Every one has a section of its name in docs/operations.md."""
+
+from __future__ import annotations
+
+from deploy.monitoring.objectives import Objectives
+from deploy.monitoring.promql import Scope
+from deploy.monitoring.recordings import ACCEPTANCE, FAILED, FIRST_TOKEN_IN_TIME, NEXT_TOKENS_IN_TIME
+from deploy.monitoring.rule import Alert, Severity
+
+_5M, _10M, _15M, _30M = (Scope(window=window) for window in ("5m", "10m", "15m", "30m"))
+_TURNED_AWAY = 'status="429"'
+_COMPILE_FAILED, _COMPILE_PENDING = 'compile="failed"', 'compile="pending"'
+
+
+def _burns(
+    name: str, windows: tuple[str, str], num_budgets: float, severity: Severity, objectives: Objectives
+) -> Alert:
+    """Return the alert that errors use up the budget too fast, in a short window and in a long one.
+
+    14.4 budgets for an hour are 2 % of what 30 days may have, 6 for six hours 5 %: Google's SRE workbook,
+    chapter 5.
+    """
+    short, long = windows
+    share = f"{num_budgets * (1 - objectives.share_answered):.6g}"
+    return Alert(
+        name=f"DrafthouseErrorBudgetBurns{name}",
+        expression=f"{FAILED[short]} > {share} and {FAILED[long]} > {share}",
+        lasting="2m",
+        severity=severity,
+        summary="{{ $labels.job }}: {{ $value | humanizePercentage }} of requests fail",
+        description="Requests to {{ $labels.job }} fail with status 500 or more, "
+        f"{num_budgets:g} times as often as the objective of {objectives.share_answered:.6g} allows, "
+        f"for {short} and for {long}.",
+    )
+
+
+def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
+    """Return the alerts about requests that fail."""
+    return (
+        Alert(
+            name="DrafthouseMetricsAbsent",
+            expression=f"absent({_5M.gauge('http_requests_in_progress')})",
+            lasting="5m",
+            severity="critical",
+            summary="No metrics of Drafthouse",
+            description="Prometheus has had no metrics of any Drafthouse ingress for five minutes. Either "
+            "nothing is served, or Prometheus looks in the wrong place.",
+        ),
+        Alert(
+            name="DrafthouseNoTargetGroup",
+            expression=f"{_5M.gauge('coordinators')} < 1",
+            lasting="1m",
+            severity="critical",
+            summary="{{ $labels.job }} has no target group",
+            description="The ingress of {{ $labels.job }} reaches no coordinator: every request is answered "
+            "with 503, and streams that are open wait.",
+        ),
+        _burns("Fast", ("5m", "1h"), 14.4, "critical", objectives),
+        _burns("Slowly", ("30m", "6h"), 6.0, "warning", objectives),
+        Alert(
+            name="DrafthouseStreamsLost",
+            expression=f"{_10M.increase('lost_streams')} > 0",
+            lasting="0m",
+            severity="critical",
+            summary="{{ $labels.job }} has lost streams",
+            description="Requests of {{ $labels.job }} ended in an error, because no target group was there "
+            "for longer than cluster.failover_timeout_s.",
+        ),
+        Alert(
+            name="DrafthouseTurnsAway",
+            expression=f"{_5M.rate('http_requests', where=_TURNED_AWAY)} / {_5M.rate('http_requests')} > "
+            "0.05",
+            lasting="5m",
+            severity="warning",
+            summary="{{ $labels.job }} turns {{ $value | humanizePercentage }} of requests away",
+            description="The queue of {{ $labels.job }} is full, and clients get 429. Add target groups, or "
+            "accept less.",
+        ),
+        Alert(
+            name="DrafthouseOutOfTime",
+            expression=f"{_10M.rate('request_timeouts')} / {_10M.rate('request_success')} > 0.01",
+            lasting="10m",
+            severity="warning",
+            summary="{{ $labels.job }} ends requests because their time is up",
+            description="For each request of {{ $labels.job }} that ends, {{ $value | humanize }} end for "
+            "want of time (timeout_s, X-Request-Timeout, http.request_timeout_s).",
+        ),
+    )
+
+
+def latency_alerts(objectives: Objectives) -> tuple[Alert, ...]:
+    """Return the alerts about requests that take long."""
+    return (
+        Alert(
+            name="DrafthouseFirstTokenLate",
+            expression=f"{FIRST_TOKEN_IN_TIME} < {objectives.share_in_time:g}",
+            lasting="10m",
+            severity="warning",
+            summary="{{ $labels.job }}: first tokens come late",
+            description=f"Of the first tokens of {{{{ $labels.job }}}} only {{{{ $value | "
+            "humanizePercentage }}}} came within "
+            f"{objectives.first_token_s:g} s.",
+        ),
+        Alert(
+            name="DrafthouseTokensSlow",
+            expression=f"{NEXT_TOKENS_IN_TIME} < {objectives.share_in_time:g}",
+            lasting="10m",
+            severity="warning",
+            summary="{{ $labels.job }}: tokens come slowly",
+            description=f"Of the deliveries of {{{{ $labels.job }}}} only {{{{ $value | humanizePercentage "
+            "}}}} followed within "
+            f"{objectives.next_tokens_s:g} s of the one before.",
+        ),
+        Alert(
+            name="DrafthouseQueueLong",
+            expression=f"{_5M.gauge('num_requests_waiting')} > {_5M.gauge('num_requests_running')}",
+            lasting="10m",
+            severity="warning",
+            summary="{{ $labels.job }} has {{ $value }} requests waiting",
+            description="For ten minutes more requests have been waiting at {{ $labels.job }} than running.",
+        ),
+        Alert(
+            name="DrafthouseWorksTwice",
+            expression=f"{_10M.ratio('num_recomputed_tokens', 'generation_tokens')} > 0.2",
+            lasting="10m",
+            severity="warning",
+            summary="{{ $labels.job }} is short of KV memory",
+            description="{{ $labels.job }} throws requests out of its KV cache and computes {{ $value | "
+            "humanize }} tokens again for each one that it generates.",
+        ),
+    )
+
+
+def speculation_alerts() -> tuple[Alert, ...]:
+    """Return the alerts about drafting."""
+    return (
+        Alert(
+            name="DrafthouseDraftPoolEmpty",
+            expression=f"{_5M.gauge('draft_workers')} < 1",
+            lasting="5m",
+            severity="warning",
+            summary="{{ $labels.job }} has no draft worker",
+            description="The draft pool of {{ $labels.job }} is empty. Answers are the same and come slower.",
+        ),
+        Alert(
+            name="DrafthouseDraftsLate",
+            expression=f"{_10M.ratio('draft_deadline_misses', 'rounds')} > 0.05",
+            lasting="10m",
+            severity="warning",
+            summary="{{ $labels.job }}: draft workers answer too late",
+            description="In {{ $value | humanizePercentage }} of the rounds of {{ $labels.job }} a draft "
+            "worker was too late.",
+        ),
+        Alert(
+            name="DrafthouseDraftPoolFull",
+            expression=f"{_15M.increase('draft_sequences_refused')} > 0 and "
+            f"{_5M.gauge('draft_pool_usage_perc')} > 0.95",
+            lasting="15m",
+            severity="info",
+            summary="{{ $labels.job }}: the draft pool is full",
+            description="Draft workers of {{ $labels.job }} have no place for more requests, which go on "
+            "without drafts.",
+        ),
+        Alert(
+            name="DrafthouseDraftPoolNotWorth",
+            expression=f"{_5M.gauge('speculation_pool_worth')} <= 1",
+            lasting="1h",
+            severity="info",
+            summary="{{ $labels.job }}: draft workers are not worth their devices",
+            description="For an hour speculation has not made {{ $labels.job }} faster than plain decoding "
+            "({{ $value | humanize }} times).",
+        ),
+        Alert(
+            name="DrafthouseAcceptanceFell",
+            expression=f"{ACCEPTANCE} < 0.7 * avg_over_time({ACCEPTANCE}[1d])",
+            lasting="30m",
+            severity="warning",
+            summary="{{ $labels.job }}: fewer drafts are accepted than yesterday",
+            description="{{ $value | humanizePercentage }} of draft tokens of {{ $labels.job }} are "
+            "accepted, less than 0.7 of the last day's mean.",
+        ),
+        Alert(
+            name="DrafthouseInvalidDrafts",
+            expression=f"{_10M.increase('invalid_drafts_dropped')} > 0",
+            lasting="0m",
+            severity="warning",
+            summary="{{ $labels.job }} gets drafts that make no sense",
+            description="Draft workers of {{ $labels.job }} answer what nobody asked, or with nonsense. It "
+            "is dropped; the text is right.",
+        ),
+        Alert(
+            name="DrafthouseGrammarsNotKnown",
+            expression=f"{_15M.increase('draft_grammar_failures')} > 0",
+            lasting="0m",
+            severity="info",
+            summary="{{ $labels.job }}: draft models cannot follow grammars",
+            description="Draft models of {{ $labels.job }} could not compile grammars that the target "
+            "could. Their drafts are accepted less; the text is right.",
+        ),
+        Alert(
+            name="DrafthouseLossyTokens",
+            expression=f"{_10M.increase('spec_decode_num_lossy_tokens')} > 0",
+            lasting="0m",
+            severity="warning",
+            summary="{{ $labels.job }} commits tokens by a lossy rule",
+            description="Text of {{ $labels.job }} is not exactly the target's: a lossy verification rule "
+            "is allowed.",
+        ),
+    )
+
+
+def worker_alerts() -> tuple[Alert, ...]:
+    """Return the alerts about processes that die, or do not become ready."""
+    return (
+        Alert(
+            name="DrafthouseTargetsDie",
+            expression=f"{_30M.increase('target_losses')} > 2",
+            lasting="0m",
+            severity="warning",
+            summary="{{ $labels.job }} keeps losing target workers",
+            description="{{ $labels.job }} has lost {{ $value | humanize }} target workers in half an hour. "
+            "Streams go on, but pause.",
+        ),
+        Alert(
+            name="DrafthouseFailovers",
+            expression=f"{_15M.increase('failovers')} > 0",
+            lasting="0m",
+            severity="warning",
+            summary="Streams of {{ $labels.job }} went on at another target group",
+            description="A coordinator of {{ $labels.job }} has gone. Its {{ $value | humanize }} streams "
+            "go on at another one, after a pause.",
+        ),
+        Alert(
+            name="DrafthouseCompileFailed",
+            expression=f"{_5M.gauge('num_workers', where=_COMPILE_FAILED)} > 0",
+            lasting="5m",
+            severity="warning",
+            summary="{{ $labels.job }}: workers run without compiled forward",
+            description="{{ $value }} workers of {{ $labels.job }} could not compile their forward, and run "
+            "eagerly: slower.",
+        ),
+        Alert(
+            name="DrafthouseCompilePending",
+            expression=f"{_5M.gauge('num_workers', where=_COMPILE_PENDING)} > 0",
+            lasting="30m",
+            severity="info",
+            summary="{{ $labels.job }}: workers have not finished compiling",
+            description="{{ $value }} workers of {{ $labels.job }} have had something left to compile for "
+            "half an hour.",
+        ),
+        Alert(
+            name="DrafthouseMessagesDropped",
+            expression=f"{_10M.rate('channel_messages_dropped')} > 0.1",
+            lasting="10m",
+            severity="warning",
+            summary="{{ $labels.job }} drops messages between ingress and coordinators",
+            description="{{ $value | humanize }} messages per second between ingress and coordinators of {{ "
+            "$labels.job }} are dropped. Streams repair themselves, and pause for it.",
+        ),
+    )

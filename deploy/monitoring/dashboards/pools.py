@@ -1,0 +1,174 @@
+"""Target groups and draft workers: who is there, how busy, what is dropped."""
+
+from __future__ import annotations
+
+from deploy.monitoring.panels import SHOWN, Dashboard, Panel, Query, Row, SeriesVariable, Unit, line
+from deploy.monitoring.promql import PREFIX
+
+_CHOSEN = 'target_group=~"$target_group"'
+
+
+def _of_groups(title: str, description: str, unit: Unit, expression: str) -> Panel:
+    queries: tuple[Query, ...] = (line(expression, "{{target_group}}"),)
+    return Panel(title=title, description=description, unit=unit, queries=queries)
+
+
+def _gauge(name: str) -> str:
+    return SHOWN.gauge(f"target_group_{name}", by=("target_group",), where=_CHOSEN)
+
+
+def _rate(name: str) -> str:
+    return SHOWN.rate(f"target_group_{name}", by=("target_group",), where=_CHOSEN)
+
+
+_GROUPS = Row(
+    title="Target groups",
+    panels=(
+        _of_groups(
+            "Requests running",
+            "By target group. Very uneven for minutes: clients with one long shared prefix, or a group "
+            "that is slow.",
+            "short",
+            _gauge("num_requests_running"),
+        ),
+        _of_groups(
+            "Requests waiting",
+            "By target group. One group's queue grows while others have none: that group is slow; look at "
+            "its rounds.",
+            "short",
+            _gauge("num_requests_waiting"),
+        ),
+        _of_groups(
+            "Memory in use",
+            "Share of KV blocks held, by target group. Near 1 for minutes: requests are thrown out and "
+            "computed again.",
+            "percentunit",
+            _gauge("kv_cache_usage_perc"),
+        ),
+        _of_groups(
+            "Tokens per second", "Generated, by target group.", "tokens/s", _rate("generation_tokens")
+        ),
+        _of_groups(
+            "Seconds per round",
+            "Mean, by target group. Groups on equal machines should be alike.",
+            "s",
+            f"{_rate('round_time_seconds')} / {_rate('rounds')}",
+        ),
+        _of_groups(
+            "Accepted draft tokens",
+            "Share, by target group.",
+            "percentunit",
+            f"{_rate('spec_decode_num_accepted_tokens')} / {_rate('spec_decode_num_draft_tokens')}",
+        ),
+        Panel(
+            title="Groups that can be reached",
+            description="And workers by what has become of compiling their forward. failed: they run "
+            "eagerly, slower.",
+            unit="short",
+            queries=(
+                line(SHOWN.gauge("coordinators"), "target groups"),
+                line(SHOWN.gauge("num_workers", by=("part", "compile")), "{{part}} workers: {{compile}}"),
+            ),
+        ),
+        Panel(
+            title="Losses",
+            description="Target workers lost, requests that went on with a new one, requests that went on "
+            "at another group, and streams that ended because nobody was there.",
+            unit="ops",
+            queries=(
+                line(SHOWN.rate("target_losses"), "target workers lost"),
+                line(SHOWN.rate("replays"), "replays"),
+                line(SHOWN.rate("failovers"), "failovers"),
+                line(SHOWN.rate("lost_streams"), "lost streams"),
+            ),
+        ),
+        Panel(
+            title="Time without a target worker",
+            description="Share of time, added up over the target groups.",
+            unit="percentunit",
+            queries=(line(SHOWN.rate("target_recovery_seconds"), "{{job}}"),),
+        ),
+    ),
+)
+_DRAFTERS = Row(
+    title="Draft pool",
+    panels=(
+        Panel(
+            title="Draft workers, and places in use",
+            description="Workers that rounds wait for, and requests in the pool over those that it takes.",
+            unit="short",
+            queries=(
+                line(SHOWN.gauge("draft_workers"), "workers"),
+                line(SHOWN.gauge("draft_pool_usage_perc"), "share of places in use"),
+            ),
+        ),
+        Panel(
+            title="Drafters at work",
+            description="Seconds of drafting per second, all draft workers together: at the number of "
+            "workers they do nothing else. Beside it, seconds per second in which rounds waited for drafts.",
+            unit="short",
+            queries=(
+                line(SHOWN.rate("draft_compute_seconds"), "drafting"),
+                line(SHOWN.rate("draft_wait_seconds"), "waited for"),
+            ),
+        ),
+        Panel(
+            title="Requests without drafts",
+            description="Requests that a round went on without the pool's drafts for, and why: no place, no "
+            "memory, a text longer than the draft model takes, or no answer in time.",
+            unit="ops",
+            queries=(
+                line(SHOWN.rate("fallback_requests"), "without drafts"),
+                line(SHOWN.rate("spec_decode_num_missing_proposals"), "no proposal came"),
+                line(SHOWN.rate("draft_sequences_refused"), "no place"),
+                line(SHOWN.rate("draft_sequences_outgrown"), "no memory"),
+                line(SHOWN.rate("draft_sequences_too_long"), "too long"),
+                line(SHOWN.rate("draft_deadline_misses"), "worker too late"),
+            ),
+        ),
+        Panel(
+            title="Drafts dropped",
+            description="Stale: for a prefix that is over. Invalid: nonsense, which should be 0. Others by "
+            "reason.",
+            unit="ops",
+            queries=(
+                line(SHOWN.rate("stale_drafts_dropped"), "stale"),
+                line(SHOWN.rate("invalid_drafts_dropped"), "invalid"),
+                line(SHOWN.rate("spec_decode_num_proposals_dropped", by=("reason",)), "{{reason}}"),
+                line(SHOWN.rate("draft_grammar_failures"), "grammar not known"),
+            ),
+        ),
+        Panel(
+            title="Requests moved",
+            description="To a draft worker that is less busy. Grows when a worker joins or leaves, and "
+            "rests otherwise.",
+            unit="ops",
+            queries=(line(SHOWN.rate("draft_sequences_moved"), "{{job}}"),),
+        ),
+        Panel(
+            title="Messages dropped",
+            description="Between ingress and coordinators: by reason; of epochs that are over (normal after "
+            "a failover); of unknown kinds (versions that do not fit).",
+            unit="ops",
+            queries=(
+                line(SHOWN.rate("channel_messages_dropped", by=("reason",)), "{{reason}}"),
+                line(SHOWN.rate("stale_frames_dropped"), "of former epochs"),
+                line(SHOWN.rate("unexpected_messages_dropped"), "of unknown kinds"),
+            ),
+        ),
+    ),
+)
+
+POOLS = Dashboard(
+    uid="drafthouse-pools",
+    title="Drafthouse / Pools",
+    description="Target groups and draft workers: who is there, how busy they are, and what is dropped.",
+    rows=(_GROUPS, _DRAFTERS),
+    variables=(
+        SeriesVariable(
+            name="target_group",
+            label="Target group",
+            query=f'label_values({PREFIX}target_group_num_requests_running{{job=~"$job"}}, target_group)',
+        ),
+    ),
+)

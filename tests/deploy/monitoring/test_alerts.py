@@ -1,0 +1,200 @@
+"""Every alert is valid, silent while all is well, fires at its fault, and is explained."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.series import CLUSTER_SERIES
+from deploy.monitoring.objectives import Objectives
+from deploy.monitoring.promql import PREFIX
+from deploy.monitoring.rule import Alert
+from deploy.monitoring.rules import rule_groups, rules_yaml
+from specdec.core.errors import UserError
+from tests.deploy.monitoring.exposition import GAUGES, NONE_WHEN_WELL, keys
+from tests.deploy.monitoring.prometheus import needs_promtool
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+ALERTS = [rule for group in rule_groups() for rule in group.rules if isinstance(rule, Alert)]
+MINUTES = 150
+"""Of each history: longer than any alert has to last, shorter than the longest window."""
+GROWS, RESTS = f"0+60x{MINUTES}", f"0x{MINUTES}"
+ANSWERS = f'{PREFIX}http_requests_total{{job="drafthouse",route="/v1/completions",status="%s"}}'
+FIRST_TOKENS = f"{PREFIX}time_to_first_token_seconds"
+DELIVERIES = f"{PREFIX}inter_token_latency_seconds"
+
+
+def series(name: str) -> str:
+    """Return a series of the catalogue as Prometheus names it."""
+    suffix = "_total" if CLUSTER_SERIES[name].kind == "counter" else ""
+    _, _, labels = keys()[name].rstrip("}").partition("{")
+    all_labels = ",".join(filter(None, ('job="drafthouse"', labels)))
+    return f"{PREFIX}{name}{suffix}{{{all_labels}}}"
+
+
+def workers(state: str) -> str:
+    return f'{PREFIX}num_workers{{job="drafthouse",part="target",compile="{state}"}}'
+
+
+def gauge(value: float) -> str:
+    return f"{value}x{MINUTES}"
+
+
+def well() -> dict[str, str]:
+    """Return the history of every series, in promtool's notation, of a cluster that is well."""
+    history = {
+        series(name): gauge(GAUGES.get(name, 1))
+        if of.kind == "gauge"
+        else RESTS
+        if name in NONE_WHEN_WELL
+        else GROWS
+        for name, of in CLUSTER_SERIES.items()
+    }
+    history |= {
+        workers("ready"): gauge(5),
+        ANSWERS % 200: GROWS,
+        ANSWERS % 429: RESTS,
+        ANSWERS % 500: RESTS,
+        f'{PREFIX}http_requests_in_progress{{job="drafthouse"}}': gauge(3),
+        f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': GROWS,
+        f'{FIRST_TOKENS}_count{{job="drafthouse"}}': GROWS,
+        f'{DELIVERIES}_bucket{{job="drafthouse",le="0.2"}}': GROWS,
+        f'{DELIVERIES}_count{{job="drafthouse"}}': GROWS,
+    }
+    return history
+
+
+FAULTS: Mapping[str, Mapping[str, str] | None] = {
+    "DrafthouseMetricsAbsent": None,
+    "DrafthouseNoTargetGroup": {series("coordinators"): gauge(0)},
+    "DrafthouseErrorBudgetBurnsFast": {ANSWERS % 500: f"0+2x{MINUTES}"},
+    "DrafthouseErrorBudgetBurnsSlowly": {ANSWERS % 500: f"0+0.5x{MINUTES}"},
+    "DrafthouseStreamsLost": {series("lost_streams"): GROWS},
+    "DrafthouseTurnsAway": {ANSWERS % 429: f"0+6x{MINUTES}"},
+    "DrafthouseOutOfTime": {series("request_timeouts"): GROWS},
+    "DrafthouseFirstTokenLate": {f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': f"0+55x{MINUTES}"},
+    "DrafthouseTokensSlow": {f'{DELIVERIES}_bucket{{job="drafthouse",le="0.2"}}': f"0+55x{MINUTES}"},
+    "DrafthouseQueueLong": {series("num_requests_waiting"): gauge(40)},
+    "DrafthouseWorksTwice": {series("num_recomputed_tokens"): f"0+20x{MINUTES}"},
+    "DrafthouseDraftPoolEmpty": {series("draft_workers"): gauge(0)},
+    "DrafthouseDraftsLate": {series("draft_deadline_misses"): f"0+6x{MINUTES}"},
+    "DrafthouseDraftPoolFull": {
+        series("draft_sequences_refused"): GROWS,
+        series("draft_pool_usage_perc"): gauge(1),
+    },
+    "DrafthouseDraftPoolNotWorth": {series("speculation_pool_worth"): gauge(0.9)},
+    "DrafthouseAcceptanceFell": {
+        series("spec_decode_num_accepted_tokens"): f"0+50x{MINUTES - 80} {50 * (MINUTES - 80)}+10x80"
+    },
+    "DrafthouseInvalidDrafts": {series("invalid_drafts_dropped"): GROWS},
+    "DrafthouseGrammarsNotKnown": {series("draft_grammar_failures"): GROWS},
+    "DrafthouseLossyTokens": {series("spec_decode_num_lossy_tokens"): GROWS},
+    "DrafthouseTargetsDie": {series("target_losses"): f"0+1x{MINUTES}"},
+    "DrafthouseFailovers": {series("failovers"): f"0+1x{MINUTES}"},
+    "DrafthouseCompileFailed": {workers("failed"): gauge(1)},
+    "DrafthouseCompilePending": {workers("pending"): gauge(1)},
+    "DrafthouseMessagesDropped": {series("channel_messages_dropped"): GROWS},
+}
+"""What is not as in a cluster that is well; None: nothing is scraped."""
+ALSO = {"DrafthouseErrorBudgetBurnsFast": {"DrafthouseErrorBudgetBurnsSlowly"}}
+"""Others that the same fault fires, and rightly."""
+
+
+def promtool(*arguments: object) -> str:
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=250, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
+
+
+def scenario(history: Mapping[str, str], firing: set[str]) -> dict[str, object]:
+    """Return a test of promtool: with this history exactly these alerts fire at its end."""
+    expected = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(firing)]
+    fired = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in history.items()],
+        "promql_expr_test": [{"expr": fired, "eval_time": f"{MINUTES - 1}m", "exp_samples": expected}],
+    }
+
+
+def run_scenarios(folder: Path, scenarios: list[dict[str, object]]) -> str:
+    (folder / "rules.yaml").write_text(rules_yaml())
+    (folder / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": scenarios})
+    )
+    return promtool("test", "rules", folder / "tests.yaml")
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "objectives", [Objectives(), Objectives(first_token_s=1, next_tokens_s=0.1)], ids=str
+)
+def test_promtool_accepts_the_rules(tmp_path: Path, objectives: Objectives) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(rules_yaml(objectives))
+    assert "SUCCESS" in promtool("check", "rules", file)
+
+
+@needs_promtool
+def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
+    run_scenarios(tmp_path, [scenario(well(), set())])
+
+
+@needs_promtool
+def test_each_fires_at_its_fault_and_no_other(tmp_path: Path) -> None:
+    assert FAULTS.keys() == {alert.name for alert in ALERTS}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario({} if fault is None else {**well(), **fault}, {name} | ALSO.get(name, set()))
+            for name, fault in FAULTS.items()
+        ],
+    )
+
+
+@needs_promtool
+def test_an_alert_that_does_not_fire_is_found(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="DrafthouseStreamsLost"):
+        run_scenarios(tmp_path, [scenario(well(), {"DrafthouseStreamsLost"})])
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_an_operator_can_look_it_up(alert: Alert) -> None:
+    section = re.search(rf"^### {alert.name}\n(.*?)(?=^#)", PAGE + "\n#", re.MULTILINE | re.DOTALL)
+    assert section is not None, f"docs/operations.md has no section {alert.name}"
+    assert len(section[1].split()) > 15
+    assert f"#{alert.name.lower()}\n" in rules_yaml()
+
+
+def test_links_go_where_the_documentation_is_published() -> None:
+    rules = yaml.safe_load(rules_yaml(runbook="https://example.com/ops"))
+    links = [
+        rule["annotations"]["runbook_url"]
+        for group in rules["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    assert len(links) == len(ALERTS)
+    assert all(link.startswith("https://example.com/ops#drafthouse") for link in links)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"first_token_s": 3.0}, "not a boundary of the histogram: take one of .*2.5, 5"),
+        ({"next_tokens_s": 0.11}, "not a boundary"),
+        ({"share_in_time": 1.0}, "between 0 and 1"),
+        ({"share_answered": 99.9}, "between 0 and 1"),
+    ],
+)
+def test_objectives_that_cannot_be_checked_are_refused(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Objectives(**wrong)
