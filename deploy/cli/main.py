@@ -189,6 +189,75 @@ def generate(
     generate_text(prompt, engine, params)
 
 
+@app.command()
+@readable_errors
+def batch(
+    requests: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="Requests in OpenAI's batch format.")],
+    results: Annotated[Path, typer.Argument(metavar="OUT.JSONL", help="Where results are added.")],
+    url: Annotated[
+        str | None, typer.Option(help=f"The server; without --config and --model too: {DEFAULT_URL}.")
+    ] = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = None,
+    num_speculative_tokens: DraftTokensOption = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-j", min=1, help="Requests at once.")] = 32,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 3600.0,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a server that is away or full.")
+    ] = 600.0,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")
+    ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DRAFTHOUSE_API_KEY", help="Where the server has keys.")
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Answer a file of requests, on a server or in this process.
+
+    One request per line: `{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {...}}`.
+    Results come in the order in which they are ready. What is in OUT.JSONL already is not asked for again, so
+    the same command goes on after Ctrl-C or a crash. Exit code 1 if any request has failed.
+
+    Examples:
+
+        drafthouse batch in.jsonl out.jsonl
+
+        drafthouse batch in.jsonl out.jsonl --url http://10.0.0.7:8000 -j 128
+
+        drafthouse batch in.jsonl out.jsonl --config configs/offline-batch.yaml
+    """
+    from deploy.batch.runner import BatchOptions
+    from deploy.cli.batch import BatchCommand, run_batch
+    from deploy.cli.inputs import engine_config
+    from deploy.config_file import load_config
+    from specdec.core.errors import ConfigError
+
+    is_here = config is not None or model is not None
+    if is_here and url is not None:
+        raise ConfigError("give either --url, or --config or --model, not both")
+    engine = (
+        engine_config(config, model, draft, dtype, num_speculative_tokens, DEFAULT_CONFIG)
+        if is_here
+        else None
+    )
+    run_batch(
+        BatchCommand(
+            requests=requests,
+            results=results,
+            url=None if is_here else url or DEFAULT_URL,
+            engine=engine,
+            served_model_name=load_config(config).http.served_model_name if config is not None else None,
+            api_key=api_key,
+            options=BatchOptions(concurrency=concurrency, patience_s=patience),
+            timeout_s=timeout,
+            are_failures_retried=retry_failed,
+        )
+    )
+
+
 @bench_app.command()
 @readable_errors
 def offline(

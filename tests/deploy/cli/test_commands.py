@@ -38,7 +38,16 @@ def user_error(*arguments: object) -> str:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["serve"], ["status"], ["generate"], ["bench", "offline"], ["config", "validate"], ["keys", "new"]],
+    [
+        [],
+        ["serve"],
+        ["status"],
+        ["generate"],
+        ["bench", "offline"],
+        ["config", "validate"],
+        ["keys", "new"],
+        ["batch"],
+    ],
 )
 def test_help_has_examples(command: list[str]) -> None:
     code, stdout, _ = invoke(*command, "--help")
