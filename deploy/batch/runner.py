@@ -101,8 +101,8 @@ class BatchRunner:
                 wait_s = _retry_after_s(response) or next_wait_s
             if waited_s + wait_s > self._options.patience_s:
                 raise BatchInterrupted(
-                    f"line {item.number}: no answer for {waited_s:.0f} s ({reason}); the batch goes on where it "
-                    "stands when it is run again (--patience waits longer)"
+                    f"line {item.number}: no answer for {waited_s:.0f} s ({reason}); the batch goes on from "
+                    "here when it is run again (--patience waits longer)"
                 )
             await self._sleep(wait_s)
             waited_s += wait_s

@@ -68,8 +68,8 @@ def run_batch(command: BatchCommand) -> None:
             raise
         if results.num_failures:
             console.print(
-                f"{results.num_failures} of {total} failed: see error in {command.results} (--retry-failed tries "
-                "them again)",
+                f"{results.num_failures} of {total} failed: see error in {command.results} (--retry-failed "
+                "tries them again)",
                 soft_wrap=True,
             )
             raise typer.Exit(EXIT_FAILED)
@@ -88,8 +88,8 @@ async def _run(command: BatchCommand, results: ResultsFile, total: int, console:
             await runner.run(read_lines(command.requests), show)
         seconds = time.monotonic() - started_s
         console.print(
-            f"{results.num_results - before} answered in {seconds:.1f} s, {runner.num_completion_tokens} tokens "
-            f"({runner.num_completion_tokens / seconds:.1f} tokens/s)",
+            f"{results.num_results - before} answered in {seconds:.1f} s, {runner.num_completion_tokens} "
+            f"tokens ({runner.num_completion_tokens / seconds:.1f} tokens/s)",
             soft_wrap=True,
         )
 
@@ -128,8 +128,8 @@ async def _check(client: httpx.AsyncClient, url: str) -> None:
         response = await client.get("/v1/models", timeout=_CONNECT_S)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise UserError(
-            f"nothing answers at {url} ({str(error) or type(error).__name__}): start a server with `drafthouse "
-            "serve`, give the --url of one that runs, or --config FILE to run the engine here"
+            f"nothing answers at {url} ({str(error) or type(error).__name__}): start a server with "
+            "`drafthouse serve`, give the --url of one that runs, or --config FILE to run the engine here"
         ) from None
     if response.status_code in (401, 403):
         raise UserError(f"{url} does not accept the API key: give --api-key, or set {API_KEY_VARIABLE}")

@@ -95,7 +95,7 @@ def test_openai_results_come_out(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: is not JSON"),
-        ("[]", "line 2: must be a JSON object"),
+        ("[]", "line 2: is not a JSON object"),
         ({"custom_id": "a", "method": "POST", "url": "/v1/completions"}, "line 2: body is required"),
         ({**request("a"), "custom_id": 7}, "line 2: custom_id"),
         ({**request("a"), "custom_id": ""}, "line 2: custom_id"),
