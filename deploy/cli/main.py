@@ -313,6 +313,128 @@ def offline(
     )
 
 
+@bench_app.command()
+@readable_errors
+def online(
+    url: Annotated[str, typer.Argument(help="Any OpenAI endpoint.")] = DEFAULT_URL,
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="What is asked for.")
+    ] = "completions",
+    model: Annotated[str | None, typer.Option(help="As the server calls it; else its first one.")] = None,
+    rate: Annotated[float, typer.Option(min=1e-3, help="Requests per second, on average.")] = 1.0,
+    burstiness: Annotated[
+        float, typer.Option(min=0, max=100, help="1: Poisson arrivals; 0: evenly spaced; more: in bursts.")
+    ] = 1.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrivals instead of --rate: a time or a JSON object per line.")
+    ] = None,
+    speedup: Annotated[float, typer.Option(min=1e-6, help="Plays a trace so many times as fast.")] = 1.0,
+    num_requests: Annotated[
+        int | None, typer.Option("--num-requests", "-n", min=1, help="Without --duration: 100.")
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds in which requests arrive.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='Prompts, in turn: a text file with one per line, or JSON lines with a "prompt".'),
+    ] = None,
+    prompt_length: Annotated[
+        str,
+        typer.Option(help="Words of made-up prompts: N, LOW-HIGH, lognormal:MEDIAN,SIGMA, exponential:MEAN."),
+    ] = "128",
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=32, help="Make prompts of random token ids below this: --prompt-length in tokens."),
+    ] = None,
+    output_length: Annotated[str, typer.Option(help="Most tokens of an answer, as --prompt-length.")] = "128",
+    extra_body: Annotated[
+        str | None, typer.Option(help='More fields of bodies: {"ignore_eos": true, "temperature": 0}.')
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths, prompts and answers.")] = 0,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(help="ttft, tpot, itl (longest) or e2e, then =SECONDS; repeatable. For goodput."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a server may say nothing.")] = 600.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DRAFTHOUSE_API_KEY", help="Where the server has keys.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all times and results there.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write a line per request there.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw a picture there: .svg, .png or .pdf.")
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Load an endpoint with streams, and measure what its clients see.
+
+    The load is open: requests arrive when they are due, however the server does, and latencies count from
+    then. TTFT, TPOT, time between deliveries (ITL) and end-to-end time as percentiles; goodput under --slo.
+
+    Examples:
+
+        drafthouse bench online --rate 8 -n 500 --slo ttft=0.5 --slo tpot=0.05
+
+        drafthouse bench online http://10.0.0.7:8000 --trace trace.jsonl --speedup 2 --plot run.svg
+
+        drafthouse bench online --endpoint chat --prompts prompts.jsonl --burstiness 4 --duration 60
+
+        drafthouse bench online --prompt-length lognormal:200,0.8 --output-length 16-256 --vocab-size 4096
+    """
+    from deploy.cli.bench_online import OnlineOptions, Outputs, extra_fields, run_online
+    from deploy.cli.inputs import read_prompts
+    from deploy.load.arrivals import RandomArrivals, length_of, read_trace, take
+    from deploy.load.report import objectives_of
+    from specdec.core.errors import ConfigError
+
+    if vocab_size is not None and endpoint == "chat":
+        raise ConfigError("--vocab-size: only completions take token ids; leave it out, or --endpoint chat")
+    if trace is not None:
+        arrivals = read_trace(trace, speedup=speedup)[:num_requests]
+        arrivals = tuple(arrival for arrival in arrivals if duration is None or arrival.at_s < duration)
+    else:
+        number = 100 if num_requests is None and duration is None else num_requests
+        random_arrivals = RandomArrivals(rate=rate, burstiness=burstiness, seed=seed)
+        arrivals = take(random_arrivals, num_requests=number, duration_s=duration)
+    if not arrivals:
+        raise ConfigError("--duration: no request arrives in that time")
+    run_online(
+        OnlineOptions(
+            url=url,
+            api_key=api_key,
+            endpoint=endpoint,
+            model=model,
+            arrivals=arrivals,
+            prompts=read_prompts(prompts) if prompts is not None else (),
+            prompt_length=length_of(prompt_length, "--prompt-length"),
+            output_length=length_of(output_length, "--output-length"),
+            vocab_size=vocab_size,
+            seed=seed,
+            extra=extra_fields(extra_body),
+            objectives=objectives_of(slo or ()),
+            timeout_s=timeout,
+            outputs=Outputs(json=json, csv=csv, plot=plot),
+            described={
+                "url": url,
+                "endpoint": endpoint,
+                "model": model,
+                "rate": rate,
+                "burstiness": burstiness,
+                "trace": str(trace) if trace else None,
+                "speedup": speedup,
+                "duration": duration,
+                "prompts": str(prompts) if prompts else None,
+                "prompt_length": prompt_length,
+                "vocab_size": vocab_size,
+                "output_length": output_length,
+                "extra_body": extra_body,
+                "seed": seed,
+            },
+        )
+    )
+
+
 @config_app.command()
 @readable_errors
 def validate(

@@ -44,6 +44,7 @@ def user_error(*arguments: object) -> str:
         ["status"],
         ["generate"],
         ["bench", "offline"],
+        ["bench", "online"],
         ["config", "validate"],
         ["keys", "new"],
         ["batch"],
