@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def extra_fields(text: str | None) -> dict[str, Any]:
 
 
 def run_online(options: OnlineOptions) -> None:
-    """Measure, and say what came out.
+    """Measure, and say what came out; after Ctrl-C, what has come out so far.
 
     Raises:
         UserError: something that was given is wrong; nothing has been measured.
@@ -100,18 +100,34 @@ def run_online(options: OnlineOptions) -> None:
     """
     options.outputs.check()
     console = Console(stderr=True, highlight=False)
-    timelines = asyncio.run(_measure(options, console))
+    ended: list[Timeline] = []
+    try:
+        asyncio.run(_measure(options, console, ended.append))
+    except KeyboardInterrupt:
+        if not ended:
+            raise
+        console.print(
+            f"interrupted: of {len(options.arrivals)} requests, those that had ended", soft_wrap=True
+        )
+        _report(options, ended)
+        raise
+    if not _report(options, ended).num_completed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _report(options: OnlineOptions, ended: list[Timeline]) -> LoadReport:
+    """Say what came out of the requests that have ended, and write it where it is asked for."""
+    timelines = sorted(ended, key=lambda timeline: timeline.due_s)
     report = report_of(timelines, options.objectives)
     # A pipe or a file has no width of its own.
     out = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     out.print(_summary(report), soft_wrap=True)
     out.print(_table(report))
     _write(options, report, timelines)
-    if not report.num_completed:
-        raise typer.Exit(EXIT_FAILED)
+    return report
 
 
-async def _measure(options: OnlineOptions, console: Console) -> list[Timeline]:
+async def _measure(options: OnlineOptions, console: Console, on_end: Callable[[Timeline], None]) -> None:
     url = base_url(options.url)
     async with httpx.AsyncClient(
         base_url=url,
@@ -133,8 +149,12 @@ async def _measure(options: OnlineOptions, console: Console) -> list[Timeline]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:
             task = progress.add_task(f"{len(planned)} requests to {url}", total=len(planned))
-            generator = LoadGenerator(client, PATHS[options.endpoint])
-            return await generator.run(planned, lambda timeline: progress.advance(task))
+
+            def ended(timeline: Timeline) -> None:
+                on_end(timeline)
+                progress.advance(task)
+
+            await LoadGenerator(client, PATHS[options.endpoint]).run(planned, ended)
 
 
 async def _model(client: httpx.AsyncClient, url: str, given: str | None) -> str:

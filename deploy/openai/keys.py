@@ -164,6 +164,7 @@ class _KeyUsage(Usage):
         self._num_choices = num_choices
         self._num_prompt_tokens = num_prompt_tokens
         self._metrics = metrics
+        self._num_tokens = metrics.api_key_tokens.labels(key.name)
         self._clock = clock
         self._start_s = 0.0
 
@@ -184,7 +185,7 @@ class _KeyUsage(Usage):
 
     def charge(self, num_tokens: int) -> None:
         """Count tokens."""
-        self._metrics.api_key_tokens.labels(self._key.name).inc(num_tokens)
+        self._num_tokens.inc(num_tokens)
         if self._key.tokens_per_minute is not None:
             self._meter.use(num_tokens, self._key.tokens_per_minute)
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -51,6 +56,38 @@ def test_failures_are_counted(tmp_path: Path) -> None:
         code, stdout, _ = invoke(url, "-n", 7, "--rate", 500, "--prompt-length", 4)
     assert code == 1
     assert "failed: 7 with status 429" in stdout
+
+
+def test_ctrl_c_tells_what_has_come_out_so_far(tmp_path: Path) -> None:
+    command = (
+        # What starts the tests may have told its children to ignore it, as shells do with background jobs.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from deploy.cli import main; main()"
+    )
+    door = Door()
+    with live_server(door.app) as url:
+        trace = tmp_path / "trace"
+        trace.write_text("0\n0.01\n0.02\n1000\n")
+        options = ["bench", "online", url, "--trace", trace, "--prompt-length", 4, "--json", tmp_path / "run"]
+        arguments = [sys.executable, "-c", command, *map(str, options)]
+        with subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                deadline_s = time.monotonic() + 60
+                while len(door.service.closed) < 3:
+                    assert time.monotonic() < deadline_s
+                    time.sleep(0.01)
+                time.sleep(0.5)  # the client has to read some of what the door has written
+                process.send_signal(signal.SIGINT)
+                stdout, stderr = process.communicate(timeout=60)
+            finally:
+                process.kill()
+    assert process.returncode == 130
+    assert "interrupted: of 4 requests" in stderr
+    complete = re.match(r"([123]) of \1 requests complete", stdout)
+    assert complete is not None
+    assert len(json.loads((tmp_path / "run").read_text())["requests"]) == int(complete[1])
 
 
 def test_mistakes(tmp_path: Path) -> None:
