@@ -81,6 +81,8 @@ def test_mistakes(tmp_path: Path, config: Path) -> None:
         ((requests, requests), "give another one"),
         ((requests, tmp_path / "no" / "out"), "cannot be written"),
         ((requests, out, "--url", "http://x", "-c", config), "either --url, or --config"),
+        ((requests, out, "--url", "http://a:b"), "is not a URL"),
+        ((requests, out, "--url", "ftp://x"), "is not a URL"),
     ):
         code, _, stderr = invoke(*arguments)
         assert code == 2

@@ -93,6 +93,7 @@ def test_ctrl_c_tells_what_has_come_out_so_far(tmp_path: Path) -> None:
 def test_mistakes(tmp_path: Path) -> None:
     for arguments, message in (
         (("http://127.0.0.1:9",), "nothing answers"),
+        (("http://:99999999",), "is not a URL"),
         (("--slo", "fast"), "--slo"),
         (("--prompt-length", "long"), "--prompt-length"),
         (("--trace", tmp_path / "none"), "--trace"),

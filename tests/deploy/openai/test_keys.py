@@ -7,17 +7,23 @@ import logging
 import math
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
 
 from deploy.api_keys import ApiKeysFile, follow_api_keys, line_of, new_api_key, read_api_keys
 from deploy.openai.app import create_app
+from deploy.openai.errors import ApiError
 from deploy.openai.keys import ApiKey, KeyRing, digest_api_key
 from deploy.openai.metrics import DoorMetrics
+from deploy.openai.middleware import ApiKeys
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.clock import ManualClock
@@ -305,6 +311,42 @@ def test_a_bad_line_is_named_and_not_shown(tmp_path: Path, line: str, message: s
     assert f"{file}:3: " in str(error.value)
     assert message in str(error.value)
     assert "secret" not in str(error.value)
+
+
+WORD = st.one_of(
+    st.sampled_from(
+        ["alice", f"sha256:{DIGEST}", DIGEST, "max_concurrency=3", "tokens_per_minute=0", "#", "="]
+    ),
+    st.text(min_size=1, max_size=70),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(st.lists(WORD, max_size=5).map(" ".join), max_size=4))
+def test_whatever_a_file_holds_it_is_read_or_refused_by_line(tmp_path: Path, lines: list[str]) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes("\n".join([*lines, "SECRETSECRETSECRET"]).encode("utf-8", "replace"))
+    with pytest.raises(ConfigError) as error:
+        read_api_keys(file)
+    messages = str(error.value).split("\n")
+    assert all(re.match(rf"http\.api_keys_file: {re.escape(str(file))}:\d+: ", line) for line in messages)
+    assert "SECRET" not in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda key: b"Bearer " + key)))
+def test_whatever_is_sent_for_a_key_it_is_a_401(value: bytes) -> None:
+    ring = KeyRing([key_of("right")])
+    passed: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope)
+
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", value)]}
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(ApiKeys(app, ring)(scope, None, None))
+    assert refused.value.status == 401
+    assert not passed
 
 
 def test_digests_are_not_shown_either() -> None:
