@@ -26,8 +26,6 @@ config_app = typer.Typer(name="config", help="Check and describe configuration f
 bench_app = typer.Typer(name="bench", help="Measure.", no_args_is_help=True)
 app.add_typer(config_app)
 app.add_typer(bench_app)
-keys_app = typer.Typer(name="keys", help="API keys for http.api_keys_file.", no_args_is_help=True)
-app.add_typer(keys_app)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -258,6 +256,39 @@ def batch(
     )
 
 
+keys_app = typer.Typer(name="keys", help="API keys for http.api_keys_file.", no_args_is_help=True)
+app.add_typer(keys_app)
+
+
+@keys_app.command()
+@readable_errors
+def new(
+    name: Annotated[str, typer.Argument(help="Whose it is: shown in metrics and logs.")],
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Choices (prompts times n) generated at once.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompts and of what is generated.")
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Make an API key: print it, once, and the line of http.api_keys_file that lets a server accept it.
+
+    The line holds the key's SHA-256, not the key. Servers that run read the file again when it changes.
+
+    Examples:
+
+        drafthouse keys new alice
+
+        drafthouse keys new batch-jobs --max-concurrency 16 --tokens-per-minute 200000
+
+        drafthouse keys new bob | tee >(tail -n 1 >> keys)
+    """
+    from deploy.cli.keys import print_new_key
+
+    print_new_key(name, max_concurrency, tokens_per_minute)
+
+
 @bench_app.command()
 @readable_errors
 def offline(
@@ -464,35 +495,6 @@ def schema(debug: DebugOption = False) -> None:
     from deploy.cli.config import print_schema
 
     print_schema()
-
-
-@keys_app.command()
-@readable_errors
-def new(
-    name: Annotated[str, typer.Argument(help="Whose it is: shown in metrics and logs.")],
-    max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Choices (prompts times n) generated at once.")
-    ] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompts and of what is generated.")
-    ] = None,
-    debug: DebugOption = False,
-) -> None:
-    """Make an API key: print it, once, and the line of http.api_keys_file that lets a server accept it.
-
-    The line holds the key's SHA-256, not the key. Servers that run read the file again when it changes.
-
-    Examples:
-
-        drafthouse keys new alice
-
-        drafthouse keys new batch-jobs --max-concurrency 16 --tokens-per-minute 200000
-
-        drafthouse keys new bob | tee >(tail -n 1 >> keys)
-    """
-    from deploy.cli.keys import print_new_key
-
-    print_new_key(name, max_concurrency, tokens_per_minute)
 
 
 def main() -> None:
