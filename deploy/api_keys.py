@@ -1,25 +1,166 @@
-"""API keys: read from a file where the server is started; only digests leave this module."""
+"""The file of API keys: made, read, and followed while the server runs. It holds digests, never a key.
+
+One key per line:
+
+    NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N]
+
+A line may also be the 64 hexadecimal digits alone. Empty lines, and lines that start with #, are skipped. No
+message of this module shows what a line says: where a digest is expected, somebody may have put a key.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import re
+import secrets
 from pathlib import Path
 
-from deploy.openai.middleware import digest_api_key
+from deploy.openai.keys import ApiKey, KeyRing, digest_api_key
 from specdec.core.errors import ConfigError
 
+KEY_PREFIX = "dh-"
+_NUM_RANDOM_BYTES = 32
+_FOLLOW_S = 2.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_DIGEST = re.compile(r"(?:sha256:)?([0-9a-fA-F]{64})")
+_LIMIT = re.compile(r"(max_concurrency|tokens_per_minute)=([1-9][0-9]{0,11})")
+_FORM = "`NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N]`"
+_HOW = (
+    "the file holds keys as their SHA-256: `drafthouse keys new NAME` makes a key and its line, "
+    "`printf %s KEY | sha256sum` the digest of one that you have"
+)
+logger = logging.getLogger(__name__)
 
-def read_api_keys(file: str | Path) -> frozenset[bytes]:
-    """Return the SHA-256 digests of the keys in a file, one per line; empty lines and # lines are skipped.
+
+def new_api_key(
+    name: str, *, max_concurrency: int | None, tokens_per_minute: int | None
+) -> tuple[str, ApiKey]:
+    """Return a random key, which is nowhere else, and what the server is to know of it.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no key.
+        ConfigError: the name has characters that the file could not hold.
+    """
+    if not _NAME.fullmatch(name) or _DIGEST.fullmatch(name):
+        raise ConfigError(
+            f"NAME must be up to 64 letters, digits and . _ @ -, the first a letter or digit, got {name!r}"
+        )
+    text = KEY_PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
+    key = ApiKey(
+        name=name,
+        digest=digest_api_key(text),
+        max_concurrency=max_concurrency,
+        tokens_per_minute=tokens_per_minute,
+    )
+    return text, key
+
+
+def line_of(key: ApiKey) -> str:
+    """Return a key's line in the file."""
+    limits = {"max_concurrency": key.max_concurrency, "tokens_per_minute": key.tokens_per_minute}
+    given = [f"{name}={value}" for name, value in limits.items() if value is not None]
+    return " ".join((key.name, f"sha256:{key.digest.hex()}", *given))
+
+
+def read_api_keys(file: str | Path) -> tuple[ApiKey, ...]:
+    """Return the keys of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no key, or has lines that are wrong: names file and lines.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"http.api_keys_file: {file} cannot be read: {reason}") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    keys: list[ApiKey] = []
+    problems = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            keys.append(_distinct(_parsed(line), keys))
+        except ConfigError as error:
+            problems.append(f"http.api_keys_file: {file}:{number}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
     if not keys:
-        raise ConfigError(f"http.api_keys_file: {file} holds no key")
-    return frozenset(map(digest_api_key, keys))
+        raise ConfigError(f"http.api_keys_file: {file} holds no key; {_HOW}")
+    return tuple(keys)
+
+
+def _parsed(line: str) -> ApiKey:
+    words = line.split()
+    alone = _DIGEST.fullmatch(words[0])
+    name = f"key-{alone[1][:8].lower()}" if alone else words[0]
+    if alone is None and not _NAME.fullmatch(name):
+        raise ConfigError(f"is not {_FORM}: {_HOW}")
+    digest = alone or (_DIGEST.fullmatch(words[1]) if len(words) > 1 else None)
+    if digest is None:
+        raise ConfigError(f"is not {_FORM}: {_HOW}")
+    limits: dict[str, int] = {}
+    for position, word in enumerate(words[1 if alone else 2 :], 2 if alone else 3):
+        limit = _LIMIT.fullmatch(word)
+        if limit is None or limit[1] in limits:
+            raise ConfigError(
+                f"word {position} is neither max_concurrency=N nor tokens_per_minute=N (each once, N >= 1)"
+            )
+        limits[limit[1]] = int(limit[2])
+    return ApiKey(
+        name=name,
+        digest=bytes.fromhex(digest[1]),
+        max_concurrency=limits.get("max_concurrency"),
+        tokens_per_minute=limits.get("tokens_per_minute"),
+    )
+
+
+def _distinct(key: ApiKey, before: list[ApiKey]) -> ApiKey:
+    for other in before:
+        if other.digest == key.digest:
+            raise ConfigError(f"has the digest of another line (the key named {other.name})")
+        if other.name == key.name:
+            raise ConfigError(f"has the name of another line ({key.name})")
+    return key
+
+
+class ApiKeysFile:
+    """A file of keys that may change at any time, also by being replaced, as Kubernetes does with secrets."""
+
+    def __init__(self, file: str | Path) -> None:
+        self._file = Path(file)
+        self._seen: tuple[int, int, int] | str | None = None
+
+    def changed(self) -> tuple[ApiKey, ...] | None:
+        """Return the keys if the file is another one than at the call before, else None.
+
+        Raises:
+            ConfigError: it is another one, and wrong. Said once per change.
+        """
+        try:
+            stat = os.stat(self._file)
+            seen: tuple[int, int, int] | str = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        except OSError as error:
+            seen = f"cannot be read: {error.strerror}"
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        return read_api_keys(self._file)
+
+
+async def follow_api_keys(file: str | Path, ring: KeyRing, *, interval_s: float = _FOLLOW_S) -> None:
+    """Put the file's keys into `ring` whenever it changes, until cancelled.
+
+    A file that is wrong, or gone, changes nothing: the keys from before stay in force, and the log says so.
+    """
+    keys_file = ApiKeysFile(file)
+    while True:
+        try:
+            keys = await asyncio.to_thread(keys_file.changed)
+        except ConfigError as error:
+            logger.error("the API keys from before stay in force: %s", error)
+        else:
+            if keys is not None:
+                ring.replace(keys)
+                logger.info("%d API keys read from %s", len(keys), file)
+        await asyncio.sleep(interval_s)

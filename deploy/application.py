@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ray import serve
 
 from cluster.application import build_application as build_cluster
@@ -9,6 +11,7 @@ from cluster.application import resolve
 from cluster.config import ClusterConfig
 from deploy.config import DrafthouseConfig
 from deploy.ingress import IngressReplica
+from deploy.openai.keys import ApiKey
 from deploy.openai.settings import DoorSettings
 from specdec.model.config import ModelConfig
 
@@ -19,7 +22,7 @@ _MAX_ONGOING_REQUESTS = 10_000
 coordinators' queues, not this number, decide who is refused."""
 
 
-def build_application(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -> serve.Application:
+def build_application(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> serve.Application:
     """Return the application, ready for `serve.run`. Ray must be connected.
 
     Raises:
@@ -28,11 +31,11 @@ def build_application(config: DrafthouseConfig, api_key_digests: frozenset[bytes
     cluster = resolve(config.cluster)
     coordinators = build_cluster(config.engine(), cluster)
     return _ingress(cluster).bind(
-        config.target, cluster, door_settings(config, api_key_digests), coordinators
+        config.target, cluster, door_settings(config, api_keys), config.http.api_keys_file, coordinators
     )
 
 
-def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -> DoorSettings:
+def door_settings(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> DoorSettings:
     """Return what the HTTP door is to know."""
     http, scheduler = config.http, config.scheduler
     room = config.cluster.target_groups.num_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
@@ -41,7 +44,8 @@ def door_settings(config: DrafthouseConfig, api_key_digests: frozenset[bytes]) -
         max_body_bytes=http.max_body_bytes,
         max_choices=min(http.max_choices, room),  # more could never be taken in, however long one waits
         request_timeout_s=http.request_timeout_s,
-        api_key_digests=api_key_digests,
+        body_timeout_s=http.body_timeout_s,
+        api_keys=tuple(api_keys),
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         request_classes=frozenset(http.request_classes),
         parallelism=parallelism_of(config.target),

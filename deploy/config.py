@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from cluster.config import ClusterConfig
-from deploy.openai.settings import DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_CHOICES
+from deploy.openai.settings import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_CHOICES
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES
@@ -21,8 +21,8 @@ class HttpConfig(StrictConfig):
     served_model_name: str | None = Field(default=None, min_length=1)
     """Name that clients call the model by; None: the name of the target's folder."""
     api_keys_file: str | None = None
-    """File with one API key per line; empty lines and lines that start with # are ignored. None: no key is
-    asked for."""
+    """File with the API keys that are accepted, one per line as `drafthouse keys new` writes them: hashed,
+    with a name and limits. Read again whenever it changes. None: no key is asked for."""
     share_prefixes_between_keys: bool = False
     """Let requests of one API key find prompts of others in the prefix cache. Saves work where all send the
     same system prompt; but by the time until the first token one can tell what others have sent."""
@@ -31,6 +31,8 @@ class HttpConfig(StrictConfig):
     accepted is learnt per class."""
     max_body_bytes: int = Field(default=DEFAULT_MAX_BODY_BYTES, ge=1024)
     """Longest request body in bytes; longer ones are answered with 413."""
+    body_timeout_s: float = Field(default=DEFAULT_BODY_TIMEOUT_S, gt=0)
+    """Seconds that a request's body may take to arrive; slower ones are answered with 408."""
     max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)
     """Most choices of one request: number of prompts times `n`."""
     request_timeout_s: float | None = Field(default=None, gt=0)

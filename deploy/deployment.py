@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import httpx
 from ray import serve
@@ -21,6 +21,7 @@ from cluster.directory_actor import close_directory
 from cluster.start_reports import read_start_reports
 from deploy.application import APPLICATION, build_application
 from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.openai.keys import ApiKey
 from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, ResourceError, UserError
 
 _POLL_S = 0.25
@@ -48,12 +49,12 @@ class Deployment:
     """One application on the connected cluster."""
 
     def __init__(
-        self, config: DrafthouseConfig, api_key_digests: frozenset[bytes], *, show_logs: bool = False
+        self, config: DrafthouseConfig, api_keys: Sequence[ApiKey], *, show_logs: bool = False
     ) -> None:
         # Importing Serve has set the level of its logger.
         logging.getLogger("ray.serve").setLevel(logging.INFO if show_logs else logging.WARNING)
         self._config = config
-        self._api_key_digests = api_key_digests
+        self._api_keys = api_keys
         self._has_started = False
         self._has_served = False
 
@@ -87,7 +88,7 @@ class Deployment:
             ),
             logging_config=_quiet(),
         )
-        application = build_application(self._config, self._api_key_digests)
+        application = build_application(self._config, self._api_keys)
         target = RunTarget(application, name=APPLICATION, route_prefix="/", logging_config=_quiet())
         self._has_started = True
         serve.run_many(

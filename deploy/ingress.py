@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,9 @@ from ray import serve
 
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
+from deploy.api_keys import follow_api_keys
 from deploy.openai.app import create_app
+from deploy.openai.keys import KeyRing
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.model.config import ModelConfig
@@ -27,20 +30,34 @@ class IngressReplica:
     """
 
     def __init__(
-        self, target: ModelConfig, cluster: ClusterConfig, settings: DoorSettings, coordinators: Any
+        self,
+        target: ModelConfig,
+        cluster: ClusterConfig,
+        settings: DoorSettings,
+        api_keys_file: str | None,
+        coordinators: Any,
     ) -> None:
-        """`coordinators` makes Serve start them with this one; the handle is not used: tokens travel on
+        """`api_keys_file` is followed, if this node has it; `settings` have the keys it held at the start.
+
+        `coordinators` makes Serve start them with this one; the handle is not used: tokens travel on
         channels."""
         prepare_logging("ingress")
         tokenizer = HuggingFaceTokenizer.load(Path(target.model), trust_remote_code=target.trust_remote_code)
         self._service = ClusterService(cluster)
-        self._app = create_app(self._service, settings, tokenizer)
+        self._ring = KeyRing(settings.api_keys)
+        self._api_keys_file = api_keys_file
+        self._following: asyncio.Task[None] | None = None
+        self._app = create_app(self._service, settings, tokenizer, self._ring)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Join the cluster and return the application; Serve calls it once, in the loop of the requests."""
         await self._service.start()
+        if self._api_keys_file is not None:
+            self._following = asyncio.create_task(follow_api_keys(self._api_keys_file, self._ring))
         return self._app
 
     async def __del__(self) -> None:
         """Called by Serve before the replica ends."""
+        if self._following is not None:
+            self._following.cancel()
         await self._service.close()

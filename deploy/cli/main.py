@@ -191,6 +191,108 @@ def generate(
     generate_text(prompt, engine, params)
 
 
+@app.command()
+@readable_errors
+def batch(
+    requests: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="Requests in OpenAI's batch format.")],
+    results: Annotated[Path, typer.Argument(metavar="OUT.JSONL", help="Where results are added.")],
+    url: Annotated[
+        str | None, typer.Option(help=f"The server; without --config and --model too: {DEFAULT_URL}.")
+    ] = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = None,
+    num_speculative_tokens: DraftTokensOption = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-j", min=1, help="Requests at once.")] = 32,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 3600.0,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a server that is away or full.")
+    ] = 600.0,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")
+    ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DRAFTHOUSE_API_KEY", help="Where the server has keys.")
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Answer a file of requests, on a server or in this process.
+
+    One request per line: `{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {...}}`.
+    Results come in the order in which they are ready. What is in OUT.JSONL already is not asked for again, so
+    the same command goes on after Ctrl-C or a crash. Exit code 1 if any request has failed.
+
+    Examples:
+
+        drafthouse batch in.jsonl out.jsonl
+
+        drafthouse batch in.jsonl out.jsonl --url http://10.0.0.7:8000 -j 128
+
+        drafthouse batch in.jsonl out.jsonl --config configs/offline-batch.yaml
+    """
+    from deploy.batch.runner import BatchOptions
+    from deploy.cli.batch import BatchCommand, run_batch
+    from deploy.cli.inputs import engine_config
+    from deploy.config_file import load_config
+    from specdec.core.errors import ConfigError
+
+    is_here = config is not None or model is not None
+    if is_here and url is not None:
+        raise ConfigError("give either --url, or --config or --model, not both")
+    engine = (
+        engine_config(config, model, draft, dtype, num_speculative_tokens, DEFAULT_CONFIG)
+        if is_here
+        else None
+    )
+    run_batch(
+        BatchCommand(
+            requests=requests,
+            results=results,
+            url=None if is_here else url or DEFAULT_URL,
+            engine=engine,
+            served_model_name=load_config(config).http.served_model_name if config is not None else None,
+            api_key=api_key,
+            options=BatchOptions(concurrency=concurrency, patience_s=patience),
+            timeout_s=timeout,
+            are_failures_retried=retry_failed,
+        )
+    )
+
+
+keys_app = typer.Typer(name="keys", help="API keys for http.api_keys_file.", no_args_is_help=True)
+app.add_typer(keys_app)
+
+
+@keys_app.command()
+@readable_errors
+def new(
+    name: Annotated[str, typer.Argument(help="Whose it is: shown in metrics and logs.")],
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Choices (prompts times n) generated at once.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompts and of what is generated.")
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Make an API key: print it, once, and the line of http.api_keys_file that lets a server accept it.
+
+    The line holds the key's SHA-256, not the key. Servers that run read the file again when it changes.
+
+    Examples:
+
+        drafthouse keys new alice
+
+        drafthouse keys new batch-jobs --max-concurrency 16 --tokens-per-minute 200000
+
+        drafthouse keys new bob | tee >(tail -n 1 >> keys)
+    """
+    from deploy.cli.keys import print_new_key
+
+    print_new_key(name, max_concurrency, tokens_per_minute)
+
+
 @bench_app.command()
 @readable_errors
 def offline(
@@ -243,6 +345,128 @@ def offline(
         repeats=repeats,
         is_plain_measured=plain,
         json_file=json,
+    )
+
+
+@bench_app.command()
+@readable_errors
+def online(
+    url: Annotated[str, typer.Argument(help="Any OpenAI endpoint.")] = DEFAULT_URL,
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="What is asked for.")
+    ] = "completions",
+    model: Annotated[str | None, typer.Option(help="As the server calls it; else its first one.")] = None,
+    rate: Annotated[float, typer.Option(min=1e-3, help="Requests per second, on average.")] = 1.0,
+    burstiness: Annotated[
+        float, typer.Option(min=0, max=100, help="1: Poisson arrivals; 0: evenly spaced; more: in bursts.")
+    ] = 1.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrivals instead of --rate: a time or a JSON object per line.")
+    ] = None,
+    speedup: Annotated[float, typer.Option(min=1e-6, help="Plays a trace so many times as fast.")] = 1.0,
+    num_requests: Annotated[
+        int | None, typer.Option("--num-requests", "-n", min=1, help="Without --duration: 100.")
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds in which requests arrive.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='Prompts, in turn: a text file with one per line, or JSON lines with a "prompt".'),
+    ] = None,
+    prompt_length: Annotated[
+        str,
+        typer.Option(help="Words of made-up prompts: N, LOW-HIGH, lognormal:MEDIAN,SIGMA, exponential:MEAN."),
+    ] = "128",
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=32, help="Make prompts of random token ids below this: --prompt-length in tokens."),
+    ] = None,
+    output_length: Annotated[str, typer.Option(help="Most tokens of an answer, as --prompt-length.")] = "128",
+    extra_body: Annotated[
+        str | None, typer.Option(help='More fields of bodies: {"ignore_eos": true, "temperature": 0}.')
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths, prompts and answers.")] = 0,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(help="ttft, tpot, itl (longest) or e2e, then =SECONDS; repeatable. For goodput."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a server may say nothing.")] = 600.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DRAFTHOUSE_API_KEY", help="Where the server has keys.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all times and results there.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write a line per request there.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw a picture there: .svg, .png or .pdf.")
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Load an endpoint with streams, and measure what its clients see.
+
+    The load is open: requests arrive when they are due, however the server does, and latencies count from
+    then. TTFT, TPOT, time between deliveries (ITL) and end-to-end time as percentiles; goodput under --slo.
+
+    Examples:
+
+        drafthouse bench online --rate 8 -n 500 --slo ttft=0.5 --slo tpot=0.05
+
+        drafthouse bench online http://10.0.0.7:8000 --trace trace.jsonl --speedup 2 --plot run.svg
+
+        drafthouse bench online --endpoint chat --prompts prompts.jsonl --burstiness 4 --duration 60
+
+        drafthouse bench online --prompt-length lognormal:200,0.8 --output-length 16-256 --vocab-size 4096
+    """
+    from deploy.cli.bench_online import OnlineOptions, Outputs, extra_fields, run_online
+    from deploy.cli.inputs import read_prompts
+    from deploy.load.arrivals import RandomArrivals, length_of, read_trace, take
+    from deploy.load.report import objectives_of
+    from specdec.core.errors import ConfigError
+
+    if vocab_size is not None and endpoint == "chat":
+        raise ConfigError("--vocab-size: only completions take token ids; leave it out, or --endpoint chat")
+    if trace is not None:
+        arrivals = read_trace(trace, speedup=speedup)[:num_requests]
+        arrivals = tuple(arrival for arrival in arrivals if duration is None or arrival.at_s < duration)
+    else:
+        number = 100 if num_requests is None and duration is None else num_requests
+        random_arrivals = RandomArrivals(rate=rate, burstiness=burstiness, seed=seed)
+        arrivals = take(random_arrivals, num_requests=number, duration_s=duration)
+    if not arrivals:
+        raise ConfigError("--duration: no request arrives in that time")
+    run_online(
+        OnlineOptions(
+            url=url,
+            api_key=api_key,
+            endpoint=endpoint,
+            model=model,
+            arrivals=arrivals,
+            prompts=read_prompts(prompts) if prompts is not None else (),
+            prompt_length=length_of(prompt_length, "--prompt-length"),
+            output_length=length_of(output_length, "--output-length"),
+            vocab_size=vocab_size,
+            seed=seed,
+            extra=extra_fields(extra_body),
+            objectives=objectives_of(slo or ()),
+            timeout_s=timeout,
+            outputs=Outputs(json=json, csv=csv, plot=plot),
+            described={
+                "url": url,
+                "endpoint": endpoint,
+                "model": model,
+                "rate": rate,
+                "burstiness": burstiness,
+                "trace": str(trace) if trace else None,
+                "speedup": speedup,
+                "duration": duration,
+                "prompts": str(prompts) if prompts else None,
+                "prompt_length": prompt_length,
+                "vocab_size": vocab_size,
+                "output_length": output_length,
+                "extra_body": extra_body,
+                "seed": seed,
+            },
+        )
     )
 
 

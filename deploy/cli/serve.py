@@ -29,6 +29,7 @@ from deploy.cli.ray_messages import RayMessages
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.config_file import load_config
 from deploy.local_ray import RaySession, session_log_folder
+from deploy.openai.keys import ApiKey
 from deploy.preflight import (
     check_address,
     check_exposure,
@@ -75,8 +76,8 @@ def serve_until_stopped(options: ServeOptions) -> None:
     _raise_on_signals()
     try:
         config = _configured(options)
-        api_key_digests = _checked(config, options, console)
-        _serve(config, api_key_digests, options, console)
+        api_keys = _checked(config, options, console)
+        _serve(config, api_keys, options, console)
     except Stopped:
         console.print("stopped")
 
@@ -88,10 +89,10 @@ def _configured(options: ServeOptions) -> DrafthouseConfig:
     return config.model_copy(update={"http": HttpConfig.model_validate(http)})
 
 
-def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) -> frozenset[bytes]:
-    """Check all that can be checked before anything is started; return the API keys' digests."""
+def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) -> tuple[ApiKey, ...]:
+    """Check all that can be checked before anything is started; return the API keys."""
     keys_file = config.http.api_keys_file
-    digests: frozenset[bytes] = read_api_keys(keys_file) if keys_file is not None else frozenset()
+    api_keys = read_api_keys(keys_file) if keys_file is not None else ()
     check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
     if options.address is None:
         check_port(config.http)
@@ -104,11 +105,11 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
             check_local_resources(config, options.num_cpus or usable_cpus())
     for text in warnings_of(config.engine()):
         console.print(f"warning: {text}", soft_wrap=True, markup=False)
-    return digests
+    return api_keys
 
 
 def _serve(
-    config: DrafthouseConfig, api_key_digests: frozenset[bytes], options: ServeOptions, console: Console
+    config: DrafthouseConfig, api_keys: tuple[ApiKey, ...], options: ServeOptions, console: Console
 ) -> None:
     started_s = time.monotonic()
     answers = sys.stdout
@@ -125,7 +126,7 @@ def _serve(
         _raise_on_signals()  # Ray has put a handler of its own in place
         from deploy.deployment import Deployment
 
-        deployment = Deployment(config, api_key_digests, show_logs=options.show_logs)
+        deployment = Deployment(config, api_keys, show_logs=options.show_logs)
         with _stopping(deployment, console):
             _start(deployment, console)
             ready_s = time.monotonic() - started_s

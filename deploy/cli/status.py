@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
 from deploy.cli.status_view import view_of
 from deploy.status import OBJECT, STATUS_PATH, Status
 from specdec.core.errors import DrafthouseError, UserError
 
-API_KEY_VARIABLE = "DRAFTHOUSE_API_KEY"
 _TIMEOUT_S = 10.0
 _PIPE_WIDTH = 120
 
@@ -44,9 +44,8 @@ def show_status(options: StatusOptions) -> None:
         UserError: nothing, or something else, is at the URL, or the key is not right.
         StatusUnavailable: the server cannot answer now.
     """
-    url = _base_url(options.url)
-    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
-    with httpx.Client(headers=headers, timeout=_TIMEOUT_S) as client:
+    url = base_url(options.url)
+    with httpx.Client(headers=authorization(options.api_key), timeout=_TIMEOUT_S) as client:
         if options.interval_s is None:
             _print(fetch(client, url), url, as_json=options.as_json)
         elif options.as_json:
@@ -99,12 +98,6 @@ def _wrong_key(url: str, *, is_given: bool) -> str:
     if is_given:
         return f"{url} does not accept this API key: give one of http.api_keys_file"
     return f"{url} asks for an API key: give --api-key, or set {API_KEY_VARIABLE}"
-
-
-def _base_url(typed: str) -> str:
-    """Return the URL without path: `serve` prints one that ends in /v1, and people leave out the scheme."""
-    url = typed if "://" in typed else f"http://{typed}"
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def _print(status: Status, url: str, *, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.errors import ApiError, not_ready
+from deploy.openai.keys import ApiKey, KeyRing
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render
 from deploy.openai.middleware import ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
@@ -45,20 +46,27 @@ _METRICS_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-def create_app(service: GenerationService, settings: DoorSettings, tokenizer: DoorTokenizer) -> FastAPI:
+def create_app(
+    service: GenerationService,
+    settings: DoorSettings,
+    tokenizer: DoorTokenizer,
+    ring: KeyRing | None = None,
+) -> FastAPI:
     """Return the ASGI application that serves `service`.
 
-    The caller owns `service`; its event loop must be the one the application runs in.
+    The caller owns `service`; its event loop must be the one the application runs in. Through `ring`, which
+    begins with the keys of `settings`, keys can be replaced later.
     """
-    door = _Door(service, settings, tokenizer)
+    ring = KeyRing(settings.api_keys) if ring is None else ring
+    door = _Door(service, settings, tokenizer, ring)
     app = FastAPI(
         title="Drafthouse",
         docs_url=None,
         redoc_url=None,
         middleware=[
             Middleware(Border, metrics=door.metrics),
-            Middleware(ApiKeys, digests=settings.api_key_digests),
-            Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),
+            Middleware(ApiKeys, ring=ring),
+            Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s),
         ],
     )
     app.add_api_route("/v1/completions", door.completions, methods=["POST"], response_model=None)
@@ -75,7 +83,10 @@ def create_app(service: GenerationService, settings: DoorSettings, tokenizer: Do
 class _Door:
     """The routes."""
 
-    def __init__(self, service: GenerationService, settings: DoorSettings, tokenizer: DoorTokenizer) -> None:
+    def __init__(
+        self, service: GenerationService, settings: DoorSettings, tokenizer: DoorTokenizer, ring: KeyRing
+    ) -> None:
+        self._ring = ring
         self._service = service
         self._settings = settings
         self._tokenizer = tokenizer
@@ -171,11 +182,20 @@ class _Door:
 
     async def _respond(self, prepared: PreparedRequest, http: HttpRequest) -> Response:
         receive = http.receive
-        if not self._settings.share_prefixes_between_keys:
-            prepared = salted(prepared, getattr(http.state, "api_key_digest", None))
+        key: ApiKey | None = getattr(http.state, "api_key", None)
+        if key is not None and not self._settings.share_prefixes_between_keys:
+            prepared = salted(prepared, key.digest)
         longest_s = self._settings.request_timeout_s
         prepared = limited(prepared, http.headers.get(TIMEOUT_HEADER), longest_s)
-        outputs = ChoiceOutputs(self._service, prepared.requests, self.metrics, timeout_s=prepared.timeout_s)
+        usage = self._ring.usage(
+            key,
+            num_choices=len(prepared.requests),
+            num_prompt_tokens=prepared.num_prompt_tokens,
+            metrics=self.metrics,
+        )
+        outputs = ChoiceOutputs(
+            self._service, prepared.requests, self.metrics, usage, timeout_s=prepared.timeout_s
+        )
         try:
             if prepared.body.stream:
                 events = EventStream(prepared, outputs, self._tokenizer).events()

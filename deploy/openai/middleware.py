@@ -6,25 +6,18 @@ Plain ASGI: nothing here buffers a response.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
-from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.openai.errors import ApiError, api_error_of, internal_error
+from deploy.openai.keys import ApiKey, KeyRing
 from deploy.openai.metrics import DoorMetrics
 
 _DRAIN_S = 5.0
 _DRAIN_TIMES_LIMIT = 16
 logger = logging.getLogger(__name__)
-
-
-def digest_api_key(key: str) -> bytes:
-    """Return what is kept of an API key."""
-    return hashlib.sha256(key.encode()).digest()
 
 
 class Border:
@@ -66,30 +59,28 @@ class Border:
 class ApiKeys:
     """Asks for `Authorization: Bearer KEY` under /v1/; does nothing when no keys are configured.
 
-    Routes find the digest of the key that was given in `state.api_key_digest`.
+    Routes find the `ApiKey` that was given in `state.api_key`.
     """
 
-    def __init__(self, app: ASGIApp, digests: Iterable[bytes]) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
         self._app = app
-        self._digests = tuple(digests)
+        self._ring = ring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or answer 401."""
-        if scope["type"] == "http" and self._digests and scope["path"].startswith("/v1"):
-            digest = self._check(Headers(scope=scope).get("authorization"))
-            scope.setdefault("state", {})["api_key_digest"] = digest
+        if scope["type"] == "http" and self._ring.is_asked_for and scope["path"].startswith("/v1"):
+            key = self._check(Headers(scope=scope).get("authorization"))
+            scope.setdefault("state", {})["api_key"] = key
         await self._app(scope, receive, send)
 
-    def _check(self, authorization: str | None) -> bytes:
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
+    def _check(self, authorization: str | None) -> ApiKey:
+        scheme, _, text = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not text:
             raise _unauthorized("You did not provide an API key: send Authorization: Bearer YOUR_KEY.", None)
-        given = digest_api_key(key.strip())
-        # All of them, whether or not one has matched: the time taken says nothing about the keys.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if not any(matches):
+        key = self._ring.find(text.strip())
+        if key is None:
             raise _unauthorized("Incorrect API key provided.", "invalid_api_key")
-        return given
+        return key
 
 
 def _unauthorized(message: str, code: str | None) -> ApiError:
@@ -97,14 +88,19 @@ def _unauthorized(message: str, code: str | None) -> ApiError:
 
 
 class BodyLimit:
-    """Answers 413 to bodies above a limit, as soon as their length is known, without holding them."""
+    """Answers 413 to bodies above a limit, as soon as their length is known, without holding them.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    Bodies that are not there after `timeout_s` are answered with 408: a client that sends a byte now and then
+    would hold a request for as long as it likes.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or answer 413."""
+        """Serve one request, or answer 408 or 413."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -115,13 +111,20 @@ class BodyLimit:
             return
         num_bytes = 0
         has_started = False
+        deadline_s: float | None = asyncio.get_running_loop().time() + self._timeout_s
 
         async def receive_counting() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, deadline_s
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                raise _BodyTooSlow from None
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_body_bytes:
                 raise _BodyTooLong
+            if not message.get("more_body", False):
+                deadline_s = None  # what follows is the end of the connection, whenever that is
             return message
 
         async def send_noting_start(message: Message) -> None:
@@ -135,6 +138,18 @@ class BodyLimit:
             if has_started:
                 raise
             await self._refuse(False, receive, send)
+        except _BodyTooSlow:
+            if has_started:
+                raise
+            await self._body_timeout().response()(scope, receive, send)
+
+    def _body_timeout(self) -> ApiError:
+        return ApiError(
+            408,
+            f"The body was not complete after {self._timeout_s:g} s, the limit of this server.",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        )
 
     async def _refuse(self, is_body_held_back: bool, receive: Receive, send: Send) -> None:
         """Send 413, then read on for a while before the connection is closed.
@@ -169,4 +184,8 @@ class BodyLimit:
 
 
 class _BodyTooLong(Exception):
+    """Raised through the application to `BodyLimit`."""
+
+
+class _BodyTooSlow(Exception):
     """Raised through the application to `BodyLimit`."""

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from deploy.openai.errors import request_timeout
+from deploy.openai.keys import Usage
 from deploy.openai.metrics import ChoiceTimer, DoorMetrics
 from specdec.core.errors import RequestFailed
 from specdec.core.outputs import RequestOutput
@@ -25,8 +26,8 @@ _GRACE_S = 0.5
 class ChoiceOutputs:
     """Iterates over (choice index, output) of all choices, in order of arrival.
 
-    Use it as an async context manager: leaving it aborts whatever has not finished. A choice that fails
-    fails the request: the iterator raises.
+    Use it as an async context manager: entering it raises where the API key is at its limits, leaving it
+    aborts whatever has not finished. A choice that fails fails the request: the iterator raises.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class ChoiceOutputs:
         service: GenerationService,
         requests: Sequence[Request],
         metrics: DoorMetrics,
+        usage: Usage,
         *,
         timeout_s: float | None,
     ) -> None:
         self._service = service
         self._requests = requests
         self._metrics = metrics
+        self._usage = usage
         self._timeout_s = timeout_s
         self._deadline_s: float | None = None
         self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(_BUFFERED_OUTPUTS)
@@ -47,6 +50,7 @@ class ChoiceOutputs:
         self._num_unfinished = len(requests)
 
     async def __aenter__(self) -> Self:
+        self._usage.__enter__()
         if self._timeout_s is not None:
             self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s + _GRACE_S
         self._tasks = [
@@ -57,9 +61,12 @@ class ChoiceOutputs:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._usage.__exit__(kind, error, traceback)
 
     def __aiter__(self) -> Self:
         return self
@@ -98,6 +105,7 @@ class ChoiceOutputs:
         try:
             async for output in outputs:
                 timer.observe(output)
+                self._usage.charge(len(output.token_ids))
                 is_finished = output.finish_reason is not None
                 await self._queue.put((index, output))
                 if is_finished:

@@ -123,10 +123,8 @@ async def prepare_chat(
     return _prepared("chatcmpl", body, [prompt], params, description, settings)
 
 
-def salted(prepared: PreparedRequest, api_key_digest: bytes | None) -> PreparedRequest:
+def salted(prepared: PreparedRequest, api_key_digest: bytes) -> PreparedRequest:
     """Keep cached prompts of different API keys apart, within whatever salt the body names."""
-    if api_key_digest is None:
-        return prepared
     owner = api_key_digest.hex()
     return dataclasses.replace(
         prepared,

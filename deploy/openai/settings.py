@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deploy.openai.keys import ApiKey
 from specdec.core.description import TargetDescription
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 DEFAULT_MAX_CHOICES = 256
+DEFAULT_BODY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +24,10 @@ class DoorSettings:
     """Most choices (prompts times n) of one request."""
     request_timeout_s: float | None = None
     """Longest time for one request, queueing included; None: no limit."""
-    api_key_digests: frozenset[bytes] = frozenset()
-    """SHA-256 of every accepted API key; empty: no key is asked for."""
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S
+    """Longest time for a request's body to arrive; later ones are answered with 408."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """Every API key that is accepted at first; empty: no key is asked for, now or later."""
     share_prefixes_between_keys: bool = False
     """Let requests of one API key find prompts of others in the prefix cache: by the time until the first
     token, whoever guesses can tell what others have sent."""

@@ -13,6 +13,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.deployment import Deployment, DeploymentFailed, _check_running_serve, _raise_if_failed, base_url
+from deploy.openai.keys import ApiKey
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
 from specdec.scheduling.config import SchedulerConfig
@@ -83,7 +84,7 @@ def test_what_was_there_before_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"drafthouse": None}))
     monkeypatch.setattr(serve, "delete", refuse)
     monkeypatch.setattr("deploy.deployment.close_directory", refuse)
-    deployment = Deployment(DrafthouseConfig(target=ModelConfig(model="x")), frozenset())
+    deployment = Deployment(DrafthouseConfig(target=ModelConfig(model="x")), ())
     with pytest.raises(ResourceError):
         deployment.start()
     deployment.stop()
@@ -105,16 +106,16 @@ def test_base_url(host: str, url: str) -> None:
 def test_door_settings_follow_the_configuration() -> None:
     http = HttpConfig(served_model_name="m", max_body_bytes=2048, max_choices=3, request_timeout_s=9)
     config = DrafthouseConfig(target=ModelConfig(model="x"), http=http)
-    settings = door_settings(config, frozenset({b"digest"}))
+    settings = door_settings(config, (ApiKey(name="a", digest=b"digest"),))
     assert (settings.served_model_name, settings.max_body_bytes) == ("m", 2048)
     assert (settings.max_choices, settings.request_timeout_s) == (3, 9)
-    assert settings.api_key_digests == {b"digest"}
+    assert [key.digest for key in settings.api_keys] == [b"digest"]
     assert not settings.share_prefixes_between_keys
     shared = config.model_copy(update={"http": HttpConfig(share_prefixes_between_keys=True)})
-    assert door_settings(shared, frozenset()).share_prefixes_between_keys
+    assert door_settings(shared, ()).share_prefixes_between_keys
 
 
 def test_no_more_choices_than_there_is_room_for() -> None:
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_waiting=3)
     config = DrafthouseConfig(target=ModelConfig(model="x"), scheduler=scheduler)
-    assert door_settings(config, frozenset()).max_choices == 5
+    assert door_settings(config, ()).max_choices == 5

@@ -14,8 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from deploy.api_keys import read_api_keys
 from deploy.cli.main import app
 from deploy.config import DrafthouseConfig
+from deploy.openai.keys import digest_api_key
 from tests.architectures import make_model, make_tokenizer
 
 runner = CliRunner()
@@ -35,7 +37,18 @@ def user_error(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["status"], ["generate"], ["bench", "offline"], ["config", "validate"]]
+    "command",
+    [
+        [],
+        ["serve"],
+        ["status"],
+        ["generate"],
+        ["bench", "offline"],
+        ["bench", "online"],
+        ["config", "validate"],
+        ["keys", "new"],
+        ["batch"],
+    ],
 )
 def test_help_has_examples(command: list[str]) -> None:
     code, stdout, _ = invoke(*command, "--help")
@@ -276,6 +289,21 @@ def test_open_address_needs_keys(config: Path, tmp_path: Path) -> None:
     assert "cannot be read" in user_error("serve", config)
     keys.write_text("# none\n")
     assert "holds no key" in user_error("serve", config)
+
+
+def test_a_new_key_is_one_that_the_file_accepts(tmp_path: Path) -> None:
+    code, stdout, stderr = invoke("keys", "new", "alice", "--max-concurrency", 4, "--tokens-per-minute", 1000)
+    assert code == 0
+    text, line = stdout.splitlines()
+    assert text not in stderr
+    assert text not in line
+    keys = tmp_path / "keys"
+    keys.write_text(f"# of the team\n{line}\n")
+    (key,) = read_api_keys(keys)
+    assert (key.name, key.max_concurrency, key.tokens_per_minute) == ("alice", 4, 1000)
+    assert key.digest == digest_api_key(text)
+    assert invoke("keys", "new", "alice")[1].splitlines()[0] != text
+    assert "NAME must be" in user_error("keys", "new", "two words")
 
 
 def test_no_cluster_at_the_address(config: Path) -> None:

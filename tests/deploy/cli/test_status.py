@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import deploy.cli.status as command
 from deploy.cli.main import app
-from deploy.openai.middleware import digest_api_key
+from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
 from deploy.status import Status
 from specdec.core.errors import TransportError
@@ -119,7 +119,7 @@ SERVICE = ServiceStatus(
         ),
     ),
 )
-KEYS = frozenset({digest_api_key("right")})
+KEYS = (ApiKey(name="a", digest=digest_api_key("right")),)
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def test_a_server_that_loads_says_so() -> None:
     [(None, "asks for an API key: give --api-key, or set DRAFTHOUSE_API_KEY"), ("wrong", "does not accept")],
 )
 def test_a_key_that_is_missing_or_wrong(given: str | None, message: str) -> None:
-    with served(DoorSettings(api_key_digests=KEYS)) as url:
+    with served(DoorSettings(api_keys=KEYS)) as url:
         code, stdout, stderr = invoke(url, *(() if given is None else ("--api-key", given)))
     assert code == 2
     assert message in stderr
@@ -197,7 +197,7 @@ def test_a_key_that_is_missing_or_wrong(given: str | None, message: str) -> None
 
 
 def test_the_key_may_come_from_the_environment() -> None:
-    with served(DoorSettings(api_key_digests=KEYS)) as url:
+    with served(DoorSettings(api_keys=KEYS)) as url:
         code, stdout, _ = invoke(url, DRAFTHOUSE_API_KEY="right")
     assert code == 0
     assert "right" not in stdout

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.openai.middleware import digest_api_key
+from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
 from specdec.core.errors import CapacityError, ChannelClosed, InputError, NotReadyError, RequestFailed
 from specdec.core.request import LatencyTarget
@@ -315,7 +315,9 @@ def test_unknown_path_and_method(door: Door) -> None:
 
 def test_api_keys() -> None:
     door = Door(
-        settings=DoorSettings(api_key_digests=frozenset({digest_api_key("right"), digest_api_key("x")}))
+        settings=DoorSettings(
+            api_keys=tuple(ApiKey(name=text, digest=digest_api_key(text)) for text in ("right", "x"))
+        )
     )
     assert door.complete().status_code == 401
     body = {"prompt": "abc"}
@@ -334,7 +336,8 @@ def test_api_keys_keep_cached_prompts_apart(shares: bool, num_salts: int) -> Non
     keys = ["one", "two"]
     door = Door(
         settings=DoorSettings(
-            api_key_digests=frozenset(map(digest_api_key, keys)), share_prefixes_between_keys=shares
+            api_keys=tuple(ApiKey(name=key, digest=digest_api_key(key)) for key in keys),
+            share_prefixes_between_keys=shares,
         )
     )
     for key in keys * 2:

@@ -1,0 +1,1 @@
+"""Offline work: a file of requests in OpenAI's batch format, answered into another file."""

@@ -1,0 +1,30 @@
+"""How commands name a server and their key."""
+
+from __future__ import annotations
+
+import httpx
+
+from specdec.core.errors import UserError
+
+API_KEY_VARIABLE = "DRAFTHOUSE_API_KEY"
+
+
+def base_url(typed: str) -> str:
+    """Return the URL without path: `serve` prints one that ends in /v1, and people leave out the scheme.
+
+    Raises:
+        UserError: it is no URL.
+    """
+    url = typed if "://" in typed else f"http://{typed}"
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise UserError(f"{url} is not a URL: write http://HOST:PORT ({error})") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise UserError(f"{url} is not a URL: write http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """Return the headers that carry the key."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

@@ -1,0 +1,125 @@
+"""Sends requests when they are due, however the server does, and notes when what came.
+
+Times are those of the event loop's clock, from the start of the run. Latencies count from when a request was
+due, not from when it was sent: a generator that cannot keep up would flatter the server else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from pydantic_core import from_json
+
+from deploy.load.workload import PlannedRequest
+
+_DONE = "[DONE]"
+_DATA = "data:"
+INCOMPLETE = "incomplete stream"
+
+
+@dataclass(slots=True, kw_only=True)
+class Timeline:
+    """What became of one request."""
+
+    due_s: float
+    sent_s: float = 0.0
+    deliveries_s: list[float] = field(default_factory=list)
+    """When text came; one delivery may bring several tokens."""
+    ended_s: float = 0.0
+    num_prompt_tokens: int | None = None
+    """None: the server does not say."""
+    num_output_tokens: int | None = None
+    """As the server counts; the number of deliveries where it does not say."""
+    error: str | None = None
+    """What kind of failure; None: complete."""
+
+
+class _Failed(Exception):
+    """The request failed; the text is the kind of failure."""
+
+
+class LoadGenerator:
+    """One run."""
+
+    def __init__(self, client: httpx.AsyncClient, path: str) -> None:
+        """`client` has the server as its base URL, and as many connections as there may be requests."""
+        self._client = client
+        self._path = path
+        self._start_s = 0.0
+
+    async def run(
+        self, planned: Sequence[PlannedRequest], on_end: Callable[[Timeline], None]
+    ) -> list[Timeline]:
+        """Send every request at its time; return their timelines, in the same order, when all have ended."""
+        self._start_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for request in planned:
+                await asyncio.sleep(max(0.0, request.at_s - self._now_s()))
+                tasks.append(group.create_task(self._one(request, on_end)))
+        return [task.result() for task in tasks]
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._start_s
+
+    async def _one(self, request: PlannedRequest, on_end: Callable[[Timeline], None]) -> Timeline:
+        timeline = Timeline(due_s=request.at_s, sent_s=self._now_s())
+        try:
+            async with self._client.stream("POST", self._path, json=request.body) as response:
+                if response.status_code != 200:
+                    raise _Failed(f"status {response.status_code}")
+                await self._receive(response, timeline)
+        except _Failed as failure:
+            timeline.error = str(failure)
+        except httpx.HTTPError as error:
+            timeline.error = type(error).__name__
+        timeline.ended_s = self._now_s()
+        on_end(timeline)
+        return timeline
+
+    async def _receive(self, response: httpx.Response, timeline: Timeline) -> None:
+        async for line in response.aiter_lines():
+            if not line.startswith(_DATA):
+                continue
+            data = line[len(_DATA) :].strip()
+            if data == _DONE:
+                break
+            self._note(_event(data), timeline)
+        else:
+            raise _Failed(INCOMPLETE)
+        if timeline.num_output_tokens is None:
+            timeline.num_output_tokens = len(timeline.deliveries_s)
+
+    def _note(self, event: Mapping[str, Any], timeline: Timeline) -> None:
+        error = event.get("error")
+        if error:
+            code = error.get("code") if isinstance(error, dict) else None
+            raise _Failed(f"error event {code}" if code else "error event")
+        if any(_has_text(choice) for choice in event.get("choices") or ()):
+            timeline.deliveries_s.append(self._now_s())
+        usage = event.get("usage")
+        if usage:
+            timeline.num_prompt_tokens = usage.get("prompt_tokens")
+            timeline.num_output_tokens = usage.get("completion_tokens")
+
+
+def _event(data: str) -> Mapping[str, Any]:
+    try:
+        event = from_json(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise _Failed("not JSON")
+    return event
+
+
+def _has_text(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or any(delta.get(name) for name in _TEXTS))
+
+
+_TEXTS = ("content", "reasoning_content", "tool_calls", "refusal")

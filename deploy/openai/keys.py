@@ -1,0 +1,223 @@
+"""API keys as the door knows them: digests with names and limits, and what each key is using.
+
+Both limits are of one door: several ingress replicas would each grant them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+from deploy.openai.errors import ApiError
+from deploy.openai.metrics import DoorMetrics
+from specdec.core.clock import Clock, MonotonicClock
+from specdec.core.errors import CapacityError
+
+_SECONDS_OF_RATE = 60.0
+_FIRST_GUESS_S = 1.0
+"""How long a choice takes, before one has ended."""
+_WEIGHT_OF_NEW = 0.2
+_MAX_RETRY_AFTER_S = 60.0
+_ROUNDING = 1e-6
+"""Tokens."""
+
+
+def digest_api_key(key: str) -> bytes:
+    """Return what is kept of an API key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One accepted key. The key itself is known to its owner alone."""
+
+    name: str
+    """For people: in metrics and logs."""
+    digest: bytes = field(repr=False)
+    """SHA-256 of the key."""
+    max_concurrency: int | None = None
+    """Choices (prompts times `n`) that are generated at once; None: no limit."""
+    tokens_per_minute: int | None = None
+    """Tokens of prompts and of what is generated, per minute; None: no limit."""
+
+
+class Usage(AbstractContextManager["Usage"], Protocol):
+    """What one request takes of its key's limits, from entering to leaving."""
+
+    def charge(self, num_tokens: int) -> None:
+        """Count generated tokens."""
+        ...
+
+
+class UnlimitedUsage(Usage):
+    """Of a request without a key."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave nothing behind."""
+
+    def charge(self, num_tokens: int) -> None:
+        """Count nothing."""
+
+
+class _Meter:
+    """What one key has running, and how many tokens of its rate are used up.
+
+    A leaky bucket: used tokens drain at the rate of the limit, and a request is let in while a token of
+    a minute's worth is left. What it will generate is not known then, so it may overdraw, and those after it
+    wait until that has drained: over any length of time the rate holds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._num_used = 0.0
+        self._since_s = clock.now_s()
+        self._mean_choice_s = _FIRST_GUESS_S
+        self.num_running = 0
+
+    def seconds_until_free(self) -> float:
+        """Return when, roughly, one of the running choices ends: as they have done so far."""
+        return min(self._mean_choice_s / max(1, self.num_running), _MAX_RETRY_AFTER_S)
+
+    def seconds_until_below(self, tokens_per_minute: int) -> float:
+        """Return when the next request is let in; 0: now."""
+        self._drain(tokens_per_minute)
+        excess = self._num_used + 1.0 - tokens_per_minute
+        # Less than that is rounding: who has waited as long as told is let in.
+        return 0.0 if excess < _ROUNDING else excess * _SECONDS_OF_RATE / tokens_per_minute
+
+    def use(self, num_tokens: int, tokens_per_minute: int) -> None:
+        """Count tokens."""
+        self._drain(tokens_per_minute)
+        self._num_used += num_tokens
+
+    def ended(self, num_choices: int, seconds: float) -> None:
+        """Count the end of a request."""
+        self.num_running -= num_choices
+        self._mean_choice_s += _WEIGHT_OF_NEW * (seconds - self._mean_choice_s)
+
+    def _drain(self, tokens_per_minute: int) -> None:
+        now_s = self._clock.now_s()
+        drained = (now_s - self._since_s) * tokens_per_minute / _SECONDS_OF_RATE
+        self._num_used = max(0.0, self._num_used - drained)
+        self._since_s = now_s
+
+
+class KeyRing:
+    """The keys that are accepted now. They may be replaced at any time; requests that run go on."""
+
+    def __init__(self, keys: Iterable[ApiKey], clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
+        self._keys = tuple(keys)
+        self._meters: dict[bytes, _Meter] = {}
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether a request needs a key at all."""
+        return bool(self._keys)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Accept these from now on, and no others. What a key has used so far stays counted."""
+        self._keys = tuple(keys)
+        known = {key.digest for key in self._keys}
+        self._meters = {digest: meter for digest, meter in self._meters.items() if digest in known}
+
+    def find(self, text: str) -> ApiKey | None:
+        """Return the key that a client has sent, or None."""
+        given = digest_api_key(text)
+        # All of them, whether or not one has matched: the time taken says nothing about the keys.
+        matches = [key for key in self._keys if hmac.compare_digest(given, key.digest)]
+        return matches[0] if matches else None
+
+    def usage(
+        self, key: ApiKey | None, *, num_choices: int, num_prompt_tokens: int, metrics: DoorMetrics
+    ) -> Usage:
+        """Return what a request has to enter before it is generated.
+
+        Entering raises CapacityError where the key is at one of its limits, and ApiError where the request is
+        larger than its limit, so that waiting would not help.
+        """
+        if key is None:
+            return UnlimitedUsage()
+        meter = self._meters.setdefault(key.digest, _Meter(self._clock))
+        return _KeyUsage(key, meter, num_choices, num_prompt_tokens, metrics, self._clock)
+
+
+class _KeyUsage(Usage):
+    def __init__(
+        self,
+        key: ApiKey,
+        meter: _Meter,
+        num_choices: int,
+        num_prompt_tokens: int,
+        metrics: DoorMetrics,
+        clock: Clock,
+    ) -> None:
+        self._key = key
+        self._meter = meter
+        self._num_choices = num_choices
+        self._num_prompt_tokens = num_prompt_tokens
+        self._metrics = metrics
+        self._num_tokens = metrics.api_key_tokens.labels(key.name)
+        self._clock = clock
+        self._start_s = 0.0
+
+    def __enter__(self) -> Self:
+        """Take a place."""
+        self._check_concurrency()
+        self._check_rate()
+        self._start_s = self._clock.now_s()
+        self._meter.num_running += self._num_choices
+        self.charge(self._num_prompt_tokens)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give the place back."""
+        self._meter.ended(self._num_choices, self._clock.now_s() - self._start_s)
+
+    def charge(self, num_tokens: int) -> None:
+        """Count tokens."""
+        self._num_tokens.inc(num_tokens)
+        if self._key.tokens_per_minute is not None:
+            self._meter.use(num_tokens, self._key.tokens_per_minute)
+
+    def _check_concurrency(self) -> None:
+        limit = self._key.max_concurrency
+        if limit is None or self._meter.num_running + self._num_choices <= limit:
+            return
+        if self._num_choices > limit:
+            raise ApiError(
+                400,
+                f"The request has {self._num_choices} choices (prompts times n); this API key may have "
+                f"{limit} at once.",
+                param="n",
+                code="too_many_choices",
+            )
+        self._refuse(
+            "concurrency",
+            f"This API key may have {limit} choices generated at once, and has {self._meter.num_running}.",
+            self._meter.seconds_until_free(),
+        )
+
+    def _check_rate(self) -> None:
+        limit = self._key.tokens_per_minute
+        wait_s = 0.0 if limit is None else self._meter.seconds_until_below(limit)
+        if wait_s > 0:
+            self._refuse(
+                "tokens",
+                f"This API key may use {limit} tokens per minute (prompts and what is generated), and has "
+                "used them.",
+                wait_s,
+            )
+
+    def _refuse(self, limit: str, message: str, retry_after_s: float) -> None:
+        self._metrics.api_key_refusals.labels(self._key.name, limit).inc()
+        raise CapacityError(message, retry_after_s=retry_after_s)

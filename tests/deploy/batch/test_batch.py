@@ -1,0 +1,248 @@
+"""A batch over the real door: what is written, what is left out on the way, and going on after any end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from deploy.batch.lines import BadLine, num_lines, read_lines
+from deploy.batch.results import ResultsFile, result_of_bad_line
+from deploy.batch.runner import BatchInterrupted, BatchOptions, BatchRunner
+from specdec.core.errors import ConfigError
+from tests.deploy.openai.fakes import PIECES, Door
+
+TEXT = "".join(PIECES)
+OPTIONS = BatchOptions(concurrency=4, patience_s=20.0)
+
+
+def request(custom_id: str, **body: Any) -> dict[str, Any]:
+    body = {"prompt": "abc", **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def write(file: Path, *lines: object) -> Path:
+    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def results_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+class Waits:
+    """A sleep that takes no time, and what it was asked for."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        await asyncio.sleep(0)
+
+
+def run(
+    transport: httpx.AsyncBaseTransport,
+    requests: Path,
+    results: Path,
+    *,
+    options: BatchOptions = OPTIONS,
+    drop_failures: bool = False,
+) -> Waits:
+    waits = Waits()
+
+    async def go() -> None:
+        with ResultsFile(results, drop_failures=drop_failures) as file:
+            async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+                runner = BatchRunner(client, file, options, sleep=waits)
+                await runner.run(read_lines(requests), lambda result: None)
+
+    asyncio.run(go())
+    return waits
+
+
+def test_openai_results_come_out(tmp_path: Path) -> None:
+    door = Door()
+    chat = {
+        "custom_id": "chat",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "scripted", "messages": [{"role": "user", "content": "abc"}]},
+    }
+    requests = write(tmp_path / "in", request("a"), "", request("b", temperature=-1), chat)
+    run(httpx.ASGITransport(door.app), requests, tmp_path / "out")
+    results = {result["custom_id"]: result for result in results_of(tmp_path / "out")}
+    assert set(results) == {"a", "b", "chat"}
+    assert all(set(result) == {"id", "custom_id", "response", "error"} for result in results.values())
+    good = results["a"]
+    assert good["error"] is None
+    assert good["response"]["status_code"] == 200
+    assert good["response"]["request_id"] == good["response"]["body"]["id"]
+    assert good["response"]["body"]["choices"][0]["text"] == TEXT
+    assert results["chat"]["response"]["body"]["choices"][0]["message"]["content"] == TEXT
+    bad = results["b"]
+    assert bad["response"]["status_code"] == 400
+    assert bad["error"]["message"].startswith("line 3: body.temperature: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: is not JSON"),
+        ("[]", "line 2: is not a JSON object"),
+        ({"custom_id": "a", "method": "POST", "url": "/v1/completions"}, "line 2: body is required"),
+        ({**request("a"), "custom_id": 7}, "line 2: custom_id"),
+        ({**request("a"), "custom_id": ""}, "line 2: custom_id"),
+        ({**request("a"), "method": "GET"}, "line 2: method"),
+        ({**request("a"), "url": "/v1/embeddings"}, "line 2: url"),
+        ({**request("a"), "body": "abc"}, "line 2: body"),
+        ({**request("a"), "priority": 1}, "line 2: unknown field priority"),
+        (request("a", stream=True), "line 2: body.stream"),
+        (request("first"), "line 2: custom_id: is that of line 1, too"),
+    ],
+)
+def test_a_bad_line_is_named_and_does_not_stop_the_others(tmp_path: Path, line: Any, message: str) -> None:
+    door = Door()
+    requests = write(tmp_path / "in", request("first"), line, request("last"))
+    assert num_lines(requests) == 3
+    for _ in range(2):  # the second time there is nothing left to do
+        run(httpx.ASGITransport(door.app), requests, tmp_path / "out")
+        results = results_of(tmp_path / "out")
+        assert len(results) == 3
+    assert len(door.service.requests) == 2
+    (bad,) = [result for result in results if result["response"] is None]
+    assert bad["error"]["code"] == "invalid_line"
+    assert bad["error"]["message"].startswith(message)
+
+
+def test_what_has_a_result_is_not_asked_for_again(tmp_path: Path) -> None:
+    door = Door()
+    lines = [request(str(number)) for number in range(9)]
+    out = tmp_path / "out"
+    run(httpx.ASGITransport(door.app), write(tmp_path / "in", *lines[:5]), out)
+    before = out.read_bytes()
+    run(httpx.ASGITransport(door.app), write(tmp_path / "in", *lines), out)
+    assert out.read_bytes().startswith(before)
+    assert len(door.service.requests) == 9
+    assert {result["custom_id"] for result in results_of(out)} == set("012345678")
+
+
+def test_a_file_cut_off_anywhere_becomes_whole(tmp_path: Path) -> None:
+    door = Door()
+    requests = write(tmp_path / "in", request("a"), "nonsense", request("ü"))
+    out = tmp_path / "out"
+    run(httpx.ASGITransport(door.app), requests, out)
+    whole = out.read_bytes()
+    for length in random.Random(1).sample(range(len(whole)), 40):
+        out.write_bytes(whole[:length])
+        run(httpx.ASGITransport(door.app), requests, out)
+        assert out.read_bytes().startswith(whole[: whole.rfind(b"\n", 0, length) + 1])
+        assert sorted(str(result["custom_id"]) for result in results_of(out)) == ["None", "a", "ü"]
+
+
+@pytest.mark.parametrize("content", ["not ours\n", '{"id": 3}\n', "not ours", '{"custom_id": "a"'])
+def test_another_file_is_left_alone(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "out"
+    out.write_text(content)
+    with pytest.raises(ConfigError, match=f"{out}:1: is it a result"):
+        ResultsFile(out)
+    assert out.read_text() == content
+
+
+def test_failures_stay_unless_they_are_to_be_tried_again(tmp_path: Path) -> None:
+    door = Door()
+    requests = write(tmp_path / "in", request("a"), request("b"), "nonsense")
+    out = tmp_path / "out"
+    door.service.fail_after = 1
+    run(httpx.ASGITransport(door.app), requests, out)
+    assert [result["response"]["status_code"] for result in results_of(out) if result["response"]] == [
+        500,
+        500,
+    ]
+    door.service.fail_after = None
+    run(httpx.ASGITransport(door.app), requests, out)
+    assert len(door.service.requests) == 2
+    with ResultsFile(out) as file:
+        assert file.num_failures == 3
+    run(httpx.ASGITransport(door.app), requests, out, drop_failures=True)
+    with ResultsFile(out) as file:
+        assert (file.num_failures, file.num_results) == (1, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def answers(*given: httpx.Response | Exception) -> httpx.MockTransport:
+    """A server that gives these answers, the last one again and again."""
+    remaining = list(given)
+
+    def answer(sent: httpx.Request) -> httpx.Response:
+        item = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    return httpx.MockTransport(answer)
+
+
+GOOD = httpx.Response(200, json={"id": "cmpl-1", "choices": [], "usage": {"completion_tokens": 5}})
+
+
+def test_what_passes_is_waited_for_as_long_as_the_server_says(tmp_path: Path) -> None:
+    busy = httpx.Response(429, headers={"Retry-After": "7"}, json={"error": {"message": "full"}})
+    restarting = httpx.Response(503, json={"error": {"message": "not ready"}})
+    transport = answers(busy, restarting, httpx.ConnectError("refused"), GOOD)
+    waits = run(transport, write(tmp_path / "in", request("a")), tmp_path / "out")
+    assert waits.seconds == [7.0, 1.0, 2.0]
+    (result,) = results_of(tmp_path / "out")
+    assert result["response"]["status_code"] == 200
+
+
+def test_what_does_not_pass_ends_the_batch_and_is_no_result(tmp_path: Path) -> None:
+    requests = write(tmp_path / "in", *(request(str(number)) for number in range(20)))
+    with pytest.raises(BatchInterrupted, match=r"line \d+: no answer for \d+ s \(refused\)"):
+        run(answers(GOOD, GOOD, httpx.ConnectError("refused")), requests, tmp_path / "out")
+    assert len(results_of(tmp_path / "out")) == 2
+    run(answers(GOOD), requests, tmp_path / "out")
+    assert len(results_of(tmp_path / "out")) == 20
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [(httpx.ReadTimeout("slow"), "timeout"), (httpx.Response(200, text="<html>"), "not_json")],
+)
+def test_no_answer_is_an_error_of_that_line(
+    tmp_path: Path, answer: httpx.Response | Exception, code: str
+) -> None:
+    run(answers(answer), write(tmp_path / "in", request("a")), tmp_path / "out")
+    (result,) = results_of(tmp_path / "out")
+    assert result["error"]["code"] == code
+    assert result["error"]["message"].startswith("line 1: ")
+
+
+def test_no_more_at_once_than_asked_for(tmp_path: Path) -> None:
+    running = most = 0
+
+    async def answer(sent: httpx.Request) -> httpx.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        running -= 1
+        return GOOD
+
+    requests = write(tmp_path / "in", *(request(str(number)) for number in range(50)))
+    run(httpx.MockTransport(answer), requests, tmp_path / "out")
+    assert most == OPTIONS.concurrency
+    assert len(results_of(tmp_path / "out")) == 50
+
+
+def test_a_line_of_results_begins_as_the_reader_expects() -> None:
+    """Else a line that was cut off would be taken for another program's."""
+    result = result_of_bad_line(BadLine(number=1, custom_id=None, message="x"))
+    assert msgspec.json.encode(result).startswith(b'{"id":"')

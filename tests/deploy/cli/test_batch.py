@@ -1,0 +1,129 @@
+"""`drafthouse batch`: over HTTP and with an engine of its own; what is said, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from deploy.cli.main import app
+from deploy.openai.keys import ApiKey, digest_api_key
+from deploy.openai.settings import DoorSettings
+from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
+from tests.deploy.openai.live import live_server
+
+runner = CliRunner()
+COMMAND = (
+    # What starts the tests may have told its children to ignore it, as shells do with background jobs.
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from deploy.cli import main; main()"
+)
+
+
+def invoke(*arguments: object) -> tuple[int, str, str]:
+    result = runner.invoke(app, ["batch", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def requests_in(file: Path, number: int, **body: Any) -> Path:
+    body = {"prompt": "abc", **body}
+    lines = [
+        {"custom_id": f"id-{index}", "method": "POST", "url": "/v1/completions", "body": body}
+        for index in range(number)
+    ]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def results_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_over_http_with_a_key(tmp_path: Path) -> None:
+    requests, out = requests_in(tmp_path / "in", 20), tmp_path / "out"
+    key = ApiKey(name="a", digest=digest_api_key("right"))
+    with live_server(Door(settings=DoorSettings(api_keys=(key,))).app) as url:
+        code, _, stderr = invoke(requests, out, "--url", f"{url}/v1", "--api-key", "wrong")
+        assert code == 2
+        assert "--api-key" in stderr
+        code, _, stderr = invoke(requests, out, "--url", url, "--api-key", "right", "-j", 3)
+        assert code == 0, stderr
+        assert "20 answered" in stderr
+        code, _, stderr = invoke(requests, out, "--url", url, "--api-key", "right")
+        assert code == 0
+        assert "20 of 20 are in" in stderr
+    assert [result["response"]["status_code"] for result in results_of(out)] == [200] * 20
+
+
+def test_a_failure_is_in_the_exit_code_every_time(tmp_path: Path) -> None:
+    requests, out = requests_in(tmp_path / "in", 2), tmp_path / "out"
+    requests.write_text(requests.read_text() + "nonsense\n")
+    with live_server(Door().app) as url:
+        for _ in range(2):
+            code, _, stderr = invoke(requests, out, "--url", url)
+            assert code == 1
+            assert "1 of 3 failed" in stderr
+            assert "Traceback" not in stderr
+
+
+def test_mistakes(tmp_path: Path, config: Path) -> None:
+    requests = requests_in(tmp_path / "in", 1)
+    out = tmp_path / "out"
+    assert invoke(requests, out, "--url", "http://127.0.0.1:9")[0] == 2
+    for arguments, message in (
+        ((tmp_path / "none", out), "none cannot be read"),
+        ((requests, requests), "give another one"),
+        ((requests, tmp_path / "no" / "out"), "cannot be written"),
+        ((requests, out, "--url", "http://x", "-c", config), "either --url, or --config"),
+        ((requests, out, "--url", "http://a:b"), "is not a URL"),
+        ((requests, out, "--url", "ftp://x"), "is not a URL"),
+    ):
+        code, _, stderr = invoke(*arguments)
+        assert code == 2
+        assert message in stderr
+    assert len(requests.read_text().splitlines()) == 1
+
+
+def test_with_an_engine_in_this_process(tmp_path: Path, config: Path) -> None:
+    requests, out = requests_in(tmp_path / "in", 12, max_tokens=5, temperature=0), tmp_path / "out"
+    code, _, stderr = invoke(requests, out, "-c", config)
+    assert code == 0, stderr
+    texts = {result["response"]["body"]["choices"][0]["text"] for result in results_of(out)}
+    assert len(texts) == 1, "the same prompt, greedily"
+    assert "60 tokens" in stderr
+
+
+def test_interrupted_and_gone_on_with(tmp_path: Path) -> None:
+    requests, out = requests_in(tmp_path / "in", 8), tmp_path / "out"
+    service = ScriptedService(hold_at=2)
+    service.release.set()
+    door = Door(service)
+    with live_server(door.app) as url:
+        assert invoke(requests_in(tmp_path / "few", 3), out, "--url", url)[0] == 0
+        service.release.clear()
+        arguments = [sys.executable, "-c", COMMAND, "batch", requests, out, "--url", url, "-j", "2"]
+        with subprocess.Popen(list(map(str, arguments)), stderr=subprocess.PIPE, text=True) as process:
+            try:
+                deadline_s = time.monotonic() + 60
+                while len(service.requests) < 5:
+                    assert time.monotonic() < deadline_s
+                    assert process.poll() is None
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGINT)
+                _, stderr = process.communicate(timeout=60)
+            finally:
+                process.kill()
+        assert process.returncode == 130
+        assert "goes on from here" in stderr
+        assert "Traceback" not in stderr
+        assert len(results_of(out)) == 3
+        service.hold_at = None
+        assert invoke(requests, out, "--url", url)[0] == 0
+    assert len(results_of(out)) == 8
+    assert all(r["response"]["body"]["choices"][0]["text"] == "".join(PIECES) for r in results_of(out))

@@ -1,0 +1,108 @@
+"""`drafthouse bench online` against the real door over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from deploy.cli.main import app
+from specdec.core.errors import CapacityError
+from tests.deploy.openai.fakes import PIECES, Door
+from tests.deploy.openai.live import live_server
+
+runner = CliRunner()
+
+
+def invoke(*arguments: object) -> tuple[int, str, str]:
+    result = runner.invoke(app, ["bench", "online", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_streams_of_the_door(tmp_path: Path) -> None:
+    door = Door()
+    files = {option: tmp_path / f"run.{option}" for option in ("json", "csv")}
+    plot = tmp_path / "run.svg"
+    with live_server(door.app) as url:
+        code, stdout, stderr = invoke(
+            *(url, "--rate", 500, "-n", 40, "--prompt-length", "4-8", "--output-length", 6),
+            *("--vocab-size", 128, "--slo", "ttft=60", "--slo", "e2e=60"),
+            *("--json", files["json"], "--csv", files["csv"], "--plot", plot),
+        )
+        assert code == 0, stderr
+        chat = invoke(f"{url}/v1", "--endpoint", "chat", "-n", 5, "--rate", 500, "--prompt-length", 4)
+    assert chat[0] == 0, chat[2]
+    assert "40 of 40 requests complete" in stdout
+    assert "100.0 % of all requests" in stdout
+    assert len(door.service.requests) == 45
+    assert 4 <= len(door.service.requests[0].prompt_token_ids) <= 8
+    results = json.loads(files["json"].read_text())
+    assert results["report"]["num_output_tokens"] == 40 * len(PIECES)
+    assert results["report"]["latencies"]["itl"]["number"] == 40 * (len(PIECES) - 1)
+    assert len(results["requests"]) == len(files["csv"].read_text().splitlines()) - 1 == 40
+    assert plot.stat().st_size > 1000
+
+
+def test_failures_are_counted(tmp_path: Path) -> None:
+    door = Door()
+    door.service.refuse_with = CapacityError("full", retry_after_s=3)
+    with live_server(door.app) as url:
+        code, stdout, _ = invoke(url, "-n", 7, "--rate", 500, "--prompt-length", 4)
+    assert code == 1
+    assert "failed: 7 with status 429" in stdout
+
+
+def test_ctrl_c_tells_what_has_come_out_so_far(tmp_path: Path) -> None:
+    command = (
+        # What starts the tests may have told its children to ignore it, as shells do with background jobs.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from deploy.cli import main; main()"
+    )
+    door = Door()
+    with live_server(door.app) as url:
+        trace = tmp_path / "trace"
+        trace.write_text("0\n0.01\n0.02\n1000\n")
+        options = ["bench", "online", url, "--trace", trace, "--prompt-length", 4, "--json", tmp_path / "run"]
+        arguments = [sys.executable, "-c", command, *map(str, options)]
+        with subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                deadline_s = time.monotonic() + 60
+                while len(door.service.closed) < 3:
+                    assert time.monotonic() < deadline_s
+                    time.sleep(0.01)
+                time.sleep(0.5)  # the client has to read some of what the door has written
+                process.send_signal(signal.SIGINT)
+                stdout, stderr = process.communicate(timeout=60)
+            finally:
+                process.kill()
+    assert process.returncode == 130
+    assert "interrupted: of 4 requests" in stderr
+    complete = re.match(r"([123]) of \1 requests complete", stdout)
+    assert complete is not None
+    assert len(json.loads((tmp_path / "run").read_text())["requests"]) == int(complete[1])
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    for arguments, message in (
+        (("http://127.0.0.1:9",), "nothing answers"),
+        (("http://:99999999",), "is not a URL"),
+        (("--slo", "fast"), "--slo"),
+        (("--prompt-length", "long"), "--prompt-length"),
+        (("--trace", tmp_path / "none"), "--trace"),
+        (("--extra-body", "[]"), "--extra-body"),
+        (("--json", tmp_path / "no" / "run.json"), "--json"),
+        (("--duration", 0.001, "--rate", 0.001), "no request arrives"),
+        (("--vocab-size", 100, "--endpoint", "chat"), "--vocab-size"),
+    ):
+        code, stdout, stderr = invoke(*arguments)
+        assert code == 2, message
+        assert message in stderr
+        assert not stdout

@@ -1,0 +1,354 @@
+"""API keys at the door: limits of each, as the official client sees them, and keys that change meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
+
+from deploy.api_keys import ApiKeysFile, follow_api_keys, line_of, new_api_key, read_api_keys
+from deploy.openai.app import create_app
+from deploy.openai.errors import ApiError
+from deploy.openai.keys import ApiKey, KeyRing, digest_api_key
+from deploy.openai.metrics import DoorMetrics
+from deploy.openai.middleware import ApiKeys
+from deploy.openai.settings import DoorSettings
+from deploy.openai.tokenization import HuggingFaceTokenizer
+from specdec.core.clock import ManualClock
+from specdec.core.errors import CapacityError, ConfigError
+from tests.deploy.openai.fakes import PIECES, Door, ScriptedService, error_of
+from tests.deploy.openai.live import live_server
+
+PROMPT_TOKENS = 3
+TOKENS = PROMPT_TOKENS + len(PIECES)
+"""Of one request for one choice."""
+
+
+def key_of(text: str, **limits: int) -> ApiKey:
+    return ApiKey(name=f"of-{text}", digest=digest_api_key(text), **limits)
+
+
+class LimitedDoor(Door):
+    """A door with keys, under a clock that the test moves."""
+
+    def __init__(self, *keys: ApiKey, service: ScriptedService | None = None) -> None:
+        self.clock = ManualClock()
+        self.ring = KeyRing(keys, self.clock)
+        super().__init__(service or ScriptedService(), DoorSettings(api_keys=keys))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.app = create_app(self.service, self.settings, HuggingFaceTokenizer(self.tokenizer), self.ring)
+
+    def ask(self, key: str, **fields: Any) -> httpx.Response:
+        return asyncio.run(self.asked(key, **fields))
+
+    async def asked(self, key: str, **fields: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return await self.send("POST", "/v1/completions", json={"prompt": "abc", **fields}, headers=headers)
+
+
+def test_tokens_per_minute() -> None:
+    door = LimitedDoor(key_of("slow", tokens_per_minute=2 * TOKENS), key_of("free"))
+    assert [door.ask("slow").status_code for _ in range(3)] == [200, 200, 429]
+    refused = door.ask("slow")
+    error = error_of(refused)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert f"{2 * TOKENS} tokens per minute" in error["message"]
+    wait_s = int(refused.headers["retry-after"])
+    assert wait_s == math.ceil(60 / (2 * TOKENS))
+    assert door.ask("free").status_code == 200, "keys do not share a limit"
+    num_generated = len(door.service.requests)
+    door.clock.advance(wait_s - 1)
+    assert door.ask("slow", stream=True).status_code == 429, "before a stream begins, too"
+    assert len(door.service.requests) == num_generated, "what is refused is not begun"
+    door.clock.advance(1)
+    assert door.ask("slow").status_code == 200
+    text = door.get("/metrics").text
+    assert f'ray_drafthouse_api_key_tokens_total{{key="of-slow"}} {3.0 * TOKENS}' in text
+    assert 'ray_drafthouse_api_key_refusals_total{key="of-slow",limit="tokens"} 3.0' in text
+
+
+def test_the_rate_holds_in_the_long_run_whatever_is_asked_for() -> None:
+    generator = random.Random(3)
+    clock, metrics = ManualClock(), DoorMetrics()
+    key = key_of("a", tokens_per_minute=600)
+    ring = KeyRing([key], clock)
+    num_used = num_refused = 0
+    waits_s = []
+    for _ in range(4000):
+        usage = ring.usage(key, num_choices=1, num_prompt_tokens=generator.randrange(200), metrics=metrics)
+        try:
+            with usage:
+                num_generated = generator.randrange(400)
+                usage.charge(num_generated)
+                num_used = int(metrics.api_key_tokens.labels(key.name)._value.get())
+        except CapacityError as error:
+            num_refused += 1
+            waits_s.append(error.retry_after_s)
+        clock.advance(generator.random() * 10)
+    minutes = clock.now_s() / 60
+    assert num_refused > 1000
+    assert 0 < min(waits_s) <= max(waits_s) <= 60
+    assert 0.95 * 600 * minutes < num_used < 600 * (minutes + 1) + 600
+
+
+def test_what_waits_as_long_as_it_is_told_is_let_in() -> None:
+    clock = ManualClock()
+    key = key_of("a", tokens_per_minute=7)
+    ring = KeyRing([key], clock)
+    with ring.usage(key, num_choices=1, num_prompt_tokens=50, metrics=DoorMetrics()):
+        pass
+    again = ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=DoorMetrics())
+    with pytest.raises(CapacityError) as refused:
+        again.__enter__()
+    clock.advance(refused.value.retry_after_s)
+    with again:
+        pass
+
+
+def test_concurrency() -> None:
+    service = ScriptedService(hold_at=2)
+    door = LimitedDoor(key_of("few", max_concurrency=2), key_of("other", max_concurrency=1), service=service)
+
+    async def run() -> None:
+        running = [asyncio.create_task(door.asked("few", stream=stream)) for stream in (True, False)]
+        while len(service.requests) < 2:
+            await asyncio.sleep(0)
+        refused = await door.asked("few")
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "2 choices" in error_of(refused)["message"]
+        other = asyncio.create_task(door.asked("other"))
+        while len(service.requests) < 3:
+            await asyncio.sleep(0)
+        service.release.set()
+        assert [(await done).status_code for done in (*running, other)] == [200, 200, 200]
+        assert (await door.asked("few", n=2)).status_code == 200, "all places are free again"
+
+    asyncio.run(run())
+    too_many = door.ask("few", n=3)
+    assert too_many.status_code == 400, "waiting would not help"
+    assert error_of(too_many)["param"] == "n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_places_are_given_back_whatever_happens(stream: bool) -> None:
+    door = LimitedDoor(key_of("one", max_concurrency=1))
+    for failing in (
+        {"refuse_with": CapacityError("full", retry_after_s=1)},
+        {"fail_after": 0},
+        {"fail_after": 2},
+    ):
+        for name, value in failing.items():
+            setattr(door.service, name, value)
+        door.ask("one", stream=stream)
+        door.service.refuse_with = door.service.fail_after = None
+        assert door.ask("one", stream=stream).status_code == 200
+
+
+def test_the_official_client_sees_its_own_exceptions() -> None:
+    door = LimitedDoor(key_of("key", tokens_per_minute=TOKENS))
+    with live_server(door.app) as url:
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger,
+            pytest.raises(openai.AuthenticationError) as unknown,
+        ):
+            stranger.completions.create(model="scripted", prompt="abc")
+        assert unknown.value.code == "invalid_api_key"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0) as client:
+            client.completions.create(model="scripted", prompt="abc")
+            with pytest.raises(openai.RateLimitError) as limited:
+                client.completions.create(model="scripted", prompt="abc", stream=True)
+    assert limited.value.code == "rate_limit_exceeded"
+    assert int(limited.value.response.headers["retry-after"]) == math.ceil(60 / TOKENS)
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
+    door = Door(settings=DoorSettings(body_timeout_s=0.05))
+
+    async def run() -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
+        parts = [{"type": "http.request", "body": b'{"pro', "more_body": True}]
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return parts.pop()
+            await asyncio.sleep(60)
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        path = "/v1/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        await asyncio.wait_for(door.app(scope, receive, send), 20)
+        return sent
+
+    sent = asyncio.run(run())
+    assert sent[0]["status"] == 408
+    assert b"body_timeout" in sent[1]["body"]
+    assert door.complete().status_code == 200
+
+
+def write(file: Path, *lines: str) -> None:
+    """Replace the file as a whole, as Kubernetes and editors do."""
+    new = file.with_suffix(".new")
+    new.write_text("".join(f"{line}\n" for line in lines))
+    os.replace(new, file)
+
+
+def test_keys_change_while_the_server_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    text, first = new_api_key("first", max_concurrency=1, tokens_per_minute=None)
+    other_text, second = new_api_key("second", max_concurrency=None, tokens_per_minute=9)
+    write(file, "# of the team", "", line_of(first))
+    door = LimitedDoor(*read_api_keys(file))
+
+    async def until(status: int, key: str) -> None:
+        async with asyncio.timeout(20):
+            while (await door.asked(key)).status_code != status:
+                await asyncio.sleep(0.001)
+
+    async def run() -> None:
+        following = asyncio.create_task(follow_api_keys(file, door.ring, interval_s=0.001))
+        try:
+            await until(200, text)
+            assert (await door.asked(other_text)).status_code == 401
+            write(file, line_of(first), line_of(second))
+            await until(200, other_text)
+            write(file, line_of(second), "sk-plain-text-secret")
+            while not caplog.records:
+                await asyncio.sleep(0.001)
+            assert (await door.asked(text)).status_code == 200, "a bad file keeps the old keys"
+            file.unlink()
+            while len(caplog.records) < 2:
+                await asyncio.sleep(0.001)
+            assert (await door.asked(text)).status_code == 200
+            write(file, line_of(second))
+            await until(401, text)
+            await asyncio.sleep(0.02)
+        finally:
+            following.cancel()
+
+    with caplog.at_level(logging.WARNING, "deploy"):
+        asyncio.run(run())
+    bad, gone = (record.getMessage() for record in caplog.records)
+    assert f"{file}:2:" in bad
+    assert "stay in force" in bad
+    assert "cannot be read" in gone
+    for secret in (text, other_text, "sk-plain-text-secret"):
+        assert secret not in caplog.text
+
+
+def test_a_file_is_read_when_it_changes_and_only_then(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    write(file, digest_api_key("a").hex())
+    keys = ApiKeysFile(file)
+    assert keys.changed() == read_api_keys(file)
+    assert keys.changed() is None
+    write(file, "nonsense")
+    with pytest.raises(ConfigError):
+        keys.changed()
+    assert keys.changed() is None
+    write(file, digest_api_key("b").hex())
+    assert [key.digest for key in keys.changed() or ()] == [digest_api_key("b")]
+
+
+DIGEST = digest_api_key("right").hex()
+
+
+def test_what_a_file_may_hold(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    write(
+        file,
+        "# comment",
+        f"alice sha256:{DIGEST} tokens_per_minute=5 max_concurrency=2",
+        f"  {digest_api_key('x').hex().upper()}  ",
+        f"bob {digest_api_key('y').hex()}",
+    )
+    alice, unnamed, bob = read_api_keys(file)
+    assert (alice.name, alice.max_concurrency, alice.tokens_per_minute) == ("alice", 2, 5)
+    assert alice.digest == digest_api_key("right")
+    assert unnamed.digest == digest_api_key("x")
+    assert unnamed.name == f"key-{digest_api_key('x').hex()[:8]}"
+    assert (bob.name, bob.max_concurrency) == ("bob", None)
+    write(file, *map(line_of, (alice, unnamed, bob)))
+    assert read_api_keys(file) == (alice, unnamed, bob)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sk-secret", "drafthouse keys new"),
+        ("alice sk-secret", "sha256sum"),
+        ("secret/name sha256:" + DIGEST, "is not `NAME sha256:HEX"),
+        ("alice sha256:" + DIGEST[:-1], "is not `NAME sha256:HEX"),
+        (f"alice sha256:{DIGEST} max_concurrency=0", "word 3"),
+        (f"{DIGEST} max_concurrency=1 secret", "word 3"),
+        (f"alice sha256:{DIGEST} max_concurrency=1 max_concurrency=2", "word 4"),
+        (f"alice sha256:{digest_api_key('first').hex()}", "digest of another line (the key named first)"),
+        (f"first sha256:{DIGEST}", "name of another line (first)"),
+    ],
+)
+def test_a_bad_line_is_named_and_not_shown(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "keys"
+    write(file, f"first sha256:{digest_api_key('first').hex()}", "# x", line)
+    with pytest.raises(ConfigError) as error:
+        read_api_keys(file)
+    assert f"{file}:3: " in str(error.value)
+    assert message in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+WORD = st.one_of(
+    st.sampled_from(
+        ["alice", f"sha256:{DIGEST}", DIGEST, "max_concurrency=3", "tokens_per_minute=0", "#", "="]
+    ),
+    st.text(min_size=1, max_size=70),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(st.lists(WORD, max_size=5).map(" ".join), max_size=4))
+def test_whatever_a_file_holds_it_is_read_or_refused_by_line(tmp_path: Path, lines: list[str]) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes("\n".join([*lines, "SECRETSECRETSECRET"]).encode("utf-8", "replace"))
+    with pytest.raises(ConfigError) as error:
+        read_api_keys(file)
+    messages = str(error.value).split("\n")
+    assert all(re.match(rf"http\.api_keys_file: {re.escape(str(file))}:\d+: ", line) for line in messages)
+    assert "SECRET" not in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda key: b"Bearer " + key)))
+def test_whatever_is_sent_for_a_key_it_is_a_401(value: bytes) -> None:
+    ring = KeyRing([key_of("right")])
+    passed: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope)
+
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", value)]}
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(ApiKeys(app, ring)(scope, None, None))
+    assert refused.value.status == 401
+    assert not passed
+
+
+def test_digests_are_not_shown_either() -> None:
+    assert DIGEST not in repr(DoorSettings(api_keys=(key_of("right"),)))
+    assert repr(digest_api_key("right")) not in repr(key_of("right"))
