@@ -4,8 +4,9 @@ One key per line:
 
     NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N]
 
-A line may also be the 64 hexadecimal digits alone. Empty lines, and lines that start with #, are skipped. No
-message of this module shows what a line says: where a digest is expected, somebody may have put a key.
+A line may also be the 64 hexadecimal digits alone, or, with a warning, a key as it is. Empty lines, and lines
+that start with #, are skipped. No message of this module shows what a line says: where a digest is expected,
+somebody may have put a key.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _FOLLOW_S = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-fA-F]{64})")
 _LIMIT = re.compile(r"(max_concurrency|tokens_per_minute)=([1-9][0-9]{0,11})")
+_LIKE_A_DIGEST = re.compile(r"(?:sha256:.*)|[0-9a-fA-F]{32,}", re.DOTALL)
+"""A word like this was meant to be one: it is not taken for a key."""
 _FORM = "`NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N]`"
 _HOW = (
     "the file holds keys as their SHA-256: `drafthouse keys new NAME` makes a key and its line, "
@@ -80,6 +83,8 @@ def read_api_keys(file: str | Path) -> tuple[ApiKey, ...]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
+            if _is_bare(line):
+                logger.warning("http.api_keys_file: %s:%d holds a key as it is; %s", file, number, _HOW)
             keys.append(_distinct(_parsed(line), keys))
         except ConfigError as error:
             problems.append(f"http.api_keys_file: {file}:{number}: {error}")
@@ -90,8 +95,16 @@ def read_api_keys(file: str | Path) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
+def _is_bare(line: str) -> bool:
+    words = line.split()
+    return len(words) == 1 and not _LIKE_A_DIGEST.fullmatch(words[0])
+
+
 def _parsed(line: str) -> ApiKey:
     words = line.split()
+    if _is_bare(line):
+        bare = digest_api_key(words[0])
+        return ApiKey(name=f"key-{bare.hex()[:8]}", digest=bare)
     alone = _DIGEST.fullmatch(words[0])
     name = f"key-{alone[1][:8].lower()}" if alone else words[0]
     if alone is None and not _NAME.fullmatch(name):

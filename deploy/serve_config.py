@@ -45,8 +45,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     arguments = parse_arguments(args)
     keys_file = arguments.config.http.api_keys_file
-    digests: frozenset[bytes] = read_api_keys(keys_file) if keys_file is not None else frozenset()
-    return build_application(arguments.config, digests)
+    keys = read_api_keys(keys_file) if keys_file is not None else ()
+    return build_application(arguments.config, keys)
 
 
 def parse_arguments(args: Mapping[str, Any]) -> ServeArguments:

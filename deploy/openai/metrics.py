@@ -34,6 +34,8 @@ E2E_BUCKETS_S = (
 DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
     "http_requests": ("route", "status"),
     "model_info": ("model_name",),
+    "api_key_tokens": ("key",),
+    "api_key_refusals": ("key", "limit"),
 }
 """Names of labels, of those metrics of the door that have any."""
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
@@ -57,10 +59,10 @@ class DoorMetrics:
         )
         self.aborted = self._counter("http_aborted_choices", "Choices whose client left before the end.")
         self.api_key_tokens = self._counter(
-            "api_key_tokens", "Tokens of prompts and of what was generated, by API key.", ("key",)
+            "api_key_tokens", "Tokens of prompts and of what was generated, by API key."
         )
         self.api_key_refusals = self._counter(
-            "api_key_refusals", "Requests refused because of a limit of their API key.", ("key", "limit")
+            "api_key_refusals", "Requests refused because of a limit of their API key."
         )
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token.", TTFT_BUCKETS_S

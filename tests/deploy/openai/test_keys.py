@@ -229,7 +229,7 @@ def test_keys_change_while_the_server_runs(tmp_path: Path, caplog: pytest.LogCap
             assert (await door.asked(other_text)).status_code == 401
             write(file, line_of(first), line_of(second))
             await until(200, other_text)
-            write(file, line_of(second), "sk-plain-text-secret")
+            write(file, line_of(second), "team sk-plain-text-secret")
             while not caplog.records:
                 await asyncio.sleep(0.001)
             assert (await door.asked(text)).status_code == 200, "a bad file keeps the old keys"
@@ -259,7 +259,7 @@ def test_a_file_is_read_when_it_changes_and_only_then(tmp_path: Path) -> None:
     keys = ApiKeysFile(file)
     assert keys.changed() == read_api_keys(file)
     assert keys.changed() is None
-    write(file, "nonsense")
+    write(file, "two words")
     with pytest.raises(ConfigError):
         keys.changed()
     assert keys.changed() is None
@@ -292,7 +292,8 @@ def test_what_a_file_may_hold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("sk-secret", "drafthouse keys new"),
+        (DIGEST[:-1], "drafthouse keys new"),
+        ("sha256:secret", "drafthouse keys new"),
         ("alice sk-secret", "sha256sum"),
         ("secret/name sha256:" + DIGEST, "is not `NAME sha256:HEX"),
         ("alice sha256:" + DIGEST[:-1], "is not `NAME sha256:HEX"),
@@ -313,6 +314,17 @@ def test_a_bad_line_is_named_and_not_shown(tmp_path: Path, line: str, message: s
     assert "secret" not in str(error.value)
 
 
+def test_a_key_as_it_is_works_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    write(file, f"first sha256:{DIGEST}", "sk-secret", "  another-secret")
+    with caplog.at_level(logging.WARNING, "deploy"):
+        _, bare, other = read_api_keys(file)
+    assert (bare.digest, other.digest) == (digest_api_key("sk-secret"), digest_api_key("another-secret"))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [f"{file}:2 " in lines[0], f"{file}:3 " in lines[1], len(lines)] == [True, True, 2]
+    assert "secret" not in caplog.text.replace(str(tmp_path), "")
+
+
 WORD = st.one_of(
     st.sampled_from(
         ["alice", f"sha256:{DIGEST}", DIGEST, "max_concurrency=3", "tokens_per_minute=0", "#", "="]
@@ -325,7 +337,7 @@ WORD = st.one_of(
 @given(lines=st.lists(st.lists(WORD, max_size=5).map(" ".join), max_size=4))
 def test_whatever_a_file_holds_it_is_read_or_refused_by_line(tmp_path: Path, lines: list[str]) -> None:
     file = tmp_path / "keys"
-    file.write_bytes("\n".join([*lines, "SECRETSECRETSECRET"]).encode("utf-8", "replace"))
+    file.write_bytes("\n".join([*lines, "team SECRETSECRETSECRET"]).encode("utf-8", "replace"))
     with pytest.raises(ConfigError) as error:
         read_api_keys(file)
     messages = str(error.value).split("\n")
