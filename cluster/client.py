@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
 from cluster.directory_actor import DirectoryLink
+from cluster.group_metrics import GroupMetrics
 from cluster.runtime import bind_host, channel_options, new_peer_id
-from cluster.series import CLUSTER_SERIES, counted_from_zero, of_each_group
 from cluster.status import service_status
 from cluster.stream_book import StreamBook
 from specdec.core.clock import MonotonicClock
@@ -20,7 +20,6 @@ from specdec.core.errors import DrafthouseError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
-from specdec.core.series import combine
 from specdec.transport.base import Envelope, PeerId
 from specdec.transport.messages import Message, MetricsQuery, MetricsReply, StatusQuery, StatusReply
 from specdec.transport.pump import ChannelPump
@@ -62,6 +61,8 @@ class ClusterService:
         self._members: tuple[Member, ...] = ()
         self._waiters: dict[int, asyncio.Queue[Envelope]] = {}
         self._next_query = 0
+        self._groups = GroupMetrics()
+        self._asking_for_metrics = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -135,13 +136,14 @@ class ClusterService:
     async def metrics(self) -> Mapping[str, float]:
         """Metrics of all coordinators together, and this door's own."""
         await self.start()
-        envelopes = await self._ask(MetricsQuery)
-        snapshots = {
-            one.sender: one.message.values for one in envelopes if isinstance(one.message, MetricsReply)
-        }
+        # One at a time: answers to an earlier question must not come in after those to a later one.
+        async with self._asking_for_metrics:
+            envelopes = await self._ask(MetricsQuery)
+            self._groups.hear(
+                {one.sender: one.message.values for one in envelopes if isinstance(one.message, MetricsReply)}
+            )
         return {
-            **counted_from_zero(combine(snapshots.values(), CLUSTER_SERIES)),
-            **of_each_group(snapshots),
+            **self._groups.values(self._book.coordinators),
             "coordinators": float(len(self._book.coordinators)),
             **count_workers(self._members),
             **{name: float(value) for name, value in self._book.counters.items()},
