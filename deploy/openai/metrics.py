@@ -47,11 +47,17 @@ class DoorMetrics:
             f"{PREFIX}http_requests_in_progress", "HTTP requests being answered.", registry=self.registry
         )
         self.aborted = self._counter("http_aborted_choices", "Choices whose client left before the end.")
-        self.api_key_tokens = self._counter(
-            "api_key_tokens", "Tokens of prompts and of what was generated, by API key.", ("key",)
+        self.api_key_tokens = Counter(
+            f"{PREFIX}api_key_tokens",
+            "Tokens of prompts and of what was generated, by API key.",
+            ("key",),
+            registry=self.registry,
         )
-        self.api_key_refusals = self._counter(
-            "api_key_refusals", "Requests refused because of a limit of their API key.", ("key", "limit")
+        self.api_key_refusals = Counter(
+            f"{PREFIX}api_key_refusals",
+            "Requests refused because of a limit of their API key.",
+            ("key", "limit"),
+            registry=self.registry,
         )
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token.", TTFT_BUCKETS_S
