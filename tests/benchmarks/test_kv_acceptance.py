@@ -24,6 +24,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.full
 def test_acceptance_rises_with_the_budget_on_the_same_texts(tmp_path: Path) -> None:
     drafters = (
         Drafter(method="self", policy="streaming", budget=32),

@@ -60,7 +60,7 @@ def requests(name: str) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.full), True])
 def test_tokens_are_those_of_the_target_alone(
     deployed: None, config: ClusterConfig, alone: Plain, dies: bool
 ) -> None:

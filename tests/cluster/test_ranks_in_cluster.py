@@ -145,9 +145,9 @@ def test_a_model_that_cannot_be_cut_is_refused_in_the_users_words(
 @pytest.mark.parametrize(
     ("width", "stages", "fate"),
     [
-        pytest.param(2, 1, "kill", id="tp2", marks=pytest.mark.full),
+        pytest.param(2, 1, "kill", id="tp2"),
         pytest.param(1, 2, "stop", id="pp2-stopped", marks=pytest.mark.full),
-        pytest.param(2, 2, "kill", id="tp2-pp2"),
+        pytest.param(2, 2, "kill", id="tp2-pp2", marks=pytest.mark.full),
     ],
 )
 def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], width: int, stages: int, fate: str) -> None:

@@ -81,7 +81,7 @@ def test_a_budget_that_cannot_be_is_refused_at_the_door(deployed: None, config: 
     with_service(config, scenario, num_drafters=0)
 
 
-@pytest.mark.parametrize("victim", ["target", "rank-target"])
+@pytest.mark.parametrize("victim", [pytest.param("target", marks=pytest.mark.full), "rank-target"])
 def test_streams_outlive_a_lost_worker(
     deployed: None, config: ClusterConfig, alone: Plain, victim: str
 ) -> None:

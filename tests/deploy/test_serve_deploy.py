@@ -16,7 +16,7 @@ pytest.importorskip("helm_python", reason="helm-python-sdk, Helm's engine, is th
 
 from tests.helm.chart import ray_service
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("serve_file.py")
 

@@ -241,7 +241,7 @@ def _said(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPara
         pytest.param(False, 4, 1, "draft_model", id="tp4", marks=pytest.mark.full),
         pytest.param(False, 2, 2, "ngram", id="pp2"),
         pytest.param(True, 2, 2, "none", id="pp2-compiled", marks=pytest.mark.full),
-        pytest.param(False, 4, 2, "none", id="tp2-pp2"),
+        pytest.param(False, 4, 2, "none", id="tp2-pp2", marks=pytest.mark.full),
     ],
 )
 def test_same_bits_over_ranks(
