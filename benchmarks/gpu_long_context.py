@@ -30,14 +30,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from transformers import LlamaConfig
 
 from benchmarks.gpu_decode import Subject, free_memory, host_seconds, tokens_that_fit
 from benchmarks.gpu_device import bandwidth, device_facts, device_seconds, require_cuda
 from benchmarks.gpu_models import LLAMA_8B, random_model
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
 from specdec.core.sampling_params import SamplingParams
@@ -297,8 +296,7 @@ def main(
     speeds = bandwidth(device)
     machine = Machine(bytes_per_s=max(speeds.values()), operations_per_s=product_operations_per_s(device))
     free_memory()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with torch.inference_mode(), Progress(*columns, console=Console(stderr=True)) as progress:
+    with torch.inference_mode(), progress_bar() as progress:
         cells, facts = run(plan, LLAMA_8B, machine, device, progress)
     numbers = headlines(cells)
     results = {

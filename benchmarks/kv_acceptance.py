@@ -23,14 +23,13 @@ from typing import Annotated, Any, get_args
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.figures import new_figure, prepare_figures, save_figure
 from benchmarks.in_process import batch_requests
 from benchmarks.long_context_engines import BLOCK_SIZE, Drafter, LongEngine, Room
 from benchmarks.long_texts import LongTexts
-from benchmarks.report import report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, write_results
 from specdec.core.sampling_params import SamplingParams
 from specdec.kv.selection import KvPolicyName
 from specdec.proposers.config import Method
@@ -185,8 +184,7 @@ def main(
     if plots is not None:
         prepare_figures()
     plan = QUICK if quick else FULL
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
 
         def tick(name: str, total: int) -> Callable[[], None]:
             return partial(progress.advance, progress.add_task(name, total=total))

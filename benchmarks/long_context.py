@@ -38,7 +38,7 @@ from typing import Annotated, Any, get_args
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.deployments import Setting
@@ -46,7 +46,7 @@ from benchmarks.kv_costs import Step, Stream, forward_seconds, kv_bytes
 from benchmarks.long_context_engines import BLOCK_SIZE, ORDINARY, Drafter, LongEngine, Room
 from benchmarks.long_texts import LongTexts
 from benchmarks.multi_head import repeat_kv_heads
-from benchmarks.report import PairedRatio, Spread, report_headlines, write_results
+from benchmarks.report import PairedRatio, Spread, progress_bar, report_headlines, write_results
 from benchmarks.steady import SPARE_TOKENS, Batch, Counted
 from specdec.kv.selection import KvPolicyName
 from specdec.scheduling.speculation.controller import SpeculationController
@@ -456,8 +456,7 @@ def main(
     Example: python -m benchmarks.long_context --quick --json runs/long-context.json
     """
     plan = QUICK if quick else FULL
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         cells = measure(plan, models, progress)
     headlines, failures = headlines_of(cells), failures_of(cells)
     write_results(json, {"plan": plan, "cells": cells, "failures": failures, "headlines": headlines})
