@@ -282,6 +282,7 @@ def _summary_of(state: ControllerState) -> dict[str, Any]:
         "num_switches": state.num_switches,
         "num_probe_rounds": state.num_probe_rounds,
         "num_audit_rounds": state.num_audit_rounds,
+        "num_stretch_rounds": state.num_stretch_rounds,
     }
 
 

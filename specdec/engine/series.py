@@ -142,6 +142,7 @@ _OF_CONTROLLER: Mapping[str, Series] = {
         "counter", "Rounds with drafts to see whether being without is right."
     ),
     "speculation_audit_rounds": Series("counter", "Rounds without drafts to see whether drafting is right."),
+    "speculation_stretch_rounds": Series("counter", "Rounds with longer drafts to see what those are worth."),
 }
 
 ENGINE_SERIES: Mapping[str, Series] = {**_OF_ROUNDS, **_OF_DRAFTS, **_OF_DRAFT_POOL, **_OF_CONTROLLER}

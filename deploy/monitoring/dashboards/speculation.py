@@ -134,6 +134,7 @@ _CHOICE = Row(
                 line(SHOWN.rate("speculation_switches"), "switches"),
                 line(SHOWN.rate("speculation_probe_rounds"), "probe rounds"),
                 line(SHOWN.rate("speculation_audit_rounds"), "audit rounds"),
+                line(SHOWN.rate("speculation_stretch_rounds"), "stretch rounds"),
             ),
         ),
     ),

@@ -16,12 +16,14 @@ Reason = Literal[
     "latency_target",
     "probing",
     "auditing",
+    "stretching",
     "idle",
 ]
 """Why speculation is as it is. configured: it is fixed; gain / no_gain: it is expected to make rounds worth
 more / less; measured_slower: expected to gain, but measured rounds say otherwise; latency_target: somebody's
 `slo` forbids longer rounds; probing: off, and trying for a few rounds whether that is still right; auditing:
-on, and looking for a few rounds how fast it goes without; idle: nothing has been decided yet."""
+on, and looking for a few rounds how fast it goes without; stretching: on, with longer drafts for a few rounds
+than are thought best; idle: nothing has been decided yet."""
 
 IN_WORDS: Mapping[Reason, str] = {
     "configured": "k is fixed by the configuration",
@@ -31,6 +33,7 @@ IN_WORDS: Mapping[Reason, str] = {
     "latency_target": "every round with drafts would be longer than somebody's slo.itl_ms",
     "probing": "off, but tried for a few rounds to see whether that is still right",
     "auditing": "on, but left out for a few rounds to see how fast it goes without",
+    "stretching": "on, with longer drafts for a few rounds to see whether they are worth it",
     "idle": "nothing has been decided yet",
 }
 
@@ -67,6 +70,7 @@ class ControllerState:
     """How often speculation was switched on or off, or its mode changed."""
     num_probe_rounds: int = 0
     num_audit_rounds: int = 0
+    num_stretch_rounds: int = 0
 
     def gauges(self) -> Mapping[str, float]:
         """Return values by metric name, without prefix."""
@@ -81,6 +85,7 @@ class ControllerState:
             "speculation_switches": self.num_switches,
             "speculation_probe_rounds": self.num_probe_rounds,
             "speculation_audit_rounds": self.num_audit_rounds,
+            "speculation_stretch_rounds": self.num_stretch_rounds,
             f'speculation_state{{mode="{self.mode}",reason="{self.reason}"}}': 1.0,
         }
         if self.pool_worth is not None:

@@ -282,14 +282,20 @@ class Evaluation:
             verify_s=verify_s,
         )
 
-    def lockstep(self) -> Option | None:
-        """Return the best choice; None where there is none with drafts."""
+    def lockstep(self, least_draft_tokens: int = 1) -> Option | None:
+        """Return the best choice; None where there is none with drafts.
+
+        With `least_draft_tokens`, here and below, of those where the half of all who draft, or more, have
+        at least as many.
+        """
         num_sequences = self._batch.num_sequences
         verify_s = self._verify_s(self._verify_table, num_sequences)
         round_s = self._draft_s + verify_s + self._overhead("lockstep")
-        return self._best("lockstep", num_sequences + self._gains, round_s, self._draft_s, verify_s)
+        return self._best(
+            "lockstep", num_sequences + self._gains, round_s, self._draft_s, verify_s, least_draft_tokens
+        )
 
-    def ping_pong(self) -> Option | None:
+    def ping_pong(self, least_draft_tokens: int = 1) -> Option | None:
         """Return the best choice; None for a single sequence."""
         num_sequences = self._batch.num_sequences
         if num_sequences < 2:
@@ -297,22 +303,22 @@ class Evaluation:
         cohort = (num_sequences + 1) // 2
         table = self._costs.verify.table(cohort, cohort * self._mean_context, is_overlapped=True)
         draft_s = self._drafting_beside(np.ceil(self._taking_part / 2))
-        return self._alternating(self._verify_s(table, cohort), draft_s)
+        return self._alternating(self._verify_s(table, cohort), draft_s, least_draft_tokens)
 
     def cohort(self) -> Option | None:
         """Return the best choice where this batch is one cohort of ping_pong, and another is like it."""
         verify_s = self._verify_s(self._overlapped_table, self._batch.num_sequences)
         return self._alternating(verify_s, self._drafting_beside(self._taking_part))
 
-    def _alternating(self, verify_s: Floats, draft_s: Floats) -> Option | None:
+    def _alternating(self, verify_s: Floats, draft_s: Floats, least_draft_tokens: int = 1) -> Option | None:
         num_sequences = self._batch.num_sequences
         overhead_s = self._overhead("ping_pong")
         busy_s = verify_s + overhead_s
         half_s = np.maximum(np.maximum(busy_s, draft_s), 0.5 * (busy_s + draft_s))
         tokens = num_sequences + self._gains
-        return self._best("ping_pong", tokens, 2.0 * half_s, draft_s, verify_s)
+        return self._best("ping_pong", tokens, 2.0 * half_s, draft_s, verify_s, least_draft_tokens)
 
-    def draft_ahead(self, outlook: AheadOutlook) -> Option | None:
+    def draft_ahead(self, outlook: AheadOutlook, least_draft_tokens: int = 1) -> Option | None:
         """Return the best choice, of the number of continuations too."""
         accepted = self._batch.estimate.accepted.mean(0)
         hits = hit_table(np.append(accepted, accepted[-1]), outlook.rates, outlook.max_branches)
@@ -331,7 +337,9 @@ class Evaluation:
             verify_s = self._verify_s(self._overlapped_table, num_sequences, has_drafts, other_rows)
             draft_s = self._drafting_beside(self._taking_part * num_branches)
             round_s = np.maximum(draft_s, verify_s) + self._overhead("draft_ahead")
-            found = self._best("draft_ahead", tokens, round_s, draft_s, verify_s, num_branches)
+            found = self._best(
+                "draft_ahead", tokens, round_s, draft_s, verify_s, least_draft_tokens, num_branches
+            )
             if found is not None and (best is None or found.rate > best.rate):
                 best = found
         return best
@@ -370,9 +378,15 @@ class Evaluation:
         round_s: Floats,
         draft_s: Floats,
         verify_s: Floats,
+        least_draft_tokens: int,
         num_branches: int = 1,
     ) -> Option | None:
         rates = tokens / round_s
+        if least_draft_tokens > 1:
+            if least_draft_tokens > rates.shape[1]:
+                return None
+            rates[:, : least_draft_tokens - 1] = 0.0
+            rates[self._taking_part[:, least_draft_tokens - 1] < 0.5 * self._taking_part[:, 0]] = 0.0
         rates[: self._asked_at] = 0.0
         rates[:, : self._least_depth] = 0.0
         rates[round_s > self._itl_s] = 0.0
@@ -397,15 +411,16 @@ class Evaluation:
 
     def options(self, modes: Sequence[OverlapMode], outlook: AheadOutlook) -> dict[Kind, Option]:
         """Return the best choice of every kind that is possible: plain always, and these modes."""
-        found: list[Option | None] = [self.plain]
-        for mode in modes:
-            if mode == "lockstep":
-                found.append(self.lockstep())
-            elif mode == "ping_pong":
-                found.append(self.ping_pong())
-            else:
-                found.append(self.draft_ahead(outlook))
+        found = [self.plain, *(self.option(mode, outlook) for mode in modes)]
         return {option.kind: option for option in found if option is not None}
+
+    def option(self, mode: OverlapMode, outlook: AheadOutlook, least_draft_tokens: int = 1) -> Option | None:
+        """Return the best choice of one mode."""
+        if mode == "lockstep":
+            return self.lockstep(least_draft_tokens)
+        if mode == "ping_pong":
+            return self.ping_pong(least_draft_tokens)
+        return self.draft_ahead(outlook, least_draft_tokens)
 
     def _overhead(self, kind: Kind) -> float:
         return self._overheads.get(kind, 0.0)

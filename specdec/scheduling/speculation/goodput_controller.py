@@ -58,6 +58,10 @@ _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
 _PIPELINED_PROBE_ROUNDS = 10
 _AUDIT_ROUNDS = 3
+_STRETCH = 1.5
+"""How much longer the drafts of a stretch are."""
+_STRETCH_ROUNDS = TrialLength(2, 10)
+"""At most as many as it takes to correct a cost that was wrong (`CorrectionGrid`)."""
 _LARGEST_CHANGE = 1.5
 """A batch that has changed by this factor since the last switch is another one."""
 _WORTH_WINDOW_S = 120.0
@@ -285,14 +289,15 @@ class GoodputController:
         is_known = self._decision is not None and self._decision.region == region
         self._calm = min(self._calm * _CALMER, _CALMEST) if is_known else 1.0
         self._switch(options, rates, num_sequences)
-        option, reason = self._apply_trial(options, rates, num_sequences)
+        longer = self._longer(evaluation, outlook, options)
+        option, reason = self._apply_trial(options, rates, num_sequences, longer)
         if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
             reason = "latency_target"
         chosen = option.num_draft_tokens
         is_partial = reason == "probing" and option.kind == "lockstep" and self._tried(options, rates)[1]
         if is_partial:
             chosen = self._probed(chosen)
-        elif option.kind == "ping_pong" and num_here < num_sequences:
+        elif option.kind == "ping_pong" and num_here < num_sequences and reason != "stretching":
             # Rows and steps are those of a cohort: what is best for all together need not suit either.
             chosen = np.concatenate(
                 [
@@ -420,6 +425,7 @@ class GoodputController:
         options: Mapping[Kind, Option],
         rates: Mapping[Kind, float],
         num_sequences: int,
+        longer: Option | None,
     ) -> tuple[Option, Reason]:
         """Return what to do: as decided, or something else to see whether that was right."""
         assert self._kind is not None
@@ -427,24 +433,49 @@ class GoodputController:
         usual = options.get(self._kind, plain)
         trials = self._trials
         tried, _ = self._tried(options, rates)
-        if self._kind != "plain" and trials.current is None:
+        if longer is not None:
+            factor = rates[usual.kind] / usual.rate
+            loss_s = _loss_s(longer.tokens, longer.rate * factor, rates[usual.kind])
+            trials.begin("stretching", _STRETCH_ROUNDS, loss_s)
+        if self._kind != "plain":
             num_rounds = _AUDIT_ROUNDS + (_ROUNDS_TO_CALM_DOWN if self._kind != "lockstep" else 0)
             length = TrialLength(num_rounds, num_rounds)
-            trials.begin_audit(length, _loss_s(plain.tokens, rates["plain"], rates[usual.kind]))
-        if tried is not None and trials.current is None:
+            trials.begin("auditing", length, _loss_s(plain.tokens, rates["plain"], rates[usual.kind]))
+        if tried is not None:
             num_probed = _num_probed(num_sequences)
             fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
             fewest = max(fewest, 6 // num_probed)
             length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
             # By the model alone: that rounds like these were slower is what is in doubt.
-            trials.begin_probe(length, _loss_s(tried.tokens, tried.rate, rates[usual.kind]))
+            trials.begin("probing", length, _loss_s(tried.tokens, tried.rate, rates[usual.kind]))
         trial: Trial | None = trials.current
         if trial == "probing" and tried is not None:
             return tried, trial
         if trial == "auditing" and usual is not plain:
             return plain, trial
+        if trial == "stretching" and longer is not None:
+            return longer, trial
         trials.cancel()
         return usual, self._reason(options, usual)
+
+    def _longer(
+        self, evaluation: Evaluation, outlook: AheadOutlook, options: Mapping[Kind, Option]
+    ) -> Option | None:
+        """Return what a stretch does, where there is one or might be; None: nothing.
+
+        Longer drafts have to bring clearly more tokens: what they cost is in doubt, not what they bring.
+        """
+        kind = self._kind
+        if kind is None or kind == "plain" or kind not in options:
+            return None
+        if self._trials.current != "stretching" and not self._trials.is_due("stretching"):
+            return None
+        usual = options[kind]
+        longest = math.ceil(_STRETCH * int(usual.num_draft_tokens.max()))
+        found = evaluation.option(kind, outlook, min(longest, self._acceptance.num_positions))
+        if found is None or found.tokens < usual.tokens * (1.0 + self._settings.margin):
+            return None
+        return found
 
     def _tried(
         self, options: Mapping[Kind, Option], rates: Mapping[Kind, float]
@@ -587,7 +618,8 @@ class GoodputController:
         )
         is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
         is_settled = is_settled and self._is_as_it_seems
-        if is_as_decided and is_settled and own_s > 0.3 * round_s and not decision.is_partial:
+        is_usual = not decision.is_partial and decision.reason != "stretching"
+        if is_as_decided and is_settled and own_s > 0.3 * round_s and is_usual:
             measured = MeasuredRound(
                 kind=kind,
                 region=decision.region,
@@ -647,8 +679,9 @@ class GoodputController:
             acceptance=tuple(decision.batch.estimate.accepted.mean(0).tolist()),
             pool_worth=self._worth,
             num_switches=self._num_switches,
-            num_probe_rounds=self._trials.num_probe_rounds,
-            num_audit_rounds=self._trials.num_audit_rounds,
+            num_probe_rounds=self._trials.num_rounds["probing"],
+            num_audit_rounds=self._trials.num_rounds["auditing"],
+            num_stretch_rounds=self._trials.num_rounds["stretching"],
         )
 
 

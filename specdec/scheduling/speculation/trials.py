@@ -1,24 +1,27 @@
 """When to try what is thought worse, for a few rounds, and how much that may cost.
 
 While speculation is off nothing is learnt of acceptance: probes draft for a few rounds. While it is on
-nothing is learnt of rounds without: audits leave drafts out for a few rounds. Both may lose time, so there
-is an allowance: a small share of all time that passes. A trial begins when the allowance covers what it is
-expected to lose, and pays what it has really lost. After each one that changed nothing, the next one waits
-twice as long.
+nothing is learnt of rounds without: audits leave drafts out for a few rounds. And nothing is learnt of longer
+drafts than those that are thought best: stretches make them longer for a few rounds. All may lose time, so
+there is an allowance: a small share of all time that passes. A trial begins when the allowance covers what it
+is expected to lose, and pays what it has really lost. After each one that changed nothing, the next one of
+its kind waits twice as long.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-Trial = Literal["probing", "auditing"]
+Trial = Literal["probing", "auditing", "stretching"]
 
 _LARGEST_ALLOWANCE = 64.0
 """Rounds whose time the allowance may come to."""
 _FIRST_ALLOWANCE = 2.0
 """Rounds whose time may be lost before any time has passed."""
 _FEWEST_ROUNDS_BETWEEN = 48
-_MOST_DOUBLINGS, _MOST_AUDIT_DOUBLINGS = 6, 4
+_MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6}
 
 
 class TrialLength(NamedTuple):
@@ -38,22 +41,32 @@ class Trials:
         self._share = share
         self._allowance_s: float | None = None
         self._rounds_left = 0
-        self._num_failures = 0
-        self._num_audits = 0
         self._num_rounds_since = 0
+        self._num_ended: Counter[Trial] = Counter()
+        """Trials that have changed nothing."""
         self.current: Trial | None = None
-        self.num_probe_rounds = 0
-        self.num_audit_rounds = 0
+        self.num_rounds: Counter[Trial] = Counter()
 
-    def begin_probe(self, length: TrialLength, loss_s: float) -> None:
-        """Begin drafting for some rounds, if it is time for it, given what each is expected to lose."""
-        wait = _FEWEST_ROUNDS_BETWEEN << min(self._num_failures, _MOST_DOUBLINGS)
-        self._begin("probing", wait, length, loss_s)
+    def is_due(self, trial: Trial) -> bool:
+        """Whether enough rounds have passed since the last trial."""
+        if self.current is not None:
+            return False
+        return self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN << min(
+            self._num_ended[trial], _MOST_DOUBLINGS[trial]
+        )
 
-    def begin_audit(self, length: TrialLength, loss_s: float) -> None:
-        """Begin leaving drafts out for some rounds, as `begin_probe`."""
-        wait = _FEWEST_ROUNDS_BETWEEN << min(self._num_audits, _MOST_AUDIT_DOUBLINGS)
-        self._begin("auditing", wait, length, loss_s)
+    def begin(self, trial: Trial, length: TrialLength, loss_s: float) -> None:
+        """Begin a trial for some rounds, if it is time for it, given what each is expected to lose."""
+        if self._allowance_s is None or not self.is_due(trial):
+            return
+        if self._allowance_s <= loss_s * length.fewest:
+            return
+        # What a stretch is expected to lose is what is in doubt: it goes on until too much is really lost.
+        is_in_doubt = loss_s <= 0.0 or trial == "stretching"
+        affordable = length.most if is_in_doubt else int(self._allowance_s / loss_s)
+        self.current = trial
+        self._rounds_left = min(length.most, affordable)
+        self._num_rounds_since = 0
 
     def note_round(self, round_s: float, lost_s: float) -> bool:
         """Count a round that has passed.
@@ -73,15 +86,11 @@ class Trials:
             self._allowance_s = min(self._allowance_s, _LARGEST_ALLOWANCE * round_s)
             return False
         self._allowance_s -= max(lost_s, 0.0)
-        if self.current == "probing":
-            self.num_probe_rounds += 1
-        else:
-            self.num_audit_rounds += 1
+        self.num_rounds[self.current] += 1
         self._rounds_left -= 1
         if self._rounds_left > 0 and self._allowance_s > 0.0:
             return False
-        self._num_failures += self.current == "probing"
-        self._num_audits += self.current == "auditing"
+        self._num_ended[self.current] += 1
         self.current = None
         return True
 
@@ -91,14 +100,4 @@ class Trials:
 
     def note_change(self) -> None:
         """Something is different: what changed nothing before may do so now."""
-        self._num_failures = self._num_audits = 0
-
-    def _begin(self, trial: Trial, wait: int, length: TrialLength, loss_s: float) -> None:
-        if self._allowance_s is None or self._num_rounds_since < wait:
-            return
-        if self._allowance_s <= loss_s * length.fewest:
-            return
-        affordable = length.most if loss_s <= 0.0 else int(self._allowance_s / loss_s)
-        self.current = trial
-        self._rounds_left = min(length.most, affordable)
-        self._num_rounds_since = 0
+        self._num_ended.clear()

@@ -102,7 +102,7 @@ def run_trials(trials: Trials, num_rounds: int, *, loss_s: float, paid_s: float)
     begins = []
     for number in range(num_rounds):
         if trials.current is None:
-            trials.begin_probe(TrialLength(3, 8), loss_s)
+            trials.begin("probing", TrialLength(3, 8), loss_s)
             if trials.current is not None:
                 begins.append(number)
         trials.note_round(ROUND_S, paid_s if trials.current else 0.0)
@@ -115,7 +115,7 @@ def test_probes_lose_little_and_become_rare(loss: float) -> None:
     num_rounds = 20_000
     begins = run_trials(trials, num_rounds, loss_s=loss * ROUND_S, paid_s=loss * ROUND_S)
     assert len(begins) >= 3
-    assert trials.num_probe_rounds * loss < 0.01 * num_rounds
+    assert trials.num_rounds["probing"] * loss < 0.01 * num_rounds
     gaps = [after - before for before, after in itertools.pairwise(begins)]
     assert gaps[-1] >= 3000
 
@@ -124,7 +124,7 @@ def test_a_loss_beyond_what_was_expected_is_paid_for() -> None:
     """Probes are expected to cost nothing, and cost five rounds each time."""
     trials = Trials(0.005)
     run_trials(trials, 20_000, loss_s=-0.001, paid_s=5 * ROUND_S)
-    assert trials.num_probe_rounds * 5 < 0.01 * 20_000
+    assert trials.num_rounds["probing"] * 5 < 0.01 * 20_000
 
 
 def test_a_change_ends_the_wait() -> None:

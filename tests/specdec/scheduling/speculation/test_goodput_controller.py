@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -408,6 +409,30 @@ def test_a_profile_that_promises_too_little() -> None:
     world = world_of(COSTS["cpu"], 4)
     world.run(controller, 1500)
     assert world.run(controller, 300).rate >= 0.9 * max(rates.values())
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "draft_ahead"])
+def test_longer_drafts_that_were_measured_too_slow_are_looked_at(mode: OverlapMode) -> None:
+    """A stretch shows what they take; before it, no round had so many rows."""
+    rates = fixed_rates("gpu", 4, 1024, 0.95, (mode, "lockstep"))
+    profile = profile_of(COSTS["gpu"])
+    slow = [
+        msgspec.structs.replace(point, seconds=point.seconds * 2.5) if point.num_rows > 20 else point
+        for point in profile.verify
+    ]
+    controller = controller_of(msgspec.structs.replace(profile, verify=tuple(slow)), (mode,))
+    world = world_of(COSTS["gpu"], 4, 1024, 0.95)
+    world.run(controller, 1200)
+    assert controller.state.num_stretch_rounds > 0
+    assert world.run(controller, 400).rate >= FLOOR * max(rates[mode, k] for k in (4, 5, 6, 8))
+
+
+def test_stretches_are_few() -> None:
+    """Where longer drafts are as much slower as is thought, looking at them costs next to nothing."""
+    controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
+    world = world_of(COSTS["expensive"], 4, chance=0.8)
+    world.run(controller, 4000)
+    assert 0 < controller.state.num_stretch_rounds < 120
 
 
 def test_costs_that_the_model_does_not_know_are_measured() -> None:
