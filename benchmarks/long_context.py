@@ -1,6 +1,7 @@
 """Speculation where contexts are long and batches large: sparse-K/V drafts beside plain decoding.
 
-    python -m benchmarks.long_context --json benchmarks/results/long-context.json    # about an hour
+    python -m benchmarks.long_context --json benchmarks/results/long-context.json    # about two hours
+    python -m benchmarks.long_context --json benchmarks/results/long-context.json --resume    # the rest
     python -m benchmarks.long_context --quick                                        # under five minutes
 
 Batch x context, with the demo target in bf16, whose step is mostly the reading of K/V where both are large;
@@ -42,11 +43,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.deployments import Setting
+from benchmarks.kept_cells import KeptCells
 from benchmarks.kv_costs import Step, Stream, forward_seconds, kv_bytes
 from benchmarks.long_context_engines import BLOCK_SIZE, ORDINARY, Drafter, LongEngine, Room
 from benchmarks.long_texts import LongTexts
 from benchmarks.multi_head import repeat_kv_heads
-from benchmarks.report import PairedRatio, Spread, progress_bar, report_headlines, write_results
+from benchmarks.report import PairedRatio, Spread, progress_bar, report_headlines, to_plain, write_results
 from benchmarks.steady import SPARE_TOKENS, Batch, Counted
 from specdec.kv.selection import KvPolicyName
 from specdec.scheduling.speculation.controller import SpeculationController
@@ -222,7 +224,6 @@ class Bench:
             runs.parts.append(self._parts(cell, best.num_draft_tokens))
             tick()
         return {
-            "cell": cell,
             "tried": {str(setting.num_draft_tokens): rate for setting, rate in tried.items()},
             "tried_ordinary": {str(one.num_draft_tokens): rate for one, rate in tried_ordinary.items()},
             "k": best.num_draft_tokens,
@@ -420,14 +421,15 @@ def _targets(models: Path) -> Iterator[dict[str, Path]]:
         yield targets
 
 
-def measure(plan: Plan, models: Path, progress: Progress) -> list[dict[str, Any]]:
-    """Measure all cells, one drafter after the other."""
+def measure(plan: Plan, models: Path, progress: Progress, kept: KeptCells) -> list[dict[str, Any]]:
+    """Measure all cells that are not kept, one drafter after the other; return all."""
     num_threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads)
-    results: list[dict[str, Any]] = []
     with _targets(models) as targets:
         for heads in dict.fromkeys(cell.heads for cell in plan.cells):
-            of_heads = [cell for cell in plan.cells if cell.heads == heads]
+            of_heads = [cell for cell in plan.cells if cell.heads == heads and not kept.is_kept(cell)]
+            if not of_heads:
+                continue
             make = partial(LongEngine, target=targets[heads], draft=models / "draft")
             with contextlib.closing(make(ORDINARY, room=plan.room(of_heads, num_threads))) as ordinary:
                 beside = Beside(
@@ -442,13 +444,16 @@ def measure(plan: Plan, models: Path, progress: Progress) -> list[dict[str, Any]
                         bench = Bench(plan, engine, beside, max(cell.batch for cell in cells))
                         for cell in cells:
                             progress.update(task, description=cell.name)
-                            results.append(bench.cell(cell, partial(progress.advance, task)))
-    return results
+                            kept.keep(cell, bench.cell(cell, partial(progress.advance, task)))
+    return [kept.result(cell) for cell in plan.cells]
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="Seven corner cells.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Go on with a run to the same --json FILE that was cut.")
+    ] = False,
     models: Annotated[Path, typer.Option(help="Folder with target/ and draft/.")] = Path("models/demo"),
 ) -> None:
     """Compare sparse-K/V speculation with plain decoding, with ordinary speculation and with its bound.
@@ -456,10 +461,12 @@ def main(
     Example: python -m benchmarks.long_context --quick --json runs/long-context.json
     """
     plan = QUICK if quick else FULL
+    kept = KeptCells(json, {**to_plain(plan), "cells": None}, resume=resume)
     with progress_bar() as progress:
-        cells = measure(plan, models, progress)
+        cells = measure(plan, models, progress, kept)
     headlines, failures = headlines_of(cells), failures_of(cells)
     write_results(json, {"plan": plan, "cells": cells, "failures": failures, "headlines": headlines})
+    kept.forget()
     console = Console(highlight=False, width=200)
     console.print(table_of(cells))
     for failure in failures:

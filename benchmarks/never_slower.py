@@ -40,10 +40,11 @@ from rich.table import Table
 
 from benchmarks.deployments import Deployment, Scale, Setting, start_apart, start_colocated
 from benchmarks.inflate import inflate, layers_for_parameters
+from benchmarks.kept_cells import KeptCells
 from benchmarks.load_step import StepPlan, play
 from benchmarks.load_step import summarise as summarise_step
 from benchmarks.overlap import acceptance_of
-from benchmarks.report import PairedRatio, progress_bar, report_headlines, write_results
+from benchmarks.report import PairedRatio, progress_bar, report_headlines, to_plain, write_results
 from benchmarks.steady import SPARE_TOKENS, Batch, Counted, decode_for, read
 from benchmarks.workload import read_prompts, window
 from specdec.scheduling.speculation.controller import SpeculationController
@@ -192,7 +193,6 @@ class Bench:
             self._pair(batch, best, controller, runs, is_reversed=number % 2 == 1)
             tick()
         return {
-            "cell": cell,
             "tried": {setting.name: rate for setting, rate in tried.items()},
             "best": best.name,
             "cold": cold,
@@ -342,14 +342,20 @@ def _models(plan: Plan, models: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def measure(
-    plan: Plan, models: Path, progress: Progress
+    plan: Plan, models: Path, progress: Progress, kept: KeptCells
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure all cells and steps, one deployment after the other."""
+    """Measure all cells and steps that are not kept, one deployment after the other; return all."""
     texts = read_prompts(models / "prompts.jsonl")
-    cells: list[dict[str, Any]] = []
-    steps: list[dict[str, Any]] = []
     with _models(plan, models) as (target, draft):
         for name in dict.fromkeys(cell.deployment for cell in plan.cells):
+            cells = [cell for cell in plan.cells if cell.deployment == name and not kept.is_kept(cell)]
+            steps = [
+                step
+                for where, step in plan.steps
+                if where == name and not kept.is_kept(_step_key(name, step))
+            ]
+            if not cells and not steps:
+                continue
             starting = progress.add_task(f"starting: {name}", total=1)
             deployment: Deployment
             if name == _COLOCATED:
@@ -361,14 +367,21 @@ def measure(
             with contextlib.closing(deployment):
                 text = [token for one in texts for token in deployment.engine.tokenizer.encode(one)]
                 bench = Bench(plan, deployment, text)
-                for cell in (cell for cell in plan.cells if cell.deployment == name):
+                for cell in cells:
                     task = progress.add_task(cell.name, total=plan.pairs + 2)
-                    cells.append(bench.cell(cell, partial(progress.advance, task)))
-                    progress.update(task, description=f"{cell.name}: {_in_short(cells[-1])}")
-                for step in (step for where, step in plan.steps if where == name):
+                    result = bench.cell(cell, partial(progress.advance, task))
+                    kept.keep(cell, result)
+                    progress.update(task, description=f"{cell.name}: {_in_short(result)}")
+                for step in steps:
                     task = progress.add_task(f"load step: {name}", total=2 * step.repeats)
-                    steps.append(bench.step(step, partial(progress.advance, task)))
-    return cells, steps
+                    kept.keep(_step_key(name, step), bench.step(step, partial(progress.advance, task)))
+    return [kept.result(cell) for cell in plan.cells], [
+        kept.result(_step_key(name, step)) for name, step in plan.steps
+    ]
+
+
+def _step_key(deployment: str, step: StepPlan) -> Mapping[str, Any]:
+    return {"deployment": deployment, "step": step}
 
 
 def main(
@@ -380,6 +393,9 @@ def main(
     models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
         "models/demo"
     ),
+    resume: Annotated[
+        bool, typer.Option(help="Go on with a run to the same --json FILE that was cut.")
+    ] = False,
 ) -> None:
     """Compare the controller with plain decoding and with fixed settings.
 
@@ -388,12 +404,14 @@ def main(
     plan = QUICK if quick else FULL
     if only is not None:
         plan = _only(plan, only)
+    kept = KeptCells(json, {**to_plain(plan), "cells": None, "steps": None}, resume=resume)
     with progress_bar() as progress:
-        cells, steps = measure(plan, models, progress)
+        cells, steps = measure(plan, models, progress, kept)
     headlines, failures = headlines_of(cells, steps), failures_of(cells)
     write_results(
         json, {"plan": plan, "cells": cells, "steps": steps, "failures": failures, "headlines": headlines}
     )
+    kept.forget()
     console = Console(highlight=False, width=180)
     console.print(table_of(cells))
     for failure in failures:
