@@ -56,6 +56,7 @@ EVERYTHING: Values = DRAFTED | {
     "models": {"download": [{"repository": "org/m", "revision": "abc", "folder": "Target_1.0"}]},
     "huggingFace": {"existingSecret": "hf"},
     "rayAuth": {"existingSecret": "ray-token"},
+    "tls": {"existingSecret": "tls"},
     "monitoring": {
         "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "serviceMonitor": {"enabled": True},
@@ -141,6 +142,7 @@ def test_values_file_shows_every_key() -> None:
         {"config": {"speculative_config": {"method": "magic"}}},
         {"config": {"speculative_config": {"num_speculative_tokens": 65}}},
         {"config": {"http": {"host": "0.0.0.0"}}},
+        {"config": {"http": {"tls": {"certificate_file": "/a", "key_file": "/b"}}}},
         {"config": {"cluster": {"target_groups": {"num_groups": 2}}}},
         {"config": {"cluster": {"check_resources": True}}},
         {"upgrade": {"type": "Sometimes"}},
@@ -174,6 +176,7 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         (None, {"models": {"claim": ""}}, "models.claim"),
         (None, {"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress: is required"),
         (None, {"expose": {"enabled": True}}, "expose.host: is required"),
+        ("cpu-dev", {"tls": {"existingSecret": "x"}, "ingress": {"enabled": False}}, "needs ingress.enabled"),
         ("gpu", {"config": {"speculative_config": {"model": ""}}}, "needs the folder of a draft model"),
         (None, overriding("Router"), "no deployment Router here; known: Coordinator, Ingress"),
         (None, overriding("DraftPool"), "no deployment DraftPool here"),
@@ -416,7 +419,7 @@ def test_budgets_follow_the_pools() -> None:
 
 
 def test_probes_are_kuberays_unless_given() -> None:
-    groups = groups_of(ray_service(EVERYTHING))
+    groups = groups_of(ray_service(merged(EVERYTHING, {"tls": {"existingSecret": ""}})))
     for name, group in groups.items():
         (container,) = group["template"]["spec"]["containers"]
         probes = {key for key in container if key.endswith("Probe")}
@@ -482,6 +485,28 @@ def test_the_door_is_scraped_once() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (pods,) = of_kind(manifests, "PodMonitor")
     assert pods["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_tls_reaches_everything_that_speaks_with_the_door() -> None:
+    values = {"tls": {"existingSecret": "my-tls"}, "monitoring": {"serviceMonitor": {"enabled": True}}}
+    manifests = render(values)
+    options = ServeDeploySchema.model_validate(serve_config(values)).http_options
+    for name, group in groups_of(ray_service(values)).items():
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "tls"]
+        assert volume["secret"]["secretName"] == "my-tls"
+        (place,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "tls"]
+        assert (options.ssl_certfile, options.ssl_keyfile) == (f"{place}/tls.crt", f"{place}/tls.key")
+        probe = container.get("readinessProbe", {}).get("exec", {}).get("command", [""])[-1]
+        assert ("https://localhost:8000/-/healthz" in probe) == (name != "head")
+    (pod,) = of_kind(manifests, "Pod")
+    assert pod["spec"]["containers"][0]["command"][-1].startswith("https://")
+    (monitor,) = of_kind(manifests, "ServiceMonitor")
+    assert monitor["spec"]["endpoints"][0]["scheme"] == "https"
+    assert "curl -k https://127.0.0.1:8000/health" in render_texts(values)["NOTES.txt"]
+    plain = ServeDeploySchema.model_validate(serve_config({})).http_options
+    assert (plain.ssl_certfile, plain.ssl_keyfile) == (None, None)
 
 
 def test_notes_say_how_to_look_and_ask() -> None:
