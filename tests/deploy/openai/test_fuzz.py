@@ -44,7 +44,7 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-FEW, MANY = 50, 6000
+FEW, MANY = 50, 2500
 """Requests to each of the two operations that take a body."""
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 
