@@ -11,6 +11,15 @@ from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES
 
 
+class TlsConfig(StrictConfig):
+    """The files that make the endpoint one for HTTPS."""
+
+    certificate_file: str = Field(min_length=1)
+    """PEM file: the server's certificate, then those between it and one that clients trust."""
+    key_file: str = Field(min_length=1)
+    """PEM file: the private key of the first certificate, without a passphrase."""
+
+
 class HttpConfig(StrictConfig):
     """The OpenAI-compatible endpoint."""
 
@@ -18,6 +27,9 @@ class HttpConfig(StrictConfig):
     """Address to listen on. Anything but loopback needs `api_keys_file`, or `drafthouse serve --insecure`."""
     port: int = Field(default=8000, ge=1, le=65535)
     """TCP port to listen on."""
+    tls: TlsConfig | None = None
+    """Serve HTTPS with these files, read at the start; None: HTTP, for loopback or behind something that
+    ends TLS itself."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """Name that clients call the model by; None: the name of the target's folder."""
     api_keys_file: str | None = None

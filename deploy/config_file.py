@@ -25,6 +25,8 @@ _PATH_KEYS = (
     ("speculative_config", "model"),
     ("speculative_config", "compile", "cache_dir"),
     ("http", "api_keys_file"),
+    ("http", "tls", "certificate_file"),
+    ("http", "tls", "key_file"),
 )
 
 

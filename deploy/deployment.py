@@ -22,6 +22,7 @@ from cluster.start_reports import read_start_reports
 from deploy.application import APPLICATION, build_application
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.openai.keys import ApiKey
+from deploy.tls import own_context
 from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, ResourceError, UserError
 
 _POLL_S = 0.25
@@ -55,6 +56,8 @@ class Deployment:
         logging.getLogger("ray.serve").setLevel(logging.INFO if show_logs else logging.WARNING)
         self._config = config
         self._api_keys = api_keys
+        tls = config.http.tls
+        self._verify = True if tls is None else own_context(tls)
         self._has_started = False
         self._has_served = False
 
@@ -79,13 +82,7 @@ class Deployment:
         _check_running_serve(http)
         serve.start(
             proxy_location=ProxyLocation.HeadOnly,
-            http_options=HTTPOptions(
-                host=http.host,
-                port=http.port,
-                # Ours ends a request with an answer; Serve's would cut it.
-                request_timeout_s=None,
-                keep_alive_timeout_s=http.keep_alive_timeout_s,
-            ),
+            http_options=http_options(http),
             logging_config=_quiet(),
         )
         application = build_application(self._config, self._api_keys)
@@ -168,15 +165,32 @@ class Deployment:
 
     def _answers(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=_PROBE_TIMEOUT_S).status_code == 200
+            answer = httpx.get(f"{self.url}/health", timeout=_PROBE_TIMEOUT_S, verify=self._verify)
+            return answer.status_code == 200
         except httpx.HTTPError:
             return False
 
 
+def http_options(http: HttpConfig) -> HTTPOptions:
+    """Return what Serve's proxy is to do."""
+    tls = http.tls
+    return HTTPOptions(
+        host=http.host,
+        port=http.port,
+        # Ours ends a request with an answer; Serve's would cut it.
+        request_timeout_s=None,
+        keep_alive_timeout_s=http.keep_alive_timeout_s,
+        # The key first: Serve checks the certificate's field against it.
+        ssl_keyfile=None if tls is None else tls.key_file,
+        ssl_certfile=None if tls is None else tls.certificate_file,
+    )
+
+
 def base_url(http: HttpConfig) -> str:
     """Return the URL by which this machine reaches the endpoint."""
+    scheme = "http" if http.tls is None else "https"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)
-    return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
+    return f"{scheme}://[{host}]:{http.port}" if ":" in host else f"{scheme}://{host}:{http.port}"
 
 
 def _overview() -> ApplicationStatusOverview:
@@ -206,6 +220,13 @@ def _check_running_serve(http: HttpConfig) -> None:
             f"Ray Serve runs on this cluster already and listens on {running.host} port {running.port}, not "
             f"on {http.host} port {http.port}; give --host {running.host} --port {running.port}, or shut the "
             "running Serve down first"
+        )
+    wanted = http_options(http)
+    if (running.ssl_certfile, running.ssl_keyfile) != (wanted.ssl_certfile, wanted.ssl_keyfile):
+        raise ResourceError(
+            "Ray Serve runs on this cluster already, "
+            + (f"with the certificate {running.ssl_certfile}" if running.ssl_certfile else "without TLS")
+            + "; give http.tls as it has it, or shut the running Serve down first"
         )
     if APPLICATION in serve.status().applications:
         raise ResourceError(

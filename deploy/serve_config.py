@@ -8,7 +8,7 @@
           config: {target: {model: /models/target}, http: {api_keys_file: /etc/drafthouse/api-keys}}
 
 Serve calls it in a task somewhere on the cluster: models and the keys' file must be at the same place on all
-nodes. Host and port are Serve's own (`http_options`), not `config.http`'s.
+nodes. Host, port and TLS are Serve's own (`http_options`), not `config.http`'s.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ def parse_arguments(args: Mapping[str, Any]) -> ServeArguments:
     if "config" not in args:
         raise ConfigError("args.config: is required")
     config = parse_config(args["config"])
+    if config.http.tls is not None:
+        raise ConfigError(
+            "args.config.http.tls: it is Serve that listens here: give ssl_certfile and ssl_keyfile in "
+            "http_options of this file instead"
+        )
     if config.http.api_keys_file is None and not insecure:
         raise ConfigError(
             "no API key would be asked for: set args.config.http.api_keys_file, or args.insecure: true if "

@@ -24,7 +24,7 @@ NameOrNone = Annotated[str, Field(max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.
 Strings = dict[str, str]
 
 DECIDED_BY_THE_CHART = {
-    "HttpConfig": ("host", "port", "api_keys_file"),
+    "HttpConfig": ("host", "port", "api_keys_file", "tls"),
     "TargetGroupsConfig": ("num_groups", "bundle", "strategy"),
     "DraftPoolConfig": ("num_workers", "bundle"),
     "ClusterConfig": ("check_resources",),
@@ -69,6 +69,10 @@ class ApiKeys(Block):
     existing_secret: NameOrNone = ""
     key: str = Field(min_length=1)
     insecure: bool = False
+
+
+class Tls(Block):
+    existing_secret: NameOrNone = ""
 
 
 class HuggingFace(Block):
@@ -225,6 +229,7 @@ class Values(Block):
     models: Models
     compile_cache: CompileCache
     api_keys: ApiKeys
+    tls: Tls
     hugging_face: HuggingFace
     ray_auth: RayAuth
     head: Pool

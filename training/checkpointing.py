@@ -48,7 +48,7 @@ def load_checkpoint(
     """Restore everything in place; returns (finished steps, seconds trained), (0, 0.0) without a file."""
     if not path.exists():
         return 0, 0.0
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state: dict[str, Any] = torch.load(path, weights_only=True)  # noqa: TID251 - our own file
     for name, module in modules.items():
         module.load_state_dict(state["modules"][name])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):

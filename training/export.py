@@ -48,7 +48,7 @@ def save_draft(draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """A saved demo model, in evaluation mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
 
 
 def load_mtp(folder: Path, target: LlamaForCausalLM) -> MultiTokenPrediction:

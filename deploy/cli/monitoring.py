@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,14 @@ def push(url: str, token_file: Path, folder: str) -> None:
 def write_dashboards(folder: Path) -> None:
     """Write all dashboards as JSON files, named after their uids."""
     pages = _pages()
+    from deploy.monitoring.grafana import dashboard_file
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for page in pages:
-            file = folder / f"{page['uid']}.json"
-            file.write_text(json.dumps(page, indent=2, sort_keys=True) + "\n")
+            name, text = dashboard_file(page)
+            file = folder / name
+            file.write_text(text)
             typer.echo(f"wrote {file}")
     except OSError as error:
         raise UserError(f"cannot write dashboards to {folder}: {error.strerror}") from error

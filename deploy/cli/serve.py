@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import stat
 import sys
@@ -39,6 +40,7 @@ from deploy.preflight import (
     usable_cpus,
     warnings_of,
 )
+from deploy.tls import check_tls
 from specdec.core.errors import DrafthouseError, UserError
 
 if TYPE_CHECKING:
@@ -93,6 +95,8 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
     """Check all that can be checked before anything is started; return the API keys."""
     keys_file = config.http.api_keys_file
     api_keys = read_api_keys(keys_file) if keys_file is not None else ()
+    if config.http.tls is not None:
+        check_tls(config.http.tls)
     check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
     if options.address is None:
         check_port(config.http)
@@ -218,5 +222,6 @@ def _where(config: DrafthouseConfig, url: str) -> str:
     http = config.http
     name = http.served_model_name or Path(config.target.model).name
     body = json.dumps({"model": name, "prompt": "def quicksort(", "max_tokens": 64})
+    curl = "curl" if http.tls is None else f"curl --cacert {shlex.quote(http.tls.certificate_file)}"
     key = ' -H "Authorization: Bearer $API_KEY"' if http.api_keys_file else ""
-    return f"{url}/v1\ncurl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    return f"{url}/v1\n{curl} {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"

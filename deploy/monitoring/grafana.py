@@ -61,6 +61,11 @@ def grafana_json(page: Dashboard) -> dict[str, Any]:
     return payload
 
 
+def dashboard_file(page: Mapping[str, Any]) -> tuple[str, str]:
+    """Return name and text of the file that Grafana's provisioning reads a dashboard from."""
+    return f"{page['uid']}.json", json.dumps(page, indent=2, sort_keys=True) + "\n"
+
+
 def _links() -> builders.DashboardLink:
     """Return a menu of our other dashboards."""
     return (

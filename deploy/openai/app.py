@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from deploy.openai.bodies import ModelCard, ModelList
+from deploy.openai.document import OPENAPI_PATH, openapi_document
 from deploy.openai.errors import ApiError, not_ready
 from deploy.openai.keys import ApiKey, KeyRing
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render
@@ -61,6 +62,7 @@ def create_app(
     door = _Door(service, settings, tokenizer, ring)
     app = FastAPI(
         title="Drafthouse",
+        openapi_url=None,  # FastAPI's has neither bodies nor answers: routes read and write them themselves
         docs_url=None,
         redoc_url=None,
         middleware=[
@@ -76,6 +78,7 @@ def create_app(
     app.add_api_route(STATUS_PATH, door.status, methods=["GET"], response_model=None)
     app.add_api_route("/health", door.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", door.prometheus, methods=["GET"], response_model=None)
+    app.add_api_route(OPENAPI_PATH, door.document, methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _http_failure)
     return app
 
@@ -91,6 +94,7 @@ class _Door:
         self._settings = settings
         self._tokenizer = tokenizer
         self._start_s = int(time.time())
+        self._document = msgspec.json.encode(openapi_document())
         self.metrics = DoorMetrics()
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -136,6 +140,10 @@ class _Door:
         """GET /health: 200 exactly when a request would be tried."""
         self._description()
         return Response(b'{"status":"ok"}', media_type="application/json")
+
+    async def document(self) -> Response:
+        """GET /openapi.json."""
+        return Response(self._document, media_type="application/json")
 
     async def prometheus(self) -> Response:
         """GET /metrics: the door's series, and those of the service when it answers in time."""

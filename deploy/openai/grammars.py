@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
@@ -39,9 +39,9 @@ def _choices_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-SchemaText = Annotated[str, PlainValidator(_schema_text)]
-GrammarText = Annotated[str, PlainValidator(_text)]
-ChoicesText = Annotated[str, PlainValidator(_choices_text)]
+SchemaText = Annotated[str, PlainValidator(_schema_text, json_schema_input_type=dict[str, Any] | bool | str)]
+GrammarText = Annotated[str, PlainValidator(_text, json_schema_input_type=str)]
+ChoicesText = Annotated[str, PlainValidator(_choices_text, json_schema_input_type=list[str])]
 
 
 class SchemaFormat(BodyPart):

@@ -124,7 +124,11 @@ def _checked_budget(amount: BudgetAmount) -> BudgetAmount:
     return amount
 
 
-KvBudgetAmount = Annotated[BudgetAmount, BeforeValidator(_read_share), AfterValidator(_checked_budget)]
+KvBudgetAmount = Annotated[
+    BudgetAmount,
+    BeforeValidator(_read_share, json_schema_input_type=int | float | str),
+    AfterValidator(_checked_budget),
+]
 
 
 class SpeculationOptions(BodyPart):
@@ -181,9 +185,14 @@ class GenerationBody(GrammarFields):
     """Subtracted from the logits of tokens that are in the output."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for every time that it is in the output."""
-    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)] = ()
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])
+    ] = ()
     """Token ids (as strings) and what to add to their logits, -100 to 100."""
-    bad_words: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_bad_words)] = ()
+    bad_words: Annotated[
+        tuple[str | tuple[int, ...], ...],
+        BeforeValidator(_bad_words, json_schema_input_type=list[str | list[int]]),
+    ] = ()
     """Texts, or sequences of token ids, that the output must not contain."""
     allowed_token_ids: Annotated[tuple[int, ...] | None, BeforeValidator(_one_or_many)] = None
     """Only these tokens may be chosen."""
@@ -191,7 +200,9 @@ class GenerationBody(GrammarFields):
     """64-bit seed: the same request with the same seed gives the same tokens."""
     n: int = 1
     """Number of choices per prompt."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ()
+    stop: Annotated[
+        tuple[str, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
+    ] = ()
     """A string or strings that end the text; the text is cut before the first one found."""
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_one_or_many)] = ()
     """Token ids that end the text, beside EOS."""
@@ -299,7 +310,9 @@ def _prompt(value: object) -> object:
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[Prompt, Field(union_mode="left_to_right"), BeforeValidator(_prompt)]
+    prompt: Annotated[
+        Prompt, Field(union_mode="left_to_right"), BeforeValidator(_prompt, json_schema_input_type=Prompt)
+    ]
     """Text, or token ids, or a list of either."""
     max_tokens: int = Field(default=16, ge=0)
     """Most tokens to generate per choice; 0 only with `echo` or `prompt_logprobs`."""

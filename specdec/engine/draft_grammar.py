@@ -60,8 +60,8 @@ class DraftGrammars:
             return None
         try:
             self._compiler.check_size(grammar)
-        except InputError as error:
-            self._note(error)
+        except InputError:
+            self._note("it is too large here")
             return None
         followed = FollowedGrammar(self, owner, grammar, token_ids, num_prompt_tokens)
         with self._lock:
@@ -105,9 +105,10 @@ class DraftGrammars:
                 if not queue:
                     del self._waiting[followed.owner]
 
-    def _note(self, failure: object) -> None:
+    def _note(self, reason: str) -> None:
+        """`reason` is in words of ours: an exception's would hold parts of what a client has sent."""
         self.counters["grammar_failures"] += 1
-        logger.info("drafting without a grammar: %s", failure)
+        logger.info("drafting without a grammar: %s", reason)
 
 
 class FollowedGrammar:
@@ -148,8 +149,8 @@ class FollowedGrammar:
             compiled, self._compiled = self._compiled, None
             try:
                 self._state = compiled.result()
-            except InputError as error:
-                self._grammars._note(error)
+            except InputError:
+                self._grammars._note("it cannot be compiled")
         state = self._state
         if state is None or self._num_followed >= len(self._token_ids):
             return state
@@ -160,6 +161,6 @@ class FollowedGrammar:
     def _has_failed(self, state: GrammarState) -> bool:
         if state.failure is None:
             return False
-        self._grammars._note(state.failure)
+        self._grammars._note("it failed on the way")
         self._state = None
         return True

@@ -19,8 +19,11 @@ from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
 from cluster.target_group import REMOTE_METHODS
 from deploy.application import APPLICATION, INGRESS
 from deploy.config import DrafthouseConfig
+from deploy.monitoring.dashboards import ALL_DASHBOARDS
+from deploy.monitoring.grafana import grafana_json
+from deploy.monitoring.rules import rules_yaml
 from deploy.serve_config import build, parse_arguments
-from scripts import helm_schema
+from scripts import helm_monitoring, helm_schema
 from specdec.core.errors import ResourceError
 
 pytest.importorskip("helm_python", reason="helm-python-sdk, Helm's engine, is there for Linux x86-64 only")
@@ -53,6 +56,7 @@ EVERYTHING: Values = DRAFTED | {
     "models": {"download": [{"repository": "org/m", "revision": "abc", "folder": "Target_1.0"}]},
     "huggingFace": {"existingSecret": "hf"},
     "rayAuth": {"existingSecret": "ray-token"},
+    "tls": {"existingSecret": "tls"},
     "monitoring": {
         "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "serviceMonitor": {"enabled": True},
@@ -138,6 +142,7 @@ def test_values_file_shows_every_key() -> None:
         {"config": {"speculative_config": {"method": "magic"}}},
         {"config": {"speculative_config": {"num_speculative_tokens": 65}}},
         {"config": {"http": {"host": "0.0.0.0"}}},
+        {"config": {"http": {"tls": {"certificate_file": "/a", "key_file": "/b"}}}},
         {"config": {"cluster": {"target_groups": {"num_groups": 2}}}},
         {"config": {"cluster": {"check_resources": True}}},
         {"upgrade": {"type": "Sometimes"}},
@@ -171,6 +176,7 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         (None, {"models": {"claim": ""}}, "models.claim"),
         (None, {"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress: is required"),
         (None, {"expose": {"enabled": True}}, "expose.host: is required"),
+        ("cpu-dev", {"tls": {"existingSecret": "x"}, "ingress": {"enabled": False}}, "needs ingress.enabled"),
         ("gpu", {"config": {"speculative_config": {"model": ""}}}, "needs the folder of a draft model"),
         (None, overriding("Router"), "no deployment Router here; known: Coordinator, Ingress"),
         (None, overriding("DraftPool"), "no deployment DraftPool here"),
@@ -413,7 +419,7 @@ def test_budgets_follow_the_pools() -> None:
 
 
 def test_probes_are_kuberays_unless_given() -> None:
-    groups = groups_of(ray_service(EVERYTHING))
+    groups = groups_of(ray_service(merged(EVERYTHING, {"tls": {"existingSecret": ""}})))
     for name, group in groups.items():
         (container,) = group["template"]["spec"]["containers"]
         probes = {key for key in container if key.endswith("Probe")}
@@ -443,6 +449,34 @@ def test_dashboards_and_rules_are_taken_as_they_are(tmp_path: Path) -> None:
     assert {"llm-x", "llm-y"} <= boards.keys()
 
 
+def test_dashboards_and_rules_are_what_the_code_says() -> None:
+    there = {
+        file: file.read_text() for folder in helm_monitoring.FOLDERS for file in (CHART / folder).iterdir()
+    }
+    assert there == helm_monitoring.rendered(), "run scripts/helm_monitoring.py"
+
+
+def test_every_dashboard_and_alert_is_rendered() -> None:
+    manifests = render(EVERYTHING)
+    files = {
+        name: text for item in of_kind(manifests, "ConfigMap") for name, text in item.get("data", {}).items()
+    }
+    pages = [grafana_json(page) for page in ALL_DASHBOARDS]
+    assert {name: json.loads(text) for name, text in files.items()} == {
+        f"{page['uid']}.json": page for page in pages
+    }
+    (rules,) = of_kind(manifests, "PrometheusRule")
+    assert rules["spec"] == yaml.safe_load(rules_yaml())
+    off = render(
+        merged(
+            EVERYTHING,
+            {"monitoring": {name: {"enabled": False} for name in ("dashboards", "prometheusRule")}},
+        )
+    )
+    assert of_kind(off, "PrometheusRule") == []
+    assert not any("dashboard" in item["metadata"]["name"] for item in of_kind(off, "ConfigMap"))
+
+
 def test_the_door_is_scraped_once() -> None:
     manifests = render(EVERYTHING)
     (service,) = of_kind(manifests, "Service")
@@ -451,6 +485,28 @@ def test_the_door_is_scraped_once() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (pods,) = of_kind(manifests, "PodMonitor")
     assert pods["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_tls_reaches_everything_that_speaks_with_the_door() -> None:
+    values = {"tls": {"existingSecret": "my-tls"}, "monitoring": {"serviceMonitor": {"enabled": True}}}
+    manifests = render(values)
+    options = ServeDeploySchema.model_validate(serve_config(values)).http_options
+    for name, group in groups_of(ray_service(values)).items():
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "tls"]
+        assert volume["secret"]["secretName"] == "my-tls"
+        (place,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "tls"]
+        assert (options.ssl_certfile, options.ssl_keyfile) == (f"{place}/tls.crt", f"{place}/tls.key")
+        probe = container.get("readinessProbe", {}).get("exec", {}).get("command", [""])[-1]
+        assert ("https://localhost:8000/-/healthz" in probe) == (name != "head")
+    (pod,) = of_kind(manifests, "Pod")
+    assert pod["spec"]["containers"][0]["command"][-1].startswith("https://")
+    (monitor,) = of_kind(manifests, "ServiceMonitor")
+    assert monitor["spec"]["endpoints"][0]["scheme"] == "https"
+    assert "curl -k https://127.0.0.1:8000/health" in render_texts(values)["NOTES.txt"]
+    plain = ServeDeploySchema.model_validate(serve_config({})).http_options
+    assert (plain.ssl_certfile, plain.ssl_keyfile) == (None, None)
 
 
 def test_notes_say_how_to_look_and_ask() -> None:
@@ -477,7 +533,11 @@ def test_pods_outlive_the_drain() -> None:
 def test_render_is_the_reviewed_one(flavour: str) -> None:
     """DRAFTHOUSE_UPDATE_GOLDEN=1 writes it anew; then read the difference."""
     file = GOLDEN / f"{flavour}.yaml"
-    text = yaml.safe_dump_all(render(values_of(flavour)), sort_keys=False, width=110)
+    # Nobody reviews generated dashboards here: they are compared with their source above.
+    written = [
+        item for item in render(values_of(flavour)) if item["kind"] not in ("ConfigMap", "PrometheusRule")
+    ]
+    text = yaml.safe_dump_all(written, sort_keys=False, width=110)
     if UPDATE:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)

@@ -31,6 +31,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
 
+{{/* What port 8000 speaks. */}}
+{{- define "drafthouse.scheme" -}}
+{{- ternary "https" "http" (not (empty .Values.tls.existingSecret)) -}}
+{{- end -}}
+
 {{- define "drafthouse.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- default (include "drafthouse.fullname" .) .Values.serviceAccount.name -}}
@@ -119,6 +124,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and $room (gt $most $room) -}}
 {{- fail (printf "serve.deployments: %s: max_replicas %d, but there are pods for %d: raise %s" .name $most $room (ternary "target.maxGroups" "draft.maxWorkers" (eq .name "Coordinator"))) -}}
 {{- end -}}
+{{- end -}}
+{{- if and $values.tls.existingSecret (not $values.ingress.enabled) -}}
+{{- fail "tls.existingSecret: needs ingress.enabled: KubeRay asks the head's own door by HTTP, and would leave it out" -}}
 {{- end -}}
 {{- if and $values.expose.enabled (not $values.expose.host) -}}
 {{- fail "expose.host: is required" -}}

@@ -98,8 +98,17 @@ spec:
       {{- with $pool.probes.liveness }}
       livenessProbe: {{- toYaml . | nindent 8 }}
       {{- end }}
-      {{- with $pool.probes.readiness }}
-      readinessProbe: {{- toYaml . | nindent 8 }}
+      {{- if $pool.probes.readiness }}
+      readinessProbe: {{- toYaml $pool.probes.readiness | nindent 8 }}
+      {{- else if and $values.tls.existingSecret (ne .component "head") }}
+      {{- /* KubeRay's own asks the proxy by HTTP; else this is the same. */}}
+      readinessProbe:
+        exec:
+          command: [bash, -c, "wget --tries 1 -T 2 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success && wget --no-check-certificate --tries 1 -T 2 -q -O- https://localhost:8000/-/healthz | grep success"]
+        initialDelaySeconds: 10
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 1
       {{- end }}
       {{- with $pool.probes.startup }}
       startupProbe: {{- toYaml . | nindent 8 }}
@@ -111,6 +120,9 @@ spec:
         - {name: models, mountPath: {{ $values.models.mountPath }}, readOnly: true}
         {{- if $values.apiKeys.existingSecret }}
         - {name: api-keys, mountPath: /etc/drafthouse/api-keys, readOnly: true}
+        {{- end }}
+        {{- if $values.tls.existingSecret }}
+        - {name: tls, mountPath: /etc/drafthouse/tls, readOnly: true}
         {{- end }}
         {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
   volumes:
@@ -127,6 +139,11 @@ spec:
         secretName: {{ . }}
         defaultMode: 0440
         items: [{key: {{ $values.apiKeys.key }}, path: keys}]
+    {{- end }}
+    {{- with $values.tls.existingSecret }}
+    {{- /* In every pod: each has a proxy of Serve's. */}}
+    - name: tls
+      secret: {secretName: {{ . }}, defaultMode: 0440}
     {{- end }}
     {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}

@@ -44,6 +44,10 @@ proxy_location: EveryNode
 http_options:
   host: 0.0.0.0
   port: 8000
+  {{- if $values.tls.existingSecret }}
+  ssl_keyfile: /etc/drafthouse/tls/tls.key
+  ssl_certfile: /etc/drafthouse/tls/tls.crt
+  {{- end }}
   keep_alive_timeout_s: {{ dig "http" "keep_alive_timeout_s" 75 $values.config }}
 logging_config:
   log_level: {{ $values.serve.logLevel }}

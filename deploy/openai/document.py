@@ -1,0 +1,130 @@
+"""The OpenAPI document at /openapi.json: bodies and answers, from the types that read and write them."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from pydantic.json_schema import models_json_schema
+
+from deploy.openai.bodies import ChatResponse, CompletionResponse, ModelCard, ModelList
+from deploy.openai.errors import ErrorBody
+from deploy.openai.protocol import ChatBody, CompletionBody
+from deploy.status import STATUS_PATH, Status
+
+OPENAPI_PATH = "/openapi.json"
+_REFERENCE = "#/components/schemas/"
+_ANSWERS = (CompletionResponse, ChatResponse, ModelList, ModelCard, Status, ErrorBody)
+_REFUSALS = {
+    "401": "API keys are configured, and none or a wrong one was sent.",
+    "500": "Something broke that the client can do nothing about.",
+    "503": "No model takes requests now.",
+}
+_REFUSED_BODIES = _REFUSALS | {
+    "400": "A field is wrong; `param` names it.",
+    "404": "There is no such model here.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too long.",
+    "429": "The queue is full, or the API key is at a limit.",
+    "504": "The request was not complete in its time.",
+}
+_KEY: list[dict[str, list[str]]] = [{"key": []}, {}]
+"""A key, or none where none are configured."""
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "description": "Request and numbers of tokens so far."},
+        "data": {"type": "string", "description": "A chunk as JSON, an error body, or [DONE]."},
+    },
+    "required": ["data"],
+}
+
+
+def openapi_document() -> dict[str, Any]:
+    """Return the document."""
+    bodies = (CompletionBody, ChatBody)
+    _, definitions = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template=_REFERENCE + "{model}"
+    )
+    _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REFERENCE + "{name}")
+    taken = definitions["$defs"].keys() & answers.keys()
+    assert not taken, f"bodies and answers share names: {sorted(taken)}"
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Drafthouse", "version": metadata.version("drafthouse")},
+        "paths": {
+            "/v1/completions": {"post": _generation("Completions", CompletionBody, CompletionResponse)},
+            "/v1/chat/completions": {"post": _generation("Chat completions", ChatBody, ChatResponse)},
+            "/v1/models": {"get": _reading("What is loaded", ModelList)},
+            "/v1/models/{model}": {
+                "get": _reading("One model", ModelCard, "404")
+                | {
+                    "parameters": [
+                        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                    ]
+                }
+            },
+            STATUS_PATH: {"get": _reading("What runs, and what the controllers have chosen", Status)},
+            "/health": {
+                "get": {
+                    "summary": "Whether a request would be tried",
+                    "responses": {
+                        "200": _answer("It would.", {"type": "object"}),
+                        "503": _refusal(_REFUSALS["503"]),
+                    },
+                }
+            },
+            "/metrics": {
+                "get": {
+                    "summary": "Prometheus text",
+                    "responses": {"200": {"description": "All series.", "content": {"text/plain": {}}}},
+                }
+            },
+        },
+        "components": {
+            "schemas": definitions["$defs"] | answers,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _generation(summary: str, body: type, answer: type) -> dict[str, Any]:
+    done = _answer("Complete, or with `stream` as server-sent events.", _named(answer))
+    done["content"]["text/event-stream"] = {"schema": _EVENT}
+    return {
+        "summary": summary,
+        "security": _KEY,
+        "parameters": [
+            {
+                "name": "X-Request-Timeout",
+                "in": "header",
+                "description": "Longest time for the request in seconds.",
+                "schema": {"type": "number", "exclusiveMinimum": 0},
+            }
+        ],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _named(body)}}},
+        "responses": {"200": done} | {code: _refusal(text) for code, text in _REFUSED_BODIES.items()},
+    }
+
+
+def _reading(summary: str, answer: type, *others: str) -> dict[str, Any]:
+    refusals = _REFUSALS | {code: _REFUSED_BODIES[code] for code in others}
+    return {
+        "summary": summary,
+        "security": _KEY,
+        "responses": {"200": _answer("Read now.", _named(answer))}
+        | {code: _refusal(text) for code, text in refusals.items()},
+    }
+
+
+def _answer(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _refusal(description: str) -> dict[str, Any]:
+    return _answer(description, _named(ErrorBody))
+
+
+def _named(kind: type) -> dict[str, Any]:
+    return {"$ref": _REFERENCE + kind.__name__}
