@@ -10,7 +10,15 @@ from ray import serve
 from cluster.config import ClusterConfig
 from cluster.coordinator import CoordinatorReplica
 from cluster.draft_pool import DraftPoolReplica
-from cluster.placement import GroupPlacement, NodeSnapshot, RanksPerModel, plan_placement
+from cluster.inventory import NodeSnapshot
+from cluster.placement import (
+    GroupPlacement,
+    PlacementPlan,
+    RanksPerModel,
+    plan_placement,
+    require_plan,
+    unchecked_placement,
+)
 from cluster.target_group import REMOTE_METHODS
 from specdec.engine.config import EngineConfig
 
@@ -42,9 +50,7 @@ def build_application(engine: EngineConfig, cluster: ClusterConfig) -> serve.App
     """
     cluster = resolve(cluster)
     has_drafter = engine.speculative_config.method in REMOTE_METHODS
-    ranks = RanksPerModel.of(engine)
-    nodes = snapshot_nodes() if cluster.check_resources else _boundless(cluster, ranks)
-    plan = plan_placement(cluster, nodes, has_drafter=has_drafter, ranks=ranks)
+    plan = _placement(engine, cluster, has_drafter=has_drafter)
     num_groups = cluster.target_groups.num_groups
     coordinator = _deployment(CoordinatorReplica, COORDINATOR, num_groups, plan.target, cluster)
     if plan.draft is None:
@@ -64,23 +70,19 @@ def snapshot_nodes() -> list[NodeSnapshot]:
             node_id=node["NodeID"],
             available=dict(available.get(node["NodeID"], {})),
             labels=dict(node.get("Labels", {})),
+            total=dict(node.get("Resources", {})),
+            address=node["NodeManagerAddress"],
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
-def _boundless(cluster: ClusterConfig, ranks: RanksPerModel) -> list[NodeSnapshot]:
-    """Nodes that fit anything, as many of each kind as one model has bundles, for autoscaled clusters."""
-    num_each = max(ranks.target.num_bundles, ranks.draft.num_bundles)
-    bundles = (cluster.target_groups.bundle, cluster.draft_pool.bundle)
-    return [
-        NodeSnapshot(
-            node_id="to come", available=dict.fromkeys(bundle.amounts(), float("inf")), labels=bundle.labels
-        )
-        for bundle in bundles
-        for _ in range(num_each)
-    ]
+def _placement(engine: EngineConfig, cluster: ClusterConfig, *, has_drafter: bool) -> PlacementPlan:
+    ranks = RanksPerModel.of(engine)
+    if not cluster.check_resources:
+        return unchecked_placement(cluster, has_drafter=has_drafter, ranks=ranks)
+    return require_plan(plan_placement(cluster, snapshot_nodes(), has_drafter=has_drafter, ranks=ranks))
 
 
 def _deployment(

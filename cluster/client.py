@@ -56,6 +56,7 @@ class ClusterService:
             MonotonicClock(),
             lease_s=cluster.membership.lease_s,
             failover_timeout_s=cluster.failover_timeout_s,
+            routing=cluster.routing,
         )
         self._connected: dict[PeerId, Member] = {}
         self._members: tuple[Member, ...] = ()

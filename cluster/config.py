@@ -6,11 +6,15 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from cluster.affinity import RoutingConfig
+from cluster.inventory import ACCELERATOR_PREFIX, NODE_ID_LABEL
 from specdec.core.config import StrictConfig
 from specdec.engine.draft_patience import DraftDeadlineConfig
 from specdec.engine.draft_placement import DraftPlacementConfig
 from specdec.engine.draft_shares import DraftShareConfig
 from specdec.transport.config import ChannelConfig
+
+_ACCELERATOR_SHARE = 0.001
 
 
 class BundleConfig(StrictConfig):
@@ -21,14 +25,22 @@ class BundleConfig(StrictConfig):
     num_gpus: float = Field(default=0.0, ge=0)
     """GPUs."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources, such as `target_slot: 1`, that select nodes."""
+    """Custom Ray resources, such as `target_slot: 1`: they select nodes, and bound how many workers one
+    takes."""
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    """Kind of GPU that the node must have, by Ray's name for it, such as `H100`; None: any."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Ray node labels that the node must have, such as `pool: target`."""
+    """Ray node labels that the node must have, such as `pool: target`. Values may be `!value`, `in(a,b)` or
+    `!in(a,b)`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not any(amount > 0 for amount in self.amounts().values()):
             raise ValueError("a bundle must take something: give num_cpus, num_gpus or resources")
+        if self.accelerator_type is not None and not self.num_gpus:
+            raise ValueError(
+                f"accelerator_type: {self.accelerator_type} is a kind of GPU, so num_gpus must be positive"
+            )
         for name, amount in self.resources.items():
             if amount <= 0 or name in {"CPU", "GPU"}:
                 raise ValueError(
@@ -39,6 +51,9 @@ class BundleConfig(StrictConfig):
     def amounts(self) -> dict[str, float]:
         """Resources by Ray's names, zeros left out."""
         amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        if self.accelerator_type is not None:
+            # A node has one of it, for any number of GPUs; Ray's own option asks for this little of it, too.
+            amounts[f"{ACCELERATOR_PREFIX}{self.accelerator_type}"] = _ACCELERATOR_SHARE
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
@@ -50,7 +65,12 @@ class TargetGroupsConfig(StrictConfig):
     bundle: BundleConfig = BundleConfig()
     """What one target worker takes."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
-    """How Ray places the bundles of one group."""
+    """How the bundles of one group are placed. PACK: on one node where that fits (its ranks have a fast
+    link), else stages over several nodes. STRICT_PACK: on one node or not at all. SPREAD: over several nodes
+    if there are. STRICT_SPREAD: a node for each bundle."""
+    tensor_parallel_across_nodes: bool = False
+    """Let PACK place ranks of one layer on different nodes, where no node has room for all of them. Each
+    layer then waits for the network twice; stages (`target.pipeline_parallel_size`) do not."""
     load_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time (seconds) for a target worker to load its model."""
     step_timeout_s: float = Field(default=120.0, gt=0)
@@ -63,7 +83,10 @@ class DraftPoolConfig(StrictConfig):
     num_workers: int = Field(default=1, ge=1)
     """Draft workers; every coordinator may use all of them."""
     bundle: BundleConfig = BundleConfig()
-    """What one draft worker takes."""
+    """What one draft worker takes. All of its ranks are on one node."""
+    own_nodes: bool = False
+    """Keep draft workers off nodes with a part of a target group, and target groups off theirs. Decided when
+    the application is built; nodes that join later are open to both."""
     load_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time (seconds) for a draft worker to load its model."""
     deadlines: DraftDeadlineConfig = DraftDeadlineConfig()
@@ -104,6 +127,8 @@ class ClusterConfig(StrictConfig):
     """Leases."""
     channels: ChannelConfig = ChannelConfig()
     """Sockets."""
+    routing: RoutingConfig = RoutingConfig()
+    """How doors choose among several target groups."""
     failover_timeout_s: float = Field(default=300.0, gt=0)
     """How long (seconds) a stream whose coordinator was lost waits for another before it ends in an error."""
     drain_timeout_s: float = Field(default=15.0, ge=0)
@@ -113,6 +138,24 @@ class ClusterConfig(StrictConfig):
     nodes."""
     startup_timeout_s: float = Field(default=1800.0, gt=0)
     """How long (seconds) `serve` waits for the application to become healthy."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.draft_pool.own_nodes:
+            if not self.check_resources:
+                raise ValueError(
+                    "draft_pool.own_nodes: needs check_resources: true, since it goes by the nodes that are "
+                    "there; give target_groups.bundle and draft_pool.bundle different labels instead"
+                )
+            for name, bundle in (
+                ("target_groups", self.target_groups.bundle),
+                ("draft_pool", self.draft_pool.bundle),
+            ):
+                if NODE_ID_LABEL in bundle.labels:
+                    raise ValueError(
+                        f"draft_pool.own_nodes: cannot be combined with {name}.bundle.labels {NODE_ID_LABEL}"
+                    )
+        return self
 
     def draft_shares(self, max_num_seqs: int) -> DraftShareConfig:
         """Return what one draft worker takes on, where each coordinator runs `max_num_seqs` at most."""

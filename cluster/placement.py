@@ -1,22 +1,34 @@
-"""Whether and how the parts fit the cluster: a pure plan, made before anything is started."""
+"""Whether and how the parts fit the cluster: a pure plan, made before anything is started.
+
+`plan_placement` looks at what the nodes have free and returns either a plan or a refusal that says, node by
+node, what is missing. The plan becomes the options of Serve's deployments, whose placement groups Ray makes;
+which of several nodes that fit it takes for which group is up to Ray, which prefers the emptiest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from cluster.config import BundleConfig, ClusterConfig
+from cluster.inventory import (
+    NODE_ID_LABEL,
+    Amounts,
+    NodeSnapshot,
+    how_many,
+    lacking,
+    less,
+    listed,
+    times,
+)
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
 
+Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSnapshot:
-    """What one node has free."""
-
-    node_id: str
-    available: Mapping[str, float]
-    labels: Mapping[str, str]
+_MAX_NODES_SHOWN = 12
+"""Nodes that a refusal lists; the fullest cluster must still give a message that can be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +36,7 @@ class GroupPlacement:
     """The placement group of one kind of replica, as Serve's deployment options want it."""
 
     bundles: tuple[dict[str, float], ...]
-    strategy: str
+    strategy: Strategy
     label_selectors: tuple[dict[str, str], ...] | None
 
 
@@ -34,12 +46,56 @@ class PlacementPlan:
 
     target: GroupPlacement
     draft: GroupPlacement | None
+    target_nodes: tuple[tuple[str, ...], ...] = ()
+    """Of each target group: the node of each of its bundles. Empty when nobody looked at nodes."""
+    draft_nodes: tuple[str, ...] = ()
+    """Of each draft worker: its node."""
 
 
-@dataclass(slots=True)
-class _Free:
-    node: NodeSnapshot
-    amounts: dict[str, float]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShortfall:
+    """Why one node cannot take what does not fit."""
+
+    node: str
+    has: Amounts
+    free: Amounts
+    """Of what is asked for: what is left when everything before it has its place."""
+    lacks: Amounts
+    unfit: str | None = None
+    """What else speaks against it: a label, or who else is there."""
+
+    def __str__(self) -> str:
+        if self.unfit is not None:
+            return f"{self.node}: {self.unfit}"
+        return f"{self.node}: has {listed(self.has)}, free {listed(self.free)}, lacks {listed(self.lacks)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRefusal:
+    """What does not fit, and what every node has, has free, and lacks for it."""
+
+    what: str
+    """The first part that has no place: `target group 2 of 2`."""
+    needs: Amounts
+    """What it needs on one node."""
+    labels: Mapping[str, str]
+    nodes: tuple[NodeShortfall, ...]
+    """Those that come nearest first."""
+    advice: str | None = None
+
+    def __str__(self) -> str:
+        wanted = "".join(
+            f", with label {name}={value}" for name, value in self.labels.items() if name != NODE_ID_LABEL
+        )
+        advice = f" ({self.advice})" if self.advice else ""
+        lines = [
+            f"{self.what} needs {listed(self.needs)} on one node{wanted}{advice}; "
+            f"none of the cluster's {len(self.nodes)} nodes has that free"
+        ]
+        lines += [f"  {node}" for node in self.nodes[:_MAX_NODES_SHOWN]]
+        if (num_more := len(self.nodes) - _MAX_NODES_SHOWN) > 0:
+            lines.append(f"  and {num_more} more, which come no nearer")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +107,23 @@ class ModelRanks:
     """
 
     num_ranks: int = 1
-    per_bundle: int = 1
+    num_stages: int = 1
 
     @staticmethod
     def of_target(engine: EngineConfig) -> ModelRanks:
         """Return those of an engine's target."""
         target = engine.target
-        per_bundle = target.tensor_parallel_size if target.pipeline_parallel_size > 1 else 1
-        return ModelRanks(num_ranks=target.num_ranks, per_bundle=per_bundle)
+        return ModelRanks(num_ranks=target.num_ranks, num_stages=target.pipeline_parallel_size)
 
     @staticmethod
     def of_draft(engine: EngineConfig) -> ModelRanks:
         """Return those of an engine's draft model."""
         return ModelRanks(num_ranks=engine.speculative_config.draft_tensor_parallel_size)
+
+    @property
+    def per_bundle(self) -> int:
+        """Ranks that share a bundle."""
+        return self.num_ranks // self.num_stages if self.num_stages > 1 else 1
 
     @property
     def num_bundles(self) -> int:
@@ -94,106 +154,329 @@ def plan_placement(
     *,
     has_drafter: bool,
     ranks: RanksPerModel | None = None,
-) -> PlacementPlan:
-    """Check that everything fits onto the nodes together, and return the placement groups.
+) -> PlacementPlan | PlacementRefusal:
+    """Find places for all target groups and draft workers together.
 
-    The check is first-fit over nodes; Ray decides where bundles really go.
-
-    Raises:
-        ResourceError: naming what lacks what, and what the cluster has.
+    A target group goes onto one node where it fits (`strategy: PACK`), else over several, if its strategy and
+    its kind of parallelism allow that. Groups are spread over as many nodes as there are. A draft worker is
+    always on one node; with `draft_pool.own_nodes` on one that has no part of a target group.
     """
     ranks = ranks or RanksPerModel()
-    free = [_Free(node, dict(node.available)) for node in nodes]
-    target, draft = config.target_groups, config.draft_pool
-    for index in range(target.num_groups):
-        what = f"target group {index + 1} of {target.num_groups}"
-        _reserve_group(target.bundle, ranks.target, target.strategy, free, what, nodes)
-    for index in range(draft.num_workers if has_drafter else 0):
-        what = f"draft worker {index + 1} of {draft.num_workers}"
-        _reserve_group(draft.bundle, ranks.draft, "PACK", free, what, nodes)
+    refusal: PlacementRefusal | None = None
+    for layout in _layouts(config, ranks.target):
+        result = _plan(config, nodes, layout, ranks, has_drafter=has_drafter)
+        if isinstance(result, PlacementPlan):
+            return result
+        refusal = result
+    assert refusal is not None
+    return refusal
+
+
+def require_plan(result: PlacementPlan | PlacementRefusal) -> PlacementPlan:
+    """Return the plan.
+
+    Raises:
+        ResourceError: it is a refusal; says all that the refusal does.
+    """
+    if isinstance(result, PlacementRefusal):
+        raise ResourceError(str(result))
+    return result
+
+
+def unchecked_placement(config: ClusterConfig, *, has_drafter: bool, ranks: RanksPerModel) -> PlacementPlan:
+    """Return what to ask Ray for where nodes are still to come, so that nobody can look at them."""
+    target = config.target_groups
+    strategy: Strategy = target.strategy
+    if strategy == "PACK" and not _may_cross_nodes(config, ranks.target):
+        strategy = "STRICT_PACK"
     return PlacementPlan(
-        target=_group(target.bundle, ranks.target, target.strategy),
-        draft=_group(draft.bundle, ranks.draft, "PACK") if has_drafter else None,
+        target=_group(target.bundle, ranks.target, strategy, ()),
+        draft=_group(config.draft_pool.bundle, ranks.draft, "STRICT_PACK", ()) if has_drafter else None,
     )
 
 
-def _group(bundle: BundleConfig, ranks: ModelRanks, strategy: str) -> GroupPlacement:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """One way to place target groups: as a number of equal units, any of which goes onto one node."""
+
+    strategy: Strategy
+    """What Ray is asked for."""
+    unit: dict[str, float]
+    per_group: int
+    num_groups: int
+    is_apart: bool
+    """No two units of a group share a node."""
+    cost: Callable[[int], float]
+    """Of so many units on one node."""
+
+    @property
+    def num_units(self) -> int:
+        return self.per_group * self.num_groups
+
+    def deal(self, counts: Sequence[int], nodes: Sequence[NodeSnapshot]) -> tuple[tuple[str, ...], ...]:
+        """Return the nodes of each group's units, where node i takes `counts[i]` of them."""
+        order = sorted(range(len(nodes)), key=lambda index: (-counts[index], index))
+        units = [nodes[index].node_id for index in order for _ in range(counts[index])]
+        if self.strategy in {"SPREAD", "STRICT_SPREAD"}:
+            # Neighbours in this row, which are the units of one node, go to different groups.
+            return tuple(tuple(units[group :: self.num_groups]) for group in range(self.num_groups))
+        return tuple(
+            tuple(units[group * self.per_group : (group + 1) * self.per_group])
+            for group in range(self.num_groups)
+        )
+
+
+def _layouts(config: ClusterConfig, ranks: ModelRanks) -> Iterable[_Layout]:
+    """Yield the ways to place target groups that the configuration allows, best first."""
+    groups = config.target_groups
+    per_rank = groups.bundle.amounts()
+    if groups.strategy in {"PACK", "STRICT_PACK"}:
+        yield _Layout(
+            strategy="STRICT_PACK",
+            unit=times(per_rank, ranks.num_ranks),
+            per_group=1,
+            num_groups=groups.num_groups,
+            is_apart=False,
+            cost=_for_even_load,
+        )
+        if groups.strategy == "STRICT_PACK" or ranks.num_bundles == 1 or not _may_cross_nodes(config, ranks):
+            return
+    yield _Layout(
+        strategy=groups.strategy,
+        unit=times(per_rank, ranks.per_bundle),
+        per_group=ranks.num_bundles,
+        num_groups=groups.num_groups,
+        is_apart=groups.strategy == "STRICT_SPREAD",
+        cost=_for_few_nodes if groups.strategy == "PACK" else _for_even_load,
+    )
+
+
+def _may_cross_nodes(config: ClusterConfig, ranks: ModelRanks) -> bool:
+    return ranks.num_stages > 1 or config.target_groups.tensor_parallel_across_nodes
+
+
+def _for_even_load(num_units: int) -> float:
+    return float(num_units * num_units)
+
+
+def _for_few_nodes(num_units: int) -> float:
+    return float(num_units > 0)
+
+
+def _plan(
+    config: ClusterConfig,
+    nodes: Sequence[NodeSnapshot],
+    layout: _Layout,
+    ranks: RanksPerModel,
+    *,
+    has_drafter: bool,
+) -> PlacementPlan | PlacementRefusal:
+    groups, pool = config.target_groups, config.draft_pool
+    num_workers = pool.num_workers if has_drafter else 0
+    worker = times(pool.bundle.amounts(), ranks.draft.num_ranks)
+    room = [_room(node, layout, groups.bundle.labels) for node in nodes]
+
+    def draft_room(index: int, num_units: int) -> int:
+        """How many draft workers a node takes beside so many target units."""
+        if (pool.own_nodes and num_units) or nodes[index].unmet(pool.bundle.labels):
+            return 0
+        return how_many(less(nodes[index].available, layout.unit, num_units), worker, num_workers)
+
+    chosen = _share_out(room, layout, draft_room, num_workers)
+    if chosen is None:
+        return _without_target(config, nodes, layout, ranks.target)
+    if chosen.num_drafts < num_workers:
+        return _without_draft(config, nodes, layout, worker, chosen)
+    target_nodes = layout.deal(chosen.counts, nodes)
+    draft_nodes = _draft_nodes(nodes, chosen.counts, draft_room, num_workers)
+    apart = pool.own_nodes and has_drafter
+    used = {node_id for group in target_nodes for node_id in group}
+    return PlacementPlan(
+        target=_group(groups.bundle, ranks.target, layout.strategy, draft_nodes if apart else ()),
+        draft=_group(pool.bundle, ranks.draft, "STRICT_PACK", used if apart else ()) if has_drafter else None,
+        target_nodes=tuple(
+            group * ranks.target.num_bundles if layout.per_group == 1 else group for group in target_nodes
+        ),
+        draft_nodes=draft_nodes,
+    )
+
+
+def _room(node: NodeSnapshot, layout: _Layout, labels: Mapping[str, str]) -> int:
+    """Return how many target units a node can take at most."""
+    most = layout.num_groups if layout.is_apart else layout.num_units
+    return 0 if node.unmet(labels) else how_many(node.available, layout.unit, most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shares:
+    """How many target units each node takes, and how many draft workers fit beside all of them."""
+
+    counts: tuple[int, ...]
+    num_drafts: int
+
+
+def _share_out(
+    room: Sequence[int],
+    layout: _Layout,
+    draft_room: Callable[[int, int], int],
+    num_drafts: int,
+) -> _Shares | None:
+    """Return the cheapest way to place all target units that leaves room for most of the draft workers.
+
+    Exact, node by node: of all ways to place so many units that leave room for so many draft workers, only
+    the cheapest is worth going on from. None: the target units alone do not fit.
+    """
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
+    for index, most in enumerate(room):
+        beside = [draft_room(index, number) for number in range(most + 1)]
+        following: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        for (units, drafts), (cost, counts) in best.items():
+            for number in range(min(most, layout.num_units - units) + 1):
+                state = (units + number, min(num_drafts, drafts + beside[number]))
+                price = cost + layout.cost(number)
+                known = following.get(state)
+                if known is None or price < known[0]:
+                    following[state] = (price, (*counts, number))
+        best = following
+    ends = [(drafts, counts) for (units, drafts), (_, counts) in best.items() if units == layout.num_units]
+    if not ends:
+        return None
+    drafts, counts = max(ends, key=lambda end: end[0])
+    return _Shares(counts=counts, num_drafts=drafts)
+
+
+def _draft_nodes(
+    nodes: Sequence[NodeSnapshot],
+    counts: Sequence[int],
+    draft_room: Callable[[int, int], int],
+    num_workers: int,
+) -> tuple[str, ...]:
+    """Return the node of each draft worker: nodes without targets first, one after the other."""
+    left = [draft_room(index, number) for index, number in enumerate(counts)]
+    taken = [0] * len(nodes)
+    chosen: list[str] = []
+    for _ in range(num_workers):
+        index = min(
+            (index for index, places in enumerate(left) if places > taken[index]),
+            key=lambda index: (counts[index] > 0, taken[index], index),
+        )
+        taken[index] += 1
+        chosen.append(nodes[index].node_id)
+    return tuple(chosen)
+
+
+def _group(
+    bundle: BundleConfig, ranks: ModelRanks, strategy: Strategy, others: Iterable[str]
+) -> GroupPlacement:
+    """Return the placement group of one copy of a model, which keeps off the nodes of others."""
+    selectors = dict(bundle.labels)
+    if others := sorted(set(others)):
+        selectors[NODE_ID_LABEL] = f"!in({','.join(others)})"
     return GroupPlacement(
-        bundles=tuple(_amounts(bundle, ranks.per_bundle) for _ in range(ranks.num_bundles)),
+        bundles=tuple(times(bundle.amounts(), ranks.per_bundle) for _ in range(ranks.num_bundles)),
         strategy=strategy,
-        label_selectors=tuple(dict(bundle.labels) for _ in range(ranks.num_bundles))
-        if bundle.labels
-        else None,
+        label_selectors=tuple(dict(selectors) for _ in range(ranks.num_bundles)) if selectors else None,
     )
 
 
-def _amounts(bundle: BundleConfig, num_ranks: int) -> dict[str, float]:
-    return {name: num_ranks * amount for name, amount in bundle.amounts().items()}
+def _without_target(
+    config: ClusterConfig, nodes: Sequence[NodeSnapshot], layout: _Layout, ranks: ModelRanks
+) -> PlacementRefusal:
+    """Say which target group is the first that has no place when all nodes take what they can."""
+    groups = config.target_groups
+
+    def room_for(num_groups: int) -> list[int]:
+        most = num_groups if layout.is_apart else num_groups * layout.per_group
+        return [
+            0 if node.unmet(groups.bundle.labels) else how_many(node.available, layout.unit, most)
+            for node in nodes
+        ]
+
+    number = next(
+        number
+        for number in range(1, layout.num_groups + 1)
+        if sum(room_for(number)) < number * layout.per_group
+    )
+    room = room_for(number)
+    what = f"target group {number} of {layout.num_groups}"
+    advice = None
+    if layout.per_group > 1:
+        part = "stage" if ranks.num_stages > 1 else "rank"
+        index = sum(room) - (number - 1) * layout.per_group + 1
+        what = f"{part} {index} of {layout.per_group} of {what}"
+    elif ranks.num_ranks > 1:
+        advice = f"its {ranks.num_ranks} ranks together"
+        if groups.strategy == "PACK":
+            advice += (
+                ": tensor parallelism leaves a node only with "
+                "cluster.target_groups.tensor_parallel_across_nodes: true, or as stages, "
+                "target.pipeline_parallel_size"
+            )
+    shortfalls = [
+        _shortfall(
+            node,
+            less(node.available, layout.unit, taken),
+            layout.unit,
+            groups.bundle.labels,
+            "takes a part of this group already" if layout.is_apart and taken == number else None,
+        )
+        for node, taken in zip(nodes, room, strict=True)
+    ]
+    return _refusal(what, layout.unit, groups.bundle.labels, shortfalls, advice)
 
 
-def _reserve_group(
-    bundle: BundleConfig,
-    ranks: ModelRanks,
-    strategy: str,
-    free: Sequence[_Free],
-    what: str,
+def _without_draft(
+    config: ClusterConfig,
     nodes: Sequence[NodeSnapshot],
-) -> None:
-    """Reserve the bundles of all ranks of one copy of a model."""
-    if strategy == "STRICT_PACK":
-        whole = f"{what} ({ranks.num_ranks} ranks on one node)" if ranks.num_ranks > 1 else what
-        _reserve(_amounts(bundle, ranks.num_ranks), bundle.labels, free, whole, nodes)
-        return
-    left = list(free)
-    part = "rank" if ranks.per_bundle == 1 else "stage"
-    for index in range(ranks.num_bundles):
-        name = f"{part} {index + 1} of {ranks.num_bundles} of {what}" if ranks.num_bundles > 1 else what
-        place = _reserve(_amounts(bundle, ranks.per_bundle), bundle.labels, left, name, nodes)
-        if strategy == "STRICT_SPREAD":
-            left.remove(place)
+    layout: _Layout,
+    worker: dict[str, float],
+    shares: _Shares,
+) -> PlacementRefusal:
+    """Say which draft worker is the first that has no place beside all target groups."""
+    pool = config.draft_pool
+    shortfalls = []
+    for node, taken in zip(nodes, shares.counts, strict=True):
+        free = less(node.available, layout.unit, taken)
+        unfit = "has a part of a target group, and draft_pool.own_nodes is true" if pool.own_nodes else None
+        if not node.unmet(pool.bundle.labels):
+            free = less(
+                free, worker, how_many(free, worker, pool.num_workers) if not (unfit and taken) else 0
+            )
+        shortfalls.append(_shortfall(node, free, worker, pool.bundle.labels, unfit if taken else None))
+    what = f"draft worker {shares.num_drafts + 1} of {pool.num_workers}"
+    return _refusal(what, worker, pool.bundle.labels, shortfalls, None)
 
 
-def _reserve(
-    wanted: Mapping[str, float],
+def _shortfall(
+    node: NodeSnapshot, free: Amounts, unit: Amounts, labels: Mapping[str, str], unfit: str | None
+) -> NodeShortfall:
+    unmet = ", ".join(
+        f"label {name} is {node.labels.get(name, 'not there')}, not {selector}"
+        for name, selector in node.unmet(labels).items()
+    )
+    return NodeShortfall(
+        node=node.name,
+        has={name: node.has.get(name, 0.0) for name in unit},
+        free={name: free.get(name, 0.0) for name in unit},
+        lacks=lacking(free, unit),
+        unfit=unmet or unfit,
+    )
+
+
+def _refusal(
+    what: str,
+    unit: Amounts,
     labels: Mapping[str, str],
-    free: Sequence[_Free],
-    what: str,
-    nodes: Sequence[NodeSnapshot],
-) -> _Free:
-    for place in free:
-        if _has_labels(place.node, labels) and all(
-            place.amounts.get(name, 0.0) >= amount for name, amount in wanted.items()
-        ):
-            for name, amount in wanted.items():
-                place.amounts[name] -= amount
-            return place
-    raise ResourceError(
-        f"{what} needs {_listed(wanted)}{_on_labels(labels)} on one node; "
-        f"the cluster has {_cluster(nodes, wanted, labels)}, and {_left(free, wanted, labels)} "
-        "of that is left for it"
+    shortfalls: Iterable[NodeShortfall],
+    advice: str | None,
+) -> PlacementRefusal:
+    def distance(node: NodeShortfall) -> tuple[bool, float]:
+        return node.unfit is not None, sum(node.lacks[name] / unit[name] for name in node.lacks)
+
+    return PlacementRefusal(
+        what=what,
+        needs=unit,
+        labels=labels,
+        nodes=tuple(sorted(shortfalls, key=distance)),
+        advice=advice,
     )
-
-
-def _has_labels(node: NodeSnapshot, labels: Mapping[str, str]) -> bool:
-    return all(node.labels.get(name) == value for name, value in labels.items())
-
-
-def _cluster(nodes: Sequence[NodeSnapshot], wanted: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    fitting = [node for node in nodes if _has_labels(node, labels)]
-    if not fitting:
-        return f"no node{_on_labels(labels)} among its {len(nodes)}"
-    totals = {name: sum(node.available.get(name, 0.0) for node in fitting) for name in wanted}
-    return f"{_listed(totals)} free on {len(fitting)} node{'s' * (len(fitting) > 1)}{_on_labels(labels)}"
-
-
-def _left(free: Sequence[_Free], wanted: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    fitting = [place for place in free if _has_labels(place.node, labels)]
-    return _listed({name: max((p.amounts.get(name, 0.0) for p in fitting), default=0.0) for name in wanted})
-
-
-def _listed(amounts: Mapping[str, float]) -> str:
-    return " + ".join(f"{amount:g} {name}" for name, amount in amounts.items())
-
-
-def _on_labels(labels: Mapping[str, str]) -> str:
-    return f" with {', '.join(f'{name}={value}' for name, value in labels.items())}" if labels else ""

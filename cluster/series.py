@@ -21,7 +21,13 @@ OF_EACH_GROUP = (
 """Of the engines' series those that are exported for each target group, too: what shows an uneven load."""
 _GROUP_PREFIX = "target_group_"
 _OF_THE_INGRESS = frozenset(
-    {"failovers", "lost_streams", "stale_frames_dropped", "unexpected_messages_dropped"}
+    {
+        "failovers",
+        "lost_streams",
+        "routed_prefix_tokens",
+        "stale_frames_dropped",
+        "unexpected_messages_dropped",
+    }
 )
 """Counted there, whoever else can be reached."""
 
@@ -43,6 +49,15 @@ CLUSTER_SERIES: Mapping[str, Series] = {
     "target_recovery_seconds": Series("counter", "Time without a target worker."),
     "replays": Series("counter", "Requests that went on with a new target worker."),
     "failovers": Series("counter", "Requests that went on with another coordinator."),
+    "routed_requests": Series(
+        "counter",
+        "Requests by why they went to their target group, where there are several: it had read a part of the "
+        "prompt (prefix), no group had (new), one had but was too busy (balance).",
+        labels=("reason",),
+    ),
+    "routed_prefix_tokens": Series(
+        "counter", "Prompt tokens that the chosen target group had been sent before."
+    ),
     "stale_frames_dropped": Series("counter", "Messages about epochs of requests that are over."),
     "unexpected_messages_dropped": Series(
         "counter", "Messages of coordinators of a kind that is not for an ingress."

@@ -9,11 +9,12 @@ output with a finish reason, or, before its first output, in one exception.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from cluster.affinity import Load, PrefixRoutes, Route, RoutingConfig, choose
 from cluster.desk import COORDINATOR_FAILED
 from cluster.directory import Member
 from specdec.core.clock import Clock
@@ -23,6 +24,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
 from specdec.engine.service import SHUTTING_DOWN
+from specdec.kv.caching_allocator import BlockKey
 from specdec.transport.base import Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
@@ -73,6 +75,8 @@ class _Stream:
     homeless_since_s: float = 0.0
     not_before_s: float = 0.0
     refused_by: set[PeerId] = field(default_factory=set)
+    prefix: Sequence[BlockKey] | None = None
+    """Names of its prompt's blocks, once anybody has asked."""
 
 
 class StreamBook:
@@ -85,7 +89,10 @@ class StreamBook:
         *,
         lease_s: float,
         failover_timeout_s: float,
+        routing: RoutingConfig | None = None,
     ) -> None:
+        self._routing = routing or RoutingConfig()
+        self._routes = PrefixRoutes(self._routing)
         self._send = send
         self._clock = clock
         self._lease_s = lease_s
@@ -95,7 +102,8 @@ class StreamBook:
         self._is_closing = False
         self._next_nonce = 1
         self.counters: Counter[str] = Counter()
-        """failovers, stale_frames_dropped, lost_streams, unexpected_messages_dropped."""
+        """failovers, stale_frames_dropped, lost_streams, unexpected_messages_dropped, and what became of
+        choosing a group: routed_requests by reason, routed_prefix_tokens."""
 
     @property
     def description(self) -> TargetDescription | None:
@@ -120,6 +128,7 @@ class StreamBook:
         present = {member.peer_id: member for member in members}
         for peer_id in [peer_id for peer_id in self._coordinators if peer_id not in present]:
             del self._coordinators[peer_id]
+            self._routes.forget(peer_id)
             self._lose(peer_id)
         for peer_id, member in present.items():
             if peer_id not in self._coordinators:
@@ -137,11 +146,11 @@ class StreamBook:
         if request.request_id in self._streams:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
         stream = _Stream(request, sink, request.epoch, list(request.delivered_token_ids), self._clock.now_s())
-        chosen = self._choose(stream)
-        if chosen is None:
+        route = self._route(stream)
+        if route is None:
             raise self._not_ready()
         self._streams[request.request_id] = stream
-        self._submit(stream, chosen)
+        self._submit(stream, route)
 
     def close(self, request_id: RequestId) -> None:
         """Nobody waits for this stream any more. Unknown ids are ignored."""
@@ -242,7 +251,7 @@ class StreamBook:
             else:
                 self._reject(stream, InputError(refused.message, param=refused.param))
             return
-        if refused.kind == "draining" and not is_replay and self._choose(stream) is None:
+        if refused.kind == "draining" and not is_replay and self._route(stream) is None:
             self._reject(stream, self._not_ready())
             return
         if refused.kind == "capacity":
@@ -251,7 +260,7 @@ class StreamBook:
             if is_replay:
                 stream.refused_by.clear()
                 stream.not_before_s = self._clock.now_s() + min(retry_after_s, 5.0)
-            elif self._choose(stream) is None:
+            elif self._route(stream) is None:
                 self._reject(stream, CapacityError(refused.message, retry_after_s=retry_after_s))
                 return
         self._evict(stream)
@@ -304,9 +313,9 @@ class StreamBook:
     def _place(self, stream: _Stream) -> None:
         if self._clock.now_s() < stream.not_before_s:
             return
-        chosen = self._choose(stream)
-        if chosen is not None:
-            self._submit(stream, chosen)
+        route = self._route(stream)
+        if route is not None:
+            self._submit(stream, route)
         elif self._is_closing:
             del self._streams[stream.request.request_id]
             self._give_up(stream)
@@ -324,8 +333,8 @@ class StreamBook:
             "the server is shutting down" if self._is_closing else "no model is ready to serve"
         )
 
-    def _choose(self, stream: _Stream) -> _Coordinator | None:
-        """The least loaded coordinator that may serve this stream now."""
+    def _route(self, stream: _Stream) -> Route | None:
+        """The target group that should serve this stream now, of those that may."""
         fitting = [
             coordinator
             for peer_id, coordinator in self._coordinators.items()
@@ -333,22 +342,43 @@ class StreamBook:
             and peer_id not in stream.refused_by
             and stream.model_revision in {None, coordinator.member.model_revision}
         ]
+        if not fitting:
+            return None
         own = Counter(other.coordinator for other in self._streams.values())
-        return min(
-            fitting,
-            key=lambda c: max(c.reported_load, own[c.member.peer_id]) / max(1, c.member.capacity),
-            default=None,
-        )
+        loads = [
+            Load(
+                c.member.peer_id,
+                max(c.reported_load, own[c.member.peer_id]) / max(1, c.member.capacity),
+            )
+            for c in fitting
+        ]
+        return choose(loads, self._routes.known(self._prefix(stream)), self._routing.imbalance)
 
-    def _submit(self, stream: _Stream, coordinator: _Coordinator) -> None:
-        stream.coordinator = coordinator.member.peer_id
+    def _prefix(self, stream: _Stream) -> Sequence[BlockKey]:
+        if not self._goes_by_prefix:
+            return ()
+        if stream.prefix is None:
+            stream.prefix = self._routes.names(stream.request)
+        return stream.prefix
+
+    @property
+    def _goes_by_prefix(self) -> bool:
+        return self._routing.prefix_affinity and len(self._coordinators) > 1
+
+    def _submit(self, stream: _Stream, route: Route) -> None:
+        if self._goes_by_prefix:
+            self._routes.note(self._prefix(stream), route.group)
+            self.counters[f'routed_requests{{reason="{route.reason}"}}'] += 1
+            self.counters["routed_prefix_tokens"] += route.num_known_blocks * self._routing.block_tokens
+        coordinator = self._coordinators[route.group]
+        stream.coordinator = route.group
         stream.model_revision = coordinator.member.model_revision
         stream.submitted_before = self._next_nonce
         rest = stream.request.continued(
             delivered_token_ids=tuple(stream.delivered), elapsed_s=self._clock.now_s() - stream.opened_s
         )
         request = msgspec.structs.replace(rest, epoch=stream.epoch)
-        self._send(coordinator.member.peer_id, SubmitRequest(request))
+        self._send(route.group, SubmitRequest(request))
 
     def _finish(self, stream: _Stream, output: RequestOutput) -> None:
         del self._streams[stream.request.request_id]

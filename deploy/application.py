@@ -29,6 +29,9 @@ def build_application(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> s
         ResourceError: the workers do not fit the cluster.
     """
     cluster = resolve(config.cluster)
+    if not config.cache.enable_prefix_caching:  # then no group has anything that another has not
+        routing = cluster.routing.model_copy(update={"prefix_affinity": False})
+        cluster = cluster.model_copy(update={"routing": routing})
     coordinators = build_cluster(config.engine(), cluster)
     return _ingress(cluster).bind(
         config.target, cluster, door_settings(config, api_keys), config.http.api_keys_file, coordinators

@@ -11,7 +11,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cluster.config import ClusterConfig
-from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
+from cluster.inventory import NodeSnapshot
+from cluster.placement import RanksPerModel, plan_placement, require_plan
 from deploy.config import DrafthouseConfig, HttpConfig
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
@@ -184,7 +185,8 @@ def check_local_resources(config: DrafthouseConfig, num_cpus: int) -> None:
     available = {"CPU": float(num_cpus), "GPU": _num_gpus(cluster)}
     node = NodeSnapshot(node_id="this machine", available=available, labels={})
     has_drafter = config.speculative_config.model is not None
-    plan_placement(cluster, [node], has_drafter=has_drafter, ranks=RanksPerModel.of(config.engine()))
+    ranks = RanksPerModel.of(config.engine())
+    require_plan(plan_placement(cluster, [node], has_drafter=has_drafter, ranks=ranks))
 
 
 def _num_gpus(cluster: ClusterConfig) -> float:

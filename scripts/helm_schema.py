@@ -25,8 +25,8 @@ Strings = dict[str, str]
 
 DECIDED_BY_THE_CHART = {
     "HttpConfig": ("host", "port", "api_keys_file", "tls"),
-    "TargetGroupsConfig": ("num_groups", "bundle", "strategy"),
-    "DraftPoolConfig": ("num_workers", "bundle"),
+    "TargetGroupsConfig": ("num_groups", "bundle", "strategy", "tensor_parallel_across_nodes"),
+    "DraftPoolConfig": ("num_workers", "bundle", "own_nodes"),
     "ClusterConfig": ("check_resources",),
     "ChannelConfig": ("bind",),
 }

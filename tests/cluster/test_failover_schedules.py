@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from cluster.affinity import RoutingConfig
 from cluster.desk import TARGET_LOST, RequestDesk
 from cluster.directory import Member
 from cluster.stream_book import StreamBook
@@ -108,10 +109,12 @@ class SimCoordinator:
 class SimIngress:
     """An ingress that collects what its streams bring."""
 
-    def __init__(self, sim: Simulation, name: str = "ingress") -> None:
+    def __init__(self, sim: Simulation, name: str = "ingress", routing: RoutingConfig | None = None) -> None:
         self.sim = sim
         self.channel = sim.network.open(PeerId(name))
-        self.book = StreamBook(self.channel.send, sim.clock, lease_s=LEASE_S, failover_timeout_s=60.0)
+        self.book = StreamBook(
+            self.channel.send, sim.clock, lease_s=LEASE_S, failover_timeout_s=60.0, routing=routing
+        )
         self.tokens: dict[RequestId, list[int]] = {}
         self.text: dict[RequestId, str] = {}
         self.last: dict[RequestId, RequestOutput | DrafthouseError] = {}
@@ -158,8 +161,8 @@ class Simulation:
         self.tell()
         return coordinator
 
-    def start_ingress(self, name: str = "ingress") -> SimIngress:
-        ingress = SimIngress(self, name)
+    def start_ingress(self, name: str = "ingress", routing: RoutingConfig | None = None) -> SimIngress:
+        ingress = SimIngress(self, name, routing)
         self.ingresses.append(ingress)
         self.tell()
         return ingress

@@ -151,17 +151,28 @@ def test_a_model_that_cannot_be_cut_is_refused_in_the_users_words(
     ],
 )
 def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], width: int, stages: int, fate: str) -> None:
-    """In a process of its own: a Ray cluster of two nodes beside the one of this session."""
-    script = Path(__file__).with_name("two_nodes.py")
+    said = run_script("two_nodes.py", str(model_folders[0]), str(width), str(stages), fate)
+    assert "two nodes, same tokens" in said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_each_part_is_on_nodes_of_its_own(model_folders: tuple[Path, Path]) -> None:
+    said = run_script("own_nodes.py", *map(str, model_folders))
+    assert "each on nodes of its own, before and after" in said
+
+
+def run_script(name: str, *arguments: str) -> str:
+    """In a process of its own: a Ray cluster of several nodes beside the one of this session."""
     root = str(Path(__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
-        [sys.executable, str(script), str(model_folders[0]), str(width), str(stages), fate],
+        [sys.executable, str(Path(__file__).with_name(name)), *arguments],
         env={**environment, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "two nodes, same tokens" in done.stdout
+    return done.stdout

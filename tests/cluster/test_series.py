@@ -37,6 +37,7 @@ def test_nothing_is_said_of_coordinators_that_do_not_answer() -> None:
     assert counted_from_zero({}).keys() == {
         "failovers",
         "lost_streams",
+        "routed_prefix_tokens",
         "stale_frames_dropped",
         "unexpected_messages_dropped",
     }

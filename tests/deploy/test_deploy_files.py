@@ -17,7 +17,8 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
+from cluster.inventory import NodeSnapshot
+from cluster.placement import RanksPerModel, plan_placement, require_plan
 from deploy.config_file import load_config
 from deploy.preflight import check_exposure
 from deploy.serve_config import build, parse_arguments
@@ -104,9 +105,9 @@ def test_the_application_fits_the_cluster(ray_cluster: dict[str, Any], serve_fil
     ]
     config = parse_arguments(serve_file["applications"][0]["args"]).config
     ranks = RanksPerModel.of(config.engine())
-    plan_placement(config.cluster, nodes, has_drafter=True, ranks=ranks)
+    require_plan(plan_placement(config.cluster, nodes, has_drafter=True, ranks=ranks))
     with pytest.raises(ResourceError, match="pool=draft"):
-        plan_placement(config.cluster, nodes[:-1], has_drafter=True, ranks=ranks)
+        require_plan(plan_placement(config.cluster, nodes[:-1], has_drafter=True, ranks=ranks))
     keys_file = config.http.api_keys_file
     assert keys_file in ray_cluster["file_mounts"]
     door = serve_file["applications"][0]["deployments"][0]["ray_actor_options"]["label_selector"]

@@ -15,7 +15,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.application import COORDINATOR, DRAFT_POOL
-from cluster.placement import NodeSnapshot, RanksPerModel, plan_placement
+from cluster.inventory import NodeSnapshot
+from cluster.placement import RanksPerModel, plan_placement, require_plan
 from cluster.target_group import REMOTE_METHODS
 from deploy.application import APPLICATION, INGRESS
 from deploy.config import DrafthouseConfig
@@ -303,9 +304,8 @@ def test_the_pools_hold_what_is_to_be_placed(values: Values) -> None:
     assert ("draft" in groups_of(service)) == has_drafter
 
     def place(nodes: list[NodeSnapshot]) -> None:
-        plan_placement(
-            config.cluster, nodes, has_drafter=has_drafter, ranks=RanksPerModel.of(config.engine())
-        )
+        ranks = RanksPerModel.of(config.engine())
+        require_plan(plan_placement(config.cluster, nodes, has_drafter=has_drafter, ranks=ranks))
 
     nodes = nodes_of(service)
     place(nodes)
