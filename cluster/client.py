@@ -43,9 +43,7 @@ class ClusterService:
     Request id, seed and first epoch come with each request; later epochs are minted here.
     """
 
-    def __init__(
-        self, cluster: ClusterConfig, *, wake: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, *, wake: Callable[[], Awaitable[None]] | None = None) -> None:
         """Open the channel. Ray must be connected; `cluster` must be resolved (`application.resolve`).
 
         `wake` makes a first coordinator start and waits for it; with it, requests wait where there is none.

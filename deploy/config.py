@@ -43,8 +43,8 @@ class HttpConfig(StrictConfig):
     """Seconds for which a client may read nothing while more waits for it than its connection holds; then its
     requests are aborted and the connection is closed."""
     max_unread_outputs: int = Field(default=DEFAULT_MAX_UNREAD_OUTPUTS, ge=16)
-    """Most deliveries (one per round) of one choice that wait for its client; with more the request is aborted,
-    and its stream ends in an error, `slow_reader`."""
+    """Most deliveries (one per round) of one choice that wait for its client; with more the request is
+    aborted, and its stream ends in an error, `slow_reader`."""
     max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)
     """Most choices of one request: number of prompts times `n`."""
     request_timeout_s: float | None = Field(default=None, gt=0)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from deploy.ray_guard import RayGuard, is_alive
 from deploy.openai.slow_readers import PROXY_CALLBACK
+from deploy.ray_guard import RayGuard, is_alive
 from specdec.core.errors import DrafthouseError, ResourceError
 
 _ENVIRONMENT = {

@@ -19,8 +19,8 @@ class PaceConfig(StrictConfig):
     cooldown_s: float = Field(default=60.0, ge=0)
     """Nothing is stopped for so many seconds after the last change."""
     scale_to_zero_after_s: float = Field(default=900.0, gt=0)
-    """With a lower bound of 0: the last one is stopped once there was no request at all for so many seconds. The
-    next request starts one, and waits for it."""
+    """With a lower bound of 0: the last one is stopped once there was no request at all for so many seconds.
+    The next request starts one, and waits for it."""
 
 
 class TargetScalingConfig(PaceConfig):
@@ -31,20 +31,18 @@ class TargetScalingConfig(PaceConfig):
     max_groups: int = Field(ge=1)
     """Most target groups."""
     target_occupancy: float = Field(default=0.8, gt=0, le=1)
-    """Requests that run or wait, over those that all groups together run at once (`scheduler.max_num_seqs`): more
-    groups are wanted above, fewer where the rest would stay well below."""
+    """Requests that run or wait, over those that all groups together run at once (`scheduler.max_num_seqs`):
+    more groups are wanted above, fewer where the rest would stay well below."""
     target_queue_wait_s: float = Field(default=1.0, gt=0)
     """More groups are wanted when one would wait longer than that in a group's queue."""
     target_itl_ms: float | None = Field(default=None, gt=0)
-    """More groups are wanted when a round, and so the time between two deliveries of a stream, takes longer than
-    that; None: no matter."""
+    """More groups are wanted when a round, and so the time between two deliveries of a stream, takes longer
+    than that; None: no matter."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min_groups > self.max_groups:
-            raise ValueError(
-                f"min_groups ({self.min_groups}) must be at most max_groups ({self.max_groups})"
-            )
+            raise ValueError(f"min_groups ({self.min_groups}) must be at most max_groups ({self.max_groups})")
         return self
 
 
@@ -56,8 +54,8 @@ class DraftScalingConfig(PaceConfig):
     max_workers: int = Field(ge=1)
     """Most draft workers."""
     target_utilization: float = Field(default=0.8, gt=0, le=1)
-    """More workers may be wanted when the pool drafts for a larger share of the time, or has a larger share of its
-    places taken (`shares.max_sequences`)."""
+    """More workers may be wanted when the pool drafts for a larger share of the time, or has a larger share
+    of its places taken (`shares.max_sequences`)."""
     min_gain: float = Field(default=0.05, ge=0, lt=1)
     """More workers are wanted only if one more could bring at least this share of goodput; fewer, if one less
     would cost less than half of it."""
@@ -81,7 +79,7 @@ def initial_number(number: int, *, is_given: bool, bounds: tuple[int, int], name
     if is_given and not low <= number <= high:
         name, kind = names
         raise ValueError(
-            f"{name} ({number}) is how many there are at first: it must be from autoscaling.min_{kind} ({low}) to "
-            f"autoscaling.max_{kind} ({high}), or be left out"
+            f"{name} ({number}) is how many there are at first: it must be from autoscaling.min_{kind} "
+            f"({low}) to autoscaling.max_{kind} ({high}), or be left out"
         )
     return min(max(number, low), high)

@@ -38,14 +38,13 @@ class Pace:
     changed_s: float | None = None
 
 
-def decide(
-    wish: Wish, fleet: Fleet, pace: Pace, config: PaceConfig, now_s: float
-) -> tuple[int, Pace]:
+def decide(wish: Wish, fleet: Fleet, pace: Pace, config: PaceConfig, now_s: float) -> tuple[int, Pace]:
     """Return how many to ask for, and what to remember.
 
     Up: after `up_after_s` of wanting more, and not while those asked for before are still starting (a model
-    that loads for minutes would else be asked for again and again). Down: after `down_after_s`, and not within
-    `cooldown_s` of a change. To zero: only from idleness, for `scale_to_zero_after_s`. From zero: at once.
+    that loads for minutes would else be asked for again and again). Down: after `down_after_s`, and not
+    within `cooldown_s` of a change. To zero: only from idleness, for `scale_to_zero_after_s`. From zero: at
+    once.
     """
     number = fleet.num_asked_for
     # Zero is for idleness alone, and idleness alone for zero.

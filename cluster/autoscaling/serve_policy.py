@@ -1,8 +1,8 @@
 """The policies as Ray Serve calls them, and the options with which it does.
 
-Serve's own delays are off: how soon a wish becomes a change is decided in `pace`. What has to be remembered is in
-the state that Serve keeps for a policy. With no replica left, a call that waits for one (`wake`) makes Serve start
-one by itself, before it asks a policy.
+Serve's own delays are off: how soon a wish becomes a change is decided in `pace`. What has to be remembered
+is in the state that Serve keeps for a policy. With no replica left, a call that waits for one (`wake`) makes
+Serve start one by itself, before it asks a policy.
 """
 
 from __future__ import annotations
@@ -117,7 +117,11 @@ def _reports(context: AutoscalingContext) -> list[dict[str, float]]:
             if replica in context.running_replicas:
                 by_replica.setdefault(replica, {})[name] = value
     # Serve adds a metric of its own; a replica whose report is still to come has nothing else.
-    return [report for report in by_replica.values() if "num_requests_running" in report or "num_requests" in report]
+    return [
+        report
+        for report in by_replica.values()
+        if "num_requests_running" in report or "num_requests" in report
+    ]
 
 
 def _decided(

@@ -1,7 +1,8 @@
 """Clients that do not read what they have asked for: they may hold some memory, for some time.
 
-A server that writes to the client's socket waits in `send` while the socket takes no more. `SlowReaders` gives
-each part of a response so long; then the client counts as gone, like one that has closed its connection.
+A server that writes to the client's socket waits in `send` while the socket takes no more. `SlowReaders`
+gives each part of a response so long; then the client counts as gone, like one that has closed its
+connection.
 
 Ray Serve's replicas are not told whether anybody reads: the response piles up in Serve's HTTP proxy, which
 writes to the socket. So this runs in the proxy too (`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names

@@ -62,8 +62,8 @@ _IDLE_PATIENCE_S = 0.01
 ABORTED = Finish(reason="abort")
 _DISPLACED = Finish(
     reason="error",
-    error="the queue is full, and this request was the last in it: another goes before it, by its priority or "
-    "because this API key has more requests waiting",
+    error="the queue is full, and this request was the last in it: another goes before it, by its "
+    "priority or because this API key has more requests waiting",
     error_code=DISPLACED,
 )
 
@@ -394,9 +394,7 @@ class Engine:
 
     def _make_room(self, request: Request) -> None:
         """See that a request may be taken in: if the queue is full, in the place of its last."""
-        key = ServiceKey(
-            request.priority, self._roster.turns.next_turn(request.owner), self._num_arrived + 1
-        )
+        key = ServiceKey(request.priority, self._roster.turns.next_turn(request.owner), self._num_arrived + 1)
         num_waiting = self._num_before_next()
         leaving: LiveRequest | None = None
         try:
@@ -418,7 +416,7 @@ class Engine:
             self._end(leaving.request_id, replace(_DISPLACED, retry_after_s=wait_s))
 
     def _num_before_next(self) -> int:
-        """How many have to end before one runs that comes now and is served last; 0 or less: a place is free."""
+        """How many have to end before one runs that comes now and is last; 0 or less: a place is free."""
         return len(self._roster) + len(self._preparation) + 1 - self._parts.scheduler.max_num_seqs
 
     def _displaced_by(self, key: ServiceKey, owner: str | None) -> LiveRequest | None:

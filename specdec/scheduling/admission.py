@@ -148,8 +148,8 @@ def check_queue(num_waiting: int, limits: AdmissionLimits, seconds_per_request: 
 def retry_after_s(num_waiting: int, seconds_per_request: float) -> float:
     """Return how long whom a full queue refuses should stay away.
 
-    Room for one more is there as soon as one request is served; a client that comes back only then still waits
-    behind the whole queue, so it is asked to stay away for about half of that.
+    Room for one more is there as soon as one request is served; a client that comes back only then still
+    waits behind the whole queue, so it is asked to stay away for about half of that.
     """
     return _bounded(seconds_per_request * max(1.0, num_waiting / 2))
 
@@ -168,17 +168,15 @@ def check_in_time(request: Request, expected: Expectation) -> None:
     for what, name, limit_s, expected_s in limits:
         if limit_s is not None and _MARGIN * expected_s > limit_s:
             raise LateError(
-                f"its {what} is expected in {expected_s:.1f} s, of which it would wait {expected.wait_s:.1f} s in the "
-                f"queue; {name} gives {limit_s:g} s",
+                f"its {what} is expected in {expected_s:.1f} s, of which it would wait "
+                f"{expected.wait_s:.1f} s in the queue; {name} gives {limit_s:g} s",
                 retry_after_s=_bounded(min(_MARGIN * expected_s - limit_s, expected.wait_s)),
             )
 
 
 def may_be_displaced(waiting: Schedulable, by: ServiceKey, *, is_same_owner: bool) -> bool:
-    """Whether the last in a full queue has to leave for a newcomer: it is behind that, and not for its age."""
-    return by < waiting.service_key and (
-        not is_same_owner or by.priority < waiting.service_key.priority
-    )
+    """Whether the last in a full queue has to leave for a newcomer: it is behind that, not for its age."""
+    return by < waiting.service_key and (not is_same_owner or by.priority < waiting.service_key.priority)
 
 
 def _bounded(seconds: float) -> float:

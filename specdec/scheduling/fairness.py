@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class FairTurns:
-    """Start-time fair queueing: each owner in turn gets as many tokens as the others, however many it asks for.
+    """Start-time fair queueing: each owner in turn gets as many tokens as the others, however many it asks
+    for.
 
     A request's turn is a virtual time: where its owner's requests before it end, but never before what was
     started last. An owner with one request is so never behind the thousand of another, and whoever was away

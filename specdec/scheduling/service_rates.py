@@ -46,8 +46,8 @@ class ServiceRates:
     """Measured on requests that finished, in the order of their ends. Times are the engine's clock.
 
     The drain rate is measured while somebody waits: requests finish as seldom as they come otherwise. Before
-    that was ever so, it is what `max_num_seqs` requests at once would make of the time that one takes. Nothing
-    measured means no time at all: nobody is refused for a guess.
+    that was ever so, it is what `max_num_seqs` requests at once would make of the time that one takes.
+    Nothing measured means no time at all: nobody is refused for a guess.
     """
 
     __slots__ = (

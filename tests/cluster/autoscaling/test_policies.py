@@ -80,13 +80,13 @@ class TestDraftPool:
         assert wanted_workers(worthless, DRAFTS).number == 1
 
     def test_a_pool_that_is_worth_nothing_shrinks(self) -> None:
-        load = PoolLoad(num_workers=4, num_requests=80, usage=1.0, utilization=1.0, wait_share=0.5, worth=0.97)
+        load = PoolLoad(
+            num_workers=4, num_requests=80, usage=1.0, utilization=1.0, wait_share=0.5, worth=0.97
+        )
         assert wanted_workers(load, DRAFTS).number == 1
 
     def test_one_less_where_that_costs_little_and_the_rest_can_do_it(self) -> None:
-        idle = PoolLoad(
-            num_workers=4, num_requests=8, usage=0.1, utilization=0.2, wait_share=0.02, worth=1.5
-        )
+        idle = PoolLoad(num_workers=4, num_requests=8, usage=0.1, utilization=0.2, wait_share=0.02, worth=1.5)
         assert loss_of_one_less(idle) < DRAFTS.min_gain / 2
         assert wanted_workers(idle, DRAFTS).number == 3
         waiting = PoolLoad(
@@ -106,9 +106,9 @@ class TestDraftPool:
 
     def test_demands_of_coordinators_come_together_by_their_requests(self) -> None:
         recent = RecentStatus(
-            num_rounds=10, tokens_per_s=1.0, acceptance=0.5, acceptance_by_method={}, mean_acceptance_length=2.0,
-            round_s=0.1, draft_wait_s=0.02, draft_s=0.05, verify_s=0.07, coordinator_s=0.01, hidden_share=0.6,
-            hit_rate=None, late_rate=None,
+            num_rounds=10, tokens_per_s=1.0, acceptance=0.5, acceptance_by_method={},
+            mean_acceptance_length=2.0, round_s=0.1, draft_wait_s=0.02, draft_s=0.05, verify_s=0.07,
+            coordinator_s=0.01, hidden_share=0.6, hit_rate=None, late_rate=None,
         )  # fmt: skip
         busy = demand_of({"num_requests_running": 9.0, "speculation_pool_worth": 2.0}, recent)
         idle = demand_of({}, None)
@@ -167,7 +167,9 @@ class TestPace:
         run = Run(number=4)
         assert run.seconds(60, Wish(number=2))[-1] == 4
         assert run.seconds(1, Wish(number=2)) == [2]
-        changes = run.seconds(600, Wish(number=2)) + [n for _ in range(300) for n in run.seconds(1, Wish(number=1 + _ % 3))]
+        changes = run.seconds(600, Wish(number=2)) + [
+            n for _ in range(300) for n in run.seconds(1, Wish(number=1 + _ % 3))
+        ]
         assert set(changes) == {2}
 
     def test_the_bounds_hold_whatever_is_wished(self) -> None:
@@ -195,7 +197,12 @@ class TestPace:
 
 
 def context(
-    reports: dict[str, dict[str, float]], *, target: int, now_s: float, state: dict[str, Any], bounds: tuple[int, int]
+    reports: dict[str, dict[str, float]],
+    *,
+    target: int,
+    now_s: float,
+    state: dict[str, Any],
+    bounds: tuple[int, int],
 ) -> AutoscalingContext:
     metrics: dict[str, dict[str, float]] = {"running_requests": dict.fromkeys(reports, 0.0)}
     for replica, report in reports.items():
@@ -229,7 +236,10 @@ class TestInServe:
         number, state, numbers = 1, {}, []
         for second in range(120):
             busy = second < 40
-            metrics = {"num_requests_running": 10.0 if busy else 0.0, "num_requests_waiting": 8.0 if busy else 0.0}
+            metrics = {
+                "num_requests_running": 10.0 if busy else 0.0,
+                "num_requests_waiting": 8.0 if busy else 0.0,
+            }
             report = group_stats(metrics, round_s=0.01)
             reports = {f"replica{index}": dict(report) for index in range(number)}
             at_s = 5000.0 + second
@@ -262,7 +272,9 @@ class TestInServe:
         number, state = policy(context({"a": report}, target=1, now_s=1.0, state={}, bounds=(1, 3)))
         assert number == 2
         report |= {"worth": 0.9}
-        number, state = policy(context({"a": report, "b": report}, target=2, now_s=2.0, state=state, bounds=(1, 3)))
+        number, state = policy(
+            context({"a": report, "b": report}, target=2, now_s=2.0, state=state, bounds=(1, 3))
+        )
         assert number == 1
 
     @pytest.mark.parametrize(
@@ -272,7 +284,9 @@ class TestInServe:
             (DraftPoolPolicy, {"config": DRAFTS.model_dump()}),
         ],
     )
-    def test_serve_takes_the_options_and_finds_the_policy(self, policy: type, arguments: dict[str, Any]) -> None:
+    def test_serve_takes_the_options_and_finds_the_policy(
+        self, policy: type, arguments: dict[str, Any]
+    ) -> None:
         options = autoscaling_options(policy, arguments, bounds=(0, 4), initial=2)
         config = AutoscalingConfig(**options)
         assert isinstance(config.policy.get_policy()(**config.policy.policy_kwargs), policy)
@@ -291,8 +305,15 @@ class TestConfig:
         with pytest.raises(ValueError, match=r"num_groups \(5\) is how many .* min_groups \(2\) to .* \(4\)"):
             TargetGroupsConfig.model_validate({"num_groups": 5, "autoscaling": scaling})
         with pytest.raises(ValueError, match=r"num_workers \(1\) .* autoscaling.min_workers \(2\)"):
-            DraftPoolConfig.model_validate({"num_workers": 1, "autoscaling": {"min_workers": 2, "max_workers": 2}})
-        assert DraftPoolConfig.model_validate({"autoscaling": {"min_workers": 0, "max_workers": 2}}).initial_workers == 1
+            DraftPoolConfig.model_validate(
+                {"num_workers": 1, "autoscaling": {"min_workers": 2, "max_workers": 2}}
+            )
+        assert (
+            DraftPoolConfig.model_validate(
+                {"autoscaling": {"min_workers": 0, "max_workers": 2}}
+            ).initial_workers
+            == 1
+        )
 
     def test_what_there_may_be_at_most_is_what_has_to_fit(self) -> None:
         config = ClusterConfig.model_validate(

@@ -12,9 +12,11 @@ import pytest
 from specdec.core.clock import ManualClock
 from specdec.core.errors import CapacityError, ChannelClosed, ChannelTimeout, InputError, LateError
 from specdec.core.ids import RequestId
+from specdec.core.outputs import RequestOutput
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
+from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget
 from specdec.sampling.noise import choice_seed
 from tests.specdec.engine.toy_engines import (

@@ -93,7 +93,10 @@ def test_retry_time_is_bounded() -> None:
         ({"timeout_s": 10.0}, None),
         ({"timeout_s": 9.0}, "its end is expected in 8.0 s, .*5.0 s in the queue; timeout_s gives 9 s"),
         ({"slo": LatencyTarget(ttft_ms=8000.0, itl_ms=1.0)}, None),
-        ({"slo": LatencyTarget(ttft_ms=7000.0)}, "its first token is expected in 6.0 s, .* slo.ttft_ms gives 7 s"),
+        (
+            {"slo": LatencyTarget(ttft_ms=7000.0)},
+            "its first token is expected in 6.0 s, .* slo.ttft_ms gives 7 s",
+        ),
         ({}, None),
     ],
 )

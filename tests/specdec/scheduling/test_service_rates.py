@@ -41,7 +41,9 @@ def test_nothing_is_known_at_first() -> None:
 def test_without_a_queue_ever_a_place_is_free_as_often_as_requests_would_end() -> None:
     rates = ServiceRates(4, 0.0)
     for number in range(20):  # one at a time, every ten seconds
-        rates.note_round([finished(10.0 * number, 10.0 * number, 10.0 * number + 2.0)], 10.0 * number, is_saturated=False)
+        rates.note_round(
+            [finished(10.0 * number, 10.0 * number, 10.0 * number + 2.0)], 10.0 * number, is_saturated=False
+        )
     assert rates.seconds_per_request == pytest.approx(0.5)
 
 
