@@ -302,7 +302,7 @@ class TestConfig:
     def test_the_number_at_first_is_within_the_bounds(self) -> None:
         scaling = {"min_groups": 2, "max_groups": 4}
         assert TargetGroupsConfig.model_validate({"autoscaling": scaling}).initial_groups == 2
-        with pytest.raises(ValueError, match=r"num_groups \(5\) is how many .* min_groups \(2\) to .* \(4\)"):
+        with pytest.raises(ValueError, match=r"num_groups \(5\) is how many .*min_groups \(2\) to .* \(4\)"):
             TargetGroupsConfig.model_validate({"num_groups": 5, "autoscaling": scaling})
         with pytest.raises(ValueError, match=r"num_workers \(1\) .* autoscaling.min_workers \(2\)"):
             DraftPoolConfig.model_validate(
