@@ -172,6 +172,8 @@ class Engine:
         self._lost: TransportError | None = None
         self._closed = False
         self._rates = ServiceRates(parts.scheduler.max_num_seqs, clock.now_s())
+        self._is_saturated = False
+        """Whether somebody was left waiting by the last round."""
 
     @property
     def description(self) -> TargetDescription:
@@ -232,7 +234,7 @@ class Engine:
             budgets = [live.kv_budget for live in list(self._roster.running.values())]
             self._metrics.mean_kv_budget = sum(budgets) / len(budgets) if budgets else None
         self._metrics.num_waiting = len(self._roster.waiting) + len(self._preparation)
-        self._metrics.queue_wait_s = self._rates.wait_s(self._num_before_next())
+        self._metrics.queue_wait_s = self._rates.wait_s(self._num_to_end_before())
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage
         return self._metrics
 
@@ -328,8 +330,8 @@ class Engine:
             except TransportError as error:
                 self._lose_target(error)
             else:
-                is_saturated = len(self._roster.waiting) > 0
-                self._rates.note_round(outputs, self._clock.now_s(), is_saturated=is_saturated)
+                self._is_saturated = len(self._roster.waiting) > 0
+                self._rates.note_round(outputs, self._clock.now_s(), is_saturated=self._is_saturated)
                 if len(self._roster) == 0 and len(self._preparation) == 0:
                     self._roster.turns.note_idle()
                 if not self._ended:
@@ -395,7 +397,7 @@ class Engine:
     def _make_room(self, request: Request) -> None:
         """See that a request may be taken in: if the queue is full, in the place of its last."""
         key = ServiceKey(request.priority, self._roster.turns.next_turn(request.owner), self._num_arrived + 1)
-        num_waiting = self._num_before_next()
+        num_waiting = len(self._roster) + len(self._preparation) + 1 - self._parts.scheduler.max_num_seqs
         leaving: LiveRequest | None = None
         try:
             try:
@@ -405,8 +407,7 @@ class Engine:
                 if leaving is None:
                     raise
             if self._parts.scheduler.refuse_late and not request.delivered_token_ids:
-                num_behind = len(self._roster.waiting) - self._roster.waiting.num_before(key)
-                check_in_time(request, self._rates.expect(request, num_waiting - num_behind))
+                check_in_time(request, self._rates.expect(request, self._num_to_end_before(key)))
         except CapacityError as refusal:
             self._metrics.refusals["late" if isinstance(refusal, LateError) else "full"] += 1
             raise
@@ -415,9 +416,19 @@ class Engine:
             wait_s = retry_after_s(num_waiting, self._rates.seconds_per_request)
             self._end(leaving.request_id, replace(_DISPLACED, retry_after_s=wait_s))
 
-    def _num_before_next(self) -> int:
-        """How many have to end before one runs that comes now and is last; 0 or less: a place is free."""
-        return len(self._roster) + len(self._preparation) + 1 - self._parts.scheduler.max_num_seqs
+    def _num_to_end_before(self, key: ServiceKey | None = None) -> int:
+        """How many have to end before one runs that comes now; 0 or less: there is a place for it.
+
+        Without a key it is served last.
+        """
+        running, waiting = self._roster.running, self._roster.waiting
+        # Where the last round left somebody waiting, there is no room for more than run: be it for K/V.
+        num_places = len(running) if self._is_saturated else self._parts.scheduler.max_num_seqs
+        num_before = len(running) + len(self._preparation)
+        if key is None:
+            return num_before + len(waiting) + 1 - num_places
+        num_giving_way = sum(live.service_key.priority > key.priority for live in running.values())
+        return num_before + waiting.num_before(key) + 1 - num_places - num_giving_way
 
     def _displaced_by(self, key: ServiceKey, owner: str | None) -> LiveRequest | None:
         """Who leaves a full queue for a newcomer: its last, unless that has run or been promised to go on."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 class FairTurns:
-    """Start-time fair queueing: each owner in turn gets as many tokens as the others, however many it asks
-    for.
+    """Start-time fair queueing: owners get equally many tokens, however many requests each has waiting.
 
     A request's turn is a virtual time: where its owner's requests before it end, but never before what was
     started last. An owner with one request is so never behind the thousand of another, and whoever was away
