@@ -10,35 +10,25 @@ forwards are compiled. A restart is what a client waits that asks right after `k
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import psutil
 import typer
-import yaml
 from rich.console import Console
 
 from benchmarks.compile_states import compile_states, wait_compiled
 from benchmarks.report import Spread, report_headlines, write_results
+from benchmarks.served import ServedProcess, serving
 from deploy.config_file import load_config
 
 CONFIGS = (Path("configs/demo.yaml"), Path("configs/demo-bf16.yaml"))
 _TOO_LONG_S = 240.0
-_STOP_S = 60.0
-_POLL_S = 0.05
 _NEWS_S = 20.0
 """By when a restarted worker must be known to be compiled: that news takes a second or two."""
 _TARGET_WORKER = "ray::TargetWorkerProcess"
@@ -60,67 +50,33 @@ class Start:
     """What the command said, by seconds."""
 
 
-@dataclass
-class _Server:
-    process: subprocess.Popen[str]
-    url: str
-    started_s: float
-    log: list[tuple[float, str]] = field(default_factory=list)
+def complete(server: ServedProcess) -> None:
+    """Wait for the answer to a small request."""
+    body = {"model": "drafthouse-demo", "prompt": "def ", "max_tokens": 4, "temperature": 0}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=_TOO_LONG_S).raise_for_status()
 
-    def read_log(self) -> None:
-        """Collect what the command says until it ends."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append((round(time.monotonic() - self.started_s, 2), line.rstrip()))
 
-    def wait_healthy(self) -> None:
-        """Wait for the first 200."""
-        while time.monotonic() - self.started_s < _TOO_LONG_S:
-            if self.process.poll() is not None:
-                break
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(_POLL_S)
-        raise RuntimeError("the server did not start:\n" + "\n".join(line for _, line in self.log))
-
-    def complete(self) -> None:
-        """Wait for the answer to a small request."""
-        body = {"model": "drafthouse-demo", "prompt": "def ", "max_tokens": 4, "temperature": 0}
-        httpx.post(f"{self.url}/v1/completions", json=body, timeout=_TOO_LONG_S).raise_for_status()
-
-    def kill_target(self) -> None:
-        """As the kernel does when memory is short."""
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            if process.cmdline()[:1] == [_TARGET_WORKER]:
-                process.kill()
-                return
-        raise RuntimeError(f"no process {_TARGET_WORKER} below the server")
-
-    def stop(self) -> None:
-        """As Ctrl-C does."""
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def kill_target(server: ServedProcess) -> None:
+    """As the kernel does when memory is short."""
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        if process.cmdline()[:1] == [_TARGET_WORKER]:
+            process.kill()
+            return
+    raise RuntimeError(f"no process {_TARGET_WORKER} below the server")
 
 
 def measure(config: Path, cache: Path, *, is_cold: bool) -> Start:
     """Start, look, lose the target worker, stop."""
     if is_cold:
         shutil.rmtree(cache, ignore_errors=True)
-    with _serving(config, cache) as server:
+    with serving(_with_cache(config, cache)) as server:
         server.wait_healthy()
         ready_s = time.monotonic() - server.started_s
         states = compile_states(server.url)
-        server.complete()
-        server.kill_target()
+        complete(server)
+        kill_target(server)
         killed_s = time.monotonic()
-        server.complete()
+        complete(server)
         restart_s = time.monotonic() - killed_s
         wait_compiled(server.url, _NEWS_S)
     return Start(
@@ -135,45 +91,16 @@ def measure(config: Path, cache: Path, *, is_cold: bool) -> Start:
 
 def ready_seconds(config: Path, cache: Path) -> float:
     """Start the server with this folder of compiled kernels, stop it; return seconds until it was healthy."""
-    with _serving(config, cache) as server:
+    with serving(_with_cache(config, cache)) as server:
         server.wait_healthy()
         return time.monotonic() - server.started_s
 
 
-@contextmanager
-def _serving(config: Path, cache: Path) -> Iterator[_Server]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="dh-", dir="/tmp") as folder:
-        file = Path(folder) / "config.yaml"
-        file.write_text(yaml.safe_dump(_with_cache(config, cache, port)))
-        command = [sys.executable, "-c", "from deploy.cli import main; main()", "serve", str(file)]
-        started_s = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            env=os.environ | {"RAY_TMPDIR": folder},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        server = _Server(process, f"http://127.0.0.1:{port}", started_s)
-        reader = threading.Thread(target=server.read_log, daemon=True)
-        reader.start()
-        try:
-            yield server
-        finally:
-            server.stop()
-            reader.join()
-
-
-def _with_cache(config: Path, cache: Path, port: int) -> dict[str, Any]:
-    """Return the configuration with a cache folder and a port of ours."""
+def _with_cache(config: Path, cache: Path) -> dict[str, Any]:
+    """Return the configuration with a cache folder of ours."""
     values = load_config(config).model_dump(mode="json", exclude_unset=True)
     for block in ("target", "speculative_config"):
         values[block].setdefault("compile", {})["cache_dir"] = str(cache)
-    values["http"]["port"] = port
     return values
 
 

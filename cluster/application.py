@@ -7,7 +7,8 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig
+from cluster.autoscaling.serve_policy import DraftPoolPolicy, TargetGroupPolicy, autoscaling_options
+from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from cluster.coordinator import CoordinatorReplica
 from cluster.draft_pool import DraftPoolReplica
 from cluster.inventory import NodeSnapshot
@@ -50,13 +51,13 @@ def build_application(engine: EngineConfig, cluster: ClusterConfig) -> serve.App
     """
     cluster = resolve(cluster)
     has_drafter = engine.speculative_config.method in REMOTE_METHODS
-    plan = _placement(engine, cluster, has_drafter=has_drafter)
-    num_groups = cluster.target_groups.num_groups
-    coordinator = _deployment(CoordinatorReplica, COORDINATOR, num_groups, plan.target, cluster)
+    plan = _placement(engine, cluster.at_most(), has_drafter=has_drafter)
+    scale = _scale_of_targets(cluster.target_groups, engine.scheduler.max_num_seqs)
+    coordinator = _deployment(CoordinatorReplica, COORDINATOR, scale, plan.target, cluster)
     if plan.draft is None:
         return coordinator.bind(engine, cluster)
-    num_workers = cluster.draft_pool.num_workers
-    pool = _deployment(DraftPoolReplica, DRAFT_POOL, num_workers, plan.draft, cluster)
+    pool_scale = _scale_of_pool(cluster.draft_pool)
+    pool = _deployment(DraftPoolReplica, DRAFT_POOL, pool_scale, plan.draft, cluster)
     return coordinator.bind(engine, cluster, pool.bind(engine, cluster))
 
 
@@ -85,12 +86,43 @@ def _placement(engine: EngineConfig, cluster: ClusterConfig, *, has_drafter: boo
     return require_plan(plan_placement(cluster, snapshot_nodes(), has_drafter=has_drafter, ranks=ranks))
 
 
+def _scale_of_targets(groups: TargetGroupsConfig, max_num_seqs: int) -> dict[str, Any]:
+    """Return the options that say how many target groups there are."""
+    scaling = groups.autoscaling
+    if scaling is None:
+        return {"num_replicas": groups.num_groups}
+    arguments = {"config": scaling.model_dump(), "max_num_seqs": max_num_seqs}
+    return {
+        "autoscaling_config": autoscaling_options(
+            TargetGroupPolicy,
+            arguments,
+            bounds=(scaling.min_groups, scaling.max_groups),
+            initial=groups.initial_groups,
+        )
+    }
+
+
+def _scale_of_pool(pool: DraftPoolConfig) -> dict[str, Any]:
+    """Return the options that say how many draft workers there are."""
+    scaling = pool.autoscaling
+    if scaling is None:
+        return {"num_replicas": pool.num_workers}
+    return {
+        "autoscaling_config": autoscaling_options(
+            DraftPoolPolicy,
+            {"config": scaling.model_dump()},
+            bounds=(scaling.min_workers, scaling.max_workers),
+            initial=pool.initial_workers,
+        )
+    }
+
+
 def _deployment(
-    replica: type, name: str, num_replicas: int, placement: GroupPlacement, cluster: ClusterConfig
+    replica: type, name: str, scale: dict[str, Any], placement: GroupPlacement, cluster: ClusterConfig
 ) -> serve.Deployment:
     options: dict[str, Any] = {
         "name": name,
-        "num_replicas": num_replicas,
+        **scale,
         # The replica itself only coordinates; the bundles are for its worker's ranks.
         "ray_actor_options": {"num_cpus": 0},
         "placement_group_bundles": list(placement.bundles),

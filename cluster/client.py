@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
@@ -43,8 +43,11 @@ class ClusterService:
     Request id, seed and first epoch come with each request; later epochs are minted here.
     """
 
-    def __init__(self, cluster: ClusterConfig) -> None:
-        """Open the channel. Ray must be connected; `cluster` must be resolved (`application.resolve`)."""
+    def __init__(self, cluster: ClusterConfig, *, wake: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Open the channel. Ray must be connected; `cluster` must be resolved (`application.resolve`).
+
+        `wake` makes a first coordinator start and waits for it; with it, requests wait where there is none.
+        """
         self._peer_id = new_peer_id("ingress")
         self._cluster = cluster
         self._channel = ZmqChannel(
@@ -57,7 +60,10 @@ class ClusterService:
             lease_s=cluster.membership.lease_s,
             failover_timeout_s=cluster.failover_timeout_s,
             routing=cluster.routing,
+            may_be_none=wake is not None,
         )
+        self._wake = wake
+        self._waking: asyncio.Task[None] | None = None
         self._connected: dict[PeerId, Member] = {}
         self._members: tuple[Member, ...] = ()
         self._waiters: dict[int, asyncio.Queue[Envelope]] = {}
@@ -90,10 +96,11 @@ class ClusterService:
     async def close(self) -> None:
         """Leave the cluster. Streams still open end in an error."""
         self._book.end_all()
-        if self._ticking is not None:
-            self._ticking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticking
+        for task in (self._ticking, self._waking):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         if self._directory is not None:
             await asyncio.to_thread(self._directory.close)
         await asyncio.to_thread(self._pump.close, 1.0)
@@ -119,6 +126,7 @@ class ClusterService:
         await self.start()
         events: asyncio.Queue[RequestOutput | DrafthouseError] = asyncio.Queue()
         self._book.open(request, events.put_nowait)
+        self._wake_if_needed()
         try:
             while True:
                 event = await events.get()
@@ -200,9 +208,16 @@ class ClusterService:
         self._connected = present
         self._book.set_coordinators(present.values())
 
+    def _wake_if_needed(self) -> None:
+        if self._wake is None or not self._book.has_homeless or not self._book.is_deserted:
+            return
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.ensure_future(self._wake())
+
     async def _tick(self) -> None:
         while True:
             self._book.tick()
+            self._wake_if_needed()
             await asyncio.sleep(_TICK_S)
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from cluster.affinity import RoutingConfig
 from cluster.inventory import ACCELERATOR_PREFIX, NODE_ID_LABEL
+from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig, initial_number
 from specdec.core.config import StrictConfig
 from specdec.engine.draft_patience import DraftDeadlineConfig
 from specdec.engine.draft_placement import DraftPlacementConfig
@@ -61,7 +62,9 @@ class TargetGroupsConfig(StrictConfig):
     """The target groups: each is one copy of the target with a coordinator of its own."""
 
     num_groups: int = Field(default=1, ge=1)
-    """Copies of the target."""
+    """Copies of the target; with `autoscaling`, those at first."""
+    autoscaling: TargetScalingConfig | None = None
+    """How many there are from then on; None: always `num_groups`."""
     bundle: BundleConfig = BundleConfig()
     """What one target worker takes."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
@@ -76,12 +79,41 @@ class TargetGroupsConfig(StrictConfig):
     step_timeout_s: float = Field(default=120.0, gt=0)
     """A target worker that does not answer a round for so many seconds counts as dead."""
 
+    @model_validator(mode="after")
+    def _check_scaling(self) -> Self:
+        _ = self.initial_groups  # raises where it contradicts the bounds
+        return self
+
+    @property
+    def initial_groups(self) -> int:
+        """Target groups at first."""
+        if self.autoscaling is None:
+            return self.num_groups
+        return initial_number(
+            self.num_groups,
+            is_given="num_groups" in self.model_fields_set,
+            bounds=(self.autoscaling.min_groups, self.autoscaling.max_groups),
+            names=("num_groups", "groups"),
+        )
+
+    @property
+    def max_groups(self) -> int:
+        """Most target groups that there ever are."""
+        return self.num_groups if self.autoscaling is None else self.autoscaling.max_groups
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether there may be no target group for a while."""
+        return self.autoscaling is not None and self.autoscaling.min_groups == 0
+
 
 class DraftPoolConfig(StrictConfig):
     """The draft workers. There are none when the method drafts without a model."""
 
     num_workers: int = Field(default=1, ge=1)
-    """Draft workers; every coordinator may use all of them."""
+    """Draft workers; every coordinator may use all of them. With `autoscaling`, those at first."""
+    autoscaling: DraftScalingConfig | None = None
+    """How many there are from then on; None: always `num_workers`."""
     bundle: BundleConfig = BundleConfig()
     """What one draft worker takes. All of its ranks are on one node."""
     own_nodes: bool = False
@@ -95,6 +127,28 @@ class DraftPoolConfig(StrictConfig):
     """What one draft worker takes on, and how coordinators share it."""
     placement: DraftPlacementConfig = DraftPlacementConfig()
     """How a coordinator spreads its requests over the draft workers."""
+
+    @model_validator(mode="after")
+    def _check_scaling(self) -> Self:
+        _ = self.initial_workers  # raises where it contradicts the bounds
+        return self
+
+    @property
+    def initial_workers(self) -> int:
+        """Draft workers at first."""
+        if self.autoscaling is None:
+            return self.num_workers
+        return initial_number(
+            self.num_workers,
+            is_given="num_workers" in self.model_fields_set,
+            bounds=(self.autoscaling.min_workers, self.autoscaling.max_workers),
+            names=("num_workers", "workers"),
+        )
+
+    @property
+    def max_workers(self) -> int:
+        """Most draft workers that there ever are."""
+        return self.num_workers if self.autoscaling is None else self.autoscaling.max_workers
 
 
 class MembershipConfig(StrictConfig):
@@ -157,9 +211,15 @@ class ClusterConfig(StrictConfig):
                     )
         return self
 
+    def at_most(self) -> ClusterConfig:
+        """Return the cluster with as many of everything as there may ever be: all of it has to fit."""
+        groups = self.target_groups.model_copy(update={"num_groups": self.target_groups.max_groups})
+        pool = self.draft_pool.model_copy(update={"num_workers": self.draft_pool.max_workers})
+        return self.model_copy(update={"target_groups": groups, "draft_pool": pool})
+
     def draft_shares(self, max_num_seqs: int) -> DraftShareConfig:
         """Return what one draft worker takes on, where each coordinator runs `max_num_seqs` at most."""
         shares = self.draft_pool.shares
         if shares.max_sequences is not None:
             return shares
-        return shares.model_copy(update={"max_sequences": max_num_seqs * self.target_groups.num_groups})
+        return shares.model_copy(update={"max_sequences": max_num_seqs * self.target_groups.max_groups})

@@ -11,6 +11,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
+from cluster.autoscaling.draft_demand import demand_of, report_demand
+from cluster.autoscaling.serve_policy import group_stats
+from cluster.autoscaling.waking import PoolWaker
 from cluster.config import ClusterConfig
 from cluster.desk import COORDINATOR_FAILED, RequestDesk
 from cluster.directory import Member
@@ -21,6 +24,7 @@ from cluster.target_group import TargetGroup
 from specdec.core.clock import MonotonicClock
 from specdec.engine.config import EngineConfig
 from specdec.transport.pump import ChannelPump
+from specdec.transport.status import RecentStatus
 from specdec.transport.zmq import KeyPair, ZmqChannel
 from workers.process import prepare_logging, settle_memory
 
@@ -37,11 +41,15 @@ class CoordinatorReplica:
     """
 
     def __init__(self, engine: EngineConfig, cluster: ClusterConfig, draft_pool: object = None) -> None:
-        """`draft_pool` only makes Serve deploy the pool with us: its workers are found in the directory."""
+        """`draft_pool` makes Serve deploy the pool with us, and wakes it: its workers are found in the
+        directory."""
         self._peer_id = new_peer_id("coordinator")
         prepare_logging(self._peer_id)
         self._cluster = cluster
         self._closed = False
+        self._pool_waker = None if draft_pool is None else PoolWaker(draft_pool, cluster.draft_pool)
+        self._has_drafters = False
+        self._demand_due_s = 0.0
         keys = KeyPair.generate()
         channel = ZmqChannel(
             self._peer_id,
@@ -90,16 +98,12 @@ class CoordinatorReplica:
             raise RuntimeError("the channel's thread has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What an autoscaling policy may want to know of this replica.
+        """What the autoscaling policy wants to know of this replica."""
+        recent = self._recent()
+        return group_stats(self._desk.metrics, round_s=None if recent is None else recent.round_s)
 
-        `speculation_pool_worth` is there once the controller compares: at 1 or below for minutes, the draft
-        pool is not worth its devices.
-        """
-        metrics = self._desk.metrics
-        wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        stats = {name: float(metrics.get(name, 0.0)) for name in wanted}
-        worth = metrics.get("speculation_pool_worth")
-        return stats if worth is None else {**stats, "speculation_pool_worth": float(worth)}
+    def wake(self) -> None:
+        """Do nothing: a call that waits for a replica makes Serve start one where there is none."""
 
     def close_down(self, limit_s: float) -> None:
         """Prepare for the end of the whole deployment: take no more requests, end what outlasts `limit_s`."""
@@ -124,11 +128,28 @@ class CoordinatorReplica:
         if state != self._member.compile_state:
             self._member = msgspec.structs.replace(self._member, compile_state=state)
             self._directory.announce(self._member)
+        if self._pool_waker is not None:
+            self._pool_waker.consider(is_needed=self._desk.num_streams > 0 and not self._has_drafters)
+            self._report_demand()
+
+    def _report_demand(self) -> None:
+        """Tell the draft pool's replicas what we want of them, where that decides how many there are."""
+        if self._cluster.draft_pool.autoscaling is None or time.monotonic() < self._demand_due_s:
+            return
+        self._demand_due_s = time.monotonic() + self._cluster.membership.renew_s
+        demand = demand_of(self._desk.metrics, self._recent())
+        report_demand(self._cluster.namespace, self._peer_id, demand)
+
+    def _recent(self) -> RecentStatus | None:
+        status = self._desk.status
+        return None if status is None else status.recent
 
     def _follow(self, members: tuple[Member, ...]) -> None:
         """Let current ingresses speak to us; use current draft workers."""
         self._pump.channel.admit([member.address for member in members if member.role == "ingress"])
-        self._group.set_drafters([member.address for member in members if member.role == "draft"])
+        drafters = [member.address for member in members if member.role == "draft"]
+        self._has_drafters = bool(drafters)
+        self._group.set_drafters(drafters)
 
     def _drain(self) -> None:
         limit_s = self._cluster.drain_timeout_s

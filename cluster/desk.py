@@ -16,11 +16,11 @@ import msgspec
 
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
-from specdec.core.errors import CapacityError, InputError
+from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
-from specdec.engine.service import SHUTTING_DOWN
+from specdec.engine.service import SHUTTING_DOWN, TIMED_OUT
 from specdec.transport.base import Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
@@ -338,7 +338,9 @@ class RequestDesk:
             stream = self._streams.get(self._replays[0])
             if stream is not None and stream.is_admitted:
                 try:
-                    engine.add_request(stream.rest(self._clock.now_s()))
+                    engine.add_request(_without_first_token_limit(stream.rest(self._clock.now_s())))
+                except LateError as error:
+                    self._end(stream, f"the target was lost, and there is no time left: {error}", TIMED_OUT)
                 except CapacityError:
                     return False
                 except InputError as error:
@@ -353,7 +355,8 @@ class RequestDesk:
         try:
             engine.add_request(stream.rest(self._clock.now_s()))
         except CapacityError as error:
-            self._refuse(stream.ingress, request, "capacity", str(error), retry_after_s=error.retry_after_s)
+            kind: RefusalKind = "late" if isinstance(error, LateError) else "capacity"
+            self._refuse(stream.ingress, request, kind, str(error), retry_after_s=error.retry_after_s)
             self._remove(stream)
         except InputError as error:
             self._refuse(stream.ingress, request, "input", str(error), param=error.param)
@@ -383,6 +386,14 @@ class RequestDesk:
     ) -> None:
         refusal = Refused(request.request_id, request.epoch, kind, message, param, retry_after_s)
         self._send(ingress, refusal)
+
+
+def _without_first_token_limit(request: Request) -> Request:
+    """Return a request that has been taken in: its limit was for that."""
+    slo = request.slo
+    if slo is None or slo.ttft_ms is None:
+        return request
+    return msgspec.structs.replace(request, slo=msgspec.structs.replace(slo, ttft_ms=None))
 
 
 def _failure(stream: _Stream, message: str, code: str) -> RequestOutput:

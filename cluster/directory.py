@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, get_args
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
 from specdec.core.idle_work import WorkState
 from specdec.transport.base import PeerAddress, PeerId
 
+ReportT = TypeVar("ReportT")
 Role = Literal["ingress", "coordinator", "draft"]
 
 
@@ -97,27 +98,27 @@ class DirectoryState:
         )
 
 
-class StartReports:
-    """What workers that are starting said last. Who has said nothing for a while is left out."""
+class Reports(Generic[ReportT]):
+    """What processes said last. Who has said nothing for a while is left out."""
 
     def __init__(self, *, forget_after_s: float) -> None:
         self._forget_after_s = forget_after_s
-        self._said: dict[PeerId, tuple[str, float]] = {}
+        self._said: dict[PeerId, tuple[ReportT, float]] = {}
 
-    def note(self, worker: PeerId, text: str, now_s: float) -> None:
-        """Take in what a worker does; an empty text says that it has started."""
-        self._said.pop(worker, None)
-        if text:
-            self._said[worker] = (text, now_s)
+    def note(self, sender: PeerId, report: ReportT | None, now_s: float) -> None:
+        """Take in what a process says; None: nothing more."""
+        self._said.pop(sender, None)
+        if report is not None:
+            self._said[sender] = (report, now_s)
 
-    def current(self, now_s: float) -> tuple[str, ...]:
-        """Return what is being done now, in alphabetical order."""
+    def current(self, now_s: float) -> tuple[ReportT, ...]:
+        """Return what was said lately."""
         self._said = {
-            worker: (text, said_s)
-            for worker, (text, said_s) in self._said.items()
+            sender: (report, said_s)
+            for sender, (report, said_s) in self._said.items()
             if now_s - said_s < self._forget_after_s
         }
-        return tuple(sorted(text for text, _ in self._said.values()))
+        return tuple(report for report, _ in self._said.values())
 
 
 class DirectoryView:

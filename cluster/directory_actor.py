@@ -17,7 +17,7 @@ from cluster.directory import (
     DirectoryVersion,
     DirectoryView,
     Member,
-    StartReports,
+    Reports,
 )
 from specdec.transport.base import PeerId
 
@@ -34,7 +34,8 @@ class DirectoryProcess:
 
     def __init__(self, lease_s: float) -> None:
         self._state = DirectoryState(lease_s=lease_s, incarnation=time.time_ns())
-        self._starts = StartReports(forget_after_s=_START_REPORT_S)
+        self._starts: Reports[str] = Reports(forget_after_s=_START_REPORT_S)
+        self._demands: Reports[Any] = Reports(forget_after_s=lease_s)
 
     def exchange(self, member: Member | None, known: DirectoryVersion | None) -> DirectorySnapshot | None:
         """Announce a member (if given); return a snapshot unless the caller knows it already."""
@@ -50,11 +51,19 @@ class DirectoryProcess:
 
     def report_start(self, worker: PeerId, text: str) -> None:
         """Note what a starting worker does; an empty text says that it has started."""
-        self._starts.note(worker, text, time.monotonic())
+        self._starts.note(worker, text or None, time.monotonic())
 
     def start_reports(self) -> tuple[str, ...]:
-        """What starting workers do."""
-        return self._starts.current(time.monotonic())
+        """What starting workers do, in alphabetical order."""
+        return tuple(sorted(self._starts.current(time.monotonic())))
+
+    def report_demand(self, coordinator: PeerId, demand: Any) -> None:
+        """Note what a coordinator wants of the draft pool (`autoscaling.draft_demand`)."""
+        self._demands.note(coordinator, demand, time.monotonic())
+
+    def demands(self) -> tuple[Any, ...]:
+        """What coordinators want of the draft pool."""
+        return self._demands.current(time.monotonic())
 
 
 def open_directory(namespace: str, lease_s: float) -> Any:

@@ -8,6 +8,7 @@ import time
 
 import msgspec
 
+from cluster.autoscaling.draft_demand import DraftDemand, pool_stats, read_demands
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
@@ -46,6 +47,7 @@ class DraftPoolReplica:
         """Workers that have been ready, one after the other."""
         self._member: Member | None = None
         self._counters: dict[str, float] = {}
+        self._demands: tuple[DraftDemand, ...] = ()
         self._directory = DirectoryLink(
             namespace=cluster.namespace,
             lease_s=cluster.membership.lease_s,
@@ -68,8 +70,14 @@ class DraftPoolReplica:
             raise RuntimeError("the thread that watches the draft worker has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What an autoscaling policy may want to know of this replica."""
-        return {"num_draft_sequences": self._counters.get("num_sequences", 0.0)}
+        """What the autoscaling policy wants to know of this replica, and of the coordinators."""
+        shares = self._cluster.draft_shares(self._engine.scheduler.max_num_seqs)
+        places = shares.max_sequences or 1
+        usage = self._counters.get("num_sequences", 0.0) / places
+        return {**pool_stats(self._demands), "usage": min(1.0, usage)}
+
+    def wake(self) -> None:
+        """Do nothing: a call that waits for a replica makes Serve start one where there is none."""
 
     def __del__(self) -> None:
         """Called by Serve before the replica ends."""
@@ -145,6 +153,8 @@ class DraftPoolReplica:
                 assert self._worker is not None
                 self._counters = self._worker.call("check_health", timeout_s=self._cluster.membership.lease_s)
                 self._follow_compiling(self._worker)
+                if self._cluster.draft_pool.autoscaling is not None:
+                    self._demands = read_demands(self._cluster.namespace) or ()
                 backoff_s = 0.5
             except TransportError as error:
                 logger.warning("%s; it is replaced", error)

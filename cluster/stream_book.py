@@ -19,11 +19,11 @@ from cluster.desk import COORDINATOR_FAILED
 from cluster.directory import Member
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
-from specdec.core.errors import CapacityError, DrafthouseError, InputError, NotReadyError
+from specdec.core.errors import CapacityError, DrafthouseError, InputError, LateError, NotReadyError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
-from specdec.engine.service import SHUTTING_DOWN
+from specdec.engine.service import DISPLACED, SHUTTING_DOWN
 from specdec.kv.caching_allocator import BlockKey
 from specdec.transport.base import Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
@@ -90,7 +90,9 @@ class StreamBook:
         lease_s: float,
         failover_timeout_s: float,
         routing: RoutingConfig | None = None,
+        may_be_none: bool = False,
     ) -> None:
+        """With `may_be_none`, streams wait for a coordinator where there is none: one is started for them."""
         self._routing = routing or RoutingConfig()
         self._routes = PrefixRoutes(self._routing)
         self._send = send
@@ -100,6 +102,8 @@ class StreamBook:
         self._coordinators: dict[PeerId, _Coordinator] = {}
         self._streams: dict[RequestId, _Stream] = {}
         self._is_closing = False
+        self._may_be_none = may_be_none
+        self._last_description: TargetDescription | None = None
         self._next_nonce = 1
         self.counters: Counter[str] = Counter()
         """failovers, stale_frames_dropped, lost_streams, unexpected_messages_dropped, and what became of
@@ -107,11 +111,27 @@ class StreamBook:
 
     @property
     def description(self) -> TargetDescription | None:
-        """Facts about the target of a coordinator that takes requests; None when there is none."""
+        """Facts about the target of a coordinator that takes requests, or would be started for one; None when
+        there is none."""
         for coordinator in self._coordinators.values():
             if coordinator.takes_requests and coordinator.description is not None:
+                self._last_description = coordinator.description
                 return coordinator.description
-        return None
+        return self._last_description if self._may_wait else None
+
+    @property
+    def _may_wait(self) -> bool:
+        return self._may_be_none and not self._is_closing
+
+    @property
+    def has_homeless(self) -> bool:
+        """Whether a stream waits for a coordinator."""
+        return any(stream.coordinator is None for stream in self._streams.values())
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether there is no coordinator that takes requests."""
+        return not any(coordinator.takes_requests for coordinator in self._coordinators.values())
 
     @property
     def coordinators(self) -> tuple[PeerId, ...]:
@@ -147,10 +167,13 @@ class StreamBook:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
         stream = _Stream(request, sink, request.epoch, list(request.delivered_token_ids), self._clock.now_s())
         route = self._route(stream)
-        if route is None:
+        if route is None and not self._may_wait:
             raise self._not_ready()
         self._streams[request.request_id] = stream
-        self._submit(stream, route)
+        if route is None:
+            stream.homeless_since_s = self._clock.now_s()
+        else:
+            self._submit(stream, route)
 
     def close(self, request_id: RequestId) -> None:
         """Nobody waits for this stream any more. Unknown ids are ignored."""
@@ -216,6 +239,9 @@ class StreamBook:
         for stream in list(self._streams.values()):
             if stream.coordinator is None and now_s - stream.homeless_since_s > self._failover_timeout_s:
                 self.counters["lost_streams"] += 1
+                if not stream.was_admitted:
+                    self._reject(stream, self._not_ready())
+                    continue
                 message = f"the model was lost and did not come back within {self._failover_timeout_s:g} s"
                 self._finish(stream, _last_output(stream, "error", message, "coordinator_lost"))
 
@@ -229,6 +255,10 @@ class StreamBook:
             self.counters["stale_frames_dropped"] += 1
         elif output.first_index > len(stream.delivered) or output.error_code == COORDINATOR_FAILED:
             self._evict(stream)
+        elif output.error_code == DISPLACED:
+            message = output.error or "the queue is full"
+            refusal = CapacityError(message, retry_after_s=output.retry_after_s or _RETRY_AFTER_S)
+            self._take_full(stream, sender, refusal, goes_on=False)
         else:
             stream.was_admitted = True
             stream.delivered.extend(output.token_ids)
@@ -254,15 +284,25 @@ class StreamBook:
         if refused.kind == "draining" and not is_replay and self._route(stream) is None:
             self._reject(stream, self._not_ready())
             return
-        if refused.kind == "capacity":
-            retry_after_s = refused.retry_after_s or _RETRY_AFTER_S
-            stream.refused_by.add(coordinator.member.peer_id)
-            if is_replay:
-                stream.refused_by.clear()
-                stream.not_before_s = self._clock.now_s() + min(retry_after_s, 5.0)
-            elif self._route(stream) is None:
-                self._reject(stream, CapacityError(refused.message, retry_after_s=retry_after_s))
-                return
+        if refused.kind in ("capacity", "late"):
+            kind = LateError if refused.kind == "late" else CapacityError
+            refusal = kind(refused.message, retry_after_s=refused.retry_after_s or _RETRY_AFTER_S)
+            goes_on = is_replay and refused.kind == "capacity"
+            self._take_full(stream, coordinator.member.peer_id, refusal, goes_on=goes_on)
+        else:
+            self._evict(stream)
+
+    def _take_full(
+        self, stream: _Stream, coordinator: PeerId, refusal: CapacityError, *, goes_on: bool
+    ) -> None:
+        """A coordinator has no room for a stream: try another. One that goes on waits as long as it takes."""
+        stream.refused_by.add(coordinator)
+        if goes_on:
+            stream.refused_by.clear()
+            stream.not_before_s = self._clock.now_s() + min(refusal.retry_after_s, 5.0)
+        elif self._route(stream) is None:
+            self._reject(stream, refusal)
+            return
         self._evict(stream)
 
     def _reconcile(self, coordinator: _Coordinator, pong: Pong) -> None:

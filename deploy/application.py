@@ -41,13 +41,15 @@ def build_application(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> s
 def door_settings(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> DoorSettings:
     """Return what the HTTP door is to know."""
     http, scheduler = config.http, config.scheduler
-    room = config.cluster.target_groups.num_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
+    room = config.cluster.target_groups.max_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
     return DoorSettings(
         served_model_name=http.served_model_name,
         max_body_bytes=http.max_body_bytes,
         max_choices=min(http.max_choices, room),  # more could never be taken in, however long one waits
         request_timeout_s=http.request_timeout_s,
         body_timeout_s=http.body_timeout_s,
+        write_timeout_s=http.write_timeout_s,
+        max_unread_outputs=http.max_unread_outputs,
         api_keys=tuple(api_keys),
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         request_classes=frozenset(http.request_classes),

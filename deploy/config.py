@@ -5,7 +5,13 @@ from __future__ import annotations
 from pydantic import Field
 
 from cluster.config import ClusterConfig
-from deploy.openai.settings import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_CHOICES
+from deploy.openai.settings import (
+    DEFAULT_BODY_TIMEOUT_S,
+    DEFAULT_MAX_BODY_BYTES,
+    DEFAULT_MAX_CHOICES,
+    DEFAULT_MAX_UNREAD_OUTPUTS,
+    DEFAULT_WRITE_TIMEOUT_S,
+)
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES
@@ -45,6 +51,12 @@ class HttpConfig(StrictConfig):
     """Longest request body in bytes; longer ones are answered with 413."""
     body_timeout_s: float = Field(default=DEFAULT_BODY_TIMEOUT_S, gt=0)
     """Seconds that a request's body may take to arrive; slower ones are answered with 408."""
+    write_timeout_s: float = Field(default=DEFAULT_WRITE_TIMEOUT_S, gt=0)
+    """Seconds for which a client may read nothing while more waits for it than its connection holds; then its
+    requests are aborted and the connection is closed."""
+    max_unread_outputs: int = Field(default=DEFAULT_MAX_UNREAD_OUTPUTS, ge=16)
+    """Most deliveries (one per round) of one choice that wait for its client; with more the request is
+    aborted, and its stream ends in an error, `slow_reader`."""
     max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)
     """Most choices of one request: number of prompts times `n`."""
     request_timeout_s: float | None = Field(default=None, gt=0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
+from cluster.autoscaling.waking import waker_of
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
 from deploy.api_keys import follow_api_keys
@@ -39,11 +40,12 @@ class IngressReplica:
     ) -> None:
         """`api_keys_file` is followed, if this node has it; `settings` have the keys it held at the start.
 
-        `coordinators` makes Serve start them with this one; the handle is not used: tokens travel on
-        channels."""
+        `coordinators` makes Serve start them with this one, and wakes them where there may be none; tokens
+        travel on channels."""
         prepare_logging("ingress")
         tokenizer = HuggingFaceTokenizer.load(Path(target.model), trust_remote_code=target.trust_remote_code)
-        self._service = ClusterService(cluster)
+        wake = waker_of(coordinators) if cluster.target_groups.may_be_none else None
+        self._service = ClusterService(cluster, wake=wake)
         self._ring = KeyRing(settings.api_keys)
         self._api_keys_file = api_keys_file
         self._following: asyncio.Task[None] | None = None

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import psutil
 
+from deploy.openai.slow_readers import PROXY_CALLBACK
 from deploy.ray_guard import RayGuard, is_alive
 from specdec.core.errors import DrafthouseError, ResourceError
 
 _ENVIRONMENT = {
     # Workers would run at nice 15 and lose every race for a core.
     "RAY_worker_niceness": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_CALLBACK,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",

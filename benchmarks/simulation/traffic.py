@@ -137,7 +137,7 @@ class Source:
         self._num_drawn += 1
         return SimulatedRequest(
             request_id=RequestId(f"{self._trace.name}-{number}"),
-            service_key=ServiceKey(0, number),
+            service_key=ServiceKey(0, 0, number),
             committed_len=prompt,
             num_to_generate=output,
             acceptance=acceptance,

@@ -27,13 +27,14 @@ from deploy.openai.requests import (
     PreparedRequest,
     limited,
     model_not_found,
+    owned,
     parse_body,
     prepare_chat,
     prepare_completion,
-    salted,
 )
 from deploy.openai.responses import ChoiceResult, complete_body
 from deploy.openai.settings import DoorSettings
+from deploy.openai.slow_readers import SlowReaders
 from deploy.openai.streaming import ClientLeft, EventStream, EventStreamResponse, until_client_leaves
 from deploy.openai.tokenization import DoorTokenizer
 from deploy.status import STATUS_PATH, ApplicationStatus, Status
@@ -66,6 +67,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         middleware=[
+            Middleware(SlowReaders, timeout_s=settings.write_timeout_s),
             Middleware(Border, metrics=door.metrics),
             Middleware(ApiKeys, ring=ring),
             Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s),
@@ -191,8 +193,9 @@ class _Door:
     async def _respond(self, prepared: PreparedRequest, http: HttpRequest) -> Response:
         receive = http.receive
         key: ApiKey | None = getattr(http.state, "api_key", None)
-        if key is not None and not self._settings.share_prefixes_between_keys:
-            prepared = salted(prepared, key.digest)
+        if key is not None:
+            shares_prefixes = self._settings.share_prefixes_between_keys
+            prepared = owned(prepared, key.digest, shares_prefixes=shares_prefixes)
         longest_s = self._settings.request_timeout_s
         prepared = limited(prepared, http.headers.get(TIMEOUT_HEADER), longest_s)
         usage = self._ring.usage(
@@ -202,7 +205,12 @@ class _Door:
             metrics=self.metrics,
         )
         outputs = ChoiceOutputs(
-            self._service, prepared.requests, self.metrics, usage, timeout_s=prepared.timeout_s
+            self._service,
+            prepared.requests,
+            self.metrics,
+            usage,
+            timeout_s=prepared.timeout_s,
+            max_unread=self._settings.max_unread_outputs,
         )
         try:
             if prepared.body.stream:

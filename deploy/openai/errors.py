@@ -15,9 +15,18 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from specdec.core.errors import CapacityError, InputError, NotReadyError, RequestFailed, TransportError
+from specdec.core.errors import (
+    CapacityError,
+    InputError,
+    LateError,
+    NotReadyError,
+    RequestFailed,
+    TransportError,
+)
 from specdec.engine.service import GRAMMAR_FAILED, INVALID_GRAMMAR, SHUTTING_DOWN, TIMED_OUT
 
+DEADLINE_UNREACHABLE = "deadline_unreachable"
+"""Code of a refusal: as things are, the request would not be served in the time that it gives."""
 NOT_READY_RETRY_AFTER_S = 2.0
 """What a client is told to wait for while the model loads or its workers are replaced."""
 _MAX_SHOWN_INPUT = 80
@@ -106,7 +115,7 @@ def api_error_of(error: Exception) -> ApiError | None:
             429,
             str(error),
             type="rate_limit_error",
-            code="rate_limit_exceeded",
+            code=DEADLINE_UNREACHABLE if isinstance(error, LateError) else "rate_limit_exceeded",
             headers=_retry_after(error.retry_after_s),
         )
     if isinstance(error, NotReadyError):

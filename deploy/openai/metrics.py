@@ -58,6 +58,9 @@ class DoorMetrics:
             registry=self.registry,
         )
         self.aborted = self._counter("http_aborted_choices", "Choices whose client left before the end.")
+        self.slow_readers = self._counter(
+            "http_slow_readers", "Choices ended because their client left too much unread."
+        )
         self.api_key_tokens = self._counter(
             "api_key_tokens", "Tokens of prompts and of what was generated, by API key."
         )

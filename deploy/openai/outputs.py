@@ -10,15 +10,16 @@ from typing import Self
 from deploy.openai.errors import request_timeout
 from deploy.openai.keys import Usage
 from deploy.openai.metrics import ChoiceTimer, DoorMetrics
-from specdec.core.errors import RequestFailed
+from deploy.openai.settings import DEFAULT_MAX_UNREAD_OUTPUTS
+from specdec.core.errors import CapacityError, RequestFailed
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
-from specdec.engine.service import GRAMMAR_FAILED, INVALID_GRAMMAR, GenerationService
+from specdec.engine.service import DISPLACED, GRAMMAR_FAILED, INVALID_GRAMMAR, GenerationService
 
 _GRAMMAR_CODES = frozenset({INVALID_GRAMMAR, GRAMMAR_FAILED})
-_BUFFERED_OUTPUTS = 64
-"""Outputs that may wait for a slow client before its choices wait for it."""
-
+SLOW_READER = "slow_reader"
+"""Error code of a stream whose client left too much of it unread."""
+_RETRY_AFTER_S = 1.0
 _GRACE_S = 0.5
 """The engine ends a request whose time is up and says how far it came; this long the door waits for that."""
 
@@ -38,14 +39,18 @@ class ChoiceOutputs:
         usage: Usage,
         *,
         timeout_s: float | None,
+        max_unread: int = DEFAULT_MAX_UNREAD_OUTPUTS,
     ) -> None:
+        """`max_unread` outputs of each choice may wait to be taken; with more the request fails."""
         self._service = service
         self._requests = requests
         self._metrics = metrics
         self._usage = usage
         self._timeout_s = timeout_s
         self._deadline_s: float | None = None
-        self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(_BUFFERED_OUTPUTS)
+        self._max_unread = max_unread * len(requests)
+        self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
+        """At most so many outputs, and what ended each choice."""
         self._tasks: list[asyncio.Task[None]] = []
         self._num_unfinished = len(requests)
 
@@ -106,14 +111,17 @@ class ChoiceOutputs:
             async for output in outputs:
                 timer.observe(output)
                 self._usage.charge(len(output.token_ids))
+                if self._queue.qsize() >= self._max_unread:
+                    self._queue.put_nowait(self._not_read())
+                    return
                 is_finished = output.finish_reason is not None
-                await self._queue.put((index, output))
+                self._queue.put_nowait((index, output))
                 if is_finished:
                     return
             raise RequestFailed("The request ended without a result.", code="request_lost")
         except Exception as error:  # noqa: BLE001 - handed to whoever iterates, who decides what it means
             is_finished = True
-            await self._queue.put(error)
+            self._queue.put_nowait(error)
         finally:
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
@@ -121,8 +129,17 @@ class ChoiceOutputs:
                 self._metrics.aborted.inc()
                 await self._service.abort(request.request_id)
 
+    def _not_read(self) -> RequestFailed:
+        self._metrics.slow_readers.inc()
+        return RequestFailed(
+            f"The client did not read: {self._max_unread} deliveries waited for it.", code=SLOW_READER
+        )
 
-def _failure(output: RequestOutput, request: Request) -> RequestFailed:
+
+def _failure(output: RequestOutput, request: Request) -> RequestFailed | CapacityError:
+    if output.error_code == DISPLACED:
+        wait_s = output.retry_after_s or _RETRY_AFTER_S
+        return CapacityError(output.error or "the queue is full", retry_after_s=wait_s)
     grammar = request.params.grammar
     return RequestFailed(
         output.error or "The request was aborted by the server.",

@@ -153,7 +153,7 @@ class SpeculationOptions(BodyPart):
 
 
 class LatencyTargets(BodyPart):
-    """How soon a client wants its tokens. A wish: nothing is refused or dropped for its sake."""
+    """How soon a client wants its tokens. What was taken in is served, be it late."""
 
     ttft_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Milliseconds to the first token: its prompt is read before others get draft tokens."""
@@ -229,7 +229,8 @@ class GenerationBody(GrammarFields):
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """Smaller is served first, and may take the place of larger ones that run."""
     timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Longest time (seconds) for the whole request, queueing included; then it ends with 504."""
+    """Longest time (seconds) for the whole request, queueing included; then it ends with 504. With
+    `scheduler.refuse_late` (the default) a request that cannot be complete by then gets 429 at once."""
     slo: LatencyTargets | None = None
     """How soon tokens are wanted."""
     metadata: dict[str, str] = Field(default_factory=dict)

@@ -123,16 +123,19 @@ async def prepare_chat(
     return _prepared("chatcmpl", body, [prompt], params, description, settings)
 
 
-def salted(prepared: PreparedRequest, api_key_digest: bytes) -> PreparedRequest:
-    """Keep cached prompts of different API keys apart, within whatever salt the body names."""
+def owned(prepared: PreparedRequest, api_key_digest: bytes, *, shares_prefixes: bool) -> PreparedRequest:
+    """Say whose the requests are: keys take turns in the queue.
+
+    Unless they share prefixes, cached prompts of different keys are kept apart, within whatever salt the body
+    names.
+    """
     owner = api_key_digest.hex()
-    return dataclasses.replace(
-        prepared,
-        requests=tuple(
-            msgspec.structs.replace(request, cache_salt=f"{owner} {request.cache_salt or ''}")
-            for request in prepared.requests
-        ),
-    )
+
+    def of_owner(request: Request) -> Request:
+        salt = request.cache_salt if shares_prefixes else f"{owner} {request.cache_salt or ''}"
+        return msgspec.structs.replace(request, owner=owner, cache_salt=salt)
+
+    return dataclasses.replace(prepared, requests=tuple(map(of_owner, prepared.requests)))
 
 
 def limited(prepared: PreparedRequest, header: str | None, longest_s: float | None) -> PreparedRequest:

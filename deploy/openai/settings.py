@@ -10,6 +10,8 @@ from specdec.core.description import TargetDescription
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 DEFAULT_MAX_CHOICES = 256
 DEFAULT_BODY_TIMEOUT_S = 60.0
+DEFAULT_WRITE_TIMEOUT_S = 30.0
+DEFAULT_MAX_UNREAD_OUTPUTS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,10 @@ class DoorSettings:
     """Longest time for one request, queueing included; None: no limit."""
     body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S
     """Longest time for a request's body to arrive; later ones are answered with 408."""
+    write_timeout_s: float = DEFAULT_WRITE_TIMEOUT_S
+    """How long a client may read nothing while there is more than its connection holds."""
+    max_unread_outputs: int = DEFAULT_MAX_UNREAD_OUTPUTS
+    """Most outputs of one choice that wait for its client; with more the request ends in an error."""
     api_keys: tuple[ApiKey, ...] = ()
     """Every API key that is accepted at first; empty: no key is asked for, now or later."""
     share_prefixes_between_keys: bool = False

@@ -7,6 +7,7 @@
     |   |-- InputError            a request: names the parameter at fault
     |   `-- ResourceError         not enough devices, memory or ports for what was asked
     |-- CapacityError             the server is full right now; try again later
+    |   `-- LateError             it would not be served in the time that the request gives
     |-- NotReadyError             nothing takes requests: the model is being loaded, replaced or shut down
     |-- RequestFailed             one request cannot go on; everything else can
     `-- TransportError            a peer cannot be reached or speaks nonsense
@@ -58,6 +59,10 @@ class CapacityError(DrafthouseError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class LateError(CapacityError):
+    """The server would take the request, but not serve it in the time that the request gives."""
 
 
 class NotReadyError(DrafthouseError):

@@ -77,6 +77,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The stop string or stop token id that ended the text, if one did."""
     error: str | None = None
     error_code: str | None = None
+    retry_after_s: float | None = None
+    """With an error that passes: when to try again."""
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     """Including delivered tokens of earlier epochs and those in this output."""

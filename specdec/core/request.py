@@ -12,10 +12,11 @@ OTHER_CLASS = "other"
 
 
 class LatencyTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """How soon a client wants its tokens. A wish: nothing is refused or dropped for its sake."""
+    """How soon a client wants its tokens. What was taken in is served, be it late."""
 
     ttft_ms: float | None = None
-    """Milliseconds to the first token: rows that read its prompt go before draft rows of others."""
+    """Milliseconds to the first token: rows that read its prompt go before draft rows of others; with
+    `scheduler.refuse_late` a request is refused that could not have it by then."""
     itl_ms: float | None = None
     """Milliseconds between two rounds of the stream: no round is made longer than that by drafting, as long
     as rounds without drafts are not."""
@@ -43,6 +44,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     kv_budget: int | float | None = None
     """How much of its K/V drafts attend to, where there is a selection policy: an int is tokens, a float a
     share of the length. Changes speed alone; None: the server decides."""
+    owner: str | None = None
+    """Whose it is: owners (API keys) take turns in the queue; None is an owner of its own."""
     cache_salt: str | None = None
     """Only requests of one salt share cached K/V; None is a salt of its own."""
     timeout_s: float | None = None

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
-from specdec.core.errors import ChannelClosed, ConfigError, InputError, TransportError
+from specdec.core.errors import (
+    CapacityError,
+    ChannelClosed,
+    ConfigError,
+    InputError,
+    LateError,
+    TransportError,
+)
 from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
@@ -23,7 +31,7 @@ from specdec.engine.offline import GenerationResult, Prompt, generate
 from specdec.engine.preparation import Preparation
 from specdec.engine.roster import Roster
 from specdec.engine.round import RoundLoop
-from specdec.engine.service import INVALID_GRAMMAR, TIMED_OUT
+from specdec.engine.service import DISPLACED, INVALID_GRAMMAR, TIMED_OUT
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish, StreamLimits, TextStream
 from specdec.engine.tokenizer import Tokenizer
@@ -32,8 +40,16 @@ from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer, counters_of
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar import GrammarCompiler
-from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
+from specdec.scheduling.admission import (
+    AdmissionLimits,
+    check_in_time,
+    check_queue,
+    check_request,
+    may_be_displaced,
+    retry_after_s,
+)
 from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.service_rates import ServiceRates
 from specdec.scheduling.speculation.controller import (
     FixedController,
     PicksKvBudgets,
@@ -41,11 +57,15 @@ from specdec.scheduling.speculation.controller import (
 )
 from specdec.scheduling.state import ServiceKey
 
-_RECENT = 0.1
-"""Weight of the latest interval between two finished requests in their running mean."""
 _IDLE_PATIENCE_S = 0.01
 """How long a step without other work waits for a grammar."""
 ABORTED = Finish(reason="abort")
+_DISPLACED = Finish(
+    reason="error",
+    error="the queue is full, and this request was the last in it: another goes before it, by its "
+    "priority or because this API key has more requests waiting",
+    error_code=DISPLACED,
+)
 
 
 class Engine:
@@ -151,8 +171,9 @@ class Engine:
         self._num_arrived = 0
         self._lost: TransportError | None = None
         self._closed = False
-        self._last_finish_s = clock.now_s()
-        self._seconds_per_request = 0.0
+        self._rates = ServiceRates(parts.scheduler.max_num_seqs, clock.now_s())
+        self._is_saturated = False
+        """Whether somebody was left waiting by the last round."""
 
     @property
     def description(self) -> TargetDescription:
@@ -213,6 +234,7 @@ class Engine:
             budgets = [live.kv_budget for live in list(self._roster.running.values())]
             self._metrics.mean_kv_budget = sum(budgets) / len(budgets) if budgets else None
         self._metrics.num_waiting = len(self._roster.waiting) + len(self._preparation)
+        self._metrics.queue_wait_s = self._rates.wait_s(self._num_to_end_before())
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage
         return self._metrics
 
@@ -248,7 +270,8 @@ class Engine:
 
         Raises:
             InputError: it can never be served here, or an epoch as new is live already.
-            CapacityError: the queue is full.
+            CapacityError: the queue is full, with requests that are served before this one.
+            LateError: it would not be served in the time that it gives (`scheduler.refuse_late`).
             TransportError: the target was lost; this engine serves nothing any more.
         """
         self._require_target()
@@ -256,13 +279,15 @@ class Engine:
         current = self._find(request.request_id)
         if current is not None and current.request.epoch >= request.epoch:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
-        num_waiting = len(self._roster) + len(self._preparation) + 1 - self._parts.scheduler.max_num_seqs
-        check_queue(num_waiting, self._admission, self._seconds_per_request)
+        self._make_room(request)
         self.abort(request.request_id)
         self._num_arrived += 1
+        num_tokens = len(request.prompt_token_ids) + self._rates.expected_tokens(request)
+        turn = self._roster.turns.take(request.owner, num_tokens)
         live = LiveRequest(
             request,
-            service_key=ServiceKey(request.priority, self._num_arrived),
+            service_key=ServiceKey(request.priority, turn, self._num_arrived),
+            num_expected_tokens=num_tokens,
             table=self._roster.new_table(),
             text=TextStream(request, self._parts.tokenizer, self._stream_limits),
             arrival_s=self._clock.now_s(),
@@ -305,7 +330,10 @@ class Engine:
             except TransportError as error:
                 self._lose_target(error)
             else:
-                self._note_finishes(sum(output.finish_reason is not None for output in outputs))
+                self._is_saturated = len(self._roster.waiting) > 0
+                self._rates.note_round(outputs, self._clock.now_s(), is_saturated=self._is_saturated)
+                if len(self._roster) == 0 and len(self._preparation) == 0:
+                    self._roster.turns.note_idle()
                 if not self._ended:
                     return outputs
                 self._ended.extend(outputs)
@@ -366,9 +394,55 @@ class Engine:
             or self._preparation.get(request_id)
         )
 
+    def _make_room(self, request: Request) -> None:
+        """See that a request may be taken in: if the queue is full, in the place of its last."""
+        key = ServiceKey(request.priority, self._roster.turns.next_turn(request.owner), self._num_arrived + 1)
+        num_waiting = len(self._roster) + len(self._preparation) + 1 - self._parts.scheduler.max_num_seqs
+        leaving: LiveRequest | None = None
+        try:
+            try:
+                check_queue(num_waiting, self._admission, self._rates.seconds_per_request)
+            except CapacityError:
+                leaving = self._displaced_by(key, request.owner)
+                if leaving is None:
+                    raise
+            if self._parts.scheduler.refuse_late and not request.delivered_token_ids:
+                check_in_time(request, self._rates.expect(request, self._num_to_end_before(key)))
+        except CapacityError as refusal:
+            self._metrics.refusals["late" if isinstance(refusal, LateError) else "full"] += 1
+            raise
+        if leaving is not None:
+            self._metrics.refusals["displaced"] += 1
+            wait_s = retry_after_s(num_waiting, self._rates.seconds_per_request)
+            self._end(leaving.request_id, replace(_DISPLACED, retry_after_s=wait_s))
+
+    def _num_to_end_before(self, key: ServiceKey | None = None) -> int:
+        """How many have to end before one runs that comes now; 0 or less: there is a place for it.
+
+        Without a key it is served last.
+        """
+        running, waiting = self._roster.running, self._roster.waiting
+        # Where the last round left somebody waiting, there is no room for more than run: be it for K/V.
+        num_places = len(running) if self._is_saturated else self._parts.scheduler.max_num_seqs
+        num_before = len(running) + len(self._preparation)
+        if key is None:
+            return num_before + len(waiting) + 1 - num_places
+        num_giving_way = sum(live.service_key.priority > key.priority for live in running.values())
+        return num_before + waiting.num_before(key) + 1 - num_places - num_giving_way
+
+    def _displaced_by(self, key: ServiceKey, owner: str | None) -> LiveRequest | None:
+        """Who leaves a full queue for a newcomer: its last, unless that has run or been promised to go on."""
+        last = self._roster.waiting.last
+        if last is None or last.stats.first_scheduled_s is not None or last.request.delivered_token_ids:
+            return None
+        is_same_owner = last.request.owner == owner
+        return last if may_be_displaced(last, key, is_same_owner=is_same_owner) else None
+
     def _end(self, request_id: RequestId, finish: Finish) -> None:
         live = self._roster.remove(request_id) or self._preparation.remove(request_id)
         if live is not None:
+            if live.stats.first_scheduled_s is None:
+                self._roster.turns.give_back(live.request.owner, live.num_expected_tokens)
             self._parts.proposer.release((request_id,))
             self._count_finish(live.end(finish, self._clock.now_s()))
 
@@ -402,15 +476,6 @@ class Engine:
             raise ChannelClosed("the engine is closed")
         if self._lost is not None:
             raise ChannelClosed(f"the target was lost: {self._lost}") from self._lost
-
-    def _note_finishes(self, num_finished: int) -> None:
-        """Keep the mean time between finished requests, which tells a refused client when to come back."""
-        if num_finished == 0:
-            return
-        now_s = self._clock.now_s()
-        interval_s = (now_s - self._last_finish_s) / num_finished
-        self._last_finish_s = now_s
-        self._seconds_per_request += _RECENT * (interval_s - self._seconds_per_request)
 
 
 def _overdue(live: LiveRequest) -> Finish:

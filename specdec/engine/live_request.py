@@ -44,6 +44,7 @@ class LiveRequest:
         "is_in_flight",
         "is_known_to_target",
         "kv_variant",
+        "num_expected_tokens",
         "num_given_up",
         "params",
         "request",
@@ -65,6 +66,7 @@ class LiveRequest:
         table: BlockTable,
         text: TextStream,
         arrival_s: float,
+        num_expected_tokens: int = 0,
         kv_variants: KvVariants | None = None,
         kv_budgets: KvBudgets | None = None,
     ) -> None:
@@ -76,6 +78,8 @@ class LiveRequest:
         self.request = request
         self.request_id = request.request_id
         self.service_key = service_key
+        self.num_expected_tokens = num_expected_tokens
+        """What it was thought to come to when it got its turn, prompt included."""
         self.requested_draft_tokens = request.num_draft_tokens
         self.table = table
         self.sequence = TokenSequence(request)
@@ -328,6 +332,7 @@ class LiveRequest:
             stop_reason=finish.stop_reason if finish else None,
             error=finish.error if finish else None,
             error_code=finish.error_code if finish else None,
+            retry_after_s=finish.retry_after_s if finish else None,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_generated_tokens=sequence.num_generated,
             stats=self.stats if finish else None,

@@ -15,6 +15,9 @@ DropReason = Literal["stale", "malformed", "late", "unverifiable"]
 """Why a proposal was not used: for another prefix; not a chain of valid tokens; no answer at all; not sampled
 as the verification rule needs it."""
 
+RefusalReason = Literal["full", "late", "displaced"]
+"""Why a request was not served: the queue was full; it would have been late; it had to leave a full queue."""
+
 
 @dataclass(slots=True)
 class MethodCounts:
@@ -49,6 +52,7 @@ class EngineMetrics:
     num_preemptions: int = 0
     num_timeouts: int = 0
     """Requests that ended because their time was up."""
+    refusals: Counter[RefusalReason] = field(default_factory=Counter)
     prompt_tokens: int = 0
     """Prompt tokens of requests that were taken in."""
     generation_tokens: int = 0
@@ -79,6 +83,8 @@ class EngineMetrics:
     """Mean of the tokens that drafts of running requests may attend to; None: everything, or none runs."""
     num_running: int = 0
     num_waiting: int = 0
+    queue_wait_s: float = 0.0
+    """Seconds that a request would wait which came now and were served last."""
     kv_cache_usage: float = 0.0
     """Share of the KV blocks that are held, 0 to 1."""
 
@@ -145,6 +151,7 @@ class EngineMetrics:
             "coordinator_time_seconds": self.coordinator_s,
             "num_requests_running": self.num_running,
             "num_requests_waiting": self.num_waiting,
+            "queue_wait_seconds": self.queue_wait_s,
             "kv_cache_usage_perc": self.kv_cache_usage,
         }
         values.update(self.speculation.gauges())
@@ -162,6 +169,8 @@ class EngineMetrics:
             )
         for drop_reason, count in dict(self.proposals_dropped).items():
             values[f'spec_decode_num_proposals_dropped{{reason="{drop_reason}"}}'] = count
+        for refusal, count in dict(self.refusals).items():
+            values[f'requests_refused{{reason="{refusal}"}}'] = count
         for finish_reason, count in dict(self.finished).items():
             values[f'request_success{{finished_reason="{finish_reason}"}}'] = count
         return values

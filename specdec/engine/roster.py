@@ -12,6 +12,7 @@ from specdec.kv.block_allocator import BlockAllocator
 from specdec.kv.block_table import BlockTable
 from specdec.kv.prefix_cache import PrefixCache
 from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.fairness import FairTurns
 from specdec.scheduling.queue import WaitingQueue
 from specdec.scheduling.scheduler import plan_round
 from specdec.scheduling.speculation.controller import SpeculationController
@@ -41,6 +42,7 @@ class Roster:
         self.block_size = block_size
         self.waiting: WaitingQueue[LiveRequest] = WaitingQueue()
         self.running: dict[RequestId, LiveRequest] = {}
+        self.turns = FairTurns()
         self._config = config
         self._cache = PrefixCache(num_blocks, block_size) if prefix_caching else None
         self._allocator = BlockAllocator(num_blocks) if self._cache is None else self._cache.allocator
@@ -114,6 +116,7 @@ class Roster:
             live.table.grow(live.committed_len)
             if live.stats.first_scheduled_s is None:
                 live.stats.first_scheduled_s = now_s
+                self.turns.note_start(live.service_key.turn)
         for request_id, num_tokens in plan.num_tokens.items():
             live = self.running[request_id]
             live.table.grow(live.num_computed + num_tokens)

@@ -35,11 +35,22 @@ _OF_ROUNDS: Mapping[str, Series] = {
     "prompt_tokens": Series("counter", "Prompt tokens of requests that were taken in."),
     "generation_tokens": Series("counter", "Tokens generated."),
     "request_timeouts": Series("counter", "Requests that ended because their time was up."),
+    "requests_refused": Series(
+        "counter",
+        "Requests that were not served: the queue was full, they would have been late, or they had to leave "
+        "a full queue for others.",
+        labels=("reason",),
+    ),
     "request_success": Series(
         "counter", "Requests that ended, by finish reason.", labels=("finished_reason",)
     ),
     "num_requests_running": Series("gauge", "Requests that take part in rounds."),
     "num_requests_waiting": Series("gauge", "Requests that wait for their turn."),
+    "queue_wait_seconds": Series(
+        "gauge",
+        "How long one would wait that came now and were served last, by the measured drain rate.",
+        "mean",
+    ),
     "kv_cache_usage_perc": Series("gauge", "Share of the target's KV blocks that are held, 0 to 1.", "mean"),
 }
 

@@ -18,6 +18,9 @@ the request: it may be sent again."""
 TIMED_OUT = "request_timeout"
 """Error code of a request that was not complete in the time that it was given."""
 
+DISPLACED = "displaced"
+"""Error code of a request that had to leave a full queue, before it ran, for one that goes before it."""
+
 INVALID_GRAMMAR = "invalid_grammar"
 """Error code of a stream whose grammar is malformed, too complex or allows nothing; nothing was generated."""
 GRAMMAR_FAILED = "grammar_failed"

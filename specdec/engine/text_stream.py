@@ -27,6 +27,7 @@ class Finish:
     stop_reason: str | int | None = None
     error: str | None = None
     error_code: str | None = None
+    retry_after_s: float | None = None
 
 
 class TextStream:

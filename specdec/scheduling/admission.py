@@ -6,14 +6,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specdec.core.errors import CapacityError, InputError
+from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.request import Request
 from specdec.kv.selection import BudgetAmount, KvBudgets
+from specdec.scheduling.service_rates import Expectation
+from specdec.scheduling.state import Schedulable, ServiceKey
 
 MAX_DRAFT_TOKENS = 64
 """Most draft tokens that one request may ask for (as `speculative_config.num_speculative_tokens`)."""
 MAX_PRIORITY = 1000
 """Largest distance of a request's priority from 0."""
+_MARGIN = 1.2
+"""Expectations are means: of requests that are expected to be just in time, half would be late."""
 _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 
@@ -135,10 +139,45 @@ def check_queue(num_waiting: int, limits: AdmissionLimits, seconds_per_request: 
     """
     if num_waiting <= limits.max_num_waiting:
         return
-    # Room for one more is there as soon as one request is served; a client that comes back only then
-    # still waits behind the whole queue, so ask it to stay away for about half of that.
-    wanted_s = seconds_per_request * max(1.0, num_waiting / 2)
     raise CapacityError(
         f"the queue is full ({limits.max_num_waiting} requests wait)",
-        retry_after_s=min(max(wanted_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S),
+        retry_after_s=retry_after_s(num_waiting, seconds_per_request),
     )
+
+
+def retry_after_s(num_waiting: int, seconds_per_request: float) -> float:
+    """Return how long whom a full queue refuses should stay away.
+
+    Room for one more is there as soon as one request is served; a client that comes back only then still
+    waits behind the whole queue, so it is asked to stay away for about half of that.
+    """
+    return _bounded(seconds_per_request * max(1.0, num_waiting / 2))
+
+
+def check_in_time(request: Request, expected: Expectation) -> None:
+    """Check that a request can be served in the time that it gives.
+
+    Raises:
+        LateError: it is expected to be late, or so near to it that about half of its kind would be.
+    """
+    ttft_ms = None if request.slo is None else request.slo.ttft_ms
+    limits = (
+        ("first token", "slo.ttft_ms", None if ttft_ms is None else ttft_ms / 1000.0, expected.first_token_s),
+        ("end", "timeout_s", request.timeout_s, expected.end_s),
+    )
+    for what, name, limit_s, expected_s in limits:
+        if limit_s is not None and _MARGIN * expected_s > limit_s:
+            raise LateError(
+                f"its {what} is expected in {expected_s:.1f} s, of which it would wait "
+                f"{expected.wait_s:.1f} s in the queue; {name} gives {limit_s:g} s",
+                retry_after_s=_bounded(min(_MARGIN * expected_s - limit_s, expected.wait_s)),
+            )
+
+
+def may_be_displaced(waiting: Schedulable, by: ServiceKey, *, is_same_owner: bool) -> bool:
+    """Whether the last in a full queue has to leave for a newcomer: it is behind that, not for its age."""
+    return by < waiting.service_key and (not is_same_owner or by.priority < waiting.service_key.priority)
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)

@@ -17,7 +17,7 @@ def _service_key(request: Schedulable) -> ServiceKey:
 
 
 class WaitingQueue(Generic[RequestT]):
-    """A queue by priority, then arrival.
+    """A queue by priority, then turn among owners, then arrival.
 
     A preempted request comes back with the key it had, and so goes before everyone of its priority who
     arrived later: to the head, where admission leaves nobody out.
@@ -38,6 +38,15 @@ class WaitingQueue(Generic[RequestT]):
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._by_id
+
+    @property
+    def last(self) -> RequestT | None:
+        """Who is served last; None when nobody waits."""
+        return self._ordered[-1] if self._ordered else None
+
+    def num_before(self, key: ServiceKey) -> int:
+        """Return how many are served before a request of this key."""
+        return bisect_left(self._ordered, key, key=_service_key)
 
     def get(self, request_id: RequestId) -> RequestT | None:
         """Return a request; None when it does not wait."""

@@ -13,6 +13,8 @@ class ServiceKey(NamedTuple):
     """Order of service: smaller first. Unique, because arrival numbers are."""
 
     priority: int
+    turn: int
+    """Among requests of one priority whose turn it is, see `FairTurns`."""
     arrival: int
     """Running number of the request; it keeps it when it is preempted."""
 

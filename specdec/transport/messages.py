@@ -191,7 +191,7 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=31):
     epoch: Epoch
 
 
-RefusalKind = Literal["capacity", "input", "draining", "stale"]
+RefusalKind = Literal["capacity", "late", "input", "draining", "stale"]
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=32):
@@ -200,7 +200,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=32):
     request_id: RequestId
     epoch: Epoch
     kind: RefusalKind
-    """capacity: try again later; input: never; draining: try another; stale: a newer epoch is known here."""
+    """capacity: try again later; late: it would be served too late; input: never; draining: try another;
+    stale: a newer epoch is known here."""
     message: str
     param: str | None = None
     retry_after_s: float | None = None

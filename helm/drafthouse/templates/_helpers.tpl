@@ -111,6 +111,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if include "drafthouse.hasDraftPool" . -}}
 {{- $_ := set $rooms "DraftPool" (max (int $values.draft.workers) (int $values.draft.maxWorkers)) -}}
 {{- end -}}
+{{- $cluster := dig "cluster" dict $values.config -}}
+{{- $mostGroups := dig "target_groups" "autoscaling" "max_groups" 0 $cluster | int -}}
+{{- if gt $mostGroups (get $rooms "Coordinator" | int) -}}
+{{- fail (printf "config.cluster.target_groups.autoscaling: max_groups %d, but there are pods for %d: raise target.maxGroups" $mostGroups (get $rooms "Coordinator" | int)) -}}
+{{- end -}}
+{{- $mostWorkers := dig "draft_pool" "autoscaling" "max_workers" 0 $cluster | int -}}
+{{- if and (hasKey $rooms "DraftPool") (gt $mostWorkers (get $rooms "DraftPool" | int)) -}}
+{{- fail (printf "config.cluster.draft_pool.autoscaling: max_workers %d, but there are pods for %d: raise draft.maxWorkers" $mostWorkers (get $rooms "DraftPool" | int)) -}}
+{{- end -}}
 {{- range $values.serve.deployments -}}
 {{- if not (hasKey $rooms (toString .name)) -}}
 {{- fail (printf "serve.deployments: there is no deployment %s here; known: %s" (toString .name) (keys $rooms | sortAlpha | join ", ")) -}}

@@ -89,6 +89,8 @@ spec:
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
         # At Ray's own niceness of 15 a round waits for whatever else runs on the node.
         - {name: RAY_worker_niceness, value: "0"}
+        # Clients that do not read: the proxy gives them up (docs/operations.md, Overload).
+        - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.openai.slow_readers:proxy_middlewares"}
         {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
         {{- with $pool.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
       lifecycle:

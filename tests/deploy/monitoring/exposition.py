@@ -39,6 +39,7 @@ NONE_WHEN_WELL = frozenset(
         "lost_streams",
         "num_recomputed_tokens",
         "request_timeouts",
+        "requests_refused",
         "spec_decode_num_lossy_tokens",
         "target_losses",
     }

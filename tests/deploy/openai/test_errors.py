@@ -10,7 +10,14 @@ import pytest
 
 from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
-from specdec.core.errors import CapacityError, ChannelClosed, InputError, NotReadyError, RequestFailed
+from specdec.core.errors import (
+    CapacityError,
+    ChannelClosed,
+    InputError,
+    LateError,
+    NotReadyError,
+    RequestFailed,
+)
 from specdec.core.request import LatencyTarget
 from specdec.engine.service import SHUTTING_DOWN
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService, error_of, events_of
@@ -345,6 +352,9 @@ def test_api_keys_keep_cached_prompts_apart(shares: bool, num_salts: int) -> Non
             body = {"prompt": "abc"} | ({"cache_salt": salt} if salt else {})
             headers = {"Authorization": f"Bearer {key}"}
             assert door.post("/v1/completions", body, headers=headers).status_code == 200
+    owners = [request.owner for request in door.service.requests]
+    assert owners == [owners[0]] * 3 + [owners[3]] * 3 + [owners[0]] * 3 + [owners[3]] * 3, "keys take turns"
+    assert len(set(owners)) == 2
     salts = [request.cache_salt for request in door.service.requests]
     assert salts[:6] == salts[6:], "the same for the same key and body"
     assert len(set(salts)) == num_salts
@@ -356,6 +366,7 @@ def test_api_keys_keep_cached_prompts_apart(shares: bool, num_salts: int) -> Non
     ("refusal", "status", "code"),
     [
         (CapacityError("the queue is full", retry_after_s=2.5), 429, "rate_limit_exceeded"),
+        (LateError("it would be late", retry_after_s=2.0), 429, "deadline_unreachable"),
         (InputError("prompt is too odd", param="prompt"), 400, None),
         (RequestFailed("it broke twice", code="request_failed_repeatedly"), 500, "request_failed_repeatedly"),
         (ChannelClosed("10.0.0.7:999 is gone"), 503, "unavailable"),

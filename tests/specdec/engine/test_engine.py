@@ -10,11 +10,13 @@ import msgspec
 import pytest
 
 from specdec.core.clock import ManualClock
-from specdec.core.errors import CapacityError, ChannelClosed, ChannelTimeout, InputError
+from specdec.core.errors import CapacityError, ChannelClosed, ChannelTimeout, InputError, LateError
 from specdec.core.ids import RequestId
+from specdec.core.outputs import RequestOutput
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
+from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget
 from specdec.sampling.noise import choice_seed
 from tests.specdec.engine.toy_engines import (
@@ -327,6 +329,83 @@ class TestAdmission:
             clock.advance(1.0)
             engine.step()
         engine.add_request(request("d"))
+
+
+class TestOverload:
+    def test_an_owner_with_one_request_does_not_wait_behind_the_many_of_another(self) -> None:
+        engine = toy_engine(max_num_seqs=1)
+        for index in range(6):
+            engine.add_request(request(f"many{index}", owner="a"))
+        engine.add_request(request("single", owner="b"))
+        ended = [output.request_id for output in outputs_of(engine) if output.finish_reason]
+        assert ended.index("single") == 1, ended
+
+    def test_a_full_queue_gives_the_place_of_its_last_to_who_goes_before_it(self) -> None:
+        engine = toy_engine(max_num_seqs=1, max_num_waiting=2)
+        for index in range(3):
+            engine.add_request(request(f"many{index}", owner="a"))
+        engine.step()
+        for more in (request("more", owner="a"), request("patient", owner="a", priority=1)):
+            with pytest.raises(CapacityError):
+                engine.add_request(more)
+        engine.add_request(request("single", owner="b"))
+        engine.add_request(request("urgent", owner="a", priority=-1))
+        with pytest.raises(CapacityError):  # nobody is behind it who is not of its owner
+            engine.add_request(request("another", owner="b"))
+        last = {output.request_id: output for output in outputs_of(engine) if output.finish_reason}
+        assert last["many2"].error_code == last["many1"].error_code == "displaced"
+        assert last["many2"].retry_after_s is not None
+        assert last["many2"].retry_after_s >= 1.0
+        assert {last[name].finish_reason for name in ("many0", "single", "urgent")} == {"length"}
+        snapshot = engine.metrics().snapshot()
+        assert snapshot['requests_refused{reason="displaced"}'] == 2
+        assert snapshot['requests_refused{reason="full"}'] == 3
+
+    def test_who_has_begun_keeps_its_place_in_a_full_queue(self) -> None:
+        engine = toy_engine(max_num_seqs=1, max_num_waiting=1)
+        engine.add_request(request("begun", priority=1))
+        engine.step()
+        engine.add_request(request("urgent"))
+        engine.step()  # it takes the place of the first, which waits now
+        with pytest.raises(CapacityError):
+            engine.add_request(request("more urgent", priority=-1))
+        assert {o.finish_reason for o in outputs_of(engine) if o.finish_reason} == {"length"}
+
+    def test_what_cannot_be_complete_in_time_is_refused_at_once(self) -> None:
+        clock = ManualClock()
+        engine = toy_engine(max_num_seqs=1, clock=clock)
+        for index in range(12):  # each takes so many seconds as rounds
+            engine.add_request(request(f"r{index}"))
+        num_finished = 0
+        while num_finished < 6:
+            clock.advance(1.0)
+            num_finished += sum(output.finish_reason is not None for output in engine.step())
+        per_request_s = clock.now_s() / 6
+        wait_s = engine.metrics().snapshot()["queue_wait_seconds"]
+        assert wait_s == pytest.approx(6 * per_request_s, rel=0.3)
+        with pytest.raises(LateError, match="timeout_s gives"):
+            engine.add_request(request("late", timeout_s=wait_s))
+        engine.add_request(request("in time", timeout_s=2.0 * wait_s))
+        engine.add_request(request("urgent", timeout_s=3.0 * per_request_s, priority=-1))
+        ends: dict[str, RequestOutput] = {}
+        while engine.has_work:
+            clock.advance(1.0)
+            ends |= {output.request_id: output for output in engine.step() if output.finish_reason}
+        assert ends["in time"].finish_reason == ends["urgent"].finish_reason == "length"
+        assert engine.metrics().snapshot()['requests_refused{reason="late"}'] == 1
+
+    def test_nobody_is_refused_for_a_guess(self) -> None:
+        engine = toy_engine(max_num_seqs=1)
+        for index in range(50):
+            engine.add_request(request(f"r{index}", timeout_s=0.5))
+
+
+def outputs_of(engine: Engine) -> list[RequestOutput]:
+    """Step until nothing is left."""
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
 
 
 class TestGenerate:

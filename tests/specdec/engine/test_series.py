@@ -41,6 +41,7 @@ def full_metrics() -> EngineMetrics:
     metrics.count_draft(3, 2)
     metrics.proposals_dropped["late"] += 1
     metrics.finished["stop"] += 1
+    metrics.refusals["late"] += 1
     metrics.rounds_by_mode["ping_pong"] += 1
     metrics.mean_kv_budget = 512.0
     metrics.speculation = ControllerState(num_requests_by_k=(1, 2), acceptance=(0.5,), pool_worth=1.5)

@@ -145,6 +145,8 @@ def request(
     delivered: Sequence[int] = (),
     num_draft_tokens: int | None = None,
     priority: int = 0,
+    owner: str | None = None,
+    timeout_s: float | None = None,
 ) -> Request:
     """Return a request."""
     return Request(
@@ -156,6 +158,8 @@ def request(
         delivered_token_ids=tuple(delivered),
         num_draft_tokens=num_draft_tokens,
         priority=priority,
+        owner=owner,
+        timeout_s=timeout_s,
     )
 
 

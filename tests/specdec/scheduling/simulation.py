@@ -48,7 +48,7 @@ def fake_request(
 ) -> FakeRequest:
     return FakeRequest(
         request_id=RequestId(name),
-        service_key=ServiceKey(priority, arrival),
+        service_key=ServiceKey(priority, 0, arrival),
         committed_len=length,
         num_to_generate=generate,
         num_computed=computed,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.core.errors import CapacityError, InputError
+from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.ids import RequestId
 from specdec.core.request import LatencyTarget, Request
 from specdec.core.sampling_params import SamplingParams
-from specdec.scheduling.admission import AdmissionLimits, check_queue, check_request
+from specdec.scheduling.admission import AdmissionLimits, check_in_time, check_queue, check_request
 from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.service_rates import Expectation
 
 
 def request(length: int = 4, **changes: object) -> Request:
@@ -84,6 +85,29 @@ def test_retry_time_is_bounded() -> None:
         with pytest.raises(CapacityError) as caught:
             check_queue(9, limits(), seconds_per_request)
         assert 1.0 <= caught.value.retry_after_s <= 60.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"timeout_s": 10.0}, None),
+        ({"timeout_s": 9.0}, "its end is expected in 8.0 s, .*5.0 s in the queue; timeout_s gives 9 s"),
+        ({"slo": LatencyTarget(ttft_ms=8000.0, itl_ms=1.0)}, None),
+        (
+            {"slo": LatencyTarget(ttft_ms=7000.0)},
+            "its first token is expected in 6.0 s, .* slo.ttft_ms gives 7 s",
+        ),
+        ({}, None),
+    ],
+)
+def test_who_would_be_late_is_refused(changes: dict[str, object], what: str | None) -> None:
+    expected = Expectation(wait_s=5.0, first_token_s=6.0, end_s=8.0)
+    if what is None:
+        check_in_time(request(**changes), expected)  # type: ignore[arg-type]
+        return
+    with pytest.raises(LateError, match=what) as caught:
+        check_in_time(request(**changes), expected)  # type: ignore[arg-type]
+    assert 1.0 <= caught.value.retry_after_s <= 60.0
 
 
 def test_every_running_sequence_needs_a_row() -> None:

@@ -1,0 +1,92 @@
+"""`drafthouse serve` in a process of its own, for benchmarks that measure it from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+_TOO_LONG_S = 240.0
+_STOP_S = 60.0
+_POLL_S = 0.05
+
+
+@dataclass
+class ServedProcess:
+    """The command, and how to reach what it serves."""
+
+    process: subprocess.Popen[str]
+    url: str
+    started_s: float
+    log: list[tuple[float, str]] = field(default_factory=list)
+
+    def read_log(self) -> None:
+        """Collect what the command says until it ends."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append((round(time.monotonic() - self.started_s, 2), line.rstrip()))
+
+    def wait_healthy(self, limit_s: float = _TOO_LONG_S) -> None:
+        """Wait for the first 200."""
+        while time.monotonic() - self.started_s < limit_s:
+            if self.process.poll() is not None:
+                break
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(_POLL_S)
+        raise RuntimeError("the server did not start:\n" + "\n".join(line for _, line in self.log))
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def serving(values: Mapping[str, Any]) -> Iterator[ServedProcess]:
+    """Serve a configuration on a free port of loopback; it is healthy some time later."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    values = {**values, "http": {**values.get("http", {}), "host": "127.0.0.1", "port": port}}
+    # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="dh-", dir="/tmp") as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(yaml.safe_dump(values))
+        command = [sys.executable, "-c", "from deploy.cli import main; main()", "serve", str(file)]
+        started_s = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"RAY_TMPDIR": folder},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        server = ServedProcess(process, f"http://127.0.0.1:{port}", started_s)
+        reader = threading.Thread(target=server.read_log, daemon=True)
+        reader.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+            reader.join()

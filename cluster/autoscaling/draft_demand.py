@@ -1,0 +1,93 @@
+"""What coordinators want of the draft pool, on its way to the pool's replicas: over the directory.
+
+The pool's replicas report it to Serve with their own numbers, because a policy hears its own replicas alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from cluster.directory_actor import DIRECTORY_NAME
+from specdec.transport.base import PeerId
+from specdec.transport.status import RecentStatus
+
+_READ_TIMEOUT_S = 1.0
+
+
+class DraftDemand(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one coordinator."""
+
+    num_requests: float
+    """That run or wait."""
+    utilization: float
+    """T_draft over the time of a round."""
+    wait_share: float
+    """Waiting for drafts over the time of a round."""
+    hidden_share: float | None
+    """Of drafting, the share that goes on behind verification."""
+    worth: float | None
+    """Tokens per second with drafts over those without."""
+
+
+def demand_of(metrics: Mapping[str, float], recent: RecentStatus | None) -> DraftDemand:
+    """Return a coordinator's demand, from its engine's metrics and what its rounds were like lately."""
+    round_s = 0.0 if recent is None else recent.round_s
+    worth = metrics.get("speculation_pool_worth")
+    return DraftDemand(
+        num_requests=metrics.get("num_requests_running", 0.0) + metrics.get("num_requests_waiting", 0.0),
+        utilization=0.0 if recent is None or not round_s else (recent.draft_s or 0.0) / round_s,
+        wait_share=0.0 if recent is None or not round_s else recent.draft_wait_s / round_s,
+        hidden_share=None if recent is None else recent.hidden_share,
+        worth=None if worth is None else float(worth),
+    )
+
+
+def pool_stats(demands: Iterable[DraftDemand]) -> dict[str, float]:
+    """Return what all coordinators together want; means are weighted by requests."""
+    demands = list(demands)
+    stats = {"num_requests": sum(one.num_requests for one in demands)}
+    if not stats["num_requests"]:
+        return stats
+    stats["utilization"] = min(1.0, sum(one.utilization for one in demands))
+    stats["wait_share"] = _mean((one.wait_share, one.num_requests) for one in demands)
+    for name in ("hidden_share", "worth"):
+        known = [(value, one.num_requests) for one in demands if (value := getattr(one, name)) is not None]
+        if any(weight for _, weight in known):
+            stats[name] = _mean(known)
+    return stats
+
+
+def _mean(weighted: Iterable[tuple[float, float]]) -> float:
+    pairs = list(weighted)
+    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+def report_demand(namespace: str, coordinator: PeerId, demand: DraftDemand) -> None:
+    """Tell the directory, without waiting for an answer; what is lost is told again."""
+    directory = _find_directory(namespace)
+    if directory is not None:
+        directory.report_demand.remote(coordinator, demand)
+
+
+def read_demands(namespace: str) -> tuple[DraftDemand, ...] | None:
+    """Return what each coordinator said last; None while nobody knows."""
+    directory = _find_directory(namespace)
+    if directory is None:
+        return None
+    try:
+        demands: tuple[DraftDemand, ...] = ray.get(directory.demands.remote(), timeout=_READ_TIMEOUT_S)
+    except (RayActorError, GetTimeoutError):
+        return None
+    return demands
+
+
+def _find_directory(namespace: str) -> Any:
+    try:
+        return ray.get_actor(DIRECTORY_NAME, namespace=namespace)
+    except ValueError:
+        return None

@@ -1,0 +1,84 @@
+"""From what is wanted at the moment to what is done: neither at once, nor back and forth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cluster.autoscaling.config import PaceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """How many there should be, as things are now."""
+
+    number: int
+    is_idle: bool = False
+    """Nobody asks for anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """How many there are."""
+
+    num_asked_for: int
+    num_ready: int
+    """Of these, those that serve already."""
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What has to be remembered between two decisions. Times are seconds of the caller's clock."""
+
+    up_since_s: float | None = None
+    """Since when more have been wanted."""
+    down_since_s: float | None = None
+    idle_since_s: float | None = None
+    changed_s: float | None = None
+
+
+def decide(wish: Wish, fleet: Fleet, pace: Pace, config: PaceConfig, now_s: float) -> tuple[int, Pace]:
+    """Return how many to ask for, and what to remember.
+
+    Up: after `up_after_s` of wanting more, and not while those asked for before are still starting (a model
+    that loads for minutes would else be asked for again and again). Down: after `down_after_s`, and not
+    within `cooldown_s` of a change. To zero: only from idleness, for `scale_to_zero_after_s`. From zero: at
+    once.
+    """
+    number = fleet.num_asked_for
+    # Zero is for idleness alone, and idleness alone for zero.
+    wanted = min(max(wish.number, fleet.low, 0 if wish.is_idle and number == 0 else 1), fleet.high)
+    is_starting = fleet.num_ready < number
+    pace = replace(
+        pace,
+        up_since_s=_since(wanted > number, pace.up_since_s, now_s),
+        down_since_s=_since(wanted < number, pace.down_since_s, now_s),
+        idle_since_s=_since(wish.is_idle and not is_starting, pace.idle_since_s, now_s),
+    )
+    decided = number
+    if wanted > number:
+        is_time = _lasts(pace.up_since_s, config.up_after_s, now_s) and not is_starting
+        if is_time or number < fleet.low or number == 0:
+            decided = wanted
+    elif number > fleet.high:
+        decided = fleet.high
+    elif wanted < number:
+        is_calm = pace.changed_s is None or now_s - pace.changed_s >= config.cooldown_s
+        if _lasts(pace.down_since_s, config.down_after_s, now_s) and is_calm:
+            decided = wanted
+    if fleet.low == 0 and 0 < decided <= 1 and _lasts(pace.idle_since_s, config.scale_to_zero_after_s, now_s):
+        decided = 0
+    if decided == number:
+        return number, pace
+    return decided, Pace(idle_since_s=pace.idle_since_s, changed_s=now_s)
+
+
+def _since(holds: bool, since_s: float | None, now_s: float) -> float | None:
+    if not holds:
+        return None
+    return now_s if since_s is None else since_s
+
+
+def _lasts(since_s: float | None, seconds: float, now_s: float) -> bool:
+    return since_s is not None and now_s - since_s >= seconds

@@ -1,0 +1,143 @@
+"""The policies as Ray Serve calls them, and the options with which it does.
+
+Serve's own delays are off: how soon a wish becomes a change is decided in `pace`. What has to be remembered
+is in the state that Serve keeps for a policy. With no replica left, a call that waits for one (`wake`) makes
+Serve start one by itself, before it asks a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from cluster.autoscaling.config import DraftScalingConfig, PaceConfig, TargetScalingConfig
+from cluster.autoscaling.draft_pool import PoolLoad, wanted_workers
+from cluster.autoscaling.pace import Fleet, Pace, Wish, decide
+from cluster.autoscaling.target_groups import GroupLoad, wanted_groups
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+_ASKED_FOR = "num_asked_for"
+_PACE = "pace"
+_LOOK_BACK_S = 20.0
+"""Serve averages what replicas report over so many seconds; they report every ten."""
+
+
+def group_stats(metrics: Mapping[str, float], *, round_s: float | None) -> dict[str, float]:
+    """Return what a coordinator reports, from its engine's metrics."""
+    stats = {
+        "num_requests_running": float(metrics.get("num_requests_running", 0.0)),
+        "num_requests_waiting": float(metrics.get("num_requests_waiting", 0.0)),
+        "queue_wait_seconds": float(metrics.get("queue_wait_seconds", 0.0)),
+    }
+    return stats if round_s is None else {**stats, "round_seconds": round_s}
+
+
+class TargetGroupPolicy:
+    """Scales the Coordinator deployment: one replica is one whole target group."""
+
+    def __init__(self, config: Mapping[str, Any], max_num_seqs: int) -> None:
+        self._config = TargetScalingConfig.model_validate(config)
+        self._max_num_seqs = max_num_seqs
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return how many target groups there should be."""
+        reports = _reports(context)
+        loads = [
+            GroupLoad(
+                num_running=report.get("num_requests_running", 0.0),
+                num_waiting=report.get("num_requests_waiting", 0.0),
+                queue_wait_s=report.get("queue_wait_seconds", 0.0),
+                round_s=report.get("round_seconds"),
+            )
+            for report in reports
+        ]
+        wish = wanted_groups(loads, self._max_num_seqs, self._config)
+        return _decided(context, wish, len(loads), self._config)
+
+
+class DraftPoolPolicy:
+    """Scales the DraftPool deployment: one replica is one draft worker, with all its ranks."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = DraftScalingConfig.model_validate(config)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return how many draft workers there should be."""
+        reports = _reports(context)
+        wish = wanted_workers(pool_load(reports), self._config)
+        return _decided(context, wish, len(reports), self._config)
+
+
+def pool_load(reports: Sequence[Mapping[str, float]]) -> PoolLoad:
+    """Sum up what draft workers report, each with what coordinators have said of the pool."""
+    usages = [report["usage"] for report in reports if "usage" in report]
+
+    def latest(name: str) -> float | None:
+        return max((report[name] for report in reports if name in report), default=None)
+
+    return PoolLoad(
+        num_workers=len(reports),
+        num_requests=latest("num_requests") or 0.0,
+        usage=sum(usages) / len(usages) if usages else 0.0,
+        utilization=latest("utilization") or 0.0,
+        wait_share=latest("wait_share") or 0.0,
+        hidden_share=latest("hidden_share"),
+        worth=latest("worth"),
+    )
+
+
+def autoscaling_options(
+    policy: type, policy_arguments: Mapping[str, Any], *, bounds: tuple[int, int], initial: int
+) -> dict[str, Any]:
+    """Return a deployment's `autoscaling_config`."""
+    low, high = bounds
+    return {
+        "min_replicas": low,
+        "max_replicas": high,
+        "initial_replicas": initial,
+        "look_back_period_s": _LOOK_BACK_S,
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 0.0,
+        "downscale_to_zero_delay_s": 0.0,
+        "policy": {
+            "policy_function": f"{policy.__module__}:{policy.__qualname__}",
+            "policy_kwargs": dict(policy_arguments),
+        },
+    }
+
+
+def _reports(context: AutoscalingContext) -> list[dict[str, float]]:
+    """Return what each replica that serves has reported; those that have not yet are left out."""
+    by_replica: dict[Any, dict[str, float]] = {}
+    for name, values in (context.aggregated_metrics or {}).items():
+        for replica, value in values.items():
+            if replica in context.running_replicas:
+                by_replica.setdefault(replica, {})[name] = value
+    # Serve adds a metric of its own; a replica whose report is still to come has nothing else.
+    return [
+        report
+        for report in by_replica.values()
+        if "num_requests_running" in report or "num_requests" in report
+    ]
+
+
+def _decided(
+    context: AutoscalingContext, wish: Wish, num_ready: int, config: PaceConfig
+) -> tuple[int, dict[str, Any]]:
+    number, now_s = context.target_num_replicas, context.current_time
+    assert now_s is not None
+    remembered = context.policy_state.get(_PACE) or {}
+    pace = Pace(**remembered)
+    if context.policy_state.get(_ASKED_FOR, number) != number:
+        pace = Pace(changed_s=now_s)  # Serve has started one by itself, or somebody has changed the bounds
+    fleet = Fleet(
+        num_asked_for=number,
+        num_ready=num_ready,
+        low=context.capacity_adjusted_min_replicas,
+        high=context.capacity_adjusted_max_replicas,
+    )
+    decided, pace = decide(wish, fleet, pace, config, now_s)
+    return decided, {_PACE: asdict(pace), _ASKED_FOR: decided}

@@ -1,0 +1,130 @@
+"""How fast requests are served lately, and from that, how soon one that comes now would be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
+
+_HALF_LIFE = 32
+"""Finished requests after which one counts half."""
+_KEPT = 0.5 ** (1.0 / _HALF_LIFE)
+_LEAST_FINISHES = 4.0
+"""Fewer than that, finished while others waited, are no measurement of the drain rate."""
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Of what was seen lately, weighted."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, total: float, weight: float = 1.0) -> None:
+        """Count something that happened `weight` times and came to `total`."""
+        self.total = _KEPT * self.total + total
+        self.weight = _KEPT * self.weight + weight
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 before there is anything."""
+        return self.total / self.weight if self.weight > 0.0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """When things would happen for a request that comes now, in seconds from now."""
+
+    wait_s: float
+    """Until it runs."""
+    first_token_s: float
+    end_s: float
+
+
+class ServiceRates:
+    """Measured on requests that finished, in the order of their ends. Times are the engine's clock.
+
+    The drain rate is measured while somebody waits: requests finish as seldom as they come otherwise. Before
+    that was ever so, it is what `max_num_seqs` requests at once would make of the time that one takes.
+    Nothing measured means no time at all: nobody is refused for a guess.
+    """
+
+    __slots__ = (
+        "_first_token",
+        "_gap",
+        "_length",
+        "_max_num_seqs",
+        "_saturated_finishes",
+        "_saturated_s",
+        "_seen_s",
+        "_service",
+        "_was_saturated",
+    )
+
+    def __init__(self, max_num_seqs: int, now_s: float) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._seen_s = now_s
+        self._was_saturated = False
+        self._saturated_s = 0.0
+        self._saturated_finishes = 0.0
+        self._service = _Mean()
+        """Seconds from a request's first round to its end."""
+        self._first_token = _Mean()
+        """Seconds per prompt token, cached or not, from the first round to the first token."""
+        self._gap = _Mean()
+        """Seconds per token after the first."""
+        self._length = _Mean()
+        """Generated tokens."""
+
+    def note_round(self, outputs: list[RequestOutput], now_s: float, *, is_saturated: bool) -> None:
+        """Take in what a round has brought; `is_saturated`: somebody waits behind it."""
+        finished = [output for output in outputs if output.finish_reason in ("stop", "length")]
+        if self._was_saturated:
+            decay = _KEPT ** len(finished)
+            self._saturated_s = decay * self._saturated_s + (now_s - self._seen_s)
+            self._saturated_finishes = decay * self._saturated_finishes + len(finished)
+        self._seen_s = now_s
+        self._was_saturated = is_saturated
+        for output in finished:
+            self._note_finish(output)
+
+    def _note_finish(self, output: RequestOutput) -> None:
+        stats = output.stats
+        if stats is None or stats.first_scheduled_s is None or stats.finished_s is None:
+            return
+        self._service.add(stats.finished_s - stats.first_scheduled_s)
+        self._length.add(output.num_generated_tokens)
+        if stats.first_token_s is not None:
+            read_s = stats.first_token_s - stats.first_scheduled_s
+            self._first_token.add(read_s, max(1, output.num_prompt_tokens))
+            if output.num_generated_tokens > 1:
+                self._gap.add(stats.finished_s - stats.first_token_s, output.num_generated_tokens - 1)
+
+    @property
+    def seconds_per_request(self) -> float:
+        """Mean time between two requests that finish while others wait; 0: nothing is known."""
+        if self._saturated_finishes >= _LEAST_FINISHES:
+            return self._saturated_s / self._saturated_finishes
+        return self._service.value / self._max_num_seqs
+
+    def expected_tokens(self, request: Request) -> int:
+        """Return about how many tokens a request will generate: as others do, but no more than it may."""
+        most = request.params.max_tokens
+        usual = self._length.value
+        if most is None:
+            return int(usual)
+        return most if request.params.ignore_eos or usual <= 0.0 else min(most, round(usual))
+
+    def wait_s(self, num_before: int) -> float:
+        """Return how long one waits who begins to run when so many have finished."""
+        return max(0, num_before) * self.seconds_per_request
+
+    def expect(self, request: Request, num_before: int) -> Expectation:
+        """Return what a request would experience for which so many others have to finish first."""
+        wait_s = self.wait_s(num_before)
+        first_token_s = wait_s + self._first_token.value * len(request.prompt_token_ids)
+        num_more = max(0, self.expected_tokens(request) - 1)
+        return Expectation(
+            wait_s=wait_s, first_token_s=first_token_s, end_s=first_token_s + self._gap.value * num_more
+        )

@@ -1,0 +1,327 @@
+"""The scaling policies under a clock that the test moves, up to what Ray Serve hands them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
+
+from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig
+from cluster.autoscaling.draft_demand import DraftDemand, demand_of, pool_stats
+from cluster.autoscaling.draft_pool import PoolLoad, gain_of_one_more, loss_of_one_less, wanted_workers
+from cluster.autoscaling.pace import Fleet, Pace, Wish, decide
+from cluster.autoscaling.serve_policy import (
+    DraftPoolPolicy,
+    TargetGroupPolicy,
+    autoscaling_options,
+    group_stats,
+)
+from cluster.autoscaling.target_groups import GroupLoad, wanted_groups
+from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
+from specdec.transport.status import RecentStatus
+
+TARGETS = TargetScalingConfig(min_groups=1, max_groups=8, target_itl_ms=100.0)
+DRAFTS = DraftScalingConfig(min_workers=1, max_workers=8)
+SEQS = 10
+
+
+def groups(*loads: GroupLoad) -> int:
+    return wanted_groups(loads, SEQS, TARGETS).number
+
+
+class TestTargetGroups:
+    def test_as_many_as_the_requests_need(self) -> None:
+        assert groups(GroupLoad(num_running=8)) == 1
+        assert groups(GroupLoad(num_running=9)) == 2
+        assert groups(GroupLoad(num_running=10, num_waiting=4), GroupLoad(num_running=6)) == 3
+
+    def test_waiting_and_slow_rounds_ask_for_more_whatever_the_number_of_requests(self) -> None:
+        assert groups(GroupLoad(num_running=4, queue_wait_s=1.5)) == 2
+        assert groups(GroupLoad(num_running=4, round_s=0.12)) == 2
+        assert groups(GroupLoad(num_running=4, round_s=0.08)) == 1
+        assert groups(GroupLoad(num_running=0, round_s=0.5)) == 1  # of rounds long ago
+
+    def test_no_signal_asks_for_more_than_twice_as_many(self) -> None:
+        assert groups(*[GroupLoad(num_running=10, num_waiting=500, queue_wait_s=1e6)] * 2) == 4
+
+    def test_fewer_only_when_the_others_stay_well_below_the_targets(self) -> None:
+        two = [GroupLoad(num_running=4)] * 2
+        assert groups(*two) == 2  # one would have 8 of 10: just the target
+        assert groups(*[GroupLoad(num_running=2)] * 2) == 1
+        assert groups(*[GroupLoad(num_running=1, round_s=0.05)] * 2) == 2  # 0.1 s on one: too near
+        assert groups(*[GroupLoad(num_running=1, round_s=0.02)] * 2) == 1
+
+    def test_nobody_there_is_idle(self) -> None:
+        assert wanted_groups([], SEQS, TARGETS) == Wish(number=0, is_idle=True)
+        assert wanted_groups([GroupLoad()] * 3, SEQS, TARGETS) == Wish(number=1, is_idle=True)
+
+    def test_more_load_never_asks_for_fewer(self) -> None:
+        wanted = [groups(*[GroupLoad(num_running=n)] * 3) for n in range(11)]
+        assert wanted == sorted(wanted)
+
+
+class TestDraftPool:
+    def test_a_busy_pool_that_rounds_wait_for_gets_one_more(self) -> None:
+        load = PoolLoad(num_workers=2, num_requests=8, usage=0.5, utilization=0.9, wait_share=0.3, worth=1.5)
+        assert gain_of_one_more(load) == pytest.approx(0.1)
+        assert wanted_workers(load, DRAFTS).number == 3
+
+    def test_drafting_that_is_hidden_asks_for_nobody(self) -> None:
+        hidden = PoolLoad(
+            num_workers=2, num_requests=8, utilization=0.9, wait_share=0.01, hidden_share=0.99, worth=1.5
+        )
+        assert wanted_workers(hidden, DRAFTS).number == 2
+
+    def test_a_full_pool_leaves_requests_out_which_costs_what_drafts_are_worth(self) -> None:
+        full = PoolLoad(num_workers=1, num_requests=80, usage=1.0, utilization=0.2, worth=1.6)
+        assert wanted_workers(full, DRAFTS).number == 2
+        worthless = PoolLoad(num_workers=1, num_requests=80, usage=1.0, utilization=0.2, worth=1.01)
+        assert wanted_workers(worthless, DRAFTS).number == 1
+
+    def test_a_pool_that_is_worth_nothing_shrinks(self) -> None:
+        load = PoolLoad(
+            num_workers=4, num_requests=80, usage=1.0, utilization=1.0, wait_share=0.5, worth=0.97
+        )
+        assert wanted_workers(load, DRAFTS).number == 1
+
+    def test_one_less_where_that_costs_little_and_the_rest_can_do_it(self) -> None:
+        idle = PoolLoad(num_workers=4, num_requests=8, usage=0.1, utilization=0.2, wait_share=0.02, worth=1.5)
+        assert loss_of_one_less(idle) < DRAFTS.min_gain / 2
+        assert wanted_workers(idle, DRAFTS).number == 3
+        waiting = PoolLoad(
+            num_workers=2, num_requests=8, usage=0.1, utilization=0.3, wait_share=0.2, worth=1.5
+        )
+        assert wanted_workers(waiting, DRAFTS).number == 2
+
+    def test_what_was_hidden_may_show_when_one_leaves(self) -> None:
+        barely = PoolLoad(
+            num_workers=2, num_requests=8, utilization=0.75, wait_share=0.0, hidden_share=1.0, worth=1.5
+        )
+        assert loss_of_one_less(barely) == pytest.approx(0.5)
+
+    def test_nothing_known_changes_nothing(self) -> None:
+        assert wanted_workers(PoolLoad(num_workers=2, num_requests=3, usage=0.7), DRAFTS).number == 2
+        assert wanted_workers(PoolLoad(num_workers=2), DRAFTS) == Wish(number=1, is_idle=True)
+
+    def test_demands_of_coordinators_come_together_by_their_requests(self) -> None:
+        recent = RecentStatus(
+            num_rounds=10, tokens_per_s=1.0, acceptance=0.5, acceptance_by_method={},
+            mean_acceptance_length=2.0, round_s=0.1, draft_wait_s=0.02, draft_s=0.05, verify_s=0.07,
+            coordinator_s=0.01, hidden_share=0.6, hit_rate=None, late_rate=None,
+        )  # fmt: skip
+        busy = demand_of({"num_requests_running": 9.0, "speculation_pool_worth": 2.0}, recent)
+        idle = demand_of({}, None)
+        assert pool_stats([busy, idle]) == pytest.approx(
+            {"num_requests": 9.0, "utilization": 0.5, "wait_share": 0.2, "hidden_share": 0.6, "worth": 2.0}
+        )
+        assert pool_stats([idle]) == {"num_requests": 0.0}
+        other = DraftDemand(num_requests=3.0, utilization=0.7, wait_share=0.0, hidden_share=None, worth=1.0)
+        both = pool_stats([busy, other])
+        assert both["utilization"] == 1.0
+        assert both["wait_share"] == pytest.approx(0.15)
+        assert both["worth"] == pytest.approx(1.75)
+
+
+class Run:
+    """Decides every second, from wishes, as Serve would carry them out."""
+
+    def __init__(self, number: int = 1, low: int = 1, high: int = 8, start_s: int = 0) -> None:
+        self.number, self.low, self.high, self.start_s = number, low, high, start_s
+        self.pace = Pace()
+        self.now_s = 1000.0
+        self.ready_s: list[float] = [0.0] * number
+
+    def seconds(self, seconds: int, wish: Wish) -> list[int]:
+        numbers = []
+        for _ in range(seconds):
+            self.now_s += 1.0
+            num_ready = sum(ready_s <= self.now_s for ready_s in self.ready_s)
+            fleet = Fleet(num_asked_for=self.number, num_ready=num_ready, low=self.low, high=self.high)
+            self.number, self.pace = decide(wish, fleet, self.pace, TARGETS_PACE, self.now_s)
+            self.ready_s = [*self.ready_s, *[self.now_s + self.start_s] * self.number][: self.number]
+            numbers.append(self.number)
+        return numbers
+
+
+TARGETS_PACE = TargetScalingConfig(
+    max_groups=8, up_after_s=10, down_after_s=60, cooldown_s=30, scale_to_zero_after_s=120
+)
+
+
+class TestPace:
+    def test_up_after_it_was_wanted_long_enough_without_a_break(self) -> None:
+        run = Run()
+        assert run.seconds(10, Wish(number=3))[-1] == 1
+        run.seconds(1, Wish(number=1))
+        assert run.seconds(10, Wish(number=3))[-1] == 1
+        assert run.seconds(1, Wish(number=3)) == [3]
+
+    def test_not_again_while_the_last_ones_are_still_starting(self) -> None:
+        run = Run(start_s=100)
+        assert run.seconds(60, Wish(number=2))[-1] == 2
+        assert max(run.seconds(40, Wish(number=4))) == 2
+        assert run.seconds(30, Wish(number=4))[-1] == 4
+
+    def test_down_after_calm_and_never_back_and_forth(self) -> None:
+        run = Run(number=4)
+        assert run.seconds(60, Wish(number=2))[-1] == 4
+        assert run.seconds(1, Wish(number=2)) == [2]
+        changes = run.seconds(600, Wish(number=2)) + [
+            n for _ in range(300) for n in run.seconds(1, Wish(number=1 + _ % 3))
+        ]
+        assert set(changes) == {2}
+
+    def test_the_bounds_hold_whatever_is_wished(self) -> None:
+        run = Run(low=2, high=3, number=2)
+        assert max(run.seconds(100, Wish(number=100))) == 3
+        assert min(run.seconds(500, Wish(number=0, is_idle=True))) == 2
+        narrowed = Run(low=1, high=2, number=5)
+        assert narrowed.seconds(1, Wish(number=5)) == [2]
+
+    def test_to_zero_from_idleness_alone_and_back_at_once(self) -> None:
+        run = Run(low=0)
+        assert run.seconds(119, Wish(number=1, is_idle=True))[-1] == 1
+        run.seconds(1, Wish(number=1))
+        assert run.seconds(120, Wish(number=1, is_idle=True))[-1] == 1
+        assert run.seconds(1, Wish(number=1, is_idle=True)) == [0]
+        assert set(run.seconds(500, Wish(number=0, is_idle=True))) == {0}
+        assert run.seconds(1, Wish(number=1)) == [1]
+        assert min(run.seconds(100, Wish(number=1))) == 1
+
+    def test_several_go_one_step_before_zero(self) -> None:
+        run = Run(low=0, number=3)
+        numbers = run.seconds(200, Wish(number=1, is_idle=True))
+        assert numbers[-1] == 0
+        assert 1 in numbers
+
+
+def context(
+    reports: dict[str, dict[str, float]],
+    *,
+    target: int,
+    now_s: float,
+    state: dict[str, Any],
+    bounds: tuple[int, int],
+) -> AutoscalingContext:
+    metrics: dict[str, dict[str, float]] = {"running_requests": dict.fromkeys(reports, 0.0)}
+    for replica, report in reports.items():
+        for name, value in report.items():
+            metrics.setdefault(name, {})[replica] = value
+    return AutoscalingContext(
+        deployment_id=None,
+        deployment_name="Coordinator",
+        app_name="drafthouse",
+        current_num_replicas=len(reports),
+        target_num_replicas=target,
+        running_replicas=list(reports),
+        total_num_requests=0.0,
+        total_queued_requests=0.0,
+        aggregated_metrics=metrics,
+        raw_metrics={},
+        capacity_adjusted_min_replicas=bounds[0],
+        capacity_adjusted_max_replicas=bounds[1],
+        policy_state=state,
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=now_s,
+        config=None,
+    )
+
+
+class TestInServe:
+    def test_target_groups_rise_and_fall_with_what_coordinators_report(self) -> None:
+        config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, down_after_s=20, cooldown_s=0)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        number, state, numbers = 1, {}, []
+        for second in range(120):
+            busy = second < 40
+            metrics = {
+                "num_requests_running": 10.0 if busy else 0.0,
+                "num_requests_waiting": 8.0 if busy else 0.0,
+            }
+            report = group_stats(metrics, round_s=0.01)
+            reports = {f"replica{index}": dict(report) for index in range(number)}
+            at_s = 5000.0 + second
+            number, state = policy(context(reports, target=number, now_s=at_s, state=state, bounds=(1, 4)))
+            numbers.append(number)
+        assert max(numbers) == 4
+        assert numbers[4] == 1
+        assert numbers[-1] == 1
+        assert numbers[: numbers.index(4)] == sorted(numbers[: numbers.index(4)])
+
+    def test_what_serve_has_started_by_itself_is_not_idle_since_long_ago(self) -> None:
+        config = TargetScalingConfig(min_groups=0, max_groups=4, scale_to_zero_after_s=30)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        idle = {"replica": group_stats({}, round_s=None)}
+        number, state = 1, {}
+        for second in range(40):
+            number, state = policy(context(idle, target=number, now_s=second, state=state, bounds=(0, 4)))
+        assert number == 0
+        for second in range(40, 500, 10):
+            number, state = policy(context({}, target=number, now_s=second, state=state, bounds=(0, 4)))
+        assert number == 0
+        for second in range(500, 529):  # a call waited for a replica: Serve has asked for one
+            number, state = policy(context(idle, target=1, now_s=second, state=state, bounds=(0, 4)))
+            assert number == 1
+
+    def test_draft_workers_follow_their_coordinators(self) -> None:
+        config = DraftScalingConfig(min_workers=1, max_workers=3, up_after_s=0, down_after_s=0, cooldown_s=0)
+        policy = DraftPoolPolicy(config.model_dump())
+        report = {"usage": 0.9, "num_requests": 9.0, "utilization": 0.9, "wait_share": 0.4, "worth": 1.5}
+        number, state = policy(context({"a": report}, target=1, now_s=1.0, state={}, bounds=(1, 3)))
+        assert number == 2
+        report |= {"worth": 0.9}
+        number, state = policy(
+            context({"a": report, "b": report}, target=2, now_s=2.0, state=state, bounds=(1, 3))
+        )
+        assert number == 1
+
+    @pytest.mark.parametrize(
+        ("policy", "arguments"),
+        [
+            (TargetGroupPolicy, {"config": TARGETS.model_dump(), "max_num_seqs": SEQS}),
+            (DraftPoolPolicy, {"config": DRAFTS.model_dump()}),
+        ],
+    )
+    def test_serve_takes_the_options_and_finds_the_policy(
+        self, policy: type, arguments: dict[str, Any]
+    ) -> None:
+        options = autoscaling_options(policy, arguments, bounds=(0, 4), initial=2)
+        config = AutoscalingConfig(**options)
+        assert isinstance(config.policy.get_policy()(**config.policy.policy_kwargs), policy)
+
+
+class TestConfig:
+    def test_contradictory_bounds_are_named(self) -> None:
+        with pytest.raises(ValueError, match=r"min_groups \(3\) must be at most max_groups \(2\)"):
+            TargetScalingConfig(min_groups=3, max_groups=2)
+        with pytest.raises(ValueError, match=r"min_workers \(3\) must be at most max_workers \(2\)"):
+            DraftScalingConfig(min_workers=3, max_workers=2)
+
+    def test_the_number_at_first_is_within_the_bounds(self) -> None:
+        scaling = {"min_groups": 2, "max_groups": 4}
+        assert TargetGroupsConfig.model_validate({"autoscaling": scaling}).initial_groups == 2
+        with pytest.raises(ValueError, match=r"num_groups \(5\) is how many .*min_groups \(2\) to .* \(4\)"):
+            TargetGroupsConfig.model_validate({"num_groups": 5, "autoscaling": scaling})
+        with pytest.raises(ValueError, match=r"num_workers \(1\) .* autoscaling.min_workers \(2\)"):
+            DraftPoolConfig.model_validate(
+                {"num_workers": 1, "autoscaling": {"min_workers": 2, "max_workers": 2}}
+            )
+        assert (
+            DraftPoolConfig.model_validate(
+                {"autoscaling": {"min_workers": 0, "max_workers": 2}}
+            ).initial_workers
+            == 1
+        )
+
+    def test_what_there_may_be_at_most_is_what_has_to_fit(self) -> None:
+        config = ClusterConfig.model_validate(
+            {
+                "target_groups": {"autoscaling": {"max_groups": 5}},
+                "draft_pool": {"num_workers": 2, "autoscaling": {"max_workers": 3}},
+            }
+        )
+        most = config.at_most()
+        assert (most.target_groups.num_groups, most.draft_pool.num_workers) == (5, 3)
+        assert config.draft_shares(8).max_sequences == 40

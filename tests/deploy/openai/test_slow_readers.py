@@ -1,0 +1,120 @@
+"""Clients on real sockets that do not read: they hold little memory, and not for long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from starlette.types import Message, Scope
+
+from deploy.openai.app import create_app
+from deploy.openai.settings import DoorSettings
+from deploy.openai.slow_readers import WRITE_TIMEOUT_HEADER, SlowReaders, proxy_middlewares
+from deploy.openai.tokenization import HuggingFaceTokenizer
+from tests.architectures import make_tokenizer
+from tests.deploy.openai.fakes import ScriptedService
+from tests.deploy.openai.live import live_server
+
+BODY = {"model": "scripted", "prompt": "x", "stream": True, "max_tokens": 100}
+PIECE = "x" * 16_384
+NUM_PIECES = 4000
+"""Far more than a connection holds."""
+
+
+def ask(url: str) -> socket.socket:
+    """Send a request and read nothing."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+    body = json.dumps(BODY).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    connection.settimeout(60)
+    parts = []
+    while part := connection.recv(1 << 20):
+        parts.append(part)
+        if part.endswith(b"0\r\n\r\n"):
+            break
+    return b"".join(parts)
+
+
+def test_who_reads_nothing_for_too_long_is_gone() -> None:
+    service = ScriptedService(pieces=(PIECE,) * NUM_PIECES)
+    settings = DoorSettings(write_timeout_s=0.3, max_unread_outputs=NUM_PIECES)
+    app = create_app(service, settings, HuggingFaceTokenizer(make_tokenizer()))
+    with live_server(app) as url, ask(url) as connection:
+        wait_for(lambda: bool(service.closed))
+        (request,) = service.requests
+        assert service.closed == [request.request_id]
+        wait_for(lambda: b"data: [DONE]" not in read_all(connection))  # the connection was closed: cut off
+
+
+def test_who_leaves_too_much_unread_is_told_so_when_it_reads() -> None:
+    service = ScriptedService(pieces=(PIECE,) * NUM_PIECES)
+    settings = DoorSettings(write_timeout_s=60.0, max_unread_outputs=32)
+    app = create_app(service, settings, HuggingFaceTokenizer(make_tokenizer()))
+    with live_server(app) as url, ask(url) as connection:
+        wait_for(lambda: bool(service.aborted))
+        text = read_all(connection)
+        assert text.count(b"x" * 1000) > 0
+        assert len(text) < 0.5 * NUM_PIECES * len(PIECE)
+        *_, error, done = (line for line in text.split(b"\n") if line.startswith(b"data:"))
+        assert done == b"data: [DONE]"
+        assert json.loads(error[5:])["error"]["code"] == "slow_reader"
+
+
+def test_a_reader_that_keeps_up_gets_everything() -> None:
+    service = ScriptedService(pieces=(PIECE,) * 200)
+    settings = DoorSettings(write_timeout_s=5.0, max_unread_outputs=16)
+    app = create_app(service, settings, HuggingFaceTokenizer(make_tokenizer()))
+    with live_server(app) as url, ask(url) as connection:
+        text = read_all(connection)
+    assert f"{WRITE_TIMEOUT_HEADER}: 5".lower().encode() in text.lower()
+    assert text.count(PIECE.encode()) == 200
+    assert b"data: [DONE]" in text
+
+
+@pytest.mark.parametrize(("header", "is_given_up"), [("0.05", True), ("soon", False), (None, False)])
+def test_in_serve_s_proxy_the_response_says_how_long(header: str | None, is_given_up: bool) -> None:
+    (middleware,) = proxy_middlewares()
+    assert middleware.cls is SlowReaders
+
+    async def scenario() -> None:
+        heard: list[Message] = []
+
+        async def application(scope: Scope, receive: object, send: object) -> None:
+            headers = [] if header is None else [(WRITE_TIMEOUT_HEADER.lower().encode(), header.encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})  # type: ignore[operator]
+            hearing = asyncio.ensure_future(receive())  # type: ignore[operator]
+            await send({"type": "http.response.body", "body": b"x"})  # type: ignore[operator]
+            heard.append(await hearing)
+
+        async def receive() -> Message:
+            return await asyncio.get_running_loop().create_future()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        serving = asyncio.ensure_future(middleware.cls(application)({"type": "http"}, receive, send))
+        await asyncio.wait({serving}, timeout=20 if is_given_up else 0.2)
+        assert serving.done() == is_given_up
+        assert heard == ([{"type": "http.disconnect"}] if is_given_up else [])
+        serving.cancel()
+
+    asyncio.run(scenario())

@@ -1,0 +1,73 @@
+"""Rates of service: the drain rate is measured while others wait, and idle times count for nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.outputs import RequestOutput, RequestStats
+from specdec.core.request import Request
+from specdec.core.sampling_params import SamplingParams
+from specdec.scheduling.service_rates import ServiceRates
+
+
+def finished(began_s: float, first_s: float, ended_s: float, num_tokens: int = 11) -> RequestOutput:
+    return RequestOutput(
+        request_id=RequestId("r"),
+        epoch=Epoch(0),
+        first_index=0,
+        token_ids=(),
+        text="",
+        finish_reason="length",
+        num_prompt_tokens=100,
+        num_generated_tokens=num_tokens,
+        stats=RequestStats(
+            arrival_s=0.0, first_scheduled_s=began_s, first_token_s=first_s, finished_s=ended_s
+        ),
+    )
+
+
+def request(max_tokens: int | None, *, ignore_eos: bool = False) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    return Request(request_id=RequestId("r"), prompt_token_ids=(1,) * 200, params=params, seed=0)
+
+
+def test_nothing_is_known_at_first() -> None:
+    rates = ServiceRates(4, 0.0)
+    expected = rates.expect(request(100), 1000)
+    assert (expected.wait_s, expected.first_token_s, expected.end_s) == (0.0, 0.0, 0.0)
+
+
+def test_without_a_queue_ever_a_place_is_free_as_often_as_requests_would_end() -> None:
+    rates = ServiceRates(4, 0.0)
+    for number in range(20):  # one at a time, every ten seconds
+        rates.note_round(
+            [finished(10.0 * number, 10.0 * number, 10.0 * number + 2.0)], 10.0 * number, is_saturated=False
+        )
+    assert rates.seconds_per_request == pytest.approx(0.5)
+
+
+def test_while_others_wait_it_is_what_was_seen() -> None:
+    rates, now_s = ServiceRates(4, 0.0), 0.0
+    for _ in range(40):
+        now_s += 0.3
+        rates.note_round([finished(now_s - 2.0, now_s - 1.0, now_s)], now_s, is_saturated=True)
+    now_s += 1000.0  # nobody waits, nothing happens
+    rates.note_round([], now_s - 1000.0, is_saturated=False)
+    rates.note_round([], now_s, is_saturated=True)
+    for _ in range(3):
+        now_s += 0.3
+        rates.note_round([finished(now_s - 2.0, now_s - 1.0, now_s)], now_s, is_saturated=True)
+    assert rates.seconds_per_request == pytest.approx(0.3, rel=0.01)
+
+
+def test_what_a_request_would_experience() -> None:
+    rates = ServiceRates(1, 0.0)
+    for _ in range(10):
+        rates.note_round([finished(0.0, 1.0, 3.0)], 3.0, is_saturated=False)
+    expected = rates.expect(request(6, ignore_eos=True), 2)
+    assert expected.wait_s == pytest.approx(6.0)
+    assert expected.first_token_s == pytest.approx(6.0 + 2.0)  # twice the prompt
+    assert expected.end_s == pytest.approx(8.0 + 5 * 0.2)
+    assert rates.expected_tokens(request(1000)) == rates.expected_tokens(request(None)) == 11
+    assert rates.expect(request(1000), -3).wait_s == 0.0
