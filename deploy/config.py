@@ -5,7 +5,12 @@ from __future__ import annotations
 from pydantic import Field
 
 from cluster.config import ClusterConfig
-from deploy.openai.settings import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, DEFAULT_MAX_CHOICES
+from deploy.openai.settings import (
+    DEFAULT_BODY_TIMEOUT_S,
+    DEFAULT_MAX_BODY_BYTES,
+    DEFAULT_MAX_CHOICES,
+    DEFAULT_RESUME_WINDOW_S,
+)
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES
@@ -18,6 +23,9 @@ class HttpConfig(StrictConfig):
     """Address to listen on. Anything but loopback needs `api_keys_file`, or `drafthouse serve --insecure`."""
     port: int = Field(default=8000, ge=1, le=65535)
     """TCP port to listen on."""
+    num_replicas: int = Field(default=1, ge=1)
+    """Ingress replicas. With several, clients of one that dies find another at once; limits of API keys and
+    metrics of the door are of each."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """Name that clients call the model by; None: the name of the target's folder."""
     api_keys_file: str | None = None
@@ -37,6 +45,10 @@ class HttpConfig(StrictConfig):
     """Most choices of one request: number of prompts times `n`."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time for one request in seconds, queueing included; None: no limit."""
+    resume_window_s: float = Field(default=DEFAULT_RESUME_WINDOW_S, ge=0)
+    """Seconds for which a client that lost its connection may go on with its stream, by sending the same
+    request with the header Last-Event-ID; for so long what was generated is kept. 0: nothing is, and no
+    stream can be resumed."""
     keep_alive_timeout_s: int = Field(default=75, ge=1)
     """Seconds that an idle connection is kept open."""
 

@@ -10,6 +10,7 @@ from specdec.core.description import TargetDescription
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 DEFAULT_MAX_CHOICES = 256
 DEFAULT_BODY_TIMEOUT_S = 60.0
+DEFAULT_RESUME_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class DoorSettings:
     """Longest time for one request, queueing included; None: no limit."""
     body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S
     """Longest time for a request's body to arrive; later ones are answered with 408."""
+    resume_window_s: float = DEFAULT_RESUME_WINDOW_S
+    """Seconds for which a client that lost its connection may go on with its stream; 0: it may not."""
     api_keys: tuple[ApiKey, ...] = ()
     """Every API key that is accepted at first; empty: no key is asked for, now or later."""
     share_prefixes_between_keys: bool = False
