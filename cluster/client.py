@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
@@ -21,7 +21,15 @@ from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.transport.base import Envelope, PeerId
-from specdec.transport.messages import Message, MetricsQuery, MetricsReply, StatusQuery, StatusReply
+from specdec.transport.messages import (
+    Message,
+    MetricsQuery,
+    MetricsReply,
+    Recall,
+    Recalled,
+    StatusQuery,
+    StatusReply,
+)
 from specdec.transport.pump import ChannelPump
 from specdec.transport.status import ServiceStatus
 from specdec.transport.zmq import ZmqChannel
@@ -142,6 +150,17 @@ class ClusterService:
         """End a request early; its stream ends with finish reason "abort"."""
         self._book.abort(request_id)
 
+    async def recall(self, names: Sequence[str], proof: bytes) -> Sequence[tuple[str, tuple[int, ...]]]:
+        """Ask every coordinator that can be reached what it remembers; see `GenerationService`."""
+        await self.start()
+        envelopes = await self._ask(lambda nonce: Recall(nonce, tuple(names), proof))
+        return [
+            stream
+            for envelope in envelopes
+            if isinstance(envelope.message, Recalled)
+            for stream in envelope.message.streams
+        ]
+
     async def metrics(self) -> Mapping[str, float]:
         """Metrics of all coordinators together, and this door's own."""
         await self.start()
@@ -189,7 +208,7 @@ class ClusterService:
 
     def _hear(self, envelope: Envelope) -> None:
         message = envelope.message
-        if isinstance(message, MetricsReply | StatusReply):
+        if isinstance(message, MetricsReply | StatusReply | Recalled):
             waiter = self._waiters.get(message.nonce)
             if waiter is not None:
                 waiter.put_nowait(envelope)

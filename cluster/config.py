@@ -7,8 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from cluster.affinity import RoutingConfig
-from cluster.inventory import ACCELERATOR_PREFIX, NODE_ID_LABEL
 from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig, initial_number
+from cluster.inventory import ACCELERATOR_PREFIX, NODE_ID_LABEL
 from specdec.core.config import StrictConfig
 from specdec.engine.draft_patience import DraftDeadlineConfig
 from specdec.engine.draft_placement import DraftPlacementConfig

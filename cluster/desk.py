@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from cluster.recollection import Recollection
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import CapacityError, InputError, LateError
@@ -32,6 +33,8 @@ from specdec.transport.messages import (
     OutputFrame,
     Ping,
     Pong,
+    Recall,
+    Recalled,
     RefusalKind,
     Refused,
     StatusQuery,
@@ -91,6 +94,7 @@ class RequestDesk:
         self._lock = threading.Lock()
         self._ordered = threading.Condition(self._lock)
         self._streams: dict[RequestId, _Stream] = {}
+        self._recollection = Recollection(clock)
         self._heard_s: dict[PeerId, float] = {}
         self._submitted: deque[tuple[RequestId, Epoch]] = deque()
         self._aborted: deque[RequestId] = deque()
@@ -136,6 +140,8 @@ class RequestDesk:
                     self._send(sender, MetricsReply(nonce, dict(self.metrics)))
                 case StatusQuery(nonce=nonce):
                     self._send(sender, StatusReply(nonce, self._status_now()))
+                case Recall(nonce=nonce, names=names, proof=proof):
+                    self._send(sender, Recalled(nonce, self._recall(names, proof)))
                 case Hello(incarnation=incarnation):
                     self._send(sender, Welcome(incarnation, self.description))
                 case PeerLost():
@@ -149,6 +155,7 @@ class RequestDesk:
         if self._end_s is not None and now_s >= self._end_s:
             self.end_all("the server was shut down before the request was complete", SHUTTING_DOWN)
         with self._ordered:
+            self._recollection.forget_old()
             for ingress in [i for i, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
                 del self._heard_s[ingress]
                 for request_id in [r for r, stream in self._streams.items() if stream.ingress == ingress]:
@@ -225,7 +232,7 @@ class RequestDesk:
                         self._alone = None
                         stream.num_crashes = 0
                 if output.finish_reason is not None:
-                    del self._streams[output.request_id]
+                    self._keep(self._streams.pop(output.request_id))
                 frames[stream.ingress].append(output)
             # Under the lock: a Pong that no longer lists a stream must not overtake its last output.
             for ingress, its_outputs in frames.items():
@@ -275,8 +282,24 @@ class RequestDesk:
         for ingress in self._heard_s:
             self._send(ingress, Pong(nonce=0, active=(), draining=True, closing=self._end_s is not None))
 
+    def _recall(self, names: tuple[str, ...], proof: bytes) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return what is known of these streams, those of ingresses that may be dead included."""
+        ended = [(name, token_ids) for name in names if (token_ids := self._recollection.recall(name, proof))]
+        live = [
+            (resumption.name, tuple(stream.generated))
+            for stream in self._streams.values()
+            if (resumption := stream.request.resumption) is not None
+            and resumption.name in names
+            and resumption.proof == proof
+        ]
+        return (*ended, *live)
+
+    def _keep(self, stream: _Stream) -> None:
+        if stream.request.resumption is not None:
+            self._recollection.keep(stream.request.resumption, stream.generated)
+
     def _drop(self, request_id: RequestId) -> None:
-        del self._streams[request_id]
+        self._keep(self._streams.pop(request_id))
         self._aborted.append(request_id)
         self._ordered.notify_all()
 

@@ -33,7 +33,7 @@ def build_application(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> s
         routing = cluster.routing.model_copy(update={"prefix_affinity": False})
         cluster = cluster.model_copy(update={"routing": routing})
     coordinators = build_cluster(config.engine(), cluster)
-    return _ingress(cluster).bind(
+    return _ingress(cluster, config.http.num_replicas).bind(
         config.target, cluster, door_settings(config, api_keys), config.http.api_keys_file, coordinators
     )
 
@@ -50,6 +50,7 @@ def door_settings(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> DoorS
         body_timeout_s=http.body_timeout_s,
         write_timeout_s=http.write_timeout_s,
         max_unread_outputs=http.max_unread_outputs,
+        resume_window_s=http.resume_window_s,
         api_keys=tuple(api_keys),
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         request_classes=frozenset(http.request_classes),
@@ -63,10 +64,10 @@ def parallelism_of(target: ModelConfig) -> str:
     return f"tp{target.tensor_parallel_size}{stages}"
 
 
-def _ingress(cluster: ClusterConfig) -> serve.Deployment:
+def _ingress(cluster: ClusterConfig, num_replicas: int) -> serve.Deployment:
     return serve.deployment(
         name=INGRESS,
-        num_replicas=1,
+        num_replicas=num_replicas,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         health_check_period_s=2.0,

@@ -10,6 +10,7 @@ from deploy.openai.settings import (
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_CHOICES,
     DEFAULT_MAX_UNREAD_OUTPUTS,
+    DEFAULT_RESUME_WINDOW_S,
     DEFAULT_WRITE_TIMEOUT_S,
 )
 from specdec.core.config import StrictConfig
@@ -36,6 +37,9 @@ class HttpConfig(StrictConfig):
     tls: TlsConfig | None = None
     """Serve HTTPS with these files, read at the start; None: HTTP, for loopback or behind something that
     ends TLS itself."""
+    num_replicas: int = Field(default=1, ge=1)
+    """Ingress replicas. With several, clients of one that dies find another at once; limits of API keys and
+    metrics of the door are of each."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """Name that clients call the model by; None: the name of the target's folder."""
     api_keys_file: str | None = None
@@ -61,6 +65,10 @@ class HttpConfig(StrictConfig):
     """Most choices of one request: number of prompts times `n`."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time for one request in seconds, queueing included; None: no limit."""
+    resume_window_s: float = Field(default=DEFAULT_RESUME_WINDOW_S, ge=0)
+    """Seconds for which a client that lost its connection may go on with its stream, by sending the same
+    request with the header Last-Event-ID; for so long what was generated is kept. 0: nothing is, and no
+    stream can be resumed."""
     keep_alive_timeout_s: int = Field(default=75, ge=1)
     """Seconds that an idle connection is kept open."""
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.document import OPENAPI_PATH, openapi_document
 from deploy.openai.errors import ApiError, not_ready
-from deploy.openai.keys import ApiKey, KeyRing
+from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render
 from deploy.openai.middleware import ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
@@ -25,6 +25,7 @@ from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
     TIMEOUT_HEADER,
     PreparedRequest,
+    ResponseIdentity,
     limited,
     model_not_found,
     owned,
@@ -33,6 +34,8 @@ from deploy.openai.requests import (
     prepare_completion,
 )
 from deploy.openai.responses import ChoiceResult, complete_body
+from deploy.openai.resumption import HEADER as LAST_EVENT_ID
+from deploy.openai.resumption import Comeback, EventId, proved
 from deploy.openai.settings import DoorSettings
 from deploy.openai.slow_readers import SlowReaders
 from deploy.openai.streaming import ClientLeft, EventStream, EventStreamResponse, until_client_leaves
@@ -103,15 +106,17 @@ class _Door:
         """POST /v1/completions."""
         description = self._description()
         body = parse_body(await http.body(), CompletionBody)
-        prepared = await prepare_completion(body, description, self._tokenizer, self._settings)
-        return await self._respond(prepared, http)
+        event_id, identity = _event_id(http)
+        prepared = await prepare_completion(body, description, self._tokenizer, self._settings, identity)
+        return await self._respond(prepared, http, event_id, description)
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
         description = self._description()
         body = parse_body(await http.body(), ChatBody)
-        prepared = await prepare_chat(body, description, self._tokenizer, self._settings)
-        return await self._respond(prepared, http)
+        event_id, identity = _event_id(http)
+        prepared = await prepare_chat(body, description, self._tokenizer, self._settings, identity)
+        return await self._respond(prepared, http, event_id, description)
 
     async def models(self) -> Response:
         """GET /v1/models: what is loaded, which may be nothing yet."""
@@ -190,7 +195,13 @@ class _Door:
             max_model_len=description.max_model_len,
         )
 
-    async def _respond(self, prepared: PreparedRequest, http: HttpRequest) -> Response:
+    async def _respond(
+        self,
+        prepared: PreparedRequest,
+        http: HttpRequest,
+        event_id: EventId | None,
+        description: TargetDescription,
+    ) -> Response:
         receive = http.receive
         key: ApiKey | None = getattr(http.state, "api_key", None)
         if key is not None:
@@ -198,23 +209,28 @@ class _Door:
             prepared = owned(prepared, key.digest, shares_prefixes=shares_prefixes)
         longest_s = self._settings.request_timeout_s
         prepared = limited(prepared, http.headers.get(TIMEOUT_HEADER), longest_s)
-        usage = self._ring.usage(
-            key,
-            num_choices=len(prepared.requests),
-            num_prompt_tokens=prepared.num_prompt_tokens,
-            metrics=self.metrics,
-        )
-        outputs = ChoiceOutputs(
-            self._service,
-            prepared.requests,
-            self.metrics,
-            usage,
-            timeout_s=prepared.timeout_s,
-            max_unread=self._settings.max_unread_outputs,
-        )
+        window_s = self._settings.resume_window_s
+        prepared = proved(prepared, None if key is None else key.digest, window_s)
+        comeback = None if event_id is None else Comeback(event_id, prepared, window_s)
         try:
+            if comeback is not None:
+                usage = self._usage(key, prepared)
+                prepared = await until_client_leaves(comeback.resume(self._service, usage), receive)
+            running = prepared.requests if comeback is None else comeback.running(prepared)
+            outputs = ChoiceOutputs(
+                self._service,
+                running,
+                self.metrics,
+                self._usage(key, prepared),
+                timeout_s=prepared.timeout_s,
+                max_unread=self._settings.max_unread_outputs,
+            )
             if prepared.body.stream:
-                events = EventStream(prepared, outputs, self._tokenizer).events()
+                stream = EventStream(prepared, outputs, self._tokenizer)
+                if comeback is not None:
+                    delivered = comeback.delivered(prepared, self._tokenizer, description)
+                    stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)
+                events = stream.events()
                 try:
                     # The status waits for the first event: a refusal is a 4xx, not an event in a 200.
                     first = await until_client_leaves(anext(events), receive)
@@ -227,12 +243,29 @@ class _Door:
         except ClientLeft:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
+    def _usage(self, key: ApiKey | None, prepared: PreparedRequest) -> Usage:
+        return self._ring.usage(
+            key,
+            num_choices=len(prepared.requests),
+            num_prompt_tokens=prepared.num_prompt_tokens,
+            metrics=self.metrics,
+        )
+
     async def _collect(self, prepared: PreparedRequest, outputs: ChoiceOutputs) -> bytes:
         results = [ChoiceResult() for _ in prepared.requests]
         async with outputs:
             async for index, output in outputs:
                 results[index].add(output)
         return complete_body(prepared, results, self._tokenizer)
+
+
+def _event_id(http: HttpRequest) -> tuple[EventId | None, ResponseIdentity | None]:
+    """Return where the client comes back to, if it does, and in which response."""
+    text = http.headers.get(LAST_EVENT_ID)
+    if not text:
+        return None, None
+    event_id = EventId.parse(text)
+    return event_id, ResponseIdentity.of(event_id.response_id)
 
 
 def _json(value: msgspec.Struct) -> Response:

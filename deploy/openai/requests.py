@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import secrets
 import time
-import uuid
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,13 +25,44 @@ from specdec.core.errors import InputError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.request import OTHER_CLASS, LatencyTarget, Request
 from specdec.core.sampling_params import SamplingParams
-from specdec.sampling.noise import choice_seed, mint_seed
+from specdec.sampling.noise import choice_seed
 from specdec.verification.registry import capabilities_of
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Longest time for a request in seconds, as `timeout_s` in its body."""
+_TIME_DIGITS = 8
+_RANDOM_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseIdentity:
+    """Which response it is. What is drawn by lot for it follows from its id, so that it can be repeated."""
+
+    response_id: str
+    created_s: int
+    """Unix time."""
+
+    @classmethod
+    def mint(cls, prefix: str) -> ResponseIdentity:
+        """Return that of a new response."""
+        created_s = int(time.time())
+        return cls(
+            response_id=f"{prefix}-{created_s:0{_TIME_DIGITS}x}{secrets.token_hex(_RANDOM_BYTES)}",
+            created_s=created_s,
+        )
+
+    @classmethod
+    def of(cls, response_id: str) -> ResponseIdentity:
+        """Return that of a response whose id was minted here."""
+        _, _, digits = response_id.partition("-")
+        return cls(response_id=response_id, created_s=int(digits[:_TIME_DIGITS], 16))
+
+    def seed(self, prompt_index: int) -> int:
+        """Return the seed of a prompt whose client has given none."""
+        text = f"{self.response_id} {prompt_index}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +84,8 @@ class PreparedRequest:
     """Longest time for all of it, from now on; None: no limit."""
     prompt_texts: tuple[str, ...] = ()
     """What `echo` puts in front of the texts, by prompt."""
+    proof: bytes = b""
+    """Digest of whose request it is and what it asks for."""
 
     def prompt_text(self, index: int) -> str:
         """What is put in front of the text of request `index`."""
@@ -87,9 +121,15 @@ def parse_body(data: bytes, body_type: type[BodyT]) -> BodyT:
 
 
 async def prepare_completion(
-    body: CompletionBody, description: TargetDescription, tokenizer: DoorTokenizer, settings: DoorSettings
+    body: CompletionBody,
+    description: TargetDescription,
+    tokenizer: DoorTokenizer,
+    settings: DoorSettings,
+    identity: ResponseIdentity | None = None,
 ) -> PreparedRequest:
     """Turn a completions body into engine requests, prompt by prompt, `n` choices each.
+
+    `identity` is that of the response which the client wants to go on with; None: a new one.
 
     Raises:
         ApiError, InputError: the request cannot be served; nothing has been started.
@@ -97,7 +137,8 @@ async def prepare_completion(
     _check_model(body, description, settings)
     prompts = await _tokenize_prompts(body, tokenizer, settings)
     params = _sampling_params(body, description, await _bad_words(body, tokenizer))
-    prepared = _prepared("cmpl", body, prompts, params, description, settings)
+    identity = identity or ResponseIdentity.mint("cmpl")
+    prepared = _prepared(identity, body, prompts, params, description, settings)
     return (
         dataclasses.replace(prepared, prompt_texts=_prompt_texts(body, prompts, tokenizer))
         if body.echo
@@ -106,9 +147,13 @@ async def prepare_completion(
 
 
 async def prepare_chat(
-    body: ChatBody, description: TargetDescription, tokenizer: DoorTokenizer, settings: DoorSettings
+    body: ChatBody,
+    description: TargetDescription,
+    tokenizer: DoorTokenizer,
+    settings: DoorSettings,
+    identity: ResponseIdentity | None = None,
 ) -> PreparedRequest:
-    """Turn a chat body into `n` engine requests.
+    """Turn a chat body into `n` engine requests; `identity` as in `prepare_completion`.
 
     Raises:
         ApiError, InputError: the request cannot be served; nothing has been started.
@@ -120,7 +165,8 @@ async def prepare_chat(
         tools=body.template_tools,
     )
     params = _sampling_params(body, description, await _bad_words(body, tokenizer))
-    return _prepared("chatcmpl", body, [prompt], params, description, settings)
+    identity = identity or ResponseIdentity.mint("chatcmpl")
+    return _prepared(identity, body, [prompt], params, description, settings)
 
 
 def owned(prepared: PreparedRequest, api_key_digest: bytes, *, shares_prefixes: bool) -> PreparedRequest:
@@ -228,7 +274,7 @@ def _check_num_choices(num_choices: int, body: GenerationBody, settings: DoorSet
 
 
 def _prepared(
-    prefix: str,
+    identity: ResponseIdentity,
     body: CompletionBody | ChatBody,
     prompts: list[tuple[int, ...]],
     params: SamplingParams,
@@ -239,15 +285,14 @@ def _prepared(
     prompt_param = "prompt" if isinstance(body, CompletionBody) else "messages"
     for prompt in prompts:
         _check_prompt(prompt, params, description, prompt_param)
-    response_id = f"{prefix}-{uuid.uuid4().hex}"
     return PreparedRequest(
-        response_id=response_id,
-        created_s=int(time.time()),
+        response_id=identity.response_id,
+        created_s=identity.created_s,
         model=settings.model_name(description),
         system_fingerprint=settings.system_fingerprint(description),
         lossy=_lossy(body, params, description),
         body=body,
-        requests=_requests(response_id, body, prompts, params, settings),
+        requests=_requests(identity, body, prompts, params, settings),
     )
 
 
@@ -263,7 +308,7 @@ def _lossy(body: GenerationBody, params: SamplingParams, description: TargetDesc
 
 
 def _requests(
-    response_id: str,
+    identity: ResponseIdentity,
     body: GenerationBody,
     prompts: list[tuple[int, ...]],
     params: SamplingParams,
@@ -275,13 +320,13 @@ def _requests(
     slo = None if body.slo is None else LatencyTarget(ttft_ms=body.slo.ttft_ms, itl_ms=body.slo.itl_ms)
     speculation = body.speculation
     requests: list[Request] = []
-    for prompt in prompts:
+    for prompt_index, prompt in enumerate(prompts):
         # With a seed a prompt gives the same tokens alone and in a list; without one, each prompt its own.
-        seed = mint_seed() if body.seed is None else body.seed
+        seed = identity.seed(prompt_index) if body.seed is None else body.seed
         for choice in range(body.num_streams):
             requests.append(
                 Request(
-                    request_id=RequestId(f"{response_id}-{len(requests)}"),
+                    request_id=RequestId(f"{identity.response_id}-{len(requests)}"),
                     prompt_token_ids=prompt,
                     params=params,
                     seed=choice_seed(seed, choice),

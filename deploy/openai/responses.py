@@ -264,6 +264,16 @@ class CompletionChunks:
         """A completion's stream opens with its first text."""
         return None
 
+    def skip(self, index: int, token_ids: Sequence[int], text: str, *, is_complete: bool) -> None:
+        """Go on as if these tokens had been delivered by `pieces`."""
+        is_echo = index in self._unechoed
+        self._unechoed.discard(index)
+        if self._prepared.body.num_logprobs is not None:
+            echoed = self._prepared.requests[index].prompt_token_ids if is_echo else ()
+            self._text_offsets[index] += sum(
+                len(self._tokenizer.token_text(token_id).text) for token_id in (*echoed, *token_ids)
+            )
+
     def pieces(self, index: int, output: RequestOutput) -> list[bytes]:
         """Return the chunks that deliver one output: one, or none when there is nothing to see yet."""
         if not (
@@ -329,6 +339,13 @@ class ChatChunks:
         """Return the chunk that says who speaks."""
         choice = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
         return self._encode([choice], self._usage)
+
+    def skip(self, index: int, token_ids: Sequence[int], text: str, *, is_complete: bool) -> None:
+        """Go on as if these tokens, which have come to this text, had been delivered by `pieces`."""
+        if self._readers is not None:
+            self._readers[index].feed(text)
+            if is_complete:
+                self._readers[index].end()
 
     def pieces(self, index: int, output: RequestOutput) -> list[bytes]:
         """Return the chunks that deliver one output: content, finish, both or neither."""

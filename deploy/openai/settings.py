@@ -12,6 +12,7 @@ DEFAULT_MAX_CHOICES = 256
 DEFAULT_BODY_TIMEOUT_S = 60.0
 DEFAULT_WRITE_TIMEOUT_S = 30.0
 DEFAULT_MAX_UNREAD_OUTPUTS = 512
+DEFAULT_RESUME_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class DoorSettings:
     """How long a client may read nothing while there is more than its connection holds."""
     max_unread_outputs: int = DEFAULT_MAX_UNREAD_OUTPUTS
     """Most outputs of one choice that wait for its client; with more the request ends in an error."""
+    resume_window_s: float = DEFAULT_RESUME_WINDOW_S
+    """Seconds for which a client that lost its connection may go on with its stream; 0: it may not."""
     api_keys: tuple[ApiKey, ...] = ()
     """Every API key that is accepted at first; empty: no key is asked for, now or later."""
     share_prefixes_between_keys: bool = False

@@ -1,7 +1,8 @@
 """Server-sent events, and a response that notices at once when its client leaves.
 
-Every event carries `id: REQUEST:N[,N...]`: the response id and, per choice, how many generated tokens
-the events up to this one account for. It says where a reconnecting client (`Last-Event-ID`) is.
+Every event but `[DONE]` carries an id that begins with `RESPONSE:N[,N...]`: the response id and, per choice,
+how many generated tokens the events up to this one account for. It says where a reconnecting client
+(`Last-Event-ID`) is; `resumption` has the rest of it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import UNSET
@@ -21,6 +22,7 @@ from deploy.openai.outputs import ChoiceOutputs
 from deploy.openai.protocol import ChatBody
 from deploy.openai.requests import PreparedRequest
 from deploy.openai.responses import ChatChunks, ChoiceResult, CompletionChunks, metrics_of, usage_of
+from deploy.openai.resumption import ChoicePosition, Delivered, format_event_id
 from deploy.openai.tokenization import DoorTokenizer
 
 T = TypeVar("T")
@@ -60,14 +62,34 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream:
-    """The events of one streamed request."""
+    """The events of one streamed request, or those that a client who has come back does not have yet."""
 
     def __init__(self, prepared: PreparedRequest, outputs: ChoiceOutputs, tokenizer: DoorTokenizer) -> None:
-        chunks = ChatChunks if isinstance(prepared.body, ChatBody) else CompletionChunks
-        self._chunks = chunks(prepared, tokenizer)
+        """`outputs` are those of all requests of `prepared`."""
+        is_chat = isinstance(prepared.body, ChatBody)
+        self._chunks = (ChatChunks if is_chat else CompletionChunks)(prepared, tokenizer)
         self._prepared = prepared
         self._outputs = outputs
         self._results = [ChoiceResult() for _ in prepared.requests]
+        self._positions = [ChoicePosition(is_open=not is_chat) for _ in prepared.requests]
+        self._is_ended = False
+        self._running = list(range(len(prepared.requests)))
+        """Choices that `outputs` has, in its order."""
+
+    def skip(
+        self, positions: Sequence[ChoicePosition], delivered: Mapping[int, Delivered], *, is_ended: bool
+    ) -> None:
+        """Leave out what a client has already; `outputs` are of the choices that are not finished there.
+
+        `is_ended` means that it has the closing event too.
+        """
+        self._is_ended = is_ended
+        self._positions = list(positions)
+        self._running = [index for index, position in enumerate(positions) if not position.is_finished]
+        for result, position in zip(self._results, positions, strict=True):
+            result.num_tokens = position.num_tokens
+        for index, what in delivered.items():
+            self._chunks.skip(index, what.token_ids, what.text, is_complete=what.is_complete)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield encoded events; the first one only when the first output is there.
@@ -77,15 +99,21 @@ class EventStream:
         is_open = False
         async with self._outputs as outputs:
             try:
-                async for index, output in outputs:
+                async for running, output in outputs:
+                    index = self._running[running]
                     if not is_open:
                         is_open = True
-                        for choice in range(len(self._results)):
-                            opening = self._chunks.opening(choice)
+                        for choice, position in enumerate(self._positions):
+                            opening = None if position.is_open else self._chunks.opening(choice)
+                            position.is_open = True
                             if opening is not None:
                                 yield self._event(opening)
                     self._results[index].count(output)
-                    for chunk in self._chunks.pieces(index, output):
+                    self._positions[index].count(output)
+                    chunks = self._chunks.pieces(index, output)
+                    for number, chunk in enumerate(chunks, 1):
+                        if number == len(chunks):
+                            self._positions[index].is_finished = output.finish_reason is not None
                         yield self._event(chunk)
             except Exception as error:
                 if not is_open:
@@ -100,15 +128,15 @@ class EventStream:
 
     def _closing(self) -> bytes | None:
         body = self._prepared.body
-        if not (body.include_usage or body.return_metrics):
+        if self._is_ended or not (body.include_usage or body.return_metrics):
             return None
         usage = usage_of(self._prepared, self._results) if body.include_usage else UNSET
         metrics = metrics_of(self._results) if body.return_metrics else UNSET
-        return self._event(self._chunks.closing(usage, metrics))
+        return self._event(self._chunks.closing(usage, metrics), is_ended=True)
 
-    def _event(self, data: bytes) -> bytes:
-        counts = ",".join(str(result.num_tokens) for result in self._results)
-        return b"id: %s:%s\ndata: %s\n\n" % (self._prepared.response_id.encode(), counts.encode(), data)
+    def _event(self, data: bytes, *, is_ended: bool = False) -> bytes:
+        event_id = format_event_id(self._prepared, self._positions, is_ended=is_ended)
+        return b"id: %s\ndata: %s\n\n" % (event_id, data)
 
     def _error_event(self, error: Exception) -> bytes:
         api_error = api_error_of(error)

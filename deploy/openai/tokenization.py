@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.core.errors import CheckpointError, InputError
+from specdec.engine.tokenizer import special_ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,11 @@ class TokenText:
 
 class DoorTokenizer(Protocol):
     """What the door needs of a tokenizer."""
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Tokens that never show in text."""
+        ...
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the token ids of `text`."""
@@ -72,6 +78,7 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self._spell = _speller(tokenizer)
+        self.special_ids = special_ids_of(tokenizer)
         self._token_texts: dict[int, TokenText] = {}
 
     @classmethod

@@ -22,6 +22,17 @@ class LatencyTarget(msgspec.Struct, frozen=True, kw_only=True):
     as rounds without drafts are not."""
 
 
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """By what a client that lost its connection may go on with a stream, and for how long."""
+
+    name: str
+    """Of the stream, the same in all attempts at it (request ids differ between connections)."""
+    proof: bytes
+    """Digest of API key, model and request: whoever does not show the same is told nothing."""
+    window_s: float
+    """Seconds after its end for which its tokens are kept."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine needs to start, or to continue elsewhere, one stream.
 
@@ -54,6 +65,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What kind of request it is; how far drafts of its kind are accepted is where it begins."""
     slo: LatencyTarget | None = None
     """How soon its tokens are wanted; None: as soon as may be."""
+    resumption: Resumption | None = None
+    """None: its tokens are forgotten with its end."""
 
     def continued(self, *, delivered_token_ids: tuple[int, ...], elapsed_s: float) -> Request:
         """Return what is left of it after some time, to be submitted again, be it elsewhere."""

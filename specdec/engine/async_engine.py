@@ -116,6 +116,10 @@ class AsyncEngine:
         """End a request early; its stream ends with finish reason "abort"."""
         self._post(partial(self._abort, request_id))
 
+    async def recall(self, names: Sequence[str], proof: bytes) -> Sequence[tuple[str, tuple[int, ...]]]:
+        """Return nothing: what ends with this process has no other to come back to."""
+        return ()
+
     async def metrics(self) -> Mapping[str, float]:
         """Return current counters and gauges."""
         return {**self._engine.metrics().snapshot(), **self._engine.draft_counters}

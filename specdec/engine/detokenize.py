@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.tokenizer import TokenDecoder
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _NUM_PROMPT_TOKENS = 4
@@ -29,7 +29,7 @@ class Detokenizer:
 
     __slots__ = ("_context", "_context_text", "_pending", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TokenDecoder, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         special_ids = tokenizer.special_ids
         tail = [token for token in prompt_token_ids[-2 * _NUM_PROMPT_TOKENS :] if token not in special_ids]

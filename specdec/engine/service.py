@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from specdec.core.ids import RequestId
@@ -48,6 +48,14 @@ class GenerationService(Protocol):
 
     async def abort(self, request_id: RequestId) -> None:
         """End a request early. Unknown ids are ignored."""
+        ...
+
+    async def recall(self, names: Sequence[str], proof: bytes) -> Sequence[tuple[str, tuple[int, ...]]]:
+        """Return tokens generated so far of streams whose client has come back (`core.request.Resumption`).
+
+        Once per attempt at a stream that is still known; nothing for those that are not: by the token
+        function they may be generated again.
+        """
         ...
 
     async def metrics(self) -> Mapping[str, float]:

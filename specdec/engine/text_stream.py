@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specdec.core.outputs import FinishReason
 from specdec.core.request import Request
 from specdec.engine.detokenize import Detokenizer, StopMatch, StopScanner
-from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.tokenizer import TokenDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class TextStream:
 
     __slots__ = ("_detokenizer", "_params", "_scanner", "_stop_ids", "finish", "max_generated")
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, limits: StreamLimits) -> None:
+    def __init__(self, request: Request, tokenizer: TokenDecoder, limits: StreamLimits) -> None:
         params = request.params
         self._params = params
         self._stop_ids = frozenset(

@@ -6,13 +6,21 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back."""
+class TokenDecoder(Protocol):
+    """Tokens to text."""
 
     @property
     def special_ids(self) -> Collection[int]:
         """Tokens that never show in text."""
         ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+
+class Tokenizer(TokenDecoder, Protocol):
+    """Text to tokens and back."""
 
     def to_json(self) -> str | None:
         """Return the content of a tokenizer.json, for grammars; None where there is none."""
@@ -22,10 +30,6 @@ class Tokenizer(Protocol):
         """Return the tokens of a prompt, with whatever the model expects at its start."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens; bytes that are no UTF-8 become U+FFFD."""
-        ...
-
 
 class HuggingFaceTokenizer:
     """A tokenizer of `transformers`, decoding by the Rust tokenizer behind it where there is one."""
@@ -33,7 +37,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.special_ids = frozenset(tokenizer.all_special_ids) | _hidden_ids(self._backend)
+        self.special_ids = special_ids_of(tokenizer)
         self._single: dict[int, str] = {}
 
     def to_json(self) -> str | None:
@@ -66,9 +70,12 @@ class HuggingFaceTokenizer:
         return text
 
 
-def _hidden_ids(backend: Any) -> frozenset[int]:
-    """Return what a Rust tokenizer leaves out of text, which may be more than `all_special_ids`."""
-    if backend is None:
-        return frozenset()
-    added = backend.get_added_tokens_decoder()
-    return frozenset(token_id for token_id, token in added.items() if token.special)
+def special_ids_of(tokenizer: Any) -> frozenset[int]:
+    """Return what a tokenizer of `transformers` leaves out of text.
+
+    With a Rust tokenizer behind it that may be more than `all_special_ids`.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    hidden = {token_id for token_id, token in added.items() if token.special}
+    return frozenset(tokenizer.all_special_ids) | hidden

@@ -4,8 +4,9 @@
     target worker -> coordinator   Welcome, StepDone, Fenced, Fatal
     coordinator -> draft worker    ProposeRequest, Release
     draft worker -> coordinator    ProposeReply
-    ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery, StatusQuery
-    coordinator -> ingress         Welcome, Admitted, Refused, OutputFrame, Pong, MetricsReply, StatusReply
+    ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery, StatusQuery, Recall
+    coordinator -> ingress         Welcome, Admitted, Refused, OutputFrame, Pong, MetricsReply, StatusReply,
+                                   Recalled
     channel -> channel             LaneOffer, LaneMoved
     coordinator -> target worker   SendHidden
     target worker -> draft worker  HiddenStates, with a tensor
@@ -269,6 +270,21 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag=45):
     status: TargetGroupStatus | None
 
 
+class Recall(msgspec.Struct, frozen=True, array_like=True, tag=46):
+    """Asks for the tokens of streams whose client has come back (`core.request.Resumption`)."""
+
+    nonce: int
+    names: tuple[str, ...]
+    proof: bytes
+
+
+class Recalled(msgspec.Struct, frozen=True, array_like=True, tag=47):
+    """Answer to `Recall`: the generated tokens of those that are known, once per attempt at them."""
+
+    nonce: int
+    streams: tuple[tuple[str, tuple[int, ...]], ...]
+
+
 class LaneOffer(msgspec.Struct, frozen=True, array_like=True, tag=50):
     """A channel listens on a Unix socket for the peer that it has linked to (see `transport.lane`)."""
 
@@ -356,6 +372,8 @@ Message = (
     | MetricsReply
     | StatusQuery
     | StatusReply
+    | Recall
+    | Recalled
     | LaneOffer
     | LaneMoved
     | SendHidden

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,9 @@ class ScriptedService:
     requests: list[Request] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
     closed: list[RequestId] = field(default_factory=list)
+    recalls: list[tuple[tuple[str, ...], bytes]] = field(default_factory=list)
+    remembered: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """What is told of streams whose client comes back."""
     snapshot: Mapping[str, float] = field(default_factory=dict)
     service_status: ServiceStatus = field(default_factory=ServiceStatus)
 
@@ -93,6 +96,10 @@ class ScriptedService:
 
     async def abort(self, request_id: RequestId) -> None:
         self.aborted.append(request_id)
+
+    async def recall(self, names: Sequence[str], proof: bytes) -> Sequence[tuple[str, tuple[int, ...]]]:
+        self.recalls.append((tuple(names), proof))
+        return self.remembered
 
     async def metrics(self) -> Mapping[str, float]:
         return self.snapshot

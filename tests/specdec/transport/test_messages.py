@@ -104,6 +104,8 @@ EXAMPLES: list[m.Message] = [
     m.Pong(1, ((ID, Epoch(1)),), 2, 3, True),
     m.MetricsQuery(1),
     m.StatusQuery(1),
+    m.Recall(3, ("cmpl-1-0", "cmpl-1-1"), b"\x00\xffproof"),
+    m.Recalled(3, (("cmpl-1-0", (5, 6)), ("cmpl-1-0", ()))),
     m.StatusReply(1, None),
     m.StatusReply(
         2,

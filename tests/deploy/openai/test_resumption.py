@@ -1,0 +1,297 @@
+"""Streams that go on after a broken connection: nothing is missing and nothing comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.openai.app import create_app
+from deploy.openai.keys import ApiKey, digest_api_key
+from deploy.openai.settings import DoorSettings
+from deploy.openai.tokenization import HuggingFaceTokenizer
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
+from specdec.engine.async_engine import AsyncEngine
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.kv.config import CacheConfig
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.proposers.config import SpeculativeConfig
+from tests.deploy.openai.fakes import DESCRIPTION, Door, ScriptedService, error_of, events_of
+from tests.specdec.engine.grammar_models import save_byte_level_model
+
+Event = tuple[str | None, Any]
+TOOL = {"type": "function", "function": {"name": "now"}}
+
+
+class Remembering(AsyncEngine):
+    """An engine in process that remembers streams as coordinators do, if it is told to."""
+
+    remembers = False
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.requests: list[Request] = []
+        self.streams: dict[tuple[str, bytes], list[int]] = {}
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        self.requests.append(request)
+        async for output in super().generate(request):
+            if (resumption := request.resumption) is not None and not request.delivered_token_ids:
+                self.streams.setdefault((resumption.name, resumption.proof), []).extend(output.token_ids)
+            yield output
+
+    async def recall(self, names: Sequence[str], proof: bytes) -> Sequence[tuple[str, tuple[int, ...]]]:
+        known = [(name, self.streams[name, proof]) for name in names if (name, proof) in self.streams]
+        # A zombie's attempt, as long but not what was delivered, comes with each.
+        return [
+            one
+            for name, tokens in known
+            for one in ((name, tuple(token ^ 1 for token in tokens)), (name, tuple(tokens)))
+            if self.remembers
+        ]
+
+
+class Served:
+    """A door over a tiny model whose text is random bytes: characters end and begin anywhere."""
+
+    def __init__(self, folder: Any) -> None:
+        save_byte_level_model(folder)
+        eager = CompileConfig(mode="off")
+        config = EngineConfig(
+            target=ModelConfig(
+                model=str(folder), dtype="float32", device="cpu", num_threads=1, compile=eager
+            ),
+            speculative_config=SpeculativeConfig(
+                method="ngram", num_speculative_tokens=3, controller="fixed"
+            ),
+            cache=CacheConfig(block_size=8, num_blocks=256),
+        )
+        self.service = Remembering(Engine(config))
+        self.app = create_app(
+            self.service, DoorSettings(resume_window_s=900), HuggingFaceTokenizer.load(folder)
+        )
+
+    async def post(self, path: str, body: dict[str, Any], event_id: str | None = None) -> list[Event]:
+        headers = {} if event_id is None else {"Last-Event-ID": event_id}
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            response = await client.post(path, json=body | {"stream": True}, headers=headers)
+        assert response.status_code == 200, response.text
+        return events_of(response)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("model"))
+    yield served
+    served.service.close()
+
+
+def collected(events: Sequence[Event]) -> dict[str, Any]:
+    """Return what a client has made of a stream: each choice, and what came once."""
+    choices: dict[int, dict[str, Any]] = {}
+    closings = []
+    for _, data in events:
+        if data == "[DONE]":
+            closings.append(data)
+            continue
+        assert "error" not in data, data
+        if not data["choices"]:
+            closings.append(data["usage"]["completion_tokens"])
+        for piece in data["choices"]:
+            choice = choices.setdefault(
+                piece["index"],
+                {"text": "", "ids": [], "tokens": [], "offsets": [], "roles": 0, "ends": [], "calls": []},
+            )
+            delta = piece.get("delta", {})
+            choice["text"] += piece.get("text") or delta.get("content") or ""
+            choice["ids"] += piece.get("token_ids") or []
+            choice["roles"] += "role" in delta
+            choice["calls"] += [
+                (call["index"], call["function"]["name"], call["function"]["arguments"])
+                for call in delta.get("tool_calls", ())
+            ]
+            logprobs = piece.get("logprobs") or {}
+            choice["tokens"] += logprobs.get("tokens") or [
+                (one["token"], round(one["logprob"], 3)) for one in logprobs.get("content") or []
+            ]
+            choice["offsets"] += logprobs.get("text_offset") or []
+            if piece["finish_reason"] is not None:
+                choice["ends"].append((piece["finish_reason"], piece.get("stop_reason")))
+    return {"choices": choices, "closings": closings, "created": {data["created"] for _, data in events[:-1]}}
+
+
+COMPLETION: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 14, "ignore_eos": True}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 14, "ignore_eos": True}
+BODIES = {
+    "plain": COMPLETION,
+    "sampled": COMPLETION | {"temperature": 1.0, "return_token_ids": True, "seed": 5},
+    "choices": COMPLETION | {"n": 3, "return_token_ids": True, "stream_options": {"include_usage": True}},
+    "echo": COMPLETION | {"echo": True, "logprobs": 2},
+    "stops": COMPLETION | {"stop": ["ab", "\ufffd\ufffd\ufffd\ufffd"], "max_tokens": 40, "min_tokens": 5},
+    "chat": CHAT | {"n": 2, "logprobs": True, "stream_options": {"include_usage": True}},
+    "tools": CHAT | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "ignore_eos": False},
+}
+
+
+@pytest.mark.parametrize("remembers", [True, False], ids=["remembered", "replayed"])
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_stream_goes_on_behind_any_event(served: Served, kind: str, remembers: bool) -> None:
+    body = BODIES[kind]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    served.service.remembers = remembers
+
+    async def scenario() -> None:
+        events = await served.post(path, body)
+        whole = collected(events)
+        assert len(events) > 3
+        places = [event_id for event_id, _ in events[:-1]]
+        assert len(set(places)) == len(places), "two events with one id"
+        last = len(places)
+        for number in sorted({1, 2, 3, last // 2, last - 2, last - 1, last}):
+            event_id = places[number - 1]
+            served.service.requests.clear()
+            rest = await served.post(path, body, event_id)
+            assert collected([*events[:number], *rest]) == whole, (number, event_id, events, rest)
+            if remembers:
+                assert all(request.resumption is not None for request in served.service.requests)
+        # Once more, behind an event of a stream that was resumed itself.
+        middle = len(places) // 2
+        first = await served.post(path, body, places[middle - 1])
+        second = await served.post(path, body, first[1][0])
+        assert collected([*events[:middle], *first[:2], *second]) == whole
+
+    asyncio.run(scenario())
+
+
+def test_a_replay_that_brings_other_tokens_is_no_continuation(served: Served) -> None:
+    body = COMPLETION | {"temperature": 1.0}
+
+    async def scenario() -> None:
+        served.service.remembers = False
+        events = await served.post("/v1/completions", body)
+        event_id = str(events[5][0])
+        wrong = event_id[:-1] + ("0" if event_id[-1] != "0" else "1")
+        transport = httpx.ASGITransport(served.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            response = await client.post(
+                "/v1/completions", json=body | {"stream": True}, headers={"Last-Event-ID": wrong}
+            )
+        assert response.status_code == 410
+        assert error_of(response)["code"] == "resume_lost"
+
+    asyncio.run(scenario())
+
+
+# ---- who may come back, and when -----------------------------------------------------------------
+
+
+def resume(door: Door, event_id: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    body = {"prompt": "abc", "stream": True} | fields
+    return door.post("/v1/completions", body, headers={"Last-Event-ID": event_id} | (headers or {}))
+
+
+def last_id(response: httpx.Response) -> str:
+    return str(events_of(response)[1][0])
+
+
+@pytest.mark.parametrize("text", ["x", "cmpl-1:3", "chatcmpl-" + "0" * 32 + ":1,2:0:00000000.1", "\u00e9"])
+def test_what_is_no_event_id_is_refused(text: str) -> None:
+    response = resume(Door(), text.encode())  # type: ignore[arg-type]
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "resume_invalid"
+    assert error_of(response)["param"] == "Last-Event-ID"
+
+
+@pytest.mark.parametrize(
+    "change", [{"prompt": "abcd"}, {"temperature": 0.5}, {"n": 2}, {"seed": 1}, {"max_tokens": 3}]
+)
+def test_another_request_is_refused(change: dict[str, Any]) -> None:
+    door = Door()
+    event_id = last_id(door.complete(stream=True))
+    response = resume(door, event_id, **change)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "resume_mismatch"
+    chat = door.post(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "abc"}], "stream": True},
+        headers={"Last-Event-ID": event_id},
+    )
+    assert error_of(chat)["code"] == "resume_mismatch"
+    assert not door.service.recalls, "nobody was asked"
+
+
+def test_another_key_is_refused() -> None:
+    keys = tuple(ApiKey(name=name, digest=digest_api_key(name)) for name in ("mine", "other"))
+    door = Door(settings=DoorSettings(api_keys=keys))
+    mine, other = ({"Authorization": f"Bearer {name}"} for name in ("mine", "other"))
+    event_id = last_id(door.post("/v1/completions", {"prompt": "abc", "stream": True}, headers=mine))
+    response = resume(door, event_id, other)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "resume_mismatch"
+    # Whoever forges the readable part has no proof for the coordinators.
+    forged = re.sub(r":[0-9a-f]{8}\.", ":00000000.", event_id)
+    assert error_of(resume(door, forged, other))["code"] == "resume_mismatch"
+    assert not door.service.recalls
+    resume(door, event_id, mine)
+    ((names, proof),) = door.service.recalls
+    assert door.service.requests[0].resumption is not None
+    assert (names, proof) == (
+        (door.service.requests[0].resumption.name,),
+        door.service.requests[0].resumption.proof,
+    )
+
+
+def test_another_model_is_refused() -> None:
+    door = Door()
+    event_id = last_id(door.complete(stream=True))
+    door.service.described = dataclasses.replace(DESCRIPTION, revision="another")
+    assert error_of(resume(door, event_id))["code"] == "resume_mismatch"
+
+
+def test_only_streams_are_resumed() -> None:
+    door = Door()
+    event_id = last_id(door.complete(stream=True))
+    response = resume(door, event_id, stream=False)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "resume_invalid"
+    off = Door(settings=DoorSettings(resume_window_s=0))
+    event_id = last_id(off.complete(stream=True))
+    assert off.service.requests[0].resumption is None
+    assert "resume_window_s" in error_of(resume(off, event_id))["message"]
+
+
+def test_what_is_forgotten_and_too_old_has_expired() -> None:
+    door = Door()
+    event_id = last_id(door.complete(stream=True))
+    response_id, place, _, check = event_id.split(":")
+    created_s = int(response_id.split("-")[1][:8], 16)
+    old = f"{response_id[:5]}{created_s - 100:08x}{response_id[13:]}:{place}:39:{check}"
+    response = resume(door, old)
+    assert response.status_code == 410
+    assert error_of(response)["code"] == "resume_expired"
+    assert len(door.service.requests) == 1, "nothing was generated again"
+    # As long as somebody remembers it, it is not too old.
+    name = f"{old.partition(':')[0]}-0"
+    door.service.remembered = [(name, (5, 6, 7))]
+    resume(door, old)
+    assert door.service.requests[-1].delivered_token_ids == (5, 6)
+
+
+def test_a_failed_replay_is_an_error_and_no_stream() -> None:
+    door = Door(ScriptedService(fail_after=3))
+    events = events_of(door.complete(stream=True))
+    assert events[-2][1]["error"]["code"] == "non_finite_logits"
+    door.service.fail_after = 1
+    response = resume(door, str(events[1][0]))
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "non_finite_logits"
+    assert json.loads(response.content)["error"]["message"] == "logits are not finite"
