@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -62,13 +63,17 @@ def _drafters(budgets: Sequence[int | float], methods: Sequence[Method]) -> tupl
 FULL = Plan(
     drafters=_drafters((64, 128, 256, 512, 1024, 0.05), ("self", "draft_model")),
     lengths=(512, 1024, 2048, LONG),
-    num_texts=32,
+    num_texts=16,
 )
 QUICK = Plan(drafters=_drafters((64, 256), ("self",)), lengths=(512, LONG), num_texts=8, num_tokens=64)
 
 
-def accepted(engine: LongEngine, texts: LongTexts, length: int, plan: Plan) -> dict[str, Any]:
+def accepted(
+    engine: LongEngine, drafter: Drafter, texts: LongTexts, length: int, plan: Plan
+) -> dict[str, Any]:
     """Have every text continued; return what was accepted of the drafts, and a digest of what was written."""
+    if drafter.policy != "full":
+        engine.engine.set_kv_budget(drafter.budget)
     prompts = texts.prompts(plan.num_texts, length)
     params = SamplingParams(temperature=plan.temperature, max_tokens=plan.num_tokens, ignore_eos=True)
     engine.read(prompts)
@@ -76,8 +81,8 @@ def accepted(engine: LongEngine, texts: LongTexts, length: int, plan: Plan) -> d
     record = engine.run(batch_requests(prompts, params, plan.k, f"{length}"))
     after = engine.engine.metrics().num_accepted_tokens_per_pos
     return {
-        "drafter": engine.drafter,
-        "name": engine.drafter.name,
+        "drafter": drafter,
+        "name": drafter.name,
         "length": length,
         "acceptance": (after[0] - (before[0] if before else 0)) / record.num_drafts,
         "tokens_per_round": record.mean_acceptance_length,
@@ -104,14 +109,28 @@ def measure(plan: Plan, models: Path, tick: Callable[[str, int], Callable[[], No
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "target"
         target.symlink_to((models / "target").absolute())
-        for drafter in plan.drafters:
-            advance = tick(drafter.name, len(plan.lengths))
-            with contextlib.closing(LongEngine(drafter, target, models / "draft", room)) as engine:
+        for drafters in _by_engine(plan.drafters):
+            name = drafters[0].name if len(drafters) == 1 else f"{drafters[0].method}, {drafters[0].policy}"
+            advance = tick(name, len(plan.lengths) * len(drafters))
+            with contextlib.closing(LongEngine(drafters[0], target, models / "draft", room)) as engine:
                 texts = LongTexts.read(engine.engine.tokenizer)
-                for length in plan.lengths:
-                    results.append(accepted(engine, texts, length, plan))
+                for length, drafter in itertools.product(plan.lengths, drafters):
+                    results.append(accepted(engine, drafter, texts, length, plan))
                     advance()
     return results
+
+
+def _by_engine(drafters: Sequence[Drafter]) -> list[list[Drafter]]:
+    """Return who can use one engine: a target that drafts for itself has all K/V, and any budget of a policy.
+
+    So it reads every text once for all of them, which is what takes longest. A draft model has freed what its
+    budget left behind.
+    """
+    engines: dict[object, list[Drafter]] = {}
+    for drafter in drafters:
+        key = drafter.policy if drafter.method == "self" else drafter
+        engines.setdefault(key, []).append(drafter)
+    return list(engines.values())
 
 
 def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:

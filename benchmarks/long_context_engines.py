@@ -114,6 +114,7 @@ class LongEngine:
             scheduler=parts.scheduler,
             controller=self._exchanged,
             prefix_caching=parts.prefix_caching,
+            kv_budgets=parts.kv_budgets,
         )
         self.engine.warm_up()
         self._profile: CostProfile | None = None
