@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.report import PairedRatio, Spread, environment, to_plain
 
-_KINDS = {"paired ratio": PairedRatio, "spread": Spread}
+_KINDS: Mapping[str, type[PairedRatio | Spread]] = {"paired ratio": PairedRatio, "spread": Spread}
 
 
 class KeptCells:
@@ -88,9 +88,9 @@ def _key(cell: object) -> str:
 
 def _tagged(value: Any) -> Any:
     """Make JSON of measurements that `_untagged` makes the same measurements of."""
-    for kind, its in _KINDS.items():
-        if isinstance(value, its):
-            return {"kind": kind, "values": list(value.values)}
+    if isinstance(value, PairedRatio | Spread):
+        kind = "paired ratio" if isinstance(value, PairedRatio) else "spread"
+        return {"kind": kind, "values": list(value.values)}
     if isinstance(value, Mapping):
         return {str(key): _tagged(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
