@@ -394,6 +394,18 @@ class TestOverload:
         assert ends["in time"].finish_reason == ends["urgent"].finish_reason == "length"
         assert engine.metrics().snapshot()['requests_refused{reason="late"}'] == 1
 
+    def test_an_engine_that_was_slow_is_given_another_chance(self) -> None:
+        clock = ManualClock()
+        engine = toy_engine(max_num_seqs=1, clock=clock)
+        engine.add_request(request("slow"))
+        while engine.has_work:
+            clock.advance(100.0)
+            engine.step()
+        engine.add_request(request("hurried", timeout_s=200.0))
+        with pytest.raises(LateError):  # it would have to wait
+            engine.add_request(request("behind", timeout_s=200.0))
+        assert {o.finish_reason for o in outputs_of(engine) if o.finish_reason} == {"length"}
+
     def test_nobody_is_refused_for_a_guess(self) -> None:
         engine = toy_engine(max_num_seqs=1)
         for index in range(50):

@@ -110,6 +110,11 @@ def test_who_would_be_late_is_refused(changes: dict[str, object], what: str | No
     assert 1.0 <= caught.value.retry_after_s <= 60.0
 
 
+def test_who_need_not_wait_is_let_in_whatever_is_expected() -> None:
+    slow = Expectation(wait_s=0.0, first_token_s=60.0, end_s=80.0)
+    check_in_time(request(timeout_s=1.0, slo=LatencyTarget(ttft_ms=1.0)), slow)
+
+
 def test_every_running_sequence_needs_a_row() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         SchedulerConfig(max_num_seqs=65, max_num_batched_tokens=64)
