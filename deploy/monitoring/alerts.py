@@ -73,8 +73,8 @@ def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
             lasting="5m",
             severity="warning",
             summary="{{ $labels.job }} turns {{ $value | humanizePercentage }} of requests away",
-            description="The queue of {{ $labels.job }} is full, and clients get 429. Add target groups, or "
-            "accept less.",
+            description="The queue of {{ $labels.job }} is full, or too long for the time that clients give, "
+            "and they get 429. Add target groups, or accept less.",
         ),
         Alert(
             name="DrafthouseOutOfTime",

@@ -95,12 +95,15 @@ _REQUESTS = Row(
         Panel(
             title="How requests ended",
             description="stop: the model was done; length: its limit; abort: the client left; error: it "
-            "failed. Choices whose client left before the end are counted by the door, too.",
+            "failed. Choices whose client left before the end, or did not read, are counted by the door, too; "
+            "refused are those for whom the queue was full, or too long, or who had to leave it.",
             unit="reqps",
             queries=(
                 line(SHOWN.rate("request_success", by=("finished_reason",)), "{{finished_reason}}"),
                 line(SHOWN.rate("http_aborted_choices"), "client left"),
+                line(SHOWN.rate("http_slow_readers"), "client did not read"),
                 line(SHOWN.rate("request_timeouts"), "out of time"),
+                line(SHOWN.rate("requests_refused", by=("reason",)), "refused: {{reason}}"),
             ),
         ),
     ),
@@ -110,11 +113,15 @@ _SPEED = Row(
     panels=(
         Panel(
             title="Time to the first token",
-            description="From the request's arrival to its first token: the queue and reading the prompt.",
+            description="From the request's arrival to its first token: the queue and reading the prompt. "
+            "Beside it, what one would wait in the queue that came now.",
             unit="s",
-            queries=tuple(
-                line(SHOWN.quantile(quantile, "time_to_first_token_seconds"), name)
-                for quantile, name in ((0.5, "median"), (0.95, "p95"), (0.99, "p99"))
+            queries=(
+                *(
+                    line(SHOWN.quantile(quantile, "time_to_first_token_seconds"), name)
+                    for quantile, name in ((0.5, "median"), (0.95, "p95"), (0.99, "p99"))
+                ),
+                line(SHOWN.gauge("queue_wait_seconds"), "queue, now"),
             ),
         ),
         Panel(
