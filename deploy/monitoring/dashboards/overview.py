@@ -95,7 +95,7 @@ _REQUESTS = Row(
         Panel(
             title="How requests ended",
             description="stop: the model was done; length: its limit; abort: the client left; error: it "
-            "failed. Choices whose client left before the end, or did not read, are counted by the door, too; "
+            "failed. Choices whose client left before the end, or did not read, are counted by the door; "
             "refused are those for whom the queue was full, or too long, or who had to leave it.",
             unit="reqps",
             queries=(
