@@ -60,7 +60,7 @@ class Plan:
     num_streams: int = 1000
     num_stream_tokens: int
     num_places: int = 16
-    num_tokens: int = 128
+    num_tokens: int = 256
     ttft_s: float = 3.0
     prompt_characters: int = 160
     num_threads: int = 1
