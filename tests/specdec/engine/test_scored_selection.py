@@ -32,7 +32,8 @@ from specdec.kv.selection import KvPolicyName, KvSelectionConfig
 from specdec.model.config import ModelConfig
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
-from tests.specdec.engine.ranked_engines import Pools, config_of
+from tests.rank_pool import Pools
+from tests.specdec.engine.ranked_engines import config_of
 from tests.specdec.engine.test_self_speculation import (
     BLOCK_SIZE,
     KINDS,
