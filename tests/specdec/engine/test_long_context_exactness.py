@@ -100,7 +100,7 @@ FEWER = [
         strict=False,
     )
 ]
-"""A third fewer: each architecture with some of what there is."""
+"""Fewer than half: each architecture with some of what there is; all else meets in pairs."""
 
 
 def drawn_cases() -> Iterator[Case]:
