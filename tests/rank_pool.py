@@ -1,38 +1,72 @@
-"""Processes that form a group of ranks and run functions of the tests, group after group of calls.
+"""Processes that form groups of ranks and run functions of the tests, group after group of calls.
 
-Starting a process costs seconds (torch, transformers), so a pool serves many tests. A function that raises
-in one rank leaves the group unusable: such tests take a pool of their own.
+Starting a process costs seconds (torch, transformers), so all pools of a session take the same ones: those of
+three ranks the first three. A group in which a rank was killed, or a function has raised, is of no use after
+that; the processes that outlive it are: such tests take a pool that only they have.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any
 
 TIMEOUT_S = 120.0
+_NUM_RESTING_S = 30.0
+"""How long a process that has outlived its group may take to notice."""
+
+
+class RankProcesses:
+    """As many as the largest pool needs."""
+
+    def __init__(self) -> None:
+        self._processes: list[_Process] = []
+        self._pools: dict[int, RankPool] = {}
+
+    def pool(self, size: int) -> RankPool:
+        """Return the pool of so many ranks; rank 0 is one of the processes, not the caller."""
+        if size not in self._pools:
+            self._pools[size] = RankPool(self._take(size))
+        return self._pools[size]
+
+    @contextmanager
+    def breakable_pool(self, size: int) -> Iterator[RankPool]:
+        """A pool of its own, which may be left in any state."""
+        pool = RankPool(self._take(size))
+        try:
+            yield pool
+        finally:
+            lost = [process for process in self._processes[:size] if not process.has_come_to_rest()]
+            if lost:
+                for process in lost:
+                    process.kill()
+                self._processes = [process for process in self._processes if process not in lost]
+                self._pools.clear()  # the ranks of others than these have moved
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _take(self, size: int) -> list[_Process]:
+        self._processes += [_Process() for _ in range(size - len(self._processes))]
+        return self._processes[:size]
 
 
 class RankPool:
-    """`size` processes; rank 0 is one of them, not the caller."""
+    """A group of ranks, each in a process of its own."""
 
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.size = size
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+    def __init__(self, processes: list[_Process]) -> None:
+        self.size = len(processes)
+        self._processes = processes
         port: Any = None
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        for rank, process in enumerate(processes):
+            process.pipe.send((_join, (id(self), rank, self.size, port)))
             if rank == 0:
                 port = self.receive(0)
-        for rank in range(size):
+        for rank in range(self.size):
             assert self.receive(rank) == "joined"
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -50,31 +84,24 @@ class RankPool:
 
     def send(self, function: Callable[..., Any], *args: Any) -> None:
         """Begin `run`."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
+        for rank in range(self.size):
+            self.send_to(rank, function, *args)
 
     def send_to(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
         """Call a function in one rank; `receive` gives the result."""
-        self._pipes[rank].send((function, args))
+        self._processes[rank].pipe.send((_call, (id(self), function, args)))
 
     def kill(self, rank: int) -> None:
         self._processes[rank].kill()
-        self._processes[rank].join()
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def receive(self, rank: int) -> Any:
-        assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} does not answer"
-        return self._pipes[rank].recv()
+        pipe = self._processes[rank].pipe
+        assert pipe.poll(TIMEOUT_S), f"rank {rank} does not answer"
+        return pipe.recv()
+
+
+Pools = Callable[[int], RankPool]
+BreakablePools = Callable[[int], AbstractContextManager[RankPool]]
 
 
 class Failure:
@@ -86,26 +113,71 @@ class Failure:
             self.error = RuntimeError(str(error))
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int | None) -> None:
+class _Process:
+    """Does what it is told through a pipe, one thing after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def has_come_to_rest(self) -> bool:
+        """Whether it lives and has nothing left to do; what it has said meanwhile is thrown away."""
+        try:
+            self.pipe.send((_say_resting, ()))
+            while self.pipe.poll(_NUM_RESTING_S):
+                if self.pipe.recv() == _RESTING:
+                    return True
+        except (EOFError, OSError):
+            pass
+        return False
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+_RESTING = "resting"
+
+
+def _serve(pipe: Connection) -> None:
     import torch
 
-    from specdec.model.parallel.group import RankGroup, RankSpec, serve_store
-
     torch.set_num_threads(1)
-    store = serve_store("127.0.0.1") if rank == 0 else None
-    if store is not None:
-        port = store.port
-        pipe.send(port)
-    assert port is not None
-    spec = RankSpec(rank=rank, size=size, store_host="127.0.0.1", store_port=port, own_host="127.0.0.1")
-    group = RankGroup.join(spec, torch.device("cpu"), store)
-    pipe.send("joined")
+    groups: dict[int, Any] = {}
     while True:
         try:
             function, args = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(function(group, *args))
+            pipe.send(function(pipe, groups, *args))
         except Exception as error:  # noqa: BLE001 - carried to the test
             pipe.send(Failure(error))
+
+
+def _join(pipe: Connection, groups: dict[int, Any], name: int, rank: int, size: int, port: int | None) -> str:
+    import torch
+
+    from specdec.model.parallel.group import RankGroup, RankSpec, serve_store
+
+    store = serve_store("127.0.0.1") if rank == 0 else None
+    if store is not None:
+        port = store.port
+        pipe.send(port)
+    assert port is not None
+    spec = RankSpec(rank=rank, size=size, store_host="127.0.0.1", store_port=port, own_host="127.0.0.1")
+    groups[name] = RankGroup.join(spec, torch.device("cpu"), store)
+    return "joined"
+
+
+def _call(
+    pipe: Connection, groups: dict[int, Any], name: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    return function(groups[name], *args)
+
+
+def _say_resting(pipe: Connection, groups: dict[int, Any]) -> str:
+    return _RESTING

@@ -13,10 +13,10 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.proposers.config import SpeculativeConfig
-from tests.cluster.conftest import Plain
+from tests.cluster.conftest import Plain, deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, kill, metric, with_service
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 
 APP = "drafthouse-bounded"
 POSITIONS = 48
@@ -24,15 +24,11 @@ POSITIONS = 48
 
 @pytest.fixture(scope="module")
 def config(cluster_config: ClusterConfig) -> ClusterConfig:
-    return cluster_config.model_copy(update={"namespace": "drafthouse-bounded"})
+    return cluster_config.model_copy(update={"namespace": APP})
 
 
 @pytest.fixture(scope="module")
 def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConfig) -> Iterator[None]:
-    from ray import serve
-
-    from cluster.application import build_application
-
     speculative = SpeculativeConfig.model_validate(
         {
             **engine_config.speculative_config.model_dump(),
@@ -42,9 +38,8 @@ def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConf
         }
     )
     bounded = engine_config.model_copy(update={"speculative_config": speculative})
-    serve.run(build_application(bounded, config), name=APP, route_prefix=None)
-    yield
-    serve.delete(APP)
+    with deployed_on_ray(bounded, config):
+        yield
 
 
 def requests(name: str) -> list[Request]:
@@ -60,7 +55,7 @@ def requests(name: str) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("dies", [False, True])
 def test_tokens_are_those_of_the_target_alone(
     deployed: None, config: ClusterConfig, alone: Plain, dies: bool
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
-from tests.cluster.conftest import Plain
+from tests.cluster.conftest import Plain, deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -29,17 +29,12 @@ def deployed(
     config: ClusterConfig,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Path]:
-    from ray import serve
-
-    from cluster.application import build_application
-
     folder = tmp_path_factory.mktemp("profiles")
     keys = {"controller": "goodput", "profile_dir": str(folder), "profile_seconds": 1.0}
     speculative = engine_config.speculative_config.model_copy(update=keys)
     chosen = engine_config.model_copy(update={"speculative_config": speculative})
-    serve.run(build_application(chosen, config), name=APP, route_prefix=None)
-    yield folder
-    serve.delete(APP)
+    with deployed_on_ray(chosen, config):
+        yield folder
 
 
 def test_tokens_are_those_without_speculation(deployed: Path, config: ClusterConfig, alone: Plain) -> None:

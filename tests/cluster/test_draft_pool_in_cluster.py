@@ -20,6 +20,7 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.draft_shares import DraftShareConfig
 from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
+from tests.cluster.conftest import deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, workers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
@@ -33,10 +34,6 @@ DRAFTERS = 'num_workers{part="draft",compile="off"}'
 def config(
     ray_cluster: None, engine_config: EngineConfig, cluster_config: ClusterConfig
 ) -> Iterator[ClusterConfig]:
-    from ray import serve
-
-    from cluster.application import build_application
-
     half = BundleConfig(num_cpus=0.5)
     chosen = cluster_config.model_copy(
         update={
@@ -49,9 +46,8 @@ def config(
             ),
         }
     )
-    serve.run(build_application(engine_config, chosen), name=APP, route_prefix=None)
-    yield chosen
-    serve.delete(APP)
+    with deployed_on_ray(engine_config, chosen):
+        yield chosen
 
 
 def tokens_of(engine: Engine, wanted: Sequence[Request]) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
-from tests.cluster.conftest import Plain
+from tests.cluster.conftest import Plain, deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -34,20 +34,15 @@ def mode(
     request: pytest.FixtureRequest, ray_cluster: None, engine_config: EngineConfig, config: ClusterConfig
 ) -> Iterator[str]:
     """How rounds overlap, and what stands in for missing drafts."""
-    from ray import serve
-
-    from cluster.application import build_application
-
     overlap, fallback = request.param
     keys = {"overlap": overlap, "fallback": fallback}
     speculative = engine_config.speculative_config.model_copy(update=keys)
     chosen = engine_config.model_copy(update={"speculative_config": speculative})
-    serve.run(build_application(chosen, config), name=APP, route_prefix=None)
-    yield "-".join(request.param)
-    serve.delete(APP)
+    with deployed_on_ray(chosen, config):
+        yield "-".join(request.param)
 
 
-@pytest.mark.parametrize("victim", ["draft", "target"])
+@pytest.mark.parametrize("victim", ["draft", pytest.param("target", marks=pytest.mark.full)])
 def test_tokens_are_those_without_speculation(
     mode: str, victim: str, config: ClusterConfig, alone: Plain
 ) -> None:

@@ -16,7 +16,7 @@ from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerId
 from specdec.transport.config import ChannelConfig
 from specdec.transport.zmq import ZmqChannel
-from tests.cluster.conftest import Plain
+from tests.cluster.conftest import Plain, deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -29,7 +29,7 @@ def config(cluster_config: ClusterConfig) -> ClusterConfig:
     half = BundleConfig(num_cpus=0.5)
     return cluster_config.model_copy(
         update={
-            "namespace": "drafthouse-ranks",
+            "namespace": APP,
             "target_groups": TargetGroupsConfig(bundle=half),
             "draft_pool": DraftPoolConfig(bundle=half),
         }
@@ -38,16 +38,11 @@ def config(cluster_config: ClusterConfig) -> ClusterConfig:
 
 @pytest.fixture(scope="module")
 def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConfig) -> Iterator[None]:
-    from ray import serve
-
-    from cluster.application import build_application
-
     speculative = engine_config.speculative_config.model_copy(update={"draft_tensor_parallel_size": 2})
     target = engine_config.target.model_copy(update={"tensor_parallel_size": 2})
     parallel = engine_config.model_copy(update={"target": target, "speculative_config": speculative})
-    serve.run(build_application(parallel, config), name=APP, route_prefix=None)
-    yield
-    serve.delete(APP)
+    with deployed_on_ray(parallel, config):
+        yield
 
 
 def test_tokens_are_those_of_one_process(deployed: None, config: ClusterConfig, alone: Plain) -> None:
@@ -62,7 +57,7 @@ def test_tokens_are_those_of_one_process(deployed: None, config: ClusterConfig, 
     with_service(config, scenario)
 
 
-@pytest.mark.parametrize("victim", ["rank-target", "target"])
+@pytest.mark.parametrize("victim", ["rank-target", pytest.param("target", marks=pytest.mark.full)])
 def test_streams_outlive_a_lost_rank(
     deployed: None, config: ClusterConfig, alone: Plain, victim: str
 ) -> None:
@@ -85,6 +80,7 @@ def test_streams_outlive_a_lost_rank(
     with_service(config, scenario)
 
 
+@pytest.mark.full
 def test_an_idle_group_notices_a_lost_rank(deployed: None, config: ClusterConfig, alone: Plain) -> None:
     import ray
 
@@ -101,6 +97,7 @@ def test_an_idle_group_notices_a_lost_rank(deployed: None, config: ClusterConfig
     with_service(config, scenario)
 
 
+@pytest.mark.full
 def test_a_draft_worker_is_replaced_with_all_its_ranks(
     deployed: None, config: ClusterConfig, alone: Plain
 ) -> None:
@@ -121,6 +118,7 @@ def test_a_draft_worker_is_replaced_with_all_its_ranks(
     with_service(config, scenario)
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_cut_is_refused_in_the_users_words(
     ray_cluster: None, engine_config: EngineConfig
 ) -> None:
@@ -142,12 +140,13 @@ def test_a_model_that_cannot_be_cut_is_refused_in_the_users_words(
     owner.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("width", "stages", "fate"),
     [
         pytest.param(2, 1, "kill", id="tp2"),
-        pytest.param(1, 2, "stop", id="pp2-stopped", marks=pytest.mark.full),
-        pytest.param(2, 2, "kill", id="tp2-pp2", marks=pytest.mark.full),
+        pytest.param(1, 2, "stop", id="pp2-stopped"),
+        pytest.param(2, 2, "kill", id="tp2-pp2"),
     ],
 )
 def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], width: int, stages: int, fate: str) -> None:

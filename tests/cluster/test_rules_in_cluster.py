@@ -10,6 +10,7 @@ from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
+from tests.cluster.conftest import deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 APP = "drafthouse-rules"
 
 
-@pytest.fixture(scope="module", params=["block", "typical"])
+@pytest.fixture(scope="module", params=["block", pytest.param("typical", marks=pytest.mark.full)])
 def rule(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -31,16 +32,11 @@ def config(cluster_config: ClusterConfig, rule: str) -> ClusterConfig:
 def deployed(
     ray_cluster: None, engine_config: EngineConfig, config: ClusterConfig, rule: str
 ) -> Iterator[None]:
-    from ray import serve
-
-    from cluster.application import build_application
-
     keys = {"rejection_sample_method": rule, "allow_lossy": rule == "typical"}
     speculative = engine_config.speculative_config.model_copy(update=keys)
     judged = engine_config.model_copy(update={"speculative_config": speculative})
-    serve.run(build_application(judged, config), name=APP, route_prefix=None)
-    yield
-    serve.delete(APP)
+    with deployed_on_ray(judged, config):
+        yield
 
 
 def test_drafts_and_their_probabilities_arrive(

@@ -13,7 +13,7 @@ from specdec.core.request import Request
 from specdec.engine.config import EngineConfig
 from specdec.kv.selection import BudgetAmount, KvSelectionConfig
 from specdec.proposers.config import SpeculativeConfig
-from tests.cluster.conftest import Plain
+from tests.cluster.conftest import Plain, deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -31,10 +31,6 @@ def config(cluster_config: ClusterConfig) -> ClusterConfig:
 
 @pytest.fixture(scope="module")
 def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConfig) -> Iterator[None]:
-    from ray import serve
-
-    from cluster.application import build_application
-
     speculative = SpeculativeConfig(
         method="self",
         num_speculative_tokens=3,
@@ -43,9 +39,8 @@ def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConf
     )
     target = engine_config.target.model_copy(update={"tensor_parallel_size": 2})
     drafting = engine_config.model_copy(update={"target": target, "speculative_config": speculative})
-    serve.run(build_application(drafting, config), name=APP, route_prefix=None)
-    yield
-    serve.delete(APP)
+    with deployed_on_ray(drafting, config):
+        yield
 
 
 def with_budgets(wanted: Sequence[Request]) -> list[Request]:
@@ -81,7 +76,8 @@ def test_a_budget_that_cannot_be_is_refused_at_the_door(deployed: None, config: 
     with_service(config, scenario, num_drafters=0)
 
 
-@pytest.mark.parametrize("victim", [pytest.param("target", marks=pytest.mark.full), "rank-target"])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["target", "rank-target"])
 def test_streams_outlive_a_lost_worker(
     deployed: None, config: ClusterConfig, alone: Plain, victim: str
 ) -> None:

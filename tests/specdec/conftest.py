@@ -1,24 +1,28 @@
-"""Processes that tests of tensor parallelism share."""
+"""Processes that tests of several ranks share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 
-from tests.rank_pool import RankPool
+from tests.rank_pool import BreakablePools, Pools, RankProcesses
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Callable[[int], RankPool]]:
+def rank_processes() -> Iterator[RankProcesses]:
+    with contextlib.closing(RankProcesses()) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="session")
+def rank_pool(rank_processes: RankProcesses) -> Pools:
     """Returns the pool of so many ranks, started when it is first asked for."""
-    pools: dict[int, RankPool] = {}
+    return rank_processes.pool
 
-    def get(size: int) -> RankPool:
-        if size not in pools:
-            pools[size] = RankPool(size)
-        return pools[size]
 
-    yield get
-    for pool in pools.values():
-        pool.close()
+@pytest.fixture(scope="session")
+def breakable_pool(rank_processes: RankProcesses) -> BreakablePools:
+    """Opens a pool that a test may do anything to, kill its ranks included."""
+    return rank_processes.breakable_pool

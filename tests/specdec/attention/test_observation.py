@@ -93,20 +93,16 @@ def expected_masses(case: Case, num_observed: list[int], keys: torch.Tensor) -> 
             own = at[piece.start + row]
             if layer.sliding_window is not None:
                 seen = [one for one in seen if own - at[one] < layer.sliding_window]
+            blocks = torch.tensor(seen) // case.block_size
+            pages = torch.tensor([piece.block_table[block] for block in blocks.tolist()])
+            offsets = torch.tensor(seen) % case.block_size
             masses = torch.zeros(layer.num_heads, width)
             for head in range(layer.num_heads):
-                scores = []
-                for index in seen:
-                    block, offset = divmod(index, case.block_size)
-                    key = keys[piece.block_table[block], head // group, offset].double()
-                    scores.append(
-                        float(case.query[end - num_rows + row, head].double() @ key) * layer.scaling
-                    )
-                logits = torch.tensor(scores, dtype=torch.float64)
+                query = case.query[end - num_rows + row, head].double()
+                logits = keys[pages, head // group, offsets].double() @ query * layer.scaling
                 if layer.softcap is not None:
                     logits = layer.softcap * torch.tanh(logits / layer.softcap)
-                for index, weight in zip(seen, logits.softmax(0).tolist(), strict=True):
-                    masses[head, index // case.block_size] += weight
+                masses[head].index_add_(0, blocks, logits.softmax(0).float())
             found.append(masses)
     return torch.stack(found)
 

@@ -37,8 +37,6 @@ from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from tests.rank_pool import Failure, RankPool
 
-Pools = Callable[[int], RankPool]
-
 NUM_TOKENS = 12
 PROMPTS = [[(7 * index + 3 * step) % 100 + 2 for step in range(3 + 8 * index)] for index in range(4)]
 REPETITIVE = [[5, 9, 23, 5, 9, 23, 5, 9], [40] * 6]

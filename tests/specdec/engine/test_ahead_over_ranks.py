@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from specdec.model.parallel.group import RankGroup
 from specdec.proposers.base import AheadWish, LooksAhead
 from specdec.proposers.config import SpeculativeConfig
 from tests.architectures import VOCAB_SIZE, save_model
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.specdec.proposers.ahead_contract import Stream, assumed_of
 
 PARAMS = (
@@ -104,9 +103,7 @@ def check(proposer: LeadingProposer, stream: Stream, proposal: Proposal) -> None
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_branches_are_those_of_all_ranks(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, size: int
-) -> None:
+def test_branches_are_those_of_all_ranks(rank_pool: Pools, tmp_path: Path, size: int) -> None:
     save_model(tmp_path, "llama")
     num_branches = len(PARAMS) * (2 + (NUM_ROUNDS - 1) * 5)
     expected = (num_branches, len(PARAMS) * (NUM_ROUNDS - 1), 0)

@@ -7,7 +7,7 @@ compiled; over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from specdec.model.invariance.native import NativeOperations
 from specdec.model.parallel.group import RankGroup
 from specdec.scheduling.config import SchedulerConfig
 from tests.architectures import save_model, save_wide_model
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.specdec.engine.ranked_engines import PROMPTS as PROMPTS_OF_RANKS
 from tests.specdec.engine.ranked_engines import config_of, drafting, lead
 from tests.specdec.engine.test_identity import ragged_prompts
@@ -144,12 +144,20 @@ def said(engine: Engine, setting: Setting, params: SamplingParams) -> list[Said]
     return [Said(result.token_ids, result.choices[0].logprobs) for result in results]
 
 
-@pytest.mark.parametrize("form", COMPILE)
-def test_same_bits_however_it_is_served(folders: Folders, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "settings"),
+    [
+        pytest.param("eager", SETTINGS[1::2], id="eager"),
+        pytest.param("compiled", SETTINGS[::2], id="compiled"),
+        pytest.param("eager", SETTINGS[::2], id="eager, the others", marks=pytest.mark.full),
+        pytest.param("compiled", SETTINGS[1::2], id="compiled, the others", marks=pytest.mark.full),
+    ],
+)
+def test_same_bits_however_it_is_served(folders: Folders, form: str, settings: Sequence[Setting]) -> None:
     target = {"batch_invariant": True, "compile": COMPILE[form]}
     with engine_of(folders, ALONE, target) as engine:
         expected = {kind: said(engine, ALONE, params) for kind, params in PARAMS.items()}
-    for setting in SETTINGS:
+    for setting in settings:
         with engine_of(folders, setting, target) as engine:
             for kind, params in PARAMS.items():
                 assert said(engine, setting, params) == expected[kind], (kind, setting)
@@ -245,7 +253,7 @@ def _said(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPara
     ],
 )
 def test_same_bits_over_ranks(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: Pools,
     tmp_path: Path,
     compiled: bool,
     size: int,

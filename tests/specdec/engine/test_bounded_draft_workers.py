@@ -153,7 +153,7 @@ def run_random_schedule(seed: int, mode: OverlapMode, *, in_cache: bool) -> tupl
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("in_cache", [False, True])
 def test_random_schedules_never_change_a_token(mode: OverlapMode, in_cache: bool) -> None:
-    outcomes = [run_random_schedule(seed, mode, in_cache=in_cache) for seed in range(12)]
+    outcomes = [run_random_schedule(seed, mode, in_cache=in_cache) for seed in range(6)]
     assert sum(num_accepted for num_accepted, _ in outcomes) > 100
     assert (sum(num_reread for _, num_reread in outcomes) > 5) == in_cache
 
@@ -161,7 +161,7 @@ def test_random_schedules_never_change_a_token(mode: OverlapMode, in_cache: bool
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("in_cache", [False, True])
-@pytest.mark.parametrize("block", range(1, 9))
+@pytest.mark.parametrize("block", range(9))
 def test_many_more_random_schedules(mode: OverlapMode, in_cache: bool, block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         run_random_schedule(seed, mode, in_cache=in_cache)

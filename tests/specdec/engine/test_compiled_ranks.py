@@ -17,7 +17,7 @@ from specdec.engine.rank_leader import LeadingTarget
 from specdec.model.config import CompileConfig
 from specdec.model.graphs import CompiledForward
 from specdec.model.parallel.group import RankGroup
-from tests.rank_pool import Failure, RankPool
+from tests.rank_pool import BreakablePools, Failure, Pools, RankPool
 from tests.specdec.engine.ranked_engines import (
     GREEDY,
     NUM_TOKENS,
@@ -35,7 +35,6 @@ from tests.specdec.engine.ranked_engines import (
 from tests.specdec.engine.test_ranks import folder_of
 
 __all__ = ["folder_of"]
-Pools = Callable[[int], RankPool]
 KINDS = {"llama": [GREEDY, PLAIN, SAMPLED, SHAPED]}
 FEWER_KINDS = [GREEDY, PLAIN]
 
@@ -119,8 +118,8 @@ def serve_until_a_rank_dies(group: RankGroup, config: EngineConfig) -> None:
             engine.generate(PROMPTS, GREEDY)
 
 
-def test_a_dead_rank_ends_the_group(folder_of: Callable[[str], Path]) -> None:
-    with RankPool(2) as pool:
+def test_a_dead_rank_ends_the_group(breakable_pool: BreakablePools, folder_of: Callable[[str], Path]) -> None:
+    with breakable_pool(2) as pool:
         config = compiled_config(folder_of("llama"), 2)
         pool.send(serve_until_a_rank_dies, config)
         pool.kill(1)

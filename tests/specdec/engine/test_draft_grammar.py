@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from specdec.scheduling.speculation.controller import FixedController
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
 from specdec.transport.messages import DraftOpening, ProposeEntry, Release
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools
 from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels
 from tests.specdec.engine.test_draft_isolation import Pool, an_entry
 from tests.specdec.engine.test_grammars import GRAMMARS, PROMPTS, models, params_of, streams
@@ -154,6 +155,7 @@ def outcome(engine: Engine, params: SamplingParams) -> Outcome:
     return Outcome(streams(results), metrics.num_draft_tokens, metrics.num_accepted_tokens)
 
 
+@cache
 def in_process(models: GrammarModels, drafter: str, params: SamplingParams) -> Outcome:
     with models.engine(drafter, NUM_DRAFT_TOKENS) as engine:
         return outcome(engine, params)
@@ -430,10 +432,8 @@ def draft_over_ranks(group: RankGroup, folder: Path, knows_grammars: bool, param
         return outcome(engine, params)
 
 
-@pytest.mark.parametrize("kind", ["schema", "regex"])
-def test_ranks_of_a_draft_model_follow_a_grammar(
-    rank_pool: Callable[[int], RankPool], models: GrammarModels, kind: str
-) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("schema", marks=pytest.mark.full), "regex"])
+def test_ranks_of_a_draft_model_follow_a_grammar(rank_pool: Pools, models: GrammarModels, kind: str) -> None:
     params = short(kind)
     expected = in_process(models, "same model", params)
     folder = models._folder

@@ -28,6 +28,11 @@ from tests.specdec.engine.remote_cluster import CAPABILITIES, MODEL, VOCAB, a_re
 
 NUM_DRAFTERS = 3
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
+ALSO: dict[OverlapMode, list[pytest.MarkDecorator]] = {
+    "lockstep": [pytest.mark.full],
+    "ping_pong": [pytest.mark.full],
+    "draft_ahead": [],
+}
 # Nobody who lives is late, however busy the machine; the dead are noticed by their links.
 DEADLINES = DraftDeadlineConfig(
     min_deadline_s=20.0, max_deadline_s=30.0, first_retry_s=0.01, max_retry_s=0.05, reassign_after_s=0.0
@@ -141,7 +146,7 @@ def some_requests(number: int, name: str) -> list[Request]:
     return [a_request(f"{name}-{index}", rng) for index in range(number)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(one, marks=ALSO[one]) for one in MODES])
 def test_processes_that_draft_are_killed_at_random_during_500_requests(mode: OverlapMode) -> None:
     with killing(mode) as cluster:
         before = cluster.serve(some_requests(160, "before"), is_killing=False)

@@ -28,7 +28,8 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from tests.architectures import VOCAB_SIZE, save_model
 from tests.pairwise import Case, pairwise_cover
-from tests.specdec.engine.ranked_engines import Pools, lead
+from tests.rank_pool import Pools
+from tests.specdec.engine.ranked_engines import lead
 
 NUM_TOKENS = 16
 POSITIONS = 48
@@ -91,6 +92,15 @@ def may_be(case: Case) -> bool:
 
 
 COVER = pairwise_cover(AXES, may_be)
+FEWER = [
+    {**case, "architecture": architecture}
+    for case, architecture in zip(
+        pairwise_cover({name: AXES[name] for name in AXES if name != "architecture"}, may_be),
+        itertools.cycle(ARCHITECTURES),
+        strict=False,
+    )
+]
+"""Fewer than half: each architecture with some of what there is; all else meets in pairs."""
 
 
 def drawn_cases() -> Iterator[Case]:
@@ -215,6 +225,12 @@ def name_of(case: Case) -> str:
     )
 
 
+@pytest.mark.parametrize("case", FEWER, ids=name_of)
+def test_says_what_it_says_alone_in_few_settings(case: Case, folders: Folders, alone: Alone) -> None:
+    check(case, folders, alone)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("case", COVER, ids=name_of)
 def test_says_what_it_says_alone(case: Case, folders: Folders, alone: Alone) -> None:
     check(case, folders, alone)
@@ -260,12 +276,12 @@ def serve(group: RankGroup, config: EngineConfig, prompts: Any, params: Any) -> 
 @pytest.mark.parametrize(
     ("drafter", "policy", "positions", "architecture"),
     [
-        ("self", "budget", "absolute", "llama"),
-        ("self", "share", "absolute", "llama_yarn"),
+        pytest.param("self", "budget", "absolute", "llama", marks=pytest.mark.full),
+        pytest.param("self", "share", "absolute", "llama_yarn", marks=pytest.mark.full),
         ("self", "verified", "absolute", "llama3_rope"),
-        ("same model", "share", "absolute", "llama_linear_rope"),
+        pytest.param("same model", "share", "absolute", "llama_linear_rope", marks=pytest.mark.full),
         ("same model", "budget", "in_cache", "llama"),
-        ("other model", "no sink", "in_cache", "llama_dynamic_ntk"),
+        pytest.param("other model", "no sink", "in_cache", "llama_dynamic_ntk", marks=pytest.mark.full),
     ],
 )
 def test_over_two_ranks(

@@ -24,7 +24,7 @@ from specdec.model.loader import load_model
 from specdec.model.parallel.group import RankGroup
 from specdec.model.runner import ModelRunner
 from tests.architectures import ARCHITECTURES, save_model
-from tests.rank_pool import RankPool
+from tests.rank_pool import BreakablePools, Pools
 from tests.specdec.engine.grammar_models import save_byte_level_model
 from tests.specdec.engine.ranked_engines import (
     CONSTRAINED,
@@ -35,7 +35,6 @@ from tests.specdec.engine.ranked_engines import (
     SAMPLED,
     SHAPED,
     SHAPED_GREEDY,
-    Pools,
     assert_same_logprobs,
     check,
     config_of,
@@ -267,8 +266,10 @@ def test_a_grammar_with_a_draft_model_over_ranks(tmp_path: Path) -> None:
         assert generate(engine, [CONSTRAINED]) == expected
 
 
-def test_a_dead_rank_ends_the_group(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    with RankPool(2) as pool:
+def test_a_dead_rank_ends_the_group(
+    breakable_pool: BreakablePools, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with breakable_pool(2) as pool:
         failure = failure_after_a_death(pool, config_of(folder_of("llama"), 2), 1, tmp_path)
         assert isinstance(failure.error, TransportError)
         assert "lost a peer" in failure.text

@@ -32,13 +32,15 @@ from specdec.kv.selection import KvPolicyName, KvSelectionConfig
 from specdec.model.config import ModelConfig
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
-from tests.specdec.engine.ranked_engines import Pools, config_of
+from tests.rank_pool import Pools
+from tests.specdec.engine.ranked_engines import config_of
 from tests.specdec.engine.test_self_speculation import (
     BLOCK_SIZE,
     KINDS,
     LONG,
     POSITIONS_OF_OTHER_KINDS,
     PROMPTS,
+    SCORED,
     UNENDING,
     Models,
     SelfSetting,
@@ -47,9 +49,9 @@ from tests.specdec.engine.test_self_speculation import (
     check,
     draft_once,
     reference_draft,
+    selecting,
 )
 
-POLICIES: tuple[KvPolicyName, ...] = ("snapkv", "verified")
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
 
 
@@ -76,22 +78,16 @@ def streams(models: Models) -> Streams:
     return Streams(models)
 
 
-def scored(
-    policy: KvPolicyName, budget: int | float = 12, *, sink: int = 4, every: int | None = None
-) -> KvSelectionConfig:
-    return KvSelectionConfig(policy=policy, budget=budget, sink_tokens=sink, floor=12, rescore_every=every)
-
-
 COVER = [
-    ("greedy", SelfSetting(num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, kv=scored("verified"))),
-    ("greedy", SelfSetting(num_draft_tokens=7, batch=5, chunk=9, kv=scored("snapkv", 16), compiled=True)),
-    ("plain", SelfSetting(num_draft_tokens=1, batch=5, kv=scored("verified", 0.5), compiled=True)),
-    ("plain", SelfSetting(num_draft_tokens=7, batch=1, kv=scored("snapkv", every=3))),
-    ("cut", SelfSetting(num_draft_tokens=7, batch=8, chunk=16, num_blocks=18, kv=scored("snapkv", 0.3))),
-    ("cut", SelfSetting(num_draft_tokens=4, batch=5, kv=scored("verified", every=6), compiled=True)),
-    ("hot", SelfSetting(num_draft_tokens=4, batch=8, chunk=16, kv=scored("verified", 16, sink=0))),
-    ("penalties", SelfSetting(num_draft_tokens=4, batch=8, num_blocks=18, kv=scored("verified"))),
-    ("bad words", SelfSetting(num_draft_tokens=6, batch=5, kv=scored("snapkv"), compiled=True)),
+    ("greedy", SelfSetting(num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, kv=selecting("verified"))),
+    ("greedy", SelfSetting(num_draft_tokens=7, batch=5, chunk=9, kv=selecting("snapkv", 16), compiled=True)),
+    ("plain", SelfSetting(num_draft_tokens=1, batch=5, kv=selecting("verified", 0.5), compiled=True)),
+    ("plain", SelfSetting(num_draft_tokens=7, batch=1, kv=selecting("snapkv", every=3))),
+    ("cut", SelfSetting(num_draft_tokens=7, batch=8, chunk=16, num_blocks=18, kv=selecting("snapkv", 0.3))),
+    ("cut", SelfSetting(num_draft_tokens=4, batch=5, kv=selecting("verified", every=6), compiled=True)),
+    ("hot", SelfSetting(num_draft_tokens=4, batch=8, chunk=16, kv=selecting("verified", 16, sink=0))),
+    ("penalties", SelfSetting(num_draft_tokens=4, batch=8, num_blocks=18, kv=selecting("verified"))),
+    ("bad words", SelfSetting(num_draft_tokens=6, batch=5, kv=selecting("snapkv"), compiled=True)),
 ]
 
 
@@ -103,60 +99,32 @@ def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, se
         assert metrics.num_preemptions > 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv", [scored(one, every=r) for one in POLICIES for r in (None, 4)], ids=str)
-@pytest.mark.parametrize("num_draft_tokens", [1, 5])
-@pytest.mark.parametrize(("batch", "chunk", "num_blocks"), [(1, 512, 200), (8, 16, 18), (5, 9, 200)])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_says_what_it_says_alone_in_every_setting(
-    models: Models,
-    streams: Streams,
-    kind: str,
-    kv: KvSelectionConfig,
-    num_draft_tokens: int,
-    batch: int,
-    chunk: int,
-    num_blocks: int,
-    compiled: bool,
-) -> None:
-    setting = SelfSetting(
-        num_draft_tokens=num_draft_tokens,
-        batch=batch,
-        chunk=chunk,
-        num_blocks=num_blocks,
-        compiled=compiled,
-        kv=kv,
-    )
-    check(models, streams, setting, kind)
-
-
 @pytest.mark.parametrize("architecture", ["llama", "mistral", *POSITIONS_OF_OTHER_KINDS])
 @pytest.mark.parametrize(("compiled", "policy"), [(False, "snapkv"), (True, "verified")])
 def test_every_kind_of_position(
     models: Models, streams: Streams, architecture: str, compiled: bool, policy: KvPolicyName
 ) -> None:
     setting = SelfSetting(
-        num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, compiled=compiled, kv=scored(policy, 16)
+        num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, compiled=compiled, kv=selecting(policy, 16)
     )
     assert check(models, streams, setting, "greedy", architecture).num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SCORED)
 def test_everything_selected_is_all_accepted(models: Models, policy: KvPolicyName) -> None:
-    setting = SelfSetting(num_draft_tokens=5, batch=8, chunk=64, kv=scored(policy, 4096))
+    setting = SelfSetting(num_draft_tokens=5, batch=8, chunk=64, kv=selecting(policy, 4096))
     with setting.engine(models, "llama") as engine:
         engine.generate(PROMPTS, UNENDING["plain"])
         metrics = engine.metrics()
     assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 8 * 10
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SCORED)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_prefix_cache(models: Models, streams: Streams, policy: KvPolicyName, compiled: bool) -> None:
     """Later requests find their prompts read, and are scored by what is left of them."""
     expected = streams.alone("llama", "plain", KINDS["plain"])
-    setting = SelfSetting(num_draft_tokens=6, batch=8, kv=scored(policy), compiled=compiled)
+    setting = SelfSetting(num_draft_tokens=6, batch=8, kv=selecting(policy), compiled=compiled)
     with setting.engine(models, "llama") as engine:
         for _ in range(2):
             results = engine.generate(PROMPTS, KINDS["plain"])
@@ -173,7 +141,7 @@ def test_bf16(models: Models, kind: str) -> None:
         {"method": "none"},
         *(
             {"method": "self", "controller": "fixed", "kv": {"policy": policy, "budget": 16}}
-            for policy in POLICIES
+            for policy in SCORED
         ),
     ):
         config = EngineConfig(
@@ -244,7 +212,7 @@ def target_of(models: Models, kv: KvSelectionConfig, *, compiled: bool) -> Local
 @pytest.mark.parametrize("compiled", [False, True])
 def test_scores_are_those_of_committed_tokens(sharp_models: Models, kind: str, compiled: bool) -> None:
     """Whatever was drafted and rejected in between."""
-    target = target_of(sharp_models, scored("verified", 16), compiled=compiled)
+    target = target_of(sharp_models, selecting("verified", 16), compiled=compiled)
     tokens, num_rejected = run_rounds(target, UNENDING[kind], 6)
     assert num_rejected > 3
     masses = reference_masses(sharp_models, tokens[:-1])  # nobody has run the last one
@@ -253,7 +221,7 @@ def test_scores_are_those_of_committed_tokens(sharp_models: Models, kind: str, c
 
 def test_control_rejected_tokens_would_show(sharp_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.engine.attention_watch._num_rejected", lambda work, result: 0)
-    target = target_of(sharp_models, scored("verified", 16), compiled=False)
+    target = target_of(sharp_models, selecting("verified", 16), compiled=False)
     tokens, _ = run_rounds(target, UNENDING["hot"], 6)
     values = scores_of(target).values
     assert values is not None
@@ -263,7 +231,7 @@ def test_control_rejected_tokens_would_show(sharp_models: Models, monkeypatch: p
 
 
 def test_a_window_is_that_of_the_prompt(sharp_models: Models) -> None:
-    target = target_of(sharp_models, scored("snapkv", 16), compiled=True)
+    target = target_of(sharp_models, selecting("snapkv", 16), compiled=True)
     run_rounds(target, UNENDING["plain"], 3)
     window = reference_masses(sharp_models, LONG)[-MAX_WINDOW:].mean(0)
     padded = np.pad(window, 1, mode="edge")
@@ -272,7 +240,7 @@ def test_a_window_is_that_of_the_prompt(sharp_models: Models) -> None:
 
 
 def test_a_sequence_that_comes_back_is_scored_anew(models: Models) -> None:
-    target = target_of(models, scored("verified", 16), compiled=False)
+    target = target_of(models, selecting("verified", 16), compiled=False)
     run_rounds(target, UNENDING["plain"], 2)
     target.run(TargetStep(9, (), (), (RequestId("a"),)))
     target.run(TargetStep(10, (), (AdmittedSequence(RequestId("a"), 1, UNENDING["plain"]),)))
@@ -281,16 +249,16 @@ def test_a_sequence_that_comes_back_is_scored_anew(models: Models) -> None:
 
 def needle_selection(models: Models, policy: KvPolicyName) -> tuple[list[int], list[int]]:
     """Blocks that a policy selects behind `LONG` less its last token, and those of streaming."""
-    target = target_of(models, scored(policy, 16), compiled=False)
+    target = target_of(models, selecting(policy, 16), compiled=False)
     name = RequestId("a")
     prefill = TargetWork(name, tuple(LONG[:-1]), 0, 1, 0, tuple(range(40, 20, -1)))
     target.run(TargetStep(0, (prefill,), (AdmittedSequence(name, 12345, UNENDING["plain"]),)))
-    selections = [scored(one, 16).make(BLOCK_SIZE) for one in (policy, "streaming")]
+    selections = [selecting(one, 16).make(BLOCK_SIZE) for one in (policy, "streaming")]
     mine, streamed = (one.select(len(LONG) - 1, scores=scores_of(target)) for one in selections)
     return list(mine.blocks), list(streamed.blocks)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SCORED)
 @pytest.mark.parametrize("kind", ["greedy", "plain"])
 def test_drafts_attend_to_what_the_target_attends_to(
     sharp_models: Models, policy: KvPolicyName, kind: str
@@ -301,7 +269,7 @@ def test_drafts_attend_to_what_the_target_attends_to(
     assert blocks != streamed, "what matters is not in the window"
     selected = [index * BLOCK_SIZE + at for index in blocks for at in range(BLOCK_SIZE)]
     for compiled in (False, True):
-        setting = SelfSetting(compiled=compiled, kv=scored(policy, 16))
+        setting = SelfSetting(compiled=compiled, kv=selecting(policy, 16))
         # The prompt ends where the scores above were taken.
         drafted = draft_scored(sharp_models, setting, KINDS[kind])
         assert drafted == reference_draft(sharp_models, selected, KINDS[kind], 6)
@@ -388,7 +356,7 @@ def test_verified_is_right_more_often_on_long_texts() -> None:
     assert verified[0] / verified[1] > streamed[0] / streamed[1]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SCORED)
 def test_a_draft_model_cannot_bring_back_what_it_has_freed(policy: KvPolicyName) -> None:
     with pytest.raises(pydantic.ValidationError, match=rf"kv\.policy: {policy} needs method self"):
         SpeculativeConfig.model_validate({"method": "draft_model", "model": "m", "kv": {"policy": policy}})

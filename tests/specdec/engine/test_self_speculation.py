@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import get_args
 
 import msgspec
 import pydantic
@@ -30,7 +32,7 @@ from specdec.engine.self_drafter import SelfDrafter
 from specdec.engine.target_server import TargetServer
 from specdec.engine.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
-from specdec.kv.selection import KvSelectionConfig
+from specdec.kv.selection import KvPolicyName, KvSelectionConfig
 from specdec.model.batch import PositionShift
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import LoadedModel
@@ -52,8 +54,22 @@ FULL = KvSelectionConfig(policy="full")
 EVERYTHING = KvSelectionConfig(policy="streaming", budget=4096)
 
 
-def streaming(budget: int | float, *, sink: int = 4, floor: int = 12) -> KvSelectionConfig:
-    return KvSelectionConfig(policy="streaming", budget=budget, sink_tokens=sink, floor=floor)
+def selecting(
+    policy: KvPolicyName, budget: int | float = 12, *, sink: int = 4, every: int | None = None
+) -> KvSelectionConfig:
+    return KvSelectionConfig(policy=policy, budget=budget, sink_tokens=sink, floor=12, rescore_every=every)
+
+
+streaming = partial(selecting, "streaming")
+SCORED: tuple[KvPolicyName, ...] = ("snapkv", "verified")
+SELECTIONS = (
+    FULL,
+    streaming(12),
+    streaming(16, sink=0),
+    streaming(0.5),
+    *(selecting(policy, every=every) for policy in SCORED for every in (None, 4)),
+)
+"""Of every policy there is."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,7 +171,7 @@ def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, se
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv", [FULL, streaming(12), streaming(16, sink=0), streaming(0.5)], ids=str)
+@pytest.mark.parametrize("kv", SELECTIONS, ids=str)
 @pytest.mark.parametrize("num_draft_tokens", [1, 5])
 @pytest.mark.parametrize(("batch", "chunk", "num_blocks"), [(1, 512, 200), (8, 16, 18), (5, 9, 200)])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -189,6 +205,10 @@ def test_every_kind_of_position(models: Models, streams: Streams, architecture: 
     )
     metrics = check(models, streams, setting, "greedy", architecture)
     assert metrics.num_accepted_tokens > 0
+
+
+def test_every_policy_is_in_the_product() -> None:
+    assert {kv.policy for kv in SELECTIONS} == set(get_args(KvPolicyName))
 
 
 UNENDING = {

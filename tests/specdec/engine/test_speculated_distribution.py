@@ -250,7 +250,12 @@ def test_delivered_under_speculation_as_p_says(kind: str, drafter: str, num_draf
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "drafter"),
-    [("rejection", "blind"), ("block", "blind"), ("rejection", "draft_model"), ("block", "ngram")],
+    [
+        ("rejection", "blind"),
+        pytest.param("block", "blind", marks=pytest.mark.full),
+        pytest.param("rejection", "draft_model", marks=pytest.mark.full),
+        ("block", "ngram"),
+    ],
 )
 def test_grammars_under_other_rules(rule: str, drafter: str) -> None:
     """A drafter that sees no grammar drafts what is forbidden: the rule has to see that, and reject it."""
@@ -284,7 +289,9 @@ def test_delivered_under_speculation_as_p_says_in_every_setting(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize(
+    "kind", ["presence_penalty", pytest.param("frequency_penalty", marks=pytest.mark.full)]
+)
 def test_control_penalties_without_the_draft_are_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = params_of(kind)
     expected = enumerated(params)
@@ -312,7 +319,13 @@ def test_control_masks_without_the_draft_are_noticed(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["repetition_penalty", "logit_bias", "top_p", "temperature"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "repetition_penalty",
+        *(pytest.param(one, marks=pytest.mark.full) for one in ("logit_bias", "top_p", "temperature")),
+    ],
+)
 def test_control_a_parameter_left_out_is_noticed(kind: str) -> None:
     plain = SamplingParams(max_tokens=NUM_TOKENS)
     counts = delivered("ngram", 2, plain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from specdec.model.parallel.group import RankGroup
 from specdec.sampling.parallel import ParallelSampler
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import SampledRows, logprobs_of, ranked_tokens, sample_eager
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools, RankPool
 
-Pools = Callable[[int], RankPool]
 ROWS_EACH = 6
 
 KINDS = {

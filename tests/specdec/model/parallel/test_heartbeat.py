@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ from specdec.model.parallel import heartbeat
 from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.heartbeat import HeartbeatWatch, beating
 from tests.architectures import save_model
-from tests.rank_pool import RankPool
+from tests.rank_pool import Pools, RankProcesses
 from tests.specdec.engine.ranked_engines import GREEDY, PROMPTS, config_of, generate
 
 INTERVAL_S = 0.1
@@ -66,15 +67,14 @@ def be_done(group: RankGroup) -> None:
 
 
 def test_a_stopped_rank_is_noticed() -> None:
-    with RankPool(3) as pool:
+    with contextlib.closing(RankProcesses()) as processes:  # one of them can only be killed
+        pool = processes.pool(3)
         pool.send(follow_or_watch, stop_itself, 30)
         assert pool.receive(0) == [2]
 
 
 @pytest.mark.parametrize("follow", [be_slow, be_done])
-def test_a_rank_that_runs_is_not_silent(
-    rank_pool: Callable[[int], RankPool], follow: Callable[[RankGroup], None]
-) -> None:
+def test_a_rank_that_runs_is_not_silent(rank_pool: Pools, follow: Callable[[RankGroup], None]) -> None:
     seconds = 1.5 * LOOKS * INTERVAL_S
     assert rank_pool(2).run(follow_or_watch, follow, seconds)[0] == []
 

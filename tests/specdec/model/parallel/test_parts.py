@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from specdec.model.parallel.plan import UnsupportedParallelism, generic_name, la
 from specdec.model.parallel.surgery import check_parallel
 from specdec.model.runner import ModelRunner
 from tests.architectures import ARCHITECTURES, save_model
-from tests.rank_pool import Failure, RankPool
-
-Pools = Callable[[int], RankPool]
+from tests.rank_pool import BreakablePools, Failure, Pools
 
 TOKENS = [(7 * index) % 90 + 2 for index in range(20)]
 SMALL: dict[str, Any] = {
@@ -175,22 +172,25 @@ def test_an_unknown_style_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attempt_with_weights_gone(group: RankGroup, folder: Path, size: int) -> None:
     """Reading weights would raise something else."""
+    own = loading.StoredTensor._read
     loading.StoredTensor._read = None  # type: ignore[assignment,method-assign]
-    load_model(model_config(folder, size), None, group)
+    try:
+        load_model(model_config(folder, size), None, group)
+    finally:
+        loading.StoredTensor._read = own  # type: ignore[method-assign]
 
 
-def test_refusals_come_before_weights_are_read_and_from_all_ranks(tmp_path: Path) -> None:
+def test_refusals_come_before_weights_are_read_and_from_all_ranks(rank_pool: Pools, tmp_path: Path) -> None:
     folder = save(
         tmp_path,
         transformers.LlamaConfig(
             **{**SMALL, "num_attention_heads": 3, "hidden_size": 48, "num_key_value_heads": 3}
         ),
     )
-    with RankPool(2) as pool:
-        for failure in pool.attempt(attempt_with_weights_gone, folder, 2):
-            assert isinstance(failure, Failure)
-            assert isinstance(failure.error, CheckpointError)
-            assert "llama cannot be served with tensor_parallel_size 2: its 3 attention heads" in failure.text
+    for failure in rank_pool(2).attempt(attempt_with_weights_gone, folder, 2):
+        assert isinstance(failure, Failure)
+        assert isinstance(failure.error, CheckpointError)
+        assert "llama cannot be served with tensor_parallel_size 2: its 3 attention heads" in failure.text
 
 
 def load_own(group: RankGroup, folders: list[Path]) -> None:
@@ -254,8 +254,8 @@ def gather_once(group: RankGroup) -> None:
     group.gather(torch.zeros(3))
 
 
-def test_a_lost_peer_is_an_error_not_a_wait() -> None:
-    with RankPool(2) as pool:
+def test_a_lost_peer_is_an_error_not_a_wait(breakable_pool: BreakablePools) -> None:
+    with breakable_pool(2) as pool:
         pool.kill(1)
         pool.send_to(0, gather_once)
         failure = pool.receive(0)

@@ -24,10 +24,8 @@ from specdec.model.parallel.stages import divide, plan_stages
 from specdec.model.pipeline import StageRunner, micro_batches
 from specdec.model.runner import ModelRunner
 from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model, with_layers
-from tests.rank_pool import Failure, RankPool
+from tests.rank_pool import Failure, Pools
 from tests.specdec.model.parallel.test_parts import CONFIGS, SMALL, TOKENS, on_paper, save
-
-Pools = Callable[[int], RankPool]
 
 NUM_LAYERS = 5
 
@@ -316,8 +314,12 @@ def test_planning_leaves_the_model_as_it_was() -> None:
 
 def attempt_with_weights_gone(group: RankGroup, folder: Path, stages: int) -> None:
     """Reading weights would raise something else."""
+    own = loading.StoredTensor._read
     loading.StoredTensor._read = None  # type: ignore[assignment,method-assign]
-    load_model(model_config(folder, stages, group.size // stages), None, group)
+    try:
+        load_model(model_config(folder, stages, group.size // stages), None, group)
+    finally:
+        loading.StoredTensor._read = own  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -333,14 +335,13 @@ def attempt_with_weights_gone(group: RankGroup, folder: Path, stages: int) -> No
     ],
 )
 def test_refusals_come_before_weights_are_read_and_from_all_ranks(
-    tmp_path: Path, stages: int, size: int, message: str
+    rank_pool: Pools, tmp_path: Path, stages: int, size: int, message: str
 ) -> None:
     save_model(tmp_path, "llama")
-    with RankPool(size) as pool:
-        for failure in pool.attempt(attempt_with_weights_gone, tmp_path, stages):
-            assert isinstance(failure, Failure)
-            assert isinstance(failure.error, CheckpointError)
-            assert message in failure.text
+    for failure in rank_pool(size).attempt(attempt_with_weights_gone, tmp_path, stages):
+        assert isinstance(failure, Failure)
+        assert isinstance(failure.error, CheckpointError)
+        assert message in failure.text
 
 
 def test_a_size_without_ranks_is_refused(tmp_path: Path) -> None:
@@ -358,19 +359,21 @@ def load_mismatched(group: RankGroup, folder: Path) -> Any:
     """A model type that no test covers is looked at over its stages; here one of them computes nonsense."""
     from specdec.model import inspection
 
-    inspection.TESTED_MODEL_TYPES = frozenset()
+    attend = inspection.PagedBatch.attend
     if group.rank == 1:
-        attend = inspection.PagedBatch.attend
         inspection.PagedBatch.attend = lambda self, *args: attend(self, *args).roll(1, 0)  # type: ignore[method-assign]
-    return load_model(model_config(folder, group.size), None, group).vocab_size
+    try:
+        return load_unknown(group, folder)
+    finally:
+        inspection.PagedBatch.attend = attend  # type: ignore[method-assign]
 
 
-def test_an_unknown_model_is_compared_over_its_stages(folder_of: Callable[[str], Path]) -> None:
-    folder = folder_of("llama")
-    with RankPool(2) as pool:
-        for failure in pool.attempt(load_mismatched, folder):
-            assert isinstance(failure.error, CheckpointError)
-            assert "over a paged cache its logits differ" in failure.text
+def test_an_unknown_model_is_compared_over_its_stages(
+    rank_pool: Pools, folder_of: Callable[[str], Path]
+) -> None:
+    for failure in rank_pool(2).attempt(load_mismatched, folder_of("llama")):
+        assert isinstance(failure.error, CheckpointError)
+        assert "over a paged cache its logits differ" in failure.text
 
 
 def load_unknown(group: RankGroup, folder: Path) -> int:
