@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from benchmarks.groups import TwoGroups
+from benchmarks.in_process import open_engine
 from specdec.engine.build import build_parts, controller_for, cost_profile_of, modes_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
@@ -192,17 +193,8 @@ def start_colocated(target: Path, draft: Path, scale: Scale, num_threads: int) -
     parts = build_parts(config.model_copy(update={"speculative_config": fixed}), is_measuring=True)
     assert isinstance(parts.target, SyntheticTarget)
     exchanged = ExchangedController()
-    engine = Engine.from_parts(
-        target=parts.target,
-        proposer=parts.proposer,
-        tokenizer=parts.tokenizer,
-        scheduler=parts.scheduler,
-        controller=exchanged,
-        prefix_caching=parts.prefix_caching,
-    )
-    engine.warm_up()
     return Colocated(
-        engine=engine,
+        engine=open_engine(parts, exchanged),
         synthetic=parts.target,
         exchanged=exchanged,
         profile=cost_profile_of(config, parts.target, parts.proposer),

@@ -12,7 +12,7 @@ from pathlib import Path
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.build import build_parts
+from specdec.engine.build import EngineParts, build_parts
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
@@ -25,6 +25,7 @@ from specdec.proposers.config import SpeculativeConfig, SyntheticAcceptance
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.noise import choice_seed
 from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import SpeculationController
 
 _BLOCK_SIZE = 16
 
@@ -126,6 +127,23 @@ def _cache(memory_bytes: int) -> CacheConfig:
     return CacheConfig(block_size=_BLOCK_SIZE, memory_bytes=memory_bytes, enable_prefix_caching=False)
 
 
+def open_engine(parts: EngineParts, controller: SpeculationController | None = None) -> Engine:
+    """Return a warmed-up engine of what `build_parts` has made; `controller` takes the place of theirs."""
+    engine = Engine.from_parts(
+        target=parts.target,
+        proposer=parts.proposer,
+        tokenizer=parts.tokenizer,
+        scheduler=parts.scheduler,
+        controller=controller or parts.controller,
+        prefix_caching=parts.prefix_caching,
+        grammar=parts.grammar,
+        max_branches=parts.max_branches,
+        kv_budgets=parts.kv_budgets,
+    )
+    engine.warm_up()
+    return engine
+
+
 class InProcess:
     """An engine whose requests may draft (k) or not (0): the same models, kernels and cache for both."""
 
@@ -137,15 +155,7 @@ class InProcess:
         draft_runner = parts.proposer.runner
         assert isinstance(draft_runner, ModelRunner)
         self.draft_runner = draft_runner
-        self.engine = Engine.from_parts(
-            target=parts.target,
-            proposer=parts.proposer,
-            tokenizer=parts.tokenizer,
-            scheduler=parts.scheduler,
-            controller=parts.controller,
-            prefix_caching=parts.prefix_caching,
-        )
-        self.engine.warm_up()
+        self.engine = open_engine(parts)
         self._num_runs = 0
 
     def run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int, k: int) -> RunRecord:

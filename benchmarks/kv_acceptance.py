@@ -36,6 +36,8 @@ from specdec.kv.selection import KvPolicyName
 from specdec.proposers.config import Method
 
 LONG = 3840
+LARGER = 256
+"""Budget of the solid lines over the length; dotted: the smallest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,7 @@ def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def draw(cells: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw acceptance over the budget at the longest texts, and over the length by budget."""
+    """Draw acceptance over the budget at the longest texts, and over the length for two budgets."""
     figure, (left, right) = new_figure(2)
     longest = max(cell["length"] for cell in cells)
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -164,16 +166,22 @@ def draw(cells: Sequence[Mapping[str, Any]], path: Path) -> Path:
         left.plot(*zip(*sorted(points), strict=True), "o-", label=f"{method}, {policy}")
     left.set(xscale="log", xlabel=f"budget (tokens), {longest} cached", ylabel="acceptance", ylim=(0, 1))
     left.legend(frameon=False, fontsize=7)
-    for number, name in enumerate(dict.fromkeys(cell["name"] for cell in cells)):
+    smallest = min(one.budget for one in (cell["drafter"] for cell in cells) if isinstance(one.budget, int))
+    shown = {
+        cell["name"]: cell["drafter"]
+        for cell in cells
+        if cell["drafter"].policy != "full" and cell["drafter"].budget in (smallest, LARGER)
+    }
+    for name, drafter in shown.items():
         own = sorted((cell["length"], cell["acceptance"]) for cell in cells if cell["name"] == name)
-        right.plot(
-            *zip(*own, strict=True),
-            "o-" if name.startswith("self") else "o:",
-            label=name,
-            color=f"C{number % 10}",
-        )
+        line = "o-" if drafter.budget == LARGER else "o:"
+        color = f"C{list(series).index((drafter.method, drafter.policy))}"
+        right.plot(*zip(*own, strict=True), line, label=name, color=color)
+    lengths = sorted({cell["length"] for cell in cells})
     right.set(xscale="log", xlabel="cached tokens", ylim=(0, 1))
-    right.legend(frameon=False, fontsize=5)
+    right.set_xticks(lengths, [str(length) for length in lengths])
+    right.minorticks_off()
+    right.legend(frameon=False, fontsize=7, ncols=2)
     return save_figure(figure, path)
 
 

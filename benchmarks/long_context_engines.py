@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from benchmarks.deployments import ExchangedController
-from benchmarks.in_process import RunRecord, run_batch
+from benchmarks.in_process import RunRecord, open_engine, run_batch
 from benchmarks.inflate import read_config
 from benchmarks.steady import Batch, Counted, decode_for, read
 from specdec.core.request import Request
@@ -19,7 +19,6 @@ from specdec.core.sequence import Sequence as TokenSequence
 from specdec.core.sequence import TokenConstraint
 from specdec.engine.build import build_parts, controller_for, cost_profile_of
 from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.kv.block_table import num_blocks_for
 from specdec.kv.pool import KvShape, bytes_per_block
@@ -107,16 +106,7 @@ class LongEngine:
         self.target = parts.target
         self.proposer: Proposer = parts.proposer
         self._exchanged = ExchangedController()
-        self.engine = Engine.from_parts(
-            target=parts.target,
-            proposer=parts.proposer,
-            tokenizer=parts.tokenizer,
-            scheduler=parts.scheduler,
-            controller=self._exchanged,
-            prefix_caching=parts.prefix_caching,
-            kv_budgets=parts.kv_budgets,
-        )
-        self.engine.warm_up()
+        self.engine = open_engine(parts, self._exchanged)
         self._profile: CostProfile | None = None
         for pool in (self.target.runner.pool, *([self.draft_runner.pool] if self.draft_runner else ())):
             for tensor in (*pool.keys, *pool.values):

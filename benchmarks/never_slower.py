@@ -28,7 +28,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,11 +46,11 @@ from benchmarks.load_step import summarise as summarise_step
 from benchmarks.overlap import acceptance_of
 from benchmarks.report import PairedRatio, progress_bar, report_headlines, to_plain, write_results
 from benchmarks.steady import SPARE_TOKENS, Batch, Counted, decode_for, read
+from benchmarks.turns import Turns, fails
 from benchmarks.workload import read_prompts, window
 from specdec.scheduling.speculation.controller import SpeculationController
 from specdec.scheduling.speculation.explanation import ControllerState
 
-LIMIT = 0.97
 _PLAIN = Setting(num_draft_tokens=0)
 _OVERLAPPED = 4
 
@@ -157,15 +157,6 @@ def _only(plan: Plan, pattern: str) -> Plan:
     return replace(plan, cells=cells, steps=())
 
 
-@dataclass(slots=True)
-class _Runs:
-    """Counted decoding by variant, one entry for each pair."""
-
-    plain: list[Counted] = field(default_factory=list)
-    best: list[Counted] = field(default_factory=list)
-    controller: list[Counted] = field(default_factory=list)
-
-
 class Bench:
     """One deployment, cell after cell."""
 
@@ -188,16 +179,16 @@ class Bench:
         cold = self._cold(batch, controller)
         self._decode(batch, controller, plan.warm_s)
         tick()
-        runs = _Runs()
-        for number in range(plan.pairs):
-            self._pair(batch, best, controller, runs, is_reversed=number % 2 == 1)
+        turns = Turns()
+        for _ in range(plan.pairs):
+            turns.take(self._variants(batch, best, controller))
             tick()
         return {
             "tried": {setting.name: rate for setting, rate in tried.items()},
             "best": best.name,
             "cold": cold,
             "chosen": _summary_of(controller.state),
-            **summarise(runs),
+            **summarise(turns),
         }
 
     def step(self, step: StepPlan, tick: Callable[[], None]) -> dict[str, Any]:
@@ -240,14 +231,15 @@ class Bench:
             ratios.append(self._decode(batch, controller, seconds, is_cold=is_cold).rate / beside.rate)
         return {"seconds": (first_s, second_s), "vs_plain": tuple(ratios)}
 
-    def _pair(
-        self, batch: Batch, best: Setting, controller: SpeculationController, runs: _Runs, is_reversed: bool
-    ) -> None:
-        variants = [(runs.plain, _PLAIN.controller()), (runs.controller, controller)]
+    def _variants(
+        self, batch: Batch, best: Setting, controller: SpeculationController
+    ) -> dict[str, Callable[[], Counted]]:
+        controllers = {"plain": _PLAIN.controller(), "controller": controller}
         if best != _PLAIN:
-            variants.append((runs.best, best.controller()))
-        for its, one in reversed(variants) if is_reversed else variants:
-            its.append(self._decode(batch, one, self._plan.block_s))
+            controllers["best"] = best.controller()
+        return {
+            name: partial(self._decode, batch, one, self._plan.block_s) for name, one in controllers.items()
+        }
 
     def _decode(
         self, batch: Batch, controller: SpeculationController, seconds: float, *, is_cold: bool = False
@@ -256,21 +248,12 @@ class Bench:
         return decode_for(self._deployment.engine, batch, seconds, is_cold=is_cold)
 
 
-def summarise(runs: _Runs) -> dict[str, Any]:
+def summarise(turns: Turns) -> dict[str, Any]:
     """Compare the controller, pair by pair, with plain decoding and with the best fixed setting."""
-    rates = {
-        name: tuple(one.rate for one in its)
-        for name, its in (("plain", runs.plain), ("best", runs.best), ("controller", runs.controller))
-        if its
-    }
-
-    def ratio(other: str) -> PairedRatio:
-        return PairedRatio(tuple(a / b for a, b in zip(rates["controller"], rates[other], strict=True)))
-
     return {
-        "tokens_per_s": rates,
-        "vs_plain": ratio("plain"),
-        "vs_best_fixed": ratio("best" if "best" in rates else "plain"),
+        "tokens_per_s": turns.rates("plain", "best", "controller"),
+        "vs_plain": turns.ratio("controller", "plain"),
+        "vs_best_fixed": turns.ratio("controller", "best" if "best" in turns.counted else "plain"),
     }
 
 
@@ -305,7 +288,7 @@ def failures_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{cell['cell'].name}: {name} {cell[name].median:.3f}, at most {cell[name].upper:.3f}"
         for cell in cells
         for name in ("vs_plain", "vs_best_fixed")
-        if cell[name].upper < LIMIT
+        if fails(cell[name])
     ]
 
 

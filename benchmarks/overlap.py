@@ -30,7 +30,7 @@ import typer
 from rich.progress import Progress
 
 from benchmarks.groups import BareForwards, Role, TwoGroups
-from benchmarks.in_process import RunRecord, batch_requests, engine_config, run_batch
+from benchmarks.in_process import RunRecord, batch_requests, engine_config, open_engine, run_batch
 from benchmarks.random_models import WIDE, Shape, write_random_model
 from benchmarks.report import Spread, progress_bar, report_headlines, run_paired, write_results
 from benchmarks.workload import read_prompts, window
@@ -135,15 +135,7 @@ class Colocated:
         parts = build_parts(config, is_measuring=True)
         assert isinstance(parts.target, SyntheticTarget)
         self.synthetic = parts.target
-        self.engine = Engine.from_parts(
-            target=parts.target,
-            proposer=parts.proposer,
-            tokenizer=parts.tokenizer,
-            scheduler=parts.scheduler,
-            controller=parts.controller,
-            prefix_caching=parts.prefix_caching,
-        )
-        self.engine.warm_up()
+        self.engine = open_engine(parts)
 
 
 class Bench:

@@ -35,6 +35,7 @@ from benchmarks.long_texts import LongTexts
 from benchmarks.multi_head import repeat_kv_heads
 from benchmarks.report import to_plain
 from benchmarks.steady import Batch, Counted
+from benchmarks.turns import Turns
 from specdec.core.errors import CheckpointError, ConfigError, UserError
 from specdec.kv.selection import KvPolicyName
 from specdec.scheduling.speculation.controller import FixedController
@@ -91,11 +92,17 @@ def runs(best: float, plain: float, controller: float | None = None, pairs: int 
         ]
 
     part = {"plain_s": 0.02, "verify_s": 0.03, "draft_s": 0.002, "plain_kv_s": 0.018, "verify_kv_s": 0.02}
+    turns = Turns(
+        {
+            "plain": counted(plain, 1.0, 0.01),
+            "best": counted(best, 3.8, 0.02),
+            "ordinary": counted(plain * 1.1, 1.5, 0.01),
+        }
+    )
+    if controller is not None:
+        turns.counted["controller"] = counted(controller, 3.0, 0.01)
     return Runs(
-        plain=counted(plain, 1.0, 0.01),
-        best=counted(best, 3.8, 0.02),
-        ordinary=counted(plain * 1.1, 1.5, 0.01),
-        controller=[] if controller is None else counted(controller, 3.0, 0.01),
+        turns=turns,
         parts=[{**part, "stream_s": 0.02, "kv_bytes": 500e6}] * pairs,
     )
 

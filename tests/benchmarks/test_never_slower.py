@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,8 @@ from benchmarks.load_step import StepPlan, play
 from benchmarks.load_step import summarise as summarise_step
 from benchmarks.never_slower import (
     FULL,
-    LIMIT,
     QUICK,
     Cell,
-    _Runs,
     failures_of,
     headlines_of,
     summarise,
@@ -25,6 +24,7 @@ from benchmarks.never_slower import (
 )
 from benchmarks.report import PairedRatio, to_plain
 from benchmarks.steady import SPARE_TOKENS, Batch, Counted, decode_for, read
+from benchmarks.turns import LIMIT, Turns
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget, ToyTokenizer
 from specdec.scheduling.config import SchedulerConfig
@@ -52,16 +52,17 @@ def test_a_single_pair_says_nothing() -> None:
     assert PairedRatio((0.5,)).lower == 0.0
 
 
-def runs(controller: float, plain: float, best: float | None, number: int = 5) -> _Runs:
-    def counted(rate: float | None, wobble: float) -> list[Counted]:
-        if rate is None:
-            return []
+def turns_of(controller: float, plain: float, best: float | None, number: int = 5) -> Turns:
+    def counted(rate: float, wobble: float) -> list[Counted]:
         return [
             Counted(num_tokens=round(1000 * rate), seconds=1000.0 * (1.0 + wobble * (index % 2)))
             for index in range(number)
         ]
 
-    return _Runs(plain=counted(plain, 0.01), best=counted(best, 0.01), controller=counted(controller, 0.02))
+    turns = Turns({"plain": counted(plain, 0.01), "controller": counted(controller, 0.02)})
+    if best is not None:
+        turns.counted["best"] = counted(best, 0.01)
+    return turns
 
 
 def a_cell(controller: float, plain: float, best: float | None, cold: float = 1.0) -> dict[str, Any]:
@@ -70,8 +71,22 @@ def a_cell(controller: float, plain: float, best: float | None, cold: float = 1.
         "best": "plain" if best is None else "lockstep, k = 2",
         "cold": {"vs_plain": (cold, 1.0)},
         "chosen": {"mode": "lockstep", "mean_num_draft_tokens": 2.0, "reason": "gain"},
-        **summarise(runs(controller, plain, best)),
+        **summarise(turns_of(controller, plain, best)),
     }
+
+
+def test_variants_take_turns_in_both_directions() -> None:
+    turns, order = Turns(), list[str]()
+
+    def decode(name: str) -> Counted:
+        order.append(name)
+        return Counted(num_tokens=len(order), seconds=1.0)
+
+    for _ in range(3):
+        turns.take({name: partial(decode, name) for name in ("a", "b", "c")})
+    assert "".join(order) == "abccbaabc"
+    assert turns.rates("c", "d") == {"c": (3.0, 4.0, 9.0)}
+    assert turns.ratio("a", "b").values == (1 / 2, 6 / 5, 7 / 8)
 
 
 def test_a_cell_fails_only_where_it_is_slower_for_sure() -> None:

@@ -1,0 +1,39 @@
+"""Ways to decode that take turns, and are compared pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.report import PairedRatio
+from benchmarks.steady import Counted
+
+LIMIT = 0.97
+"""Of a ratio that ought to be 1 or more; below it for sure, it fails."""
+
+
+@dataclass(slots=True)
+class Turns:
+    """What was decoded, by variant: an entry for every turn."""
+
+    counted: dict[str, list[Counted]] = field(default_factory=dict)
+
+    def take(self, variants: Mapping[str, Callable[[], Counted]]) -> None:
+        """Have every variant decode once: in their order, the next time in the opposite one (ABBA)."""
+        num_taken = max(map(len, self.counted.values()), default=0)
+        for name in list(variants)[:: 1 if num_taken % 2 == 0 else -1]:
+            self.counted.setdefault(name, []).append(variants[name]())
+
+    def rates(self, *names: str) -> dict[str, tuple[float, ...]]:
+        """Return tokens per second of these variants, as far as they took part."""
+        return {name: tuple(one.rate for one in self.counted[name]) for name in names if name in self.counted}
+
+    def ratio(self, ours: str, theirs: str) -> PairedRatio:
+        """Return how many times faster `ours` is, turn by turn."""
+        pairs = zip(self.counted[ours], self.counted[theirs], strict=True)
+        return PairedRatio(tuple(a.rate / b.rate for a, b in pairs))
+
+
+def fails(ratio: PairedRatio) -> bool:
+    """Whether a ratio is below the limit with 95 % confidence."""
+    return ratio.upper < LIMIT
