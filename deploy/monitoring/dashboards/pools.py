@@ -71,6 +71,19 @@ _GROUPS = Row(
             ),
         ),
         Panel(
+            title="Why a group was chosen",
+            description="Requests by reason. With texts that begin alike, few that follow their prefix mean "
+            "that groups forget it (memory) or that the group which has it is too busy.",
+            unit="ops",
+            queries=(line(SHOWN.rate("routed_requests", by=("reason",)), "{{reason}}"),),
+        ),
+        Panel(
+            title="Prompt tokens routed to where they are cached",
+            description="Tokens per second that a chosen group is thought to have read already.",
+            unit="tokens/s",
+            queries=(line(SHOWN.rate("routed_prefix_tokens"), "tokens"),),
+        ),
+        Panel(
             title="Losses",
             description="Target workers lost, requests that went on with a new one, requests that went on "
             "at another group, and streams that ended because nobody was there.",
