@@ -60,7 +60,7 @@ _PIPELINED_PROBE_ROUNDS = 10
 _AUDIT_ROUNDS = 3
 _STRETCH = 1.5
 """How much longer the drafts of a stretch are."""
-_STRETCH_ROUNDS = TrialLength(2, 10)
+_STRETCH_ROUNDS = TrialLength(2, 6)
 """At most as many as it takes to correct a cost that was wrong (`CorrectionGrid`)."""
 _LARGEST_CHANGE = 1.5
 """A batch that has changed by this factor since the last switch is another one."""

@@ -20,7 +20,7 @@ _LARGEST_ALLOWANCE = 64.0
 """Rounds whose time the allowance may come to."""
 _FIRST_ALLOWANCE = 2.0
 """Rounds whose time may be lost before any time has passed."""
-_FEWEST_ROUNDS_BETWEEN = 48
+_FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {"probing": 48, "auditing": 48, "stretching": 96}
 _MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6}
 
 
@@ -51,9 +51,8 @@ class Trials:
         """Whether enough rounds have passed since the last trial."""
         if self.current is not None:
             return False
-        return self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN << min(
-            self._num_ended[trial], _MOST_DOUBLINGS[trial]
-        )
+        num_doublings = min(self._num_ended[trial], _MOST_DOUBLINGS[trial])
+        return self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial] << num_doublings
 
     def begin(self, trial: Trial, length: TrialLength, loss_s: float) -> None:
         """Begin a trial for some rounds, if it is time for it, given what each is expected to lose."""
