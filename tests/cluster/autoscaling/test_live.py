@@ -13,12 +13,12 @@ from specdec.engine.config import EngineConfig
 from tests.cluster.conftest import Plain
 from tests.cluster.test_running_cluster import Streams, metric, requests
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
 APP = "drafthouse-scaling"
-PACE = {"up_after_s": 1.0, "down_after_s": 2.0, "cooldown_s": 1.0, "scale_to_zero_after_s": 5.0}
+PACE = {"up_after_s": 1.0, "down_after_s": 2.0, "cooldown_s": 1.0, "scale_to_zero_after_s": 30.0}
 SMALL = BundleConfig(num_cpus=0.5)
-LONG_S = 300.0
+LONG_S = 600.0
 
 
 @pytest.fixture(scope="module")
