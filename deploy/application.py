@@ -54,6 +54,8 @@ def door_settings(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> DoorS
         api_keys=tuple(api_keys),
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         request_classes=frozenset(http.request_classes),
+        access_log=http.access_log,
+        tracing=http.tracing,
         parallelism=parallelism_of(config.target),
     )
 

@@ -13,6 +13,7 @@ from deploy.openai.settings import (
     DEFAULT_RESUME_WINDOW_S,
     DEFAULT_WRITE_TIMEOUT_S,
 )
+from deploy.openai.tracing import TracingConfig
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES
@@ -69,6 +70,10 @@ class HttpConfig(StrictConfig):
     """Seconds for which a client that lost its connection may go on with its stream, by sending the same
     request with the header Last-Event-ID; for so long what was generated is kept. 0: nothing is, and no
     stream can be resumed."""
+    access_log: bool = False
+    """Write a log line for each request to the API: route, status, seconds and ids, no text of it."""
+    tracing: TracingConfig | None = None
+    """OpenTelemetry traces of requests (extra `tracing`); None: off, at no cost."""
     keep_alive_timeout_s: int = Field(default=75, ge=1)
     """Seconds that an idle connection is kept open."""
 

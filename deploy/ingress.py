@@ -16,6 +16,7 @@ from deploy.openai.app import create_app
 from deploy.openai.keys import KeyRing
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
+from deploy.openai.tracing import Tracing
 from specdec.model.config import ModelConfig
 from workers.process import prepare_logging
 
@@ -49,7 +50,8 @@ class IngressReplica:
         self._ring = KeyRing(settings.api_keys)
         self._api_keys_file = api_keys_file
         self._following: asyncio.Task[None] | None = None
-        self._app = create_app(self._service, settings, tokenizer, self._ring)
+        self._tracing = None if settings.tracing is None else Tracing.to_collector(settings.tracing)
+        self._app = create_app(self._service, settings, tokenizer, self._ring, tracing=self._tracing)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Join the cluster and return the application; Serve calls it once, in the loop of the requests."""
@@ -63,3 +65,5 @@ class IngressReplica:
         if self._following is not None:
             self._following.cancel()
         await self._service.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)

@@ -238,6 +238,7 @@ class Values(Block):
     draft: DraftPool
     autoscaling: Autoscaling
     serve: Serve
+    log_format: Literal["text", "json"] = "text"
     service: Service
     expose: Expose
     gcs_fault_tolerance: GcsFaultTolerance

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from specdec.kv.host_memory import give_back_freed
+from workers.logs import make_formatter
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,14 @@ def prepare_threads(num_threads: int | None) -> int:
 
 
 def prepare_logging(name: str) -> None:
-    """Send log lines of level INFO to standard error, from where Ray carries them to the driver."""
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}: %(message)s", stream=sys.stderr
-    )
+    """Send log lines of level INFO to standard error, from where Ray carries them to the driver.
+
+    Raises:
+        ConfigError: the environment asks for lines of a form that there is not.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(make_formatter(name))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for noisy in ("httpx", "transformers", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # transformers imports it where it is installed, and it reports kernels for GPUs that it cannot load.

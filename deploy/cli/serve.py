@@ -31,6 +31,7 @@ from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.config_file import load_config
 from deploy.local_ray import RaySession, session_log_folder
 from deploy.openai.keys import ApiKey
+from deploy.openai.tracing import require_exporter
 from deploy.preflight import (
     check_address,
     check_exposure,
@@ -97,6 +98,8 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
     api_keys = read_api_keys(keys_file) if keys_file is not None else ()
     if config.http.tls is not None:
         check_tls(config.http.tls)
+    if config.http.tracing is not None:
+        require_exporter()
     check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
     if options.address is None:
         check_port(config.http)

@@ -14,12 +14,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from deploy.openai.access_log import AccessLog
 from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.document import OPENAPI_PATH, openapi_document
 from deploy.openai.errors import ApiError, not_ready
 from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render
-from deploy.openai.middleware import ApiKeys, BodyLimit, Border
+from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
 from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
@@ -32,6 +33,7 @@ from deploy.openai.requests import (
     parse_body,
     prepare_chat,
     prepare_completion,
+    traced,
 )
 from deploy.openai.responses import ChoiceResult, complete_body
 from deploy.openai.resumption import HEADER as LAST_EVENT_ID
@@ -40,13 +42,13 @@ from deploy.openai.settings import DoorSettings
 from deploy.openai.slow_readers import SlowReaders
 from deploy.openai.streaming import ClientLeft, EventStream, EventStreamResponse, until_client_leaves
 from deploy.openai.tokenization import DoorTokenizer
+from deploy.openai.tracing import CURRENT_TRACE, TraceRequests, Tracing
 from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
 from specdec.core.errors import DrafthouseError
 from specdec.engine.service import GenerationService
+from workers.logs import add_log_context
 
-CLIENT_CLOSED_REQUEST = 499
-"""Status that is counted, never sent: there is nobody to send it to."""
 _METRICS_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
@@ -56,11 +58,13 @@ def create_app(
     settings: DoorSettings,
     tokenizer: DoorTokenizer,
     ring: KeyRing | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """Return the ASGI application that serves `service`.
 
     The caller owns `service`; its event loop must be the one the application runs in. Through `ring`, which
-    begins with the keys of `settings`, keys can be replaced later.
+    begins with the keys of `settings`, keys can be replaced later. `tracing`, the caller's as well, gets the
+    traces (`settings.tracing` says where they are to go).
     """
     ring = KeyRing(settings.api_keys) if ring is None else ring
     door = _Door(service, settings, tokenizer, ring)
@@ -70,6 +74,8 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         middleware=[
+            *([] if tracing is None else [Middleware(TraceRequests, tracing=tracing)]),
+            *([Middleware(AccessLog)] if settings.access_log else []),
             Middleware(SlowReaders, timeout_s=settings.write_timeout_s),
             Middleware(Border, metrics=door.metrics),
             Middleware(ApiKeys, ring=ring),
@@ -203,6 +209,7 @@ class _Door:
         description: TargetDescription,
     ) -> Response:
         receive = http.receive
+        add_log_context(request_id=prepared.response_id)
         key: ApiKey | None = getattr(http.state, "api_key", None)
         if key is not None:
             shares_prefixes = self._settings.share_prefixes_between_keys
@@ -217,6 +224,10 @@ class _Door:
                 usage = self._usage(key, prepared)
                 prepared = await until_client_leaves(comeback.resume(self._service, usage), receive)
             running = prepared.requests if comeback is None else comeback.running(prepared)
+            trace = CURRENT_TRACE.get()
+            if trace is not None:
+                trace.note_prepared(prepared)
+                running = traced(running) if trace.is_recorded else running
             outputs = ChoiceOutputs(
                 self._service,
                 running,
@@ -224,6 +235,7 @@ class _Door:
                 self._usage(key, prepared),
                 timeout_s=prepared.timeout_s,
                 max_unread=self._settings.max_unread_outputs,
+                trace=trace,
             )
             if prepared.body.stream:
                 stream = EventStream(prepared, outputs, self._tokenizer)

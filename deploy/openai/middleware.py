@@ -9,12 +9,16 @@ import asyncio
 import logging
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.openai.errors import ApiError, api_error_of, internal_error
 from deploy.openai.keys import ApiKey, KeyRing
 from deploy.openai.metrics import DoorMetrics
 
+CLIENT_CLOSED_REQUEST = 499
+"""Status that is counted, never sent: there is nobody to send it to."""
 _DRAIN_S = 5.0
 _DRAIN_TIMES_LIMIT = 16
 logger = logging.getLogger(__name__)
@@ -43,6 +47,9 @@ class Border:
         try:
             with self._metrics.in_progress.track_inprogress():
                 await self._app(scope, receive, send_noting_status)
+        except ClientDisconnect:
+            # Before its body was here: nobody is left to be answered, and nothing of ours has failed.
+            await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send_noting_status)
         except Exception as error:
             if status is not None:
                 raise  # too late for another status: the server cuts the connection
@@ -53,7 +60,7 @@ class Border:
             await api_error.response()(scope, receive, send_noting_status)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.http_requests.labels(route, str(status or 499)).inc()
+            self._metrics.http_requests.labels(route, str(status or CLIENT_CLOSED_REQUEST)).inc()
 
 
 class ApiKeys:

@@ -11,6 +11,7 @@ from deploy.openai.errors import request_timeout
 from deploy.openai.keys import Usage
 from deploy.openai.metrics import ChoiceTimer, DoorMetrics
 from deploy.openai.settings import DEFAULT_MAX_UNREAD_OUTPUTS
+from deploy.openai.tracing import RequestTrace
 from specdec.core.errors import CapacityError, RequestFailed
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
@@ -40,6 +41,7 @@ class ChoiceOutputs:
         *,
         timeout_s: float | None,
         max_unread: int = DEFAULT_MAX_UNREAD_OUTPUTS,
+        trace: RequestTrace | None = None,
     ) -> None:
         """`max_unread` outputs of each choice may wait to be taken; with more the request fails."""
         self._service = service
@@ -47,6 +49,7 @@ class ChoiceOutputs:
         self._metrics = metrics
         self._usage = usage
         self._timeout_s = timeout_s
+        self._trace = trace
         self._deadline_s: float | None = None
         self._max_unread = max_unread * len(requests)
         self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
@@ -115,6 +118,8 @@ class ChoiceOutputs:
                     self._queue.put_nowait(self._not_read())
                     return
                 is_finished = output.finish_reason is not None
+                if is_finished and self._trace is not None:
+                    self._trace.note_choice(index, output)
                 self._queue.put_nowait((index, output))
                 if is_finished:
                     return

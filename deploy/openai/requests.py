@@ -7,6 +7,7 @@ import hashlib
 import math
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -182,6 +183,11 @@ def owned(prepared: PreparedRequest, api_key_digest: bytes, *, shares_prefixes: 
         return msgspec.structs.replace(request, owner=owner, cache_salt=salt)
 
     return dataclasses.replace(prepared, requests=tuple(map(of_owner, prepared.requests)))
+
+
+def traced(requests: Iterable[Request]) -> tuple[Request, ...]:
+    """Have engines time their rounds one by one."""
+    return tuple(msgspec.structs.replace(request, is_traced=True) for request in requests)
 
 
 def limited(prepared: PreparedRequest, header: str | None, longest_s: float | None) -> PreparedRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.openai.keys import ApiKey
+from deploy.openai.tracing import TracingConfig
 from specdec.core.description import TargetDescription
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
@@ -42,6 +43,10 @@ class DoorSettings:
     token, whoever guesses can tell what others have sent."""
     request_classes: frozenset[str] = frozenset()
     """Values of `metadata.class` that are told apart; all others count as one."""
+    access_log: bool = False
+    """Whether each request to the API is a line in the log."""
+    tracing: TracingConfig | None = None
+    """Where traces of requests go; None: there are none."""
     parallelism: str = "tp1"
     """How the target is split, for `system_fingerprint`."""
 

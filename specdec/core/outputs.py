@@ -8,6 +8,8 @@ import msgspec
 
 from specdec.core.ids import Epoch, RequestId
 
+_NUM_FIRST_ROUNDS = 16
+"""Rounds of a trace that are told one by one."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: EOS, a stop token or a stop string; length: max_tokens or the context limit."""
 
@@ -43,6 +45,42 @@ class SpeculationStats(msgspec.Struct, kw_only=True):
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
+class TracedRound(msgspec.Struct, frozen=True, array_like=True):
+    """What one round was for one request; seconds on the engine's clock."""
+
+    index: int
+    """0 for the request's first round in which tokens were committed."""
+    propose_s: float
+    """When drafts were asked for."""
+    proposed_s: float
+    verify_s: float
+    """When the target was."""
+    verified_s: float
+    committed_s: float
+    num_drafted: int
+    num_committed: int
+
+
+class RoundTrace(msgspec.Struct, kw_only=True):
+    """Rounds in which a request got tokens: sums over all, and some of them one by one."""
+
+    num_rounds: int = 0
+    propose_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    rounds: list[TracedRound] = msgspec.field(default_factory=list)
+    """The first ones, then those whose index is a power of two."""
+
+    def note(self, one: TracedRound) -> None:
+        """Count a round; its index is `num_rounds`."""
+        self.num_rounds += 1
+        self.propose_s += one.proposed_s - one.propose_s
+        self.verify_s += one.verified_s - one.verify_s
+        self.commit_s += one.committed_s - one.verified_s
+        if one.index < _NUM_FIRST_ROUNDS or one.index & (one.index - 1) == 0:
+            self.rounds.append(one)
+
+
 class RequestStats(msgspec.Struct, kw_only=True):
     """Times (seconds, on the engine's clock) and counters of one finished request."""
 
@@ -53,6 +91,8 @@ class RequestStats(msgspec.Struct, kw_only=True):
     num_preemptions: int = 0
     num_cached_prompt_tokens: int = 0
     speculation: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
+    trace: RoundTrace | None = None
+    """Where the request asks for it (`Request.is_traced`)."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):

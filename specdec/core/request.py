@@ -68,6 +68,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     resumption: Resumption | None = None
     """None: its tokens are forgotten with its end."""
 
+    is_traced: bool = False
+    """Whether its rounds are timed one by one, for whoever shows them (`RequestStats.trace`)."""
+
     def continued(self, *, delivered_token_ids: tuple[int, ...], elapsed_s: float) -> Request:
         """Return what is left of it after some time, to be submitted again, be it elsewhere."""
         timeout_s = None if self.timeout_s is None else max(0.0, self.timeout_s - elapsed_s)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from specdec.core.kv_variants import KvVariants
-from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
+from specdec.core.outputs import RequestOutput, RequestStats, RoundTrace, TokenLogprobs
 from specdec.core.plan import AdmittedSequence
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ class LiveRequest:
         self.kv_variant = self._present_variant()
         """Which K/V it has in the target's cache, as long as it has any."""
         self.trail = PrefixTrail(request.cache_salt, self.kv_variant)
-        self.stats = RequestStats(arrival_s=arrival_s)
+        self.stats = RequestStats(arrival_s=arrival_s, trace=RoundTrace() if request.is_traced else None)
         self.finish: Finish | None = None
         self.grammar: GrammarState | None = None
         """Set before the request runs, where it has one."""

@@ -15,7 +15,7 @@ from specdec.core.clock import Clock
 from specdec.core.distributions import rows_fault
 from specdec.core.errors import ConfigError, ProtocolError, TransportError
 from specdec.core.ids import RequestId
-from specdec.core.outputs import RequestOutput
+from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.engine.live_request import LiveRequest
@@ -429,9 +429,29 @@ class RoundLoop:
                 proposal = flight.proposals.get(work.request_id)
                 if answer.drafted:
                     proposal = self._own_proposal(live, answer)
+                num_before = live.committed_len
                 self._advance(live, answer, proposal, landing, now_s)
+                if live.stats.trace is not None:
+                    num_drafted = 0 if proposal is None else len(proposal.token_ids)
+                    self._trace(live.stats.trace, flight, now_s, num_drafted, live.committed_len - num_before)
                 outputs.append(self._settle(live, now_s))
         return landing
+
+    def _trace(
+        self, trace: RoundTrace, flight: _Flight, verified_s: float, num_drafted: int, num_committed: int
+    ) -> None:
+        trace.note(
+            TracedRound(
+                index=trace.num_rounds,
+                propose_s=flight.drafted_s - flight.draft_s,
+                proposed_s=flight.drafted_s,
+                verify_s=flight.submitted_s,
+                verified_s=verified_s,
+                committed_s=self._clock.now_s(),
+                num_drafted=num_drafted,
+                num_committed=num_committed,
+            )
+        )
 
     def _own_proposal(self, live: LiveRequest, answer: WorkResult) -> Proposal:
         """Return what the target has drafted itself, as a proposal."""

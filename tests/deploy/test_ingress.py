@@ -24,7 +24,7 @@ from tests.deploy.openai.fakes import ScriptedService
 
 
 class ScriptedCluster(ScriptedService):
-    def __init__(self, cluster: ClusterConfig) -> None:
+    def __init__(self, cluster: ClusterConfig, **_: object) -> None:
         super().__init__()
         self.is_open = False
 

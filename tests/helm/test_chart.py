@@ -26,6 +26,7 @@ from deploy.monitoring.rules import rules_yaml
 from deploy.serve_config import build, parse_arguments
 from scripts import helm_monitoring, helm_schema
 from specdec.core.errors import ResourceError
+from workers.logs import FORMAT_VARIABLE
 
 pytest.importorskip("helm_python", reason="helm-python-sdk, Helm's engine, is there for Linux x86-64 only")
 
@@ -507,6 +508,14 @@ def test_tls_reaches_everything_that_speaks_with_the_door() -> None:
     assert "curl -k https://127.0.0.1:8000/health" in render_texts(values)["NOTES.txt"]
     plain = ServeDeploySchema.model_validate(serve_config({})).http_options
     assert (plain.ssl_certfile, plain.ssl_keyfile) == (None, None)
+
+
+def test_log_lines_are_json_where_that_is_asked_for() -> None:
+    for values, wanted in (({}, None), ({"logFormat": "json"}, "json")):
+        for group in groups_of(ray_service(values)).values():
+            (container,) = group["template"]["spec"]["containers"]
+            given = {variable["name"]: variable.get("value") for variable in container["env"]}
+            assert given.get(FORMAT_VARIABLE) == wanted
 
 
 def test_notes_say_how_to_look_and_ask() -> None:

@@ -91,6 +91,9 @@ spec:
         - {name: RAY_worker_niceness, value: "0"}
         # Clients that do not read: the proxy gives them up (docs/operations.md, Overload).
         - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.openai.slow_readers:proxy_middlewares"}
+        {{- if ne $values.logFormat "text" }}
+        - {name: DRAFTHOUSE_LOG_FORMAT, value: {{ $values.logFormat }}}
+        {{- end }}
         {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
         {{- with $pool.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
       lifecycle:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -61,6 +64,26 @@ def requests(generator: random.Random) -> Iterator[bytes]:
     else:
         for byte in line + b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: x\r\n\r\n":
             yield bytes([byte])
+
+
+def statuses(url: str) -> set[str]:
+    """Statuses of completions that have been counted."""
+    text = httpx.get(f"{url}/metrics").text
+    return set(re.findall(r'http_requests_total{route="/v1/completions",status="(\d+)"}', text))
+
+
+def test_a_client_that_leaves_within_its_body_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    with live_server(Door().app) as url:
+        host, _, port = url.rpartition("/")[2].rpartition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            time.sleep(0.2)
+        until_s = time.monotonic() + 30
+        while not (counted := statuses(url)):
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+    assert counted == {"499"}
+    assert "failed" not in caplog.text
 
 
 COUNTS = [60, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
