@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT_S = 120.0
-_NUM_RESTING_S = 30.0
+TIMEOUT_S = 240.0
+_RESTING_S = 30.0
 """How long a process that has outlived its group may take to notice."""
 
 
@@ -29,30 +29,36 @@ class RankProcesses:
     def pool(self, size: int) -> RankPool:
         """Return the pool of so many ranks; rank 0 is one of the processes, not the caller."""
         if size not in self._pools:
-            self._pools[size] = RankPool(self._take(size))
+            self._pools[size] = self._form(size)
         return self._pools[size]
 
     @contextmanager
     def breakable_pool(self, size: int) -> Iterator[RankPool]:
         """A pool of its own, which may be left in any state."""
-        pool = RankPool(self._take(size))
+        pool = self._form(size)
         try:
             yield pool
         finally:
-            lost = [process for process in self._processes[:size] if not process.has_come_to_rest()]
-            if lost:
-                for process in lost:
-                    process.kill()
-                self._processes = [process for process in self._processes if process not in lost]
-                self._pools.clear()  # the ranks of others than these have moved
+            self._end([process for process in self._processes[:size] if not process.has_come_to_rest()])
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
 
-    def _take(self, size: int) -> list[_Process]:
+    def _form(self, size: int) -> RankPool:
         self._processes += [_Process() for _ in range(size - len(self._processes))]
-        return self._processes[:size]
+        try:
+            return RankPool(self._processes[:size])
+        except BaseException:
+            self._end(self._processes[:size])  # some of them wait for the others
+            raise
+
+    def _end(self, processes: list[_Process]) -> None:
+        for process in processes:
+            process.kill()
+        if processes:
+            self._processes = [process for process in self._processes if process not in processes]
+            self._pools.clear()  # the ranks of others than these have moved
 
 
 class RankPool:
@@ -127,7 +133,7 @@ class _Process:
         """Whether it lives and has nothing left to do; what it has said meanwhile is thrown away."""
         try:
             self.pipe.send((_say_resting, ()))
-            while self.pipe.poll(_NUM_RESTING_S):
+            while self.pipe.poll(_RESTING_S):
                 if self.pipe.recv() == _RESTING:
                     return True
         except (EOFError, OSError):
