@@ -25,6 +25,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -261,17 +262,19 @@ def summary_of(faults: Sequence[Fault], limit_s: float) -> dict[str, dict[str, f
     }
 
 
-async def torment(cluster: ChaosCluster, load: Load, plan: Plan, progress: Progress) -> Trouble:
+def torment(cluster: ChaosCluster, load: Load, plan: Plan, progress: Progress) -> Trouble:
     """Do all harm under load; return when the last stream has ended."""
     trouble = Trouble(cluster, plan)
     task = progress.add_task("faults", total=plan.num_faults)
-    reading = asyncio.create_task(load.run(plan.num_streams))
-    try:
-        await asyncio.to_thread(trouble.run, progress, task)
-    finally:
-        load.end()
-    progress.update(task, description="waiting for the last streams")
-    await reading
+    # The clients have a thread of their own, not the trouble: Ray starts nodes in the main thread only.
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: asyncio.run(load.run(plan.num_streams)))
+        try:
+            trouble.run(progress, task)
+        finally:
+            load.end()
+            progress.update(task, description="waiting for the last streams")
+        reading.result()
     return trouble
 
 
@@ -301,7 +304,7 @@ def main(
         stack.enter_context(cluster)
         progress.advance(starting)
         load = Load(cluster.url, bodies, expected, patience)
-        trouble = asyncio.run(torment(cluster, load, plan, progress))
+        trouble = torment(cluster, load, plan, progress)
     limit_s = plan.recovery_limit_s
     recoveries = [limit_s if fault.recovery_s is None else fault.recovery_s for fault in trouble.faults]
     headlines = {
