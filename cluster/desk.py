@@ -50,15 +50,21 @@ TARGET_LOST = "target_lost"
 COORDINATOR_FAILED = "coordinator_failed"
 """Error code of outputs by which a whole coordinator gives up; the ingress takes the streams elsewhere."""
 
-_MAX_CRASHES = 2
-"""A request that was in flight at so many losses of the target is next run alone, once."""
+MAX_CRASHES = 2
+"""A request that was in flight at so many losses of a target or a coordinator is next run alone, once."""
 
-_PROBATION_OUTPUTS = 8
+FAILED_REPEATEDLY = "request_failed_repeatedly"
+"""Error code of a request that was in flight alone when the target, or the coordinator, was lost again."""
+
+PROBATION_OUTPUTS = 8
 """Outputs after which a request that runs alone is cleared of the suspicion."""
 
 
 class StreamEngine(Protocol):
     """What the desk needs of an engine."""
+
+    @property
+    def has_work(self) -> bool: ...
 
     def add_request(self, request: Request) -> None: ...
     def abort(self, request_id: RequestId) -> None: ...
@@ -76,6 +82,10 @@ class _Stream:
     @property
     def epoch(self) -> Epoch:
         return self.request.epoch
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.num_crashes >= MAX_CRASHES
 
     def rest(self, now_s: float) -> Request:
         return self.request.continued(
@@ -189,7 +199,9 @@ class RequestDesk:
     def wait(self, timeout_s: float) -> None:
         """Wait until there are orders, somebody calls `wake`, or the time is over."""
         with self._ordered:
-            self._ordered.wait_for(lambda: self._woken or self._submitted or self._aborted, timeout_s)
+            self._ordered.wait_for(
+                lambda: self._woken or self._submitted or self._aborted or self._suspects, timeout_s
+            )
             self._woken = False
 
     def serve(self, engine: StreamEngine) -> None:
@@ -244,9 +256,11 @@ class RequestDesk:
         with self._lock:
             self._aborted.clear()
             self._alone = None
-            admitted = [r for r, stream in self._streams.items() if stream.is_admitted]
-            self._suspects = deque(r for r in admitted if self._streams[r].num_crashes >= _MAX_CRASHES)
-            self._replays = deque(r for r in admitted if self._streams[r].num_crashes < _MAX_CRASHES)
+            # Those that came as suspects have not been admitted.
+            self._suspects = deque(r for r, stream in self._streams.items() if stream.is_suspect)
+            self._replays = deque(
+                r for r, stream in self._streams.items() if stream.is_admitted and not stream.is_suspect
+            )
 
     def end_all(self, message: str, code: str) -> None:
         """End every stream with an error, here and now (any thread)."""
@@ -271,10 +285,18 @@ class RequestDesk:
         elif self._is_draining:
             self._refuse(sender, request, "draining", "this coordinator is shutting down")
         else:
-            self._streams[request.request_id] = _Stream(
-                request, sender, self._clock.now_s(), list(request.delivered_token_ids)
+            stream = _Stream(
+                request,
+                sender,
+                self._clock.now_s(),
+                list(request.delivered_token_ids),
+                num_crashes=request.num_crashes,
             )
-            self._submitted.append((request.request_id, request.epoch))
+            self._streams[request.request_id] = stream
+            if stream.is_suspect:
+                self._suspects.append(request.request_id)
+            else:
+                self._submitted.append((request.request_id, request.epoch))
             self._ordered.notify_all()
 
     def _tell_state(self) -> None:
@@ -333,7 +355,7 @@ class RequestDesk:
         if stream is self._alone:
             del self._streams[output.request_id]
             message = f"the target was lost {stream.num_crashes + 1} times while it ran this request"
-            frames[stream.ingress].append(_failure(stream, message, "request_failed_repeatedly"))
+            frames[stream.ingress].append(_failure(stream, message, FAILED_REPEATEDLY))
             return
         stream.num_crashes += 1
 
@@ -348,11 +370,13 @@ class RequestDesk:
                 self._alone = None  # it has ended, or its ingress began a new epoch
             if not self._suspects:
                 return False
+            if engine.has_work:
+                return True  # alone means alone: what runs ends first, and nothing new begins
             stream = self._streams.get(self._suspects[0])
-            if stream is not None:
+            if stream is not None and stream.is_suspect:
                 self._admit(engine, stream)
                 self._alone = stream
-                self._probation_left = _PROBATION_OUTPUTS
+                self._probation_left = PROBATION_OUTPUTS
             self._suspects.popleft()
 
     def _replay(self, engine: StreamEngine) -> bool:

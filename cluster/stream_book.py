@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cluster.affinity import Load, PrefixRoutes, Route, RoutingConfig, choose
-from cluster.desk import COORDINATOR_FAILED
+from cluster.desk import COORDINATOR_FAILED, FAILED_REPEATEDLY, MAX_CRASHES, PROBATION_OUTPUTS
 from cluster.directory import Member
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
@@ -70,6 +70,12 @@ class _Stream:
     coordinator: PeerId | None = None
     model_revision: str | None = None
     was_admitted: bool = False
+    is_in_flight: bool = False
+    """Whether its present coordinator has begun with it."""
+    num_crashes: int = 0
+    """Losses of a coordinator at which it was in flight."""
+    num_outputs: int = 0
+    """Since its last submission."""
     submitted_before: int = 0
     """Nonce of the first ping sent after the submission."""
     homeless_since_s: float = 0.0
@@ -214,7 +220,7 @@ class StreamBook:
             case Admitted(request_id=request_id, epoch=epoch):
                 stream = self._current(request_id, epoch)
                 if stream is not None:
-                    stream.was_admitted = True
+                    stream.was_admitted = stream.is_in_flight = True
             case Refused() as refused:
                 self._take_refusal(coordinator, refused)
             case Welcome(description=description):
@@ -260,8 +266,11 @@ class StreamBook:
             refusal = CapacityError(message, retry_after_s=output.retry_after_s or _RETRY_AFTER_S)
             self._take_full(stream, sender, refusal, goes_on=False)
         else:
-            stream.was_admitted = True
+            stream.was_admitted = stream.is_in_flight = True
             stream.delivered.extend(output.token_ids)
+            stream.num_outputs += 1
+            if stream.num_outputs == PROBATION_OUTPUTS and stream.num_crashes >= MAX_CRASHES:
+                stream.num_crashes = 0  # it has run alone, and nothing has died of it
             if output.finish_reason is not None:
                 self._finish(stream, output)
             else:
@@ -332,7 +341,16 @@ class StreamBook:
     def _lose(self, peer_id: PeerId) -> None:
         for stream in list(self._streams.values()):
             if stream.coordinator == peer_id:
-                self._evict(stream)
+                self._note_crash(stream)
+
+    def _note_crash(self, stream: _Stream) -> None:
+        """Its coordinator is gone: it is submitted again, unless it seems to be to blame."""
+        if stream.is_in_flight and stream.num_crashes >= MAX_CRASHES:
+            message = f"coordinators were lost {stream.num_crashes + 1} times while they ran this request"
+            self._finish(stream, _last_output(stream, "error", message, FAILED_REPEATEDLY))
+            return
+        stream.num_crashes += stream.is_in_flight
+        self._evict(stream)
 
     def _evict(self, stream: _Stream) -> None:
         """Take a stream from its coordinator and submit it again, there or elsewhere."""
@@ -414,10 +432,11 @@ class StreamBook:
         stream.coordinator = route.group
         stream.model_revision = coordinator.member.model_revision
         stream.submitted_before = self._next_nonce
+        stream.is_in_flight, stream.num_outputs = False, 0
         rest = stream.request.continued(
             delivered_token_ids=tuple(stream.delivered), elapsed_s=self._clock.now_s() - stream.opened_s
         )
-        request = msgspec.structs.replace(rest, epoch=stream.epoch)
+        request = msgspec.structs.replace(rest, epoch=stream.epoch, num_crashes=stream.num_crashes)
         self._send(route.group, SubmitRequest(request))
 
     def _finish(self, stream: _Stream, output: RequestOutput) -> None:

@@ -26,8 +26,8 @@ from specdec.core.outputs import TokenLogprobs
 from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import SamplingParams
 
-ErrorCode = Literal["sequence_failed", "no_token_allowed"]
-"""sequence_failed: logits are not finite; no_token_allowed: what the request asks for forbids every token."""
+ErrorCode = Literal["non_finite_logits", "no_token_allowed"]
+"""no_token_allowed: what the request asks for forbids every token."""
 
 
 class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):

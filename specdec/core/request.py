@@ -65,6 +65,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What kind of request it is; how far drafts of its kind are accepted is where it begins."""
     slo: LatencyTarget | None = None
     """How soon its tokens are wanted; None: as soon as may be."""
+    num_crashes: int = 0
+    """Losses of a target or coordinator at which it was in flight, elsewhere: it may be to blame."""
     resumption: Resumption | None = None
     """None: its tokens are forgotten with its end."""
 

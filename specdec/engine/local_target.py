@@ -475,7 +475,7 @@ def _failure(work: TargetWork, row: int, logits_V: torch.Tensor | None) -> _Fail
         return _Failure(
             f"the request forbids every token after the one at position {position}", "no_token_allowed"
         )
-    return _Failure(f"non-finite logits after the token at position {position}", "sequence_failed")
+    return _Failure(f"non-finite logits after the token at position {position}", "non_finite_logits")
 
 
 def _row_parents(work: TargetWork) -> tuple[int, ...]:

@@ -579,4 +579,4 @@ def _failure(live: LiveRequest, answer: WorkResult) -> Finish:
     if live.grammar is not None and live.grammar.failure is not None:
         error = f"{live.params.grammar.param if live.params.grammar else 'grammar'}: {live.grammar.failure}"
         return Finish(reason="error", error=error, error_code=GRAMMAR_FAILED)
-    return Finish(reason="error", error=answer.error, error_code=answer.error_code or "sequence_failed")
+    return Finish(reason="error", error=answer.error, error_code=answer.error_code or "non_finite_logits")

@@ -59,6 +59,9 @@ class SimCoordinator:
         self.num_losses = 0
         self.lose_after: int | None = None
         self.poison: RequestId | None = None
+        """Kills the target as soon as that works on it."""
+        self.fatal = ""
+        """Kills the coordinator: the name of the request that does."""
         self.engine = self.new_engine()
         sim.network.serve(PeerId(name), lambda: self.desk.hear(self.channel.receive(0)))
         self.round()
@@ -89,6 +92,9 @@ class SimCoordinator:
             self.desk.serve(self.engine)
             if self.poison is not None and self.poison in self.toy.known_requests:
                 self.lose_target()
+            if self.fatal in self.toy.known_requests:
+                self.fatal, name = "", self.fatal
+                self.sim.network.schedule(ROUND_S / 2, lambda: self.die_of(name))
             is_lost = self.engine.has_work and self.desk.deliver(self.engine.step())
         except TransportError:
             is_lost = True
@@ -100,6 +106,10 @@ class SimCoordinator:
             pause_s = 1.0
         self.engine.check_integrity()
         self.sim.network.schedule(pause_s, self.round)
+
+    def die_of(self, name: str) -> None:
+        self.sim.crash(self, told_after_s=1.0)
+        self.sim.start_coordinator().fatal = name
 
     def crash(self) -> None:
         self.is_alive = False
@@ -371,6 +381,48 @@ def test_a_request_that_kills_targets_is_ended_alone_and_the_others_live() -> No
     assert isinstance(last, RequestOutput)
     assert (last.finish_reason, last.error_code) == ("error", "request_failed_repeatedly")
     assert coordinator.num_losses == 3
+
+
+@pytest.mark.parametrize("num_coordinators", [1, 3])
+def test_a_request_that_kills_coordinators_is_ended_alone_and_the_others_live(num_coordinators: int) -> None:
+    sim, ingress = simple()
+    for _ in range(num_coordinators - 1):
+        sim.start_coordinator()
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=60) for index in range(8)]
+    for coordinator in sim.coordinators:
+        coordinator.fatal = "r2"
+    for request in requests:
+        ingress.open(request)
+    sim.run_until_done()
+    assert_right(ingress, requests[:2] + requests[3:])
+    last = ingress.last[requests[2].request_id]
+    assert isinstance(last, RequestOutput)
+    assert (last.finish_reason, last.error_code) == ("error", "request_failed_repeatedly")
+    assert sim.num_started == num_coordinators + 3, "it had two chances, and one alone"
+    # What came after it is served as ever.
+    later = a_request("later", random.Random(9))
+    ingress.open(later)
+    sim.run_until_done()
+    assert_right(ingress, [later])
+
+
+def test_who_was_there_at_two_crashes_by_chance_is_cleared() -> None:
+    sim, ingress = simple()
+    request = Request(
+        request_id=RequestId("r"),
+        prompt_token_ids=(1,),
+        params=SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True),
+        seed=1,
+        num_draft_tokens=0,
+    )
+    ingress.open(request)
+    for _ in range(4):
+        sim.network.run_for(0.6)
+        assert ingress.book.num_streams == 1
+        sim.crash(sim.coordinators[0], told_after_s=0.5)
+        sim.start_coordinator()
+    sim.run_until_done()
+    assert_right(ingress, [request])
 
 
 def test_when_all_coordinators_are_gone_streams_wait_and_then_end_in_one_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -25,6 +26,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.reconnecting import Reading, read_stream
 from deploy.config_file import load_config
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
@@ -275,6 +277,54 @@ def test_workers_are_separate_processes(server: Server) -> None:
     titles = {" ".join(process.cmdline()) for process in server.processes()}
     for name in ("TargetWorkerProcess", "DraftWorkerProcess", "Coordinator", "DraftPool", "Ingress"):
         assert any(name in title for title in titles), titles
+
+
+def test_streams_outlive_the_ingress_replica(server: Server, engine: Engine) -> None:
+    bodies: list[dict[str, Any]] = [
+        {
+            "prompt": prompt[:30],
+            "temperature": index % 2,
+            "seed": index,
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "speculation": {"num_speculative_tokens": 0},
+        }
+        for index, prompt in enumerate(prompts(4))
+    ]
+    readings = [Reading() for _ in bodies]
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            streams = [
+                asyncio.create_task(
+                    read_stream(client, "/v1/completions", body, patience_s=120, reading=reading)
+                )
+                for body, reading in zip(bodies, readings, strict=True)
+            ]
+            while not all(reading.token_ids for reading in readings):
+                await asyncio.sleep(0.001)
+            (ingress,) = [
+                p for p in server.processes() if "ServeReplica:drafthouse:Ingress" in p.cmdline()[0]
+            ]
+            ingress.kill()
+            await asyncio.wait_for(asyncio.gather(*streams), 240)
+
+    asyncio.run(scenario())
+    assert any(reading.num_breaks for reading in readings), "no stream was interrupted"
+    params = [
+        SamplingParams(temperature=body["temperature"], seed=body["seed"], max_tokens=200, ignore_eos=True)
+        for body in bodies
+    ]
+    alone = engine.generate([body["prompt"] for body in bodies], params)
+    for reading, result in zip(readings, alone, strict=True):
+        assert (reading.refusal, reading.finish_reason) == (None, "length")
+        assert reading.token_ids == list(result.token_ids)
+    until_s = time.monotonic() + 60
+    while server.metric("kv_cache_usage_perc") or server.metric("num_requests_running"):
+        assert time.monotonic() < until_s, "what nobody waits for is still served"
+        time.sleep(0.2)
 
 
 def test_ctrl_c_leaves_nothing(server: Server) -> None:

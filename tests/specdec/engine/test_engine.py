@@ -192,7 +192,7 @@ class TestFailures:
         engine.step()
         target.failing_requests.add(bad.request_id)
         outputs = run(engine, good)
-        assert [output.error_code for output in outputs["bad"]] == ["sequence_failed"]
+        assert [output.error_code for output in outputs["bad"]] == ["non_finite_logits"]
         assert tokens_of(outputs["good"]) == expected_tokens(good)
         assert engine.metrics().finished == {"error": 1, "length": 1}
 
@@ -201,7 +201,7 @@ class TestFailures:
         engine = toy_engine(target=target)
         target.failing_requests.add(RequestId("r"))
         (output,) = run(engine, request())["r"]
-        assert (output.finish_reason, output.error_code) == ("error", "sequence_failed")
+        assert (output.finish_reason, output.error_code) == ("error", "non_finite_logits")
         assert output.error == "non-finite logits"
         assert engine.metrics().kv_cache_usage == 0.0
 

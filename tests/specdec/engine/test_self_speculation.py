@@ -431,7 +431,7 @@ def test_draft_that_is_not_finite_costs_only_itself(
             return result
         spoilt.append(step.step_id)
         failed = [
-            msgspec.structs.replace(answer, token_ids=(), error="not finite", error_code="sequence_failed")
+            msgspec.structs.replace(answer, token_ids=(), error="not finite", error_code="non_finite_logits")
             for answer in result.results
         ]
         return msgspec.structs.replace(result, results=tuple(failed))

@@ -76,7 +76,7 @@ EXAMPLES: list[m.Message] = [
         1,
         2,
         TargetResult(
-            3, (WorkResult((4, 5)), WorkResult((), None, "non-finite logits", "sequence_failed")), 0.1, 0.2
+            3, (WorkResult((4, 5)), WorkResult((), None, "non-finite logits", "non_finite_logits")), 0.1, 0.2
         ),
     ),
     m.ProposeRequest(4, (m.ProposeEntry(ID, 1, 9, BIG, 4, 0, (1, 2), m.DraftOpening(PARAMS, BIG, 2)),)),

@@ -1,0 +1,335 @@
+"""Random faults under load: is a request lost, is a token wrong, how long until everything is there again?
+
+    python -m benchmarks.chaos --json benchmarks/results/chaos.json    # 200 faults
+    python -m benchmarks.chaos --quick                                 # 20 faults, with fast health checks
+
+The demo pair in float32 on a Ray cluster of several nodes on this machine: two target groups, each
+on a node, a draft worker on a third, two ingress replicas. Streams run all the time, greedy and sampled, with
+speculation. Processes are killed or stopped at random, one fault after the other: draft worker, rank of a
+target, coordinator, ingress, HTTP proxy, a whole Ray node, a rank that hangs, a slow drafter, a coordinator
+that is cut off until it is given up and then comes back. A client whose connection breaks sends its request
+again with `Last-Event-ID`. Every stream is compared, token by token, with what the target alone generates in
+one process without speculation.
+
+A request is lost when its client is refused for good or has waited for `--patience` seconds. Recovery of a
+fault is the time from the fault until every process is there again, weights loaded, and the door says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.progress import Progress, TaskID
+
+from benchmarks.chaos_cluster import ChaosCluster, NoVictim, Shape
+from benchmarks.reconnecting import Reading, read_stream
+from benchmarks.report import progress_bar, report_headlines, write_results
+from benchmarks.workload import read_prompts
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.proposers.config import SpeculativeConfig
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is done."""
+
+    num_faults: int
+    shape: Shape
+    num_streams: int = 6
+    """At a time."""
+    num_requests: int = 24
+    """Different ones; they are sent again and again."""
+    max_tokens: int = 160
+    recovery_limit_s: float = 180.0
+    """The next fault does not wait longer for the end of the one before."""
+    longest_rest_s: float = 2.0
+    """Between a recovery and the next fault."""
+    seed: int = 1
+
+
+FULL = Plan(num_faults=200, shape=Shape(tensor_parallel_size=2))
+QUICK = Plan(
+    num_faults=20,
+    shape=Shape(lease_s=1.5, step_timeout_s=4.0),
+    num_streams=4,
+    num_requests=12,
+    longest_rest_s=0.5,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One that happened."""
+
+    kind: str
+    at_s: float
+    """Since the beginning."""
+    recovery_s: float | None
+    """None: not in the time that it was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """One that was read."""
+
+    request: int
+    began_s: float
+    seconds: float
+    is_lost: bool
+    is_wrong: bool
+    num_breaks: int
+    num_error_events: int
+    longest_pause_s: float
+    refusal: str | None
+
+
+def draw_requests(plan: Plan, prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the bodies of different requests, every other one greedy."""
+    random = Random(plan.seed)
+    return [
+        {
+            "prompt": random.choice(prompts)[: random.randint(40, 300)],
+            "temperature": float(number % 2),
+            "seed": random.getrandbits(32),
+            "max_tokens": random.randint(plan.max_tokens // 2, plan.max_tokens),
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        for number in range(plan.num_requests)
+    ]
+
+
+def draw_faults(kinds: Sequence[str], number: int, seed: int) -> list[str]:
+    """Return what is done, in random order: every kind as often as any other, as far as the number allows."""
+    random = Random(seed)
+    drawn: list[str] = []
+    while len(drawn) < number:
+        drawn += random.sample(kinds, len(kinds))
+    return drawn[:number]
+
+
+def tokens_alone(config: EngineConfig, bodies: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Return what the target generates in this process, without speculation."""
+    plain = config.model_copy(
+        update={
+            "speculative_config": SpeculativeConfig(method="none"),
+            "target": config.target.model_copy(update={"tensor_parallel_size": 1}),
+        }
+    )
+    with Engine(plain) as engine:
+        params = [
+            SamplingParams(
+                temperature=body["temperature"],
+                seed=body["seed"],
+                max_tokens=body["max_tokens"],
+                ignore_eos=True,
+            )
+            for body in bodies
+        ]
+        results = engine.generate([body["prompt"] for body in bodies], params)
+        return [list(result.token_ids) for result in results]
+
+
+class Load:
+    """Clients that read streams all the time."""
+
+    def __init__(
+        self, url: str, bodies: Sequence[dict[str, Any]], expected: Sequence[list[int]], patience_s: float
+    ) -> None:
+        self._url = url
+        self._bodies = bodies
+        self._expected = expected
+        self._patience_s = patience_s
+        self._numbers: Iterator[int] = itertools.cycle(range(len(bodies)))
+        self._started_s = time.monotonic()
+        self._is_over = False
+        self.streams: list[Stream] = []
+
+    async def run(self, num_clients: int) -> None:
+        """Read until `end` is called, and then what has begun."""
+        # No limit but patience: a server that is stopped and not dead answers with nothing at all.
+        timeout = httpx.Timeout(10.0, read=30.0)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as client:
+            await asyncio.gather(*(self._client(client) for _ in range(num_clients)))
+
+    def end(self) -> None:
+        """Begin no more streams."""
+        self._is_over = True
+
+    async def _client(self, client: httpx.AsyncClient) -> None:
+        while not self._is_over:
+            number = next(self._numbers)
+            began_s = time.monotonic()
+            reading = Reading()
+            await read_stream(
+                client,
+                "/v1/completions",
+                self._bodies[number],
+                patience_s=self._patience_s,
+                reading=reading,
+            )
+            self.streams.append(
+                Stream(
+                    request=number,
+                    began_s=began_s - self._started_s,
+                    seconds=time.monotonic() - began_s,
+                    is_lost=not reading.is_complete,
+                    is_wrong=self._is_wrong(reading, self._expected[number]),
+                    num_breaks=reading.num_breaks,
+                    num_error_events=reading.num_error_events,
+                    longest_pause_s=reading.longest_pause_s,
+                    refusal=reading.refusal,
+                )
+            )
+
+    @staticmethod
+    def _is_wrong(reading: Reading, expected: list[int]) -> bool:
+        """Of a lost stream, what came of it must be right all the same."""
+        if not reading.is_complete:
+            return reading.token_ids != expected[: len(reading.token_ids)]
+        return reading.token_ids != expected or reading.finish_reason != "length"
+
+
+class Trouble:
+    """Does harm, one fault after the other, and waits until it is over."""
+
+    def __init__(self, cluster: ChaosCluster, plan: Plan) -> None:
+        self._cluster = cluster
+        self._plan = plan
+        self._random = Random(plan.seed + 1)
+        self._started_s = time.monotonic()
+        self.faults: list[Fault] = []
+
+    def run(self, progress: Progress, task: TaskID) -> None:
+        """Have all faults of the plan happen."""
+        possible = self._cluster.faults()
+        for kind in draw_faults(list(possible), self._plan.num_faults, self._plan.seed):
+            progress.update(task, description=kind.replace("_", " "))
+            time.sleep(self._random.uniform(0.0, self._plan.longest_rest_s))
+            began_s = time.monotonic()
+            while True:
+                try:
+                    possible[kind](self._random)
+                    break
+                except NoVictim:  # of a fault before that has taken too long
+                    time.sleep(_POLL_S)
+                    began_s = time.monotonic()
+            recovery_s = self._recover(began_s)
+            self.faults.append(Fault(kind=kind, at_s=began_s - self._started_s, recovery_s=recovery_s))
+            progress.advance(task)
+
+    def _recover(self, began_s: float) -> float | None:
+        while (seconds := time.monotonic() - began_s) < self._plan.recovery_limit_s:
+            if self._cluster.is_whole():
+                return seconds
+            time.sleep(_POLL_S)
+        return None
+
+
+def p95(values: Sequence[float]) -> float:
+    """Return the value that 95 % do not exceed (nearest rank)."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
+
+
+def summary_of(faults: Sequence[Fault], limit_s: float) -> dict[str, dict[str, float]]:
+    """Return recovery by kind of fault. What did not recover counts with the limit."""
+    seconds: dict[str, list[float]] = {}
+    for fault in faults:
+        seconds.setdefault(fault.kind, []).append(limit_s if fault.recovery_s is None else fault.recovery_s)
+    return {
+        kind: {"number": len(of_kind), "median_s": statistics.median(of_kind), "max_s": max(of_kind)}
+        for kind, of_kind in sorted(seconds.items())
+    }
+
+
+def torment(cluster: ChaosCluster, load: Load, plan: Plan, progress: Progress) -> Trouble:
+    """Do all harm under load; return when the last stream has ended."""
+    trouble = Trouble(cluster, plan)
+    task = progress.add_task("faults", total=plan.num_faults)
+    # The clients have a thread of their own, not the trouble: Ray starts nodes in the main thread only.
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: asyncio.run(load.run(plan.num_streams)))
+        try:
+            trouble.run(progress, task)
+        finally:
+            load.end()
+            progress.update(task, description="waiting for the last streams")
+        reading.result()
+    return trouble
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="20 faults, with fast health checks.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
+    faults: Annotated[int | None, typer.Option(min=1, help="Number of faults.")] = None,
+    patience: Annotated[float, typer.Option(help="Seconds without an event until a client gives up.")] = 300,
+    family: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
+        "models/demo"
+    ),
+) -> None:
+    """Do harm to a running deployment at random, and compare every stream with the target alone.
+
+    Example: python -m benchmarks.chaos --quick --json runs/chaos.json
+    """
+    plan = QUICK if quick else FULL
+    if faults is not None:
+        plan = replace(plan, num_faults=faults)
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(progress_bar())
+        starting = progress.add_task("what the target generates alone", total=2)
+        cluster = ChaosCluster(plan.shape, family)
+        bodies = draw_requests(plan, read_prompts(family / "prompts.jsonl"))
+        expected = tokens_alone(cluster.config.engine(), bodies)
+        progress.update(starting, advance=1, description="starting the cluster")
+        stack.enter_context(cluster)
+        progress.advance(starting)
+        load = Load(cluster.url, bodies, expected, patience)
+        trouble = torment(cluster, load, plan, progress)
+    limit_s = plan.recovery_limit_s
+    recoveries = [limit_s if fault.recovery_s is None else fault.recovery_s for fault in trouble.faults]
+    headlines = {
+        "faults": len(trouble.faults),
+        "lost": sum(stream.is_lost for stream in load.streams),
+        "wrong": sum(stream.is_wrong for stream in load.streams),
+        "recovery_p95_s": p95(recoveries),
+    }
+    write_results(
+        json,
+        {
+            "plan": plan,
+            "config": cluster.config.model_dump(mode="json"),
+            "faults": trouble.faults,
+            "recovery_by_kind": summary_of(trouble.faults, limit_s),
+            "streams": load.streams,
+            "num_streams": len(load.streams),
+            "num_broken_connections": sum(stream.num_breaks for stream in load.streams),
+            "num_error_events": sum(stream.num_error_events for stream in load.streams),
+            "refusals": Counter(stream.refusal for stream in load.streams if stream.refusal),
+            "headlines": headlines,
+        },
+    )
+    report_headlines(headlines)
+
+
+if __name__ == "__main__":
+    typer.run(main)
