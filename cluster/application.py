@@ -6,25 +6,32 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.util import placement_group_table
 
 from cluster.autoscaling.serve_policy import DraftPoolPolicy, TargetGroupPolicy, autoscaling_options
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from cluster.coordinator import CoordinatorReplica
+from cluster.directory_actor import current_members
 from cluster.draft_pool import DraftPoolReplica
-from cluster.inventory import NodeSnapshot
+from cluster.inventory import NodeSnapshot, with_given_back
 from cluster.placement import (
     GroupPlacement,
     PlacementPlan,
     RanksPerModel,
+    has_room_for_another,
     plan_placement,
     require_plan,
     unchecked_placement,
 )
 from cluster.target_group import REMOTE_METHODS
+from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
 
 COORDINATOR = "Coordinator"
 DRAFT_POOL = "DraftPool"
+
+_SURGE_PERCENT = 100
+"""All at once, as far as there is room: whoever has none waits until an old one has ended."""
 
 _MAX_ONGOING_CALLS = 16
 """Calls that Serve lets into one replica at once: they are control calls only, tokens travel on channels."""
@@ -51,9 +58,11 @@ def build_application(engine: EngineConfig, cluster: ClusterConfig) -> serve.App
     """
     cluster = resolve(cluster)
     has_drafter = engine.speculative_config.method in REMOTE_METHODS
-    plan = _placement(engine, cluster.at_most(), has_drafter=has_drafter)
+    plan, surge_percent = _placement(engine, cluster.at_most(), has_drafter=has_drafter)
     scale = _scale_of_targets(cluster.target_groups, engine.scheduler.max_num_seqs)
-    coordinator = _deployment(CoordinatorReplica, COORDINATOR, scale, plan.target, cluster)
+    coordinator = _deployment(
+        CoordinatorReplica, COORDINATOR, scale, plan.target, cluster, surge_percent=surge_percent
+    )
     if plan.draft is None:
         return coordinator.bind(engine, cluster)
     pool_scale = _scale_of_pool(cluster.draft_pool)
@@ -79,11 +88,37 @@ def snapshot_nodes() -> list[NodeSnapshot]:
     ]
 
 
-def _placement(engine: EngineConfig, cluster: ClusterConfig, *, has_drafter: bool) -> PlacementPlan:
+def _placement(
+    engine: EngineConfig, cluster: ClusterConfig, *, has_drafter: bool
+) -> tuple[PlacementPlan, int]:
+    """Return where everything goes, and how many percent of target groups an update starts beside the old."""
     ranks = RanksPerModel.of(engine)
     if not cluster.check_resources:
-        return unchecked_placement(cluster, has_drafter=has_drafter, ranks=ranks)
-    return require_plan(plan_placement(cluster, snapshot_nodes(), has_drafter=has_drafter, ranks=ranks))
+        plan = unchecked_placement(cluster, has_drafter=has_drafter, ranks=ranks)
+        return plan, _SURGE_PERCENT if cluster.updates == "surge" else 0
+    free = snapshot_nodes()
+    # What the version before holds is given back while this one starts.
+    nodes = with_given_back(free, _held_by_deployment(cluster.namespace))
+    plan = require_plan(plan_placement(cluster, nodes, has_drafter=has_drafter, ranks=ranks))
+    has_room = has_room_for_another(cluster, free, ranks)
+    if cluster.updates == "surge" and nodes != free and not has_room:
+        raise ResourceError(
+            "cluster.updates: surge needs room for one target group more than there are, which no node has "
+            "free; make room, or write in_place"
+        )
+    does_surge = cluster.updates == "surge" or (cluster.updates == "auto" and has_room)
+    return plan, _SURGE_PERCENT if does_surge else 0
+
+
+def _held_by_deployment(namespace: str) -> list[tuple[str, dict[str, float]]]:
+    """Return the bundles, with their nodes, of the target groups and draft workers that run there now."""
+    own = {member.placement_group for member in current_members(namespace)} - {""}
+    tables = placement_group_table()
+    return [
+        (node_id, dict(tables[group]["bundles"][index]))
+        for group in own & tables.keys()
+        for index, node_id in tables[group]["bundles_to_node_id"].items()
+    ]
 
 
 def _scale_of_targets(groups: TargetGroupsConfig, max_num_seqs: int) -> dict[str, Any]:
@@ -118,7 +153,13 @@ def _scale_of_pool(pool: DraftPoolConfig) -> dict[str, Any]:
 
 
 def _deployment(
-    replica: type, name: str, scale: dict[str, Any], placement: GroupPlacement, cluster: ClusterConfig
+    replica: type,
+    name: str,
+    scale: dict[str, Any],
+    placement: GroupPlacement,
+    cluster: ClusterConfig,
+    *,
+    surge_percent: int = 0,
 ) -> serve.Deployment:
     options: dict[str, Any] = {
         "name": name,
@@ -134,6 +175,7 @@ def _deployment(
         "graceful_shutdown_timeout_s": cluster.drain_timeout_s + 10.0,
         # A model that cannot be loaded will not load at the twentieth attempt either.
         "max_constructor_retry_count": 2,
+        "max_surge_percent": surge_percent,
     }
     if placement.label_selectors is not None:
         options["placement_group_bundle_label_selector"] = list(placement.label_selectors)

@@ -172,6 +172,14 @@ def plan_placement(
     return refusal
 
 
+def has_room_for_another(config: ClusterConfig, nodes: Sequence[NodeSnapshot], ranks: RanksPerModel) -> bool:
+    """Whether a target group more fits into what is free on nodes now."""
+    one = config.target_groups.model_copy(update={"num_groups": 1})
+    alone = config.model_copy(update={"target_groups": one})
+    plan = plan_placement(alone, nodes, has_drafter=False, ranks=ranks)
+    return isinstance(plan, PlacementPlan)
+
+
 def require_plan(result: PlacementPlan | PlacementRefusal) -> PlacementPlan:
     """Return the plan.
 

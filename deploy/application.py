@@ -9,6 +9,7 @@ from ray import serve
 from cluster.application import build_application as build_cluster
 from cluster.application import resolve
 from cluster.config import ClusterConfig
+from cluster.generation import target_generation
 from deploy.config import DrafthouseConfig
 from deploy.ingress import IngressReplica
 from deploy.openai.keys import ApiKey
@@ -34,7 +35,12 @@ def build_application(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> s
         cluster = cluster.model_copy(update={"routing": routing})
     coordinators = build_cluster(config.engine(), cluster)
     return _ingress(cluster, config.http.num_replicas).bind(
-        config.target, cluster, door_settings(config, api_keys), config.http.api_keys_file, coordinators
+        config.target,
+        cluster,
+        door_settings(config, api_keys),
+        config.http.api_keys_file,
+        coordinators,
+        target_generation(config.engine()),
     )
 
 
@@ -68,6 +74,8 @@ def _ingress(cluster: ClusterConfig, num_replicas: int) -> serve.Deployment:
     return serve.deployment(
         name=INGRESS,
         num_replicas=num_replicas,
+        # The next door opens before this one closes: it takes nothing of a node.
+        max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         health_check_period_s=2.0,

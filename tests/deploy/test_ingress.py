@@ -24,12 +24,15 @@ from tests.deploy.openai.fakes import ScriptedService
 
 
 class ScriptedCluster(ScriptedService):
-    def __init__(self, cluster: ClusterConfig) -> None:
+    def __init__(self, cluster: ClusterConfig, generation: str) -> None:
         super().__init__()
         self.is_open = False
 
     async def start(self) -> None:
         self.is_open = True
+
+    async def wait_for_turn(self) -> None:
+        assert self.is_open
 
     async def close(self) -> None:
         self.is_open = False
