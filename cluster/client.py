@@ -60,8 +60,8 @@ class ClusterService:
     ) -> None:
         """Open the channel. Ray must be connected; `cluster` must be resolved (`application.resolve`).
 
-        Only coordinators of that generation are used; of any, if it is empty. `wake` makes a first coordinator
-        start and waits for it; with it, requests wait where there is none.
+        Only coordinators of that generation are used; of any, if it is empty. `wake` makes a first
+        coordinator start and waits for it; with it, requests wait where there is none.
         """
         self._generation = generation
         self._peer_id = new_peer_id("ingress")

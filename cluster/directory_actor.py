@@ -97,7 +97,7 @@ def close_directory(namespace: str) -> None:
 def current_members(namespace: str) -> tuple[Member, ...]:
     """Return who is in the directory of a namespace now; nobody, if there is none or it does not answer."""
     try:
-        handle = ray.get_actor(DIRECTORY_NAME, namespace=namespace)
+        handle: Any = ray.get_actor(DIRECTORY_NAME, namespace=namespace)
         answer = handle.exchange.remote(None, None)
         snapshot: DirectorySnapshot | None = ray.get(answer, timeout=_CALL_TIMEOUT_S)
     except (RayActorError, GetTimeoutError, ValueError) as error:

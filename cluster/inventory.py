@@ -49,10 +49,10 @@ class NodeSnapshot:
         }
 
 
-def with_given_back(nodes: Sequence[NodeSnapshot], held: Iterable[tuple[str, Amounts]]) -> list[NodeSnapshot]:
-    """Return the nodes as they are when so much of them, by node id, is given back."""
+def with_changed(nodes: Sequence[NodeSnapshot], changes: Iterable[tuple[str, Amounts]]) -> list[NodeSnapshot]:
+    """Return the nodes with so much more, or less, of everything free, by node id."""
     available = {node.node_id: dict(node.available) for node in nodes}
-    for node_id, amounts in held:
+    for node_id, amounts in changes:
         free = available.get(node_id)
         if free is not None:
             for name, amount in amounts.items():

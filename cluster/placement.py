@@ -21,6 +21,7 @@ from cluster.inventory import (
     less,
     listed,
     times,
+    with_changed,
 )
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
@@ -170,6 +171,20 @@ def plan_placement(
         refusal = result
     assert refusal is not None
     return refusal
+
+
+def left_by(plan: PlacementPlan, nodes: Sequence[NodeSnapshot]) -> list[NodeSnapshot]:
+    """Return the nodes as they are when everything is where the plan has it."""
+    taken = [
+        (node_id, times(bundle, -1))
+        for group in plan.target_nodes
+        for node_id, bundle in zip(group, plan.target.bundles, strict=True)
+    ]
+    if plan.draft is not None:
+        taken += [
+            (node_id, times(bundle, -1)) for node_id in plan.draft_nodes for bundle in plan.draft.bundles
+        ]
+    return with_changed(nodes, taken)
 
 
 def has_room_for_another(config: ClusterConfig, nodes: Sequence[NodeSnapshot], ranks: RanksPerModel) -> bool:

@@ -49,7 +49,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         ResourceError: the workers do not fit the cluster.
     """
     arguments = parse_arguments(args)
-    _check_models(arguments.config.engine())
+    for model in arguments.config.served_models():
+        _check_models(model.engine)
     keys_file = arguments.config.http.api_keys_file
     keys = read_api_keys(keys_file) if keys_file is not None else ()
     return build_application(arguments.config, keys)

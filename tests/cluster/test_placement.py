@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, MembershipConfig, TargetGroupsConfig
-from cluster.inventory import NodeSnapshot, with_given_back
+from cluster.inventory import NodeSnapshot, with_changed
 from cluster.placement import (
     ModelRanks,
     PlacementPlan,
@@ -333,7 +333,7 @@ def test_configurations_that_make_no_sense_are_refused() -> None:
 
 def test_what_the_version_before_holds_is_given_back() -> None:
     nodes = [node("a", {"CPU": 1.0, "GPU": 0.0}), node("b", {"CPU": 2.0, "GPU": 4.0})]
-    back = with_given_back(
+    back = with_changed(
         nodes, [("a", {"GPU": 2.0}), ("a", {"GPU": 1.0, "slot": 1.0}), ("gone", {"GPU": 8.0})]
     )
     assert [one.available for one in back] == [

@@ -25,14 +25,14 @@ import httpx
 
 from deploy.application import APPLICATION
 
-_UPDATE_S = 420.0
+_UPDATE_S = 900.0
 _PROMPTS = [[5 + index, 6, 7 + index, 8] for index in range(4)]
 _MAX_TOKENS = 60
+PLACE = {"num_cpus": 0, "resources": {"place": 1}}
 
 
 def serve_config(models: Path) -> dict[str, Any]:
     eager = {"num_threads": 1, "compile": {"mode": "off"}}
-    place = {"num_cpus": 0, "resources": {"place": 1}}
     return {
         "applications": [
             {
@@ -53,8 +53,8 @@ def serve_config(models: Path) -> dict[str, Any]:
                         "cache": {"num_blocks": 256, "block_size": 4},
                         "cluster": {
                             "drain_timeout_s": 60,
-                            "target_groups": {"num_groups": 2, "bundle": place},
-                            "draft_pool": {"bundle": place},
+                            "target_groups": {"num_groups": 2, "bundle": PLACE},
+                            "draft_pool": {"bundle": PLACE},
                         },
                         "http": {"served_model_name": "m"},
                     },
@@ -68,6 +68,20 @@ def changed(config: dict[str, Any], part: str, **values: object) -> dict[str, An
     """The Serve config with some keys of one part of `args.config` changed."""
     other = copy.deepcopy(config)
     other["applications"][0]["args"]["config"][part].update(values)
+    return other
+
+
+def with_second_model(config: dict[str, Any], target: str) -> dict[str, Any]:
+    """The Serve config with a model more, and with one target group of the first to make room for it."""
+    other = changed(config, "cluster", target_groups={"num_groups": 1, "bundle": PLACE})
+    first = other["applications"][0]["args"]["config"]
+    first["models"] = {
+        "second": {
+            "target": {**first["target"], "model": target},
+            "cache": first["cache"],
+            "cluster": {"target_groups": {"bundle": PLACE}},
+        }
+    }
     return other
 
 
@@ -140,9 +154,9 @@ class Load:
             thread.join(60.0)
 
 
-def ask(url: str, which: int) -> str:
+def ask(url: str, which: int, model: str = "m") -> str:
     body = {
-        "model": "m",
+        "model": model,
         "prompt": _PROMPTS[which],
         "max_tokens": _MAX_TOKENS,
         "temperature": 0,
@@ -202,6 +216,15 @@ def scenario(models: Path, url: str) -> None:
     answers = load.taken()
     assert {answer == of_other[which] for which, answer in answers} == {True}
     print(f"back again: {len(answers)} answers, 0 failed, groups {num_groups(url)}")
+
+    two = with_second_model(other, str(models / "target"))
+    wait_for("RUNNING", deploy(two))
+    listed = [card["id"] for card in httpx.get(f"{url}/v1/models", timeout=30.0).json()["data"]]
+    assert listed == ["m", "second"], listed
+    assert {which: ask(url, which, "second") for which in of_target} == of_target
+    assert {which: ask(url, which) for which in of_other} == of_other
+    assert httpx.post(f"{url}/v1/completions", json={"model": "x", "prompt": "a"}).status_code == 404
+    print("a second model beside the first: each answers as itself")
 
 
 def num_groups(url: str) -> int:

@@ -57,7 +57,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_replaced(models: Pat
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("room", [pytest.param(3, id="in-place"), pytest.param(5, id="surge")])
 def test_no_request_fails(models: Path, room: int) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -68,7 +68,7 @@ def test_no_request_fails(models: Path, room: int) -> None:
         env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=1700,
+        timeout=3400,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
