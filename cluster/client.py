@@ -51,11 +51,19 @@ class ClusterService:
     Request id, seed and first epoch come with each request; later epochs are minted here.
     """
 
-    def __init__(self, cluster: ClusterConfig, *, wake: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        generation: str = "",
+        *,
+        wake: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """Open the channel. Ray must be connected; `cluster` must be resolved (`application.resolve`).
 
-        `wake` makes a first coordinator start and waits for it; with it, requests wait where there is none.
+        Only coordinators of that generation are used; of any, if it is empty. `wake` makes a first
+        coordinator start and waits for it; with it, requests wait where there is none.
         """
+        self._generation = generation
         self._peer_id = new_peer_id("ingress")
         self._cluster = cluster
         self._channel = ZmqChannel(
@@ -81,6 +89,7 @@ class ClusterService:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._has_seen_members = asyncio.Event()
         self._directory: DirectoryLink | None = None
 
     async def start(self) -> None:
@@ -97,7 +106,9 @@ class ClusterService:
             on_change=lambda members: _call(loop, self._follow, members),
             name=self._peer_id,
         )
-        self._directory.announce(Member(address=self._channel.address, role="ingress"))
+        self._directory.announce(
+            Member(address=self._channel.address, role="ingress", generation=self._generation)
+        )
         self._directory.start()
         self._ticking = asyncio.create_task(self._tick(), name="cluster-service-tick")
 
@@ -128,6 +139,25 @@ class ClusterService:
                 self._changed.clear()
                 await self._changed.wait()
         return description
+
+    async def wait_for_turn(self) -> None:
+        """Wait while only coordinators of another generation are there: until then, their doors serve.
+
+        Returns at once where nobody is there, or somebody of the own generation.
+        """
+        await self._has_seen_members.wait()
+        while self._book.description is None and self._others:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._changed.wait()
+
+    @property
+    def _others(self) -> bool:
+        return any(member.role == "coordinator" and not self._is_partner(member) for member in self._members)
+
+    def _is_partner(self, member: Member) -> bool:
+        return member.role == "coordinator" and self._generation in {"", member.generation}
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Yield the request's outputs, across losses of coordinators; see `GenerationService`."""
@@ -219,13 +249,14 @@ class ClusterService:
     def _follow(self, members: tuple[Member, ...]) -> None:
         """Connect to the coordinators that are there, and to no others."""
         self._members = members
-        present = {member.peer_id: member for member in members if member.role == "coordinator"}
+        present = {member.peer_id: member for member in members if self._is_partner(member)}
         for peer_id in self._connected.keys() - present.keys():
             self._pump.disconnect(peer_id)
         for peer_id in present.keys() - self._connected.keys():
             self._pump.connect(present[peer_id].address)
         self._connected = present
         self._book.set_coordinators(present.values())
+        self._has_seen_members.set()
 
     def _wake_if_needed(self) -> None:
         if self._wake is None or not self._book.has_homeless or not self._book.is_deserted:

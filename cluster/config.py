@@ -187,6 +187,11 @@ class ClusterConfig(StrictConfig):
     """How long (seconds) a stream whose coordinator was lost waits for another before it ends in an error."""
     drain_timeout_s: float = Field(default=15.0, ge=0)
     """How long (seconds) a coordinator that is shut down goes on serving the streams it has."""
+    updates: Literal["auto", "in_place", "surge"] = "auto"
+    """How a changed deployment replaces target groups. in_place: one after the other, each ends before its
+    successor begins; with one group nothing serves meanwhile. surge: each ends when its successor serves,
+    which takes room for at least one more. auto: surge, if there is that room when the application is
+    built."""
     check_resources: bool = True
     """Refuse at once to deploy what does not fit the nodes that are there; false where an autoscaler adds
     nodes."""

@@ -19,7 +19,9 @@ from cluster.desk import COORDINATOR_FAILED, RequestDesk
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
 from cluster.engine_loop import EngineLoop
-from cluster.runtime import bind_host, channel_options, new_peer_id
+from cluster.generation import draft_generation, target_generation
+from cluster.handover import may_refuse
+from cluster.runtime import bind_host, channel_options, new_peer_id, own_placement_group
 from cluster.target_group import TargetGroup
 from specdec.core.clock import MonotonicClock
 from specdec.engine.config import EngineConfig
@@ -46,6 +48,7 @@ class CoordinatorReplica:
         self._peer_id = new_peer_id("coordinator")
         prepare_logging(self._peer_id)
         self._cluster = cluster
+        self._draft_generation = draft_generation(engine)
         self._closed = False
         self._pool_waker = None if draft_pool is None else PoolWaker(draft_pool, cluster.draft_pool)
         self._has_drafters = False
@@ -85,6 +88,8 @@ class CoordinatorReplica:
             model_revision=description.revision,
             since=time.time(),
             compile_state=self._group.compile_state,
+            generation=target_generation(engine),
+            placement_group=own_placement_group(),
         )
         self._directory.announce(self._member)
         self._pump.start(self._desk.hear, on_tick=self._tick, tick_s=_TICK_S)
@@ -147,20 +152,32 @@ class CoordinatorReplica:
     def _follow(self, members: tuple[Member, ...]) -> None:
         """Let current ingresses speak to us; use current draft workers."""
         self._pump.channel.admit([member.address for member in members if member.role == "ingress"])
-        drafters = [member.address for member in members if member.role == "draft"]
+        drafters = [
+            member.address
+            for member in members
+            if member.role == "draft" and member.generation == self._draft_generation
+        ]
         self._has_drafters = bool(drafters)
         self._group.set_drafters(drafters)
 
     def _drain(self) -> None:
         limit_s = self._cluster.drain_timeout_s
-        is_closing = self._desk.num_streams > 0 and _is_application_ending()
+        is_closing = _is_application_ending()
         if is_closing:
             self._desk.close_down(limit_s)
         else:
-            self._desk.drain()
+            self._member = msgspec.structs.replace(self._member, is_leaving=True)
+            self._directory.announce(self._member)
         # The desk ends them by itself when the deployment ends; it looks once per tick.
         give_up_s = time.monotonic() + limit_s + (2 * _TICK_S if is_closing else 0.0)
-        while self._desk.num_streams and time.monotonic() < give_up_s:
+        # So long it takes until whoever leaves at the same time has heard of us, and we of them.
+        heard_s = min(give_up_s, time.monotonic() + 2 * self._cluster.membership.renew_s)
+        is_draining = is_closing
+        while time.monotonic() < give_up_s and (self._desk.num_streams or not is_draining):
+            if not is_draining and time.monotonic() >= heard_s:
+                is_draining = may_refuse(self._member, self._directory.members)
+                if is_draining:
+                    self._desk.drain()
             time.sleep(0.05)
         if self._desk.num_streams:
             logger.warning("%d streams are left to other coordinators", self._desk.num_streams)

@@ -28,6 +28,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """When it was ready, in seconds since the epoch by its own clock."""
     incarnation: int = 1
     """Of a draft worker: which of its place in the pool it is."""
+    generation: str = ""
+    """Of which version of the deployment (`cluster.generation`); members of others are no partners."""
+    is_leaving: bool = False
+    """Of a coordinator: that it is being shut down, and takes requests only while nobody else of its
+    generation does."""
+    placement_group: str = ""
+    """Of a coordinator or draft worker: id of the placement group of its replica."""
     compile_state: WorkState = "off"
     """Of a draft worker, and of a coordinator's target worker: what has become of compiling its forward."""
 

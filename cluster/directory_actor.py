@@ -94,6 +94,18 @@ def close_directory(namespace: str) -> None:
     ray.kill(handle, no_restart=True)
 
 
+def current_members(namespace: str) -> tuple[Member, ...]:
+    """Return who is in the directory of a namespace now; nobody, if there is none or it does not answer."""
+    try:
+        handle: Any = ray.get_actor(DIRECTORY_NAME, namespace=namespace)
+        answer = handle.exchange.remote(None, None)
+        snapshot: DirectorySnapshot | None = ray.get(answer, timeout=_CALL_TIMEOUT_S)
+    except (RayActorError, GetTimeoutError, ValueError) as error:
+        logger.info("nobody is known in %s: %s", namespace, error)
+        return ()
+    return snapshot.members if snapshot is not None else ()
+
+
 class DirectoryLink:
     """Announces this process's members and reports changes, in a thread of its own.
 

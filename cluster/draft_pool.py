@@ -12,8 +12,16 @@ from cluster.autoscaling.draft_demand import DraftDemand, pool_stats, read_deman
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
+from cluster.generation import draft_generation
 from cluster.placement import ModelRanks
-from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
+from cluster.runtime import (
+    bind_host,
+    channel_options,
+    new_peer_id,
+    own_placement_group,
+    rank_options,
+    worker_options,
+)
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
 from specdec.core.errors import DrafthouseError, TransportError
@@ -118,6 +126,8 @@ class DraftPoolReplica:
                 capacity=shares.max_sequences or 0,
                 since=time.time(),
                 incarnation=self._num_workers,
+                generation=draft_generation(self._engine),
+                placement_group=own_placement_group(),
                 compile_state=worker.compile_state(),
             )
         )

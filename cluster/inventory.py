@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 NODE_ID_LABEL = "ray.io/node-id"
 """Ray gives every node this label."""
@@ -47,6 +47,17 @@ class NodeSnapshot:
         return {
             name: selector for name, selector in selectors.items() if not _meets(labels.get(name), selector)
         }
+
+
+def with_changed(nodes: Sequence[NodeSnapshot], changes: Iterable[tuple[str, Amounts]]) -> list[NodeSnapshot]:
+    """Return the nodes with so much more, or less, of everything free, by node id."""
+    available = {node.node_id: dict(node.available) for node in nodes}
+    for node_id, amounts in changes:
+        free = available.get(node_id)
+        if free is not None:
+            for name, amount in amounts.items():
+                free[name] = free.get(name, 0.0) + amount
+    return [replace(node, available=available[node.node_id]) for node in nodes]
 
 
 def how_many(free: Amounts, unit: Amounts, at_most: int) -> int:

@@ -21,6 +21,7 @@ from cluster.inventory import (
     less,
     listed,
     times,
+    with_changed,
 )
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
@@ -170,6 +171,28 @@ def plan_placement(
         refusal = result
     assert refusal is not None
     return refusal
+
+
+def left_by(plan: PlacementPlan, nodes: Sequence[NodeSnapshot]) -> list[NodeSnapshot]:
+    """Return the nodes as they are when everything is where the plan has it."""
+    taken = [
+        (node_id, times(bundle, -1))
+        for group in plan.target_nodes
+        for node_id, bundle in zip(group, plan.target.bundles, strict=True)
+    ]
+    if plan.draft is not None:
+        taken += [
+            (node_id, times(bundle, -1)) for node_id in plan.draft_nodes for bundle in plan.draft.bundles
+        ]
+    return with_changed(nodes, taken)
+
+
+def has_room_for_another(config: ClusterConfig, nodes: Sequence[NodeSnapshot], ranks: RanksPerModel) -> bool:
+    """Whether a target group more fits into what is free on nodes now."""
+    one = config.target_groups.model_copy(update={"num_groups": 1})
+    alone = config.model_copy(update={"target_groups": one})
+    plan = plan_placement(alone, nodes, has_drafter=False, ranks=ranks)
+    return isinstance(plan, PlacementPlan)
 
 
 def require_plan(result: PlacementPlan | PlacementRefusal) -> PlacementPlan:

@@ -21,6 +21,12 @@ def new_peer_id(role: str) -> PeerId:
     return PeerId(f"{role}-{uuid.uuid4().hex[:12]}")
 
 
+def own_placement_group() -> str:
+    """Return the id of the placement group of this process's replica; empty where there is none."""
+    group = get_current_placement_group()
+    return "" if group is None else str(group.id.hex())
+
+
 def bind_host(config: ChannelConfig) -> str:
     """Where this process's sockets listen. `auto` has been resolved when the application was built."""
     if config.bind == "loopback":

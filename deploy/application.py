@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ray import serve
 
-from cluster.application import build_application as build_cluster
-from cluster.application import resolve
+from cluster.application import ModelPools, build_applications, resolve
 from cluster.config import ClusterConfig
-from deploy.config import DrafthouseConfig
-from deploy.ingress import IngressReplica
+from cluster.generation import target_generation
+from deploy.config import DrafthouseConfig, ServedModel
+from deploy.ingress import IngressReplica, ModelBehind
 from deploy.openai.keys import ApiKey
 from deploy.openai.settings import DoorSettings
 from specdec.model.config import ModelConfig
@@ -28,22 +29,40 @@ def build_application(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> s
     Raises:
         ResourceError: the workers do not fit the cluster.
     """
-    cluster = resolve(config.cluster)
-    if not config.cache.enable_prefix_caching:  # then no group has anything that another has not
-        routing = cluster.routing.model_copy(update={"prefix_affinity": False})
-        cluster = cluster.model_copy(update={"routing": routing})
-    coordinators = build_cluster(config.engine(), cluster)
-    return _ingress(cluster, config.http.num_replicas).bind(
-        config.target, cluster, door_settings(config, api_keys), config.http.api_keys_file, coordinators
+    models = [_resolved(model) for model in config.served_models()]
+    pools = [ModelPools(engine=model.engine, cluster=model.cluster, suffix=model.suffix) for model in models]
+    coordinators = build_applications(pools)
+    behind = tuple(
+        ModelBehind(
+            target=model.engine.target,
+            cluster=model.cluster,
+            settings=door_settings(config, api_keys, model),
+            generation=target_generation(model.engine),
+        )
+        for model in models
+    )
+    return _ingress(config.cluster, config.http.num_replicas).bind(
+        behind, config.http.api_keys_file, *coordinators
     )
 
 
-def door_settings(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> DoorSettings:
-    """Return what the HTTP door is to know."""
-    http, scheduler = config.http, config.scheduler
-    room = config.cluster.target_groups.max_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
+def _resolved(model: ServedModel) -> ServedModel:
+    cluster = resolve(model.cluster)
+    if not model.engine.cache.enable_prefix_caching:  # then no group has anything that another has not
+        routing = cluster.routing.model_copy(update={"prefix_affinity": False})
+        cluster = cluster.model_copy(update={"routing": routing})
+    return replace(model, cluster=cluster)
+
+
+def door_settings(
+    config: DrafthouseConfig, api_keys: Sequence[ApiKey], model: ServedModel | None = None
+) -> DoorSettings:
+    """Return what the HTTP door is to know, of one of its models; None: of the first."""
+    model = model or config.served_models()[0]
+    http, scheduler = config.http, model.engine.scheduler
+    room = model.cluster.target_groups.max_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
     return DoorSettings(
-        served_model_name=http.served_model_name,
+        served_model_name=model.name,
         max_body_bytes=http.max_body_bytes,
         max_choices=min(http.max_choices, room),  # more could never be taken in, however long one waits
         request_timeout_s=http.request_timeout_s,
@@ -56,7 +75,7 @@ def door_settings(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> DoorS
         request_classes=frozenset(http.request_classes),
         access_log=http.access_log,
         tracing=http.tracing,
-        parallelism=parallelism_of(config.target),
+        parallelism=parallelism_of(model.engine.target),
     )
 
 
@@ -70,6 +89,8 @@ def _ingress(cluster: ClusterConfig, num_replicas: int) -> serve.Deployment:
     return serve.deployment(
         name=INGRESS,
         num_replicas=num_replicas,
+        # The next door opens before this one closes: it takes nothing of a node.
+        max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         health_check_period_s=2.0,

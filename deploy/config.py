@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Self
 
-from cluster.config import ClusterConfig
+from pydantic import Field, model_validator
+
+from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from deploy.openai.settings import (
     DEFAULT_BODY_TIMEOUT_S,
     DEFAULT_MAX_BODY_BYTES,
@@ -17,6 +21,9 @@ from deploy.openai.tracing import TracingConfig
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES
+
+_MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
+"""Of further models: their deployments and namespaces are named after them."""
 
 
 class TlsConfig(StrictConfig):
@@ -78,20 +85,89 @@ class HttpConfig(StrictConfig):
     """Seconds that an idle connection is kept open."""
 
 
+class ModelPoolsConfig(StrictConfig):
+    """Where the workers of one further model run; everything else about the cluster is the application's."""
+
+    target_groups: TargetGroupsConfig = TargetGroupsConfig()
+    """Copies of its target."""
+    draft_pool: DraftPoolConfig = DraftPoolConfig()
+    """Its draft workers."""
+
+
+class FurtherModelConfig(EngineConfig):
+    """One more model in the application: an engine of its own, with pools of its own."""
+
+    cluster: ModelPoolsConfig = ModelPoolsConfig()
+    """Where its workers run, and how many of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model of an application, with what its pools need to know."""
+
+    name: str | None
+    """What clients call it; None: the name of the target's folder."""
+    engine: EngineConfig
+    cluster: ClusterConfig
+    suffix: str = ""
+    """Behind the names of its deployments; the first model has none."""
+
+
 class DrafthouseConfig(EngineConfig):
     """Everything that `drafthouse serve` needs to know."""
 
+    models: dict[Annotated[str, Field(pattern=_MODEL_NAME, max_length=96)], FurtherModelConfig] = Field(
+        default_factory=dict
+    )
+    """Further models in the same application, by the names that clients call them by. The first is `target`
+    with what stands beside it; it answers requests that name no model."""
     cluster: ClusterConfig = ClusterConfig()
     """Where the workers run, and how many of each."""
     http: HttpConfig = HttpConfig()
     """The endpoint."""
 
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [self.http.served_model_name or Path(self.target.model).name, *self.models]
+        suffixes = [_suffix(name) for name in names]
+        for index, suffix in enumerate(suffixes):
+            if suffix in suffixes[:index]:
+                raise ValueError(
+                    f"models.{names[index]}: is the name of another model too "
+                    f"({names[suffixes.index(suffix)]}); give each a name of its own, the first by "
+                    "http.served_model_name"
+                )
+        return self
+
     def engine(self) -> EngineConfig:
-        """Return the engine's part alone."""
-        return EngineConfig(
-            target=self.target,
-            speculative_config=self.speculative_config,
-            cache=self.cache,
-            scheduler=self.scheduler,
-            grammar=self.grammar,
-        )
+        """Return the first model's engine alone."""
+        return _engine_of(self)
+
+    def served_models(self) -> tuple[ServedModel, ...]:
+        """Return all models, the first one first. Each has its own namespace, and so its own directory."""
+        first = ServedModel(name=self.http.served_model_name, engine=self.engine(), cluster=self.cluster)
+        return (first, *(self._further(name, model) for name, model in self.models.items()))
+
+    def _further(self, name: str, model: FurtherModelConfig) -> ServedModel:
+        suffix = _suffix(name)
+        own = {
+            "namespace": self.cluster.namespace + suffix,
+            "target_groups": model.cluster.target_groups,
+            "draft_pool": model.cluster.draft_pool,
+        }
+        cluster = self.cluster.model_copy(update=own)
+        return ServedModel(name=name, engine=_engine_of(model), cluster=cluster, suffix=suffix)
+
+
+def _suffix(name: str) -> str:
+    return "-" + name.replace("/", "--")
+
+
+def _engine_of(config: EngineConfig) -> EngineConfig:
+    return EngineConfig(
+        target=config.target,
+        speculative_config=config.speculative_config,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        grammar=config.grammar,
+    )

@@ -15,7 +15,7 @@ from typing import Any, Union
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from deploy.config import DrafthouseConfig
+from deploy.config import DrafthouseConfig, FurtherModelConfig
 from specdec.core.errors import ConfigError
 
 Location = tuple[int | str, ...]
@@ -63,7 +63,7 @@ def parse_config(values: object) -> DrafthouseConfig:
         raise ConfigError(f"must hold keys and values (target: ...), not {type(values).__name__}")
     problems = [
         f"{'.'.join(keys)}: must be absolute here, got {path!r}"
-        for keys in _PATH_KEYS
+        for keys in _path_keys(values)
         if isinstance(path := _at(values, keys), str) and not Path(path).is_absolute()
     ]
     if problems:
@@ -73,6 +73,14 @@ def parse_config(values: object) -> DrafthouseConfig:
     except ValidationError as error:
         found = [_problem(details, {(): 0}) for details in error.errors(include_url=False)]
         raise ConfigError("\n".join(text for _, text in found)) from None
+
+
+def _path_keys(values: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield where paths may stand: for every model its own."""
+    yield from _PATH_KEYS
+    models = values.get("models")
+    for name in models if isinstance(models, dict) else ():
+        yield from (("models", str(name), *keys) for keys in _PATH_KEYS if keys[0] != "http")
 
 
 def _at(values: dict[str, Any], keys: tuple[str, ...]) -> Any:
@@ -134,7 +142,7 @@ def _duplicate_keys(node: yaml.Node, location: Location = ()) -> Iterator[tuple[
 
 
 def _make_paths_absolute(values: dict[str, Any], base: Path) -> None:
-    for *blocks, key in _PATH_KEYS:
+    for *blocks, key in _path_keys(values):
         block = _at(values, tuple(blocks))
         if isinstance(block, dict) and isinstance(block.get(key), str):
             block[key] = str((base / Path(block[key]).expanduser()).resolve())
@@ -159,7 +167,10 @@ def _problem(details: Any, lines: dict[Location, int]) -> tuple[int, str]:
 
 def _did_you_mean(location: Location) -> str:
     block: type[BaseModel] | None = DrafthouseConfig
-    for name in location[:-1]:
+    blocks = list(location[:-1])
+    if blocks[:1] == ["models"] and len(blocks) > 1:
+        block, blocks = FurtherModelConfig, blocks[2:]
+    for name in blocks:
         block = _model_in(block.model_fields[str(name)].annotation) if block else None
     if block is None:
         return ""

@@ -110,7 +110,11 @@ class Deployment:
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
                 raise DeploymentFailed(f"not ready after {limit_s:g} s: {_progress(overview)}")
-            reports = read_start_reports(self._config.cluster.namespace)
+            reports = [
+                report
+                for model in self._config.served_models()
+                for report in read_start_reports(model.cluster.namespace)
+            ]
             yield ", ".join((_progress(overview), *reports))
             time.sleep(_POLL_S)
 
@@ -143,7 +147,8 @@ class Deployment:
             _wait_until_gone(self._config.cluster.drain_timeout_s + _END_S)
         except (RayError, RayServeException) as error:
             logger.warning("the application was lost before it was ended: %s", _first_line(error))
-        close_directory(self._config.cluster.namespace)
+        for model in self._config.served_models():
+            close_directory(model.cluster.namespace)
 
     def _drain(self) -> None:
         """Let the coordinators finish their streams.
@@ -154,10 +159,16 @@ class Deployment:
         limit_s = self._config.cluster.drain_timeout_s
         give_up_s = time.monotonic() + limit_s + _END_S
         try:
-            coordinators = serve.get_deployment_handle(COORDINATOR, APPLICATION)
-            coordinators.broadcast("close_down", limit_s).results(timeout_s=_CALL_TIMEOUT_S)
+            pools = [
+                serve.get_deployment_handle(COORDINATOR + model.suffix, APPLICATION)
+                for model in self._config.served_models()
+            ]
+            for pool in pools:
+                pool.broadcast("close_down", limit_s).results(timeout_s=_CALL_TIMEOUT_S)
             while time.monotonic() < give_up_s:
-                if not sum(coordinators.broadcast("num_streams").results(timeout_s=_CALL_TIMEOUT_S)):
+                if not any(
+                    sum(pool.broadcast("num_streams").results(timeout_s=_CALL_TIMEOUT_S)) for pool in pools
+                ):
                     return
                 time.sleep(_STOP_POLL_S)
         except (RayError, RayServeException, TimeoutError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from cluster.autoscaling.waking import waker_of
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
 from deploy.api_keys import follow_api_keys
-from deploy.openai.app import create_app
+from deploy.openai.app import DoorModel, create_app
 from deploy.openai.keys import KeyRing
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
@@ -24,6 +25,25 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBehind:
+    """What a door has to know of one of the models behind it."""
+
+    target: ModelConfig
+    cluster: ClusterConfig
+    settings: DoorSettings
+    generation: str
+    """Only coordinators of it are spoken to."""
+
+    def open(self, coordinators: Any) -> DoorModel[ClusterService]:
+        """Return the model as the HTTP application wants it, with the tokenizer of this node's folder."""
+        folder, is_trusted = Path(self.target.model), self.target.trust_remote_code
+        tokenizer = HuggingFaceTokenizer.load(folder, trust_remote_code=is_trusted)
+        wake = waker_of(coordinators) if self.cluster.target_groups.may_be_none else None
+        service = ClusterService(self.cluster, self.generation, wake=wake)
+        return DoorModel(service, self.settings, tokenizer)
+
+
 @serve.ingress()
 class IngressReplica:
     """Speaks HTTP to clients and channels to coordinators.
@@ -32,30 +52,33 @@ class IngressReplica:
     """
 
     def __init__(
-        self,
-        target: ModelConfig,
-        cluster: ClusterConfig,
-        settings: DoorSettings,
-        api_keys_file: str | None,
-        coordinators: Any,
+        self, models: tuple[ModelBehind, ...], api_keys_file: str | None, *coordinators: Any
     ) -> None:
-        """`api_keys_file` is followed, if this node has it; `settings` have the keys it held at the start.
+        """`api_keys_file` is followed, if this node has it; the settings have the keys it held at the start.
 
-        `coordinators` makes Serve start them with this one, and wakes them where there may be none; tokens
-        travel on channels."""
+        `coordinators`, one for each model, make Serve start them with this one, and are woken where there may
+        be none; tokens travel on channels."""
         prepare_logging("ingress")
-        tokenizer = HuggingFaceTokenizer.load(Path(target.model), trust_remote_code=target.trust_remote_code)
-        wake = waker_of(coordinators) if cluster.target_groups.may_be_none else None
-        self._service = ClusterService(cluster, wake=wake)
-        self._ring = KeyRing(settings.api_keys)
+        doors = [model.open(handle) for model, handle in zip(models, coordinators, strict=True)]
+        self._services = [door.service for door in doors]
+        first, *further = doors
+        self._ring = KeyRing(first.settings.api_keys)
         self._api_keys_file = api_keys_file
         self._following: asyncio.Task[None] | None = None
-        self._tracing = None if settings.tracing is None else Tracing.to_collector(settings.tracing)
-        self._app = create_app(self._service, settings, tokenizer, self._ring, tracing=self._tracing)
+        tracing = first.settings.tracing
+        self._tracing = None if tracing is None else Tracing.to_collector(tracing)
+        self._app = create_app(
+            first.service, first.settings, first.tokenizer, self._ring, further, tracing=self._tracing
+        )
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Join the cluster and return the application; Serve calls it once, in the loop of the requests."""
-        await self._service.start()
+        """Join the cluster and return the application; Serve calls it once, in the loop of the requests.
+
+        In a rolling update the door before this one serves until this returns, which is when there is a
+        coordinator to speak to.
+        """
+        await asyncio.gather(*(service.start() for service in self._services))
+        await asyncio.gather(*(service.wait_for_turn() for service in self._services))
         if self._api_keys_file is not None:
             self._following = asyncio.create_task(follow_api_keys(self._api_keys_file, self._ring))
         return self._app
@@ -64,6 +87,6 @@ class IngressReplica:
         """Called by Serve before the replica ends."""
         if self._following is not None:
             self._following.cancel()
-        await self._service.close()
+        await asyncio.gather(*(service.close() for service in self._services))
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from cluster.config import ClusterConfig
 from cluster.inventory import NodeSnapshot
-from cluster.placement import RanksPerModel, plan_placement, require_plan
+from cluster.placement import RanksPerModel, left_by, plan_placement, require_plan
 from deploy.config import DrafthouseConfig, HttpConfig
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
@@ -179,19 +179,24 @@ def check_local_resources(config: DrafthouseConfig, num_cpus: int) -> None:
     Raises:
         ResourceError: naming what lacks what.
     """
-    cluster: ClusterConfig = config.cluster
-    if not cluster.check_resources:
+    if not config.cluster.check_resources:
         return
-    available = {"CPU": float(num_cpus), "GPU": _num_gpus(cluster)}
-    node = NodeSnapshot(node_id="this machine", available=available, labels={})
-    has_drafter = config.speculative_config.model is not None
-    ranks = RanksPerModel.of(config.engine())
-    require_plan(plan_placement(cluster, [node], has_drafter=has_drafter, ranks=ranks))
+    models = config.served_models()
+    available = {"CPU": float(num_cpus), "GPU": _num_gpus([model.cluster for model in models])}
+    nodes = [NodeSnapshot(node_id="this machine", available=available, labels={})]
+    for model in models:
+        has_drafter = model.engine.speculative_config.model is not None
+        ranks = RanksPerModel.of(model.engine)
+        plan = require_plan(plan_placement(model.cluster, nodes, has_drafter=has_drafter, ranks=ranks))
+        nodes = left_by(plan, nodes)
 
 
-def _num_gpus(cluster: ClusterConfig) -> float:
+def _num_gpus(clusters: Sequence[ClusterConfig]) -> float:
     """Return the GPUs of this machine, if anybody asks for some."""
-    if not (cluster.target_groups.bundle.num_gpus or cluster.draft_pool.bundle.num_gpus):
+    bundles = [
+        bundle for cluster in clusters for bundle in (cluster.target_groups.bundle, cluster.draft_pool.bundle)
+    ]
+    if not any(bundle.num_gpus for bundle in bundles):
         return 0.0
     import torch
 

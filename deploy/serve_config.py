@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -23,7 +24,9 @@ from deploy.api_keys import read_api_keys
 from deploy.application import build_application
 from deploy.config import DrafthouseConfig
 from deploy.config_file import parse_config
+from deploy.preflight import check_models
 from specdec.core.errors import ConfigError
+from specdec.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +43,24 @@ def build(args: dict[str, Any]) -> serve.Application:
     """Return the application. Ray must be connected.
 
     Raises:
-        ConfigError: an argument is wrong, or there are no API keys and nobody allowed that.
+        CheckpointError: a model's folder is damaged.
+        ConfigError: an argument is wrong, the models do not go together, or there are no API keys and nobody
+            allowed that.
         ResourceError: the workers do not fit the cluster.
     """
     arguments = parse_arguments(args)
+    for model in arguments.config.served_models():
+        _check_models(model.engine)
     keys_file = arguments.config.http.api_keys_file
     keys = read_api_keys(keys_file) if keys_file is not None else ()
     return build_application(arguments.config, keys)
+
+
+def _check_models(engine: EngineConfig) -> None:
+    """Check the models, where this node has them: what is found here costs no running replica its place."""
+    folders = [engine.target.model, engine.speculative_config.model]
+    if all(Path(folder).is_dir() for folder in folders if folder is not None):
+        check_models(engine)
 
 
 def parse_arguments(args: Mapping[str, Any]) -> ServeArguments:

@@ -29,6 +29,8 @@ class ApplicationStatus(msgspec.Struct, frozen=True, kw_only=True):
     rule: str | None = None
     """Verification rule."""
     max_model_len: int | None = None
+    further_models: tuple[str, ...] = ()
+    """Names of the others that are loaded, where there are several."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

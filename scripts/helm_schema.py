@@ -24,6 +24,7 @@ NameOrNone = Annotated[str, Field(max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.
 Strings = dict[str, str]
 
 DECIDED_BY_THE_CHART = {
+    "DrafthouseConfig": ("models",),  # there are pods for one
     "HttpConfig": ("host", "port", "api_keys_file", "tls"),
     "TargetGroupsConfig": ("num_groups", "bundle", "strategy", "tensor_parallel_across_nodes"),
     "DraftPoolConfig": ("num_workers", "bundle", "own_nodes"),
@@ -262,10 +263,11 @@ def schema() -> dict[str, Any]:
     config = DrafthouseConfig.model_json_schema()
     blocks = config.pop("$defs")
     for block, keys in DECIDED_BY_THE_CHART.items():
+        place = config if block == "DrafthouseConfig" else blocks[block]
         for key in keys:
-            del blocks[block]["properties"][key]
-        # Their defaults hold what is left out here too.
-        blocks[block].pop("required", None)
+            del place["properties"][key]
+        if place is not config:  # its target has to be given; their defaults hold what is left out here too
+            place.pop("required", None)
     for block in (config, *blocks.values()):
         for field in block.get("properties", {}).values():
             field.pop("default", None)

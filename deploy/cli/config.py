@@ -12,6 +12,7 @@ from deploy.cli.progress import as_typed
 from deploy.config import DrafthouseConfig
 from deploy.config_file import load_config
 from deploy.preflight import check_models, warnings_of
+from specdec.engine.config import EngineConfig
 from specdec.model.config import ModelConfig
 
 
@@ -22,9 +23,10 @@ def validate_file(file: Path) -> None:
         UserError: what is wrong, and where.
     """
     config = load_config(file)
-    check_models(config.engine())
-    for text in warnings_of(config.engine()):
-        typer.echo(f"warning: {text}", err=True)
+    for model in config.served_models():
+        check_models(model.engine)
+        for text in warnings_of(model.engine):
+            typer.echo(f"warning: {text}", err=True)
     if config.http.api_keys_file is not None:
         read_api_keys(config.http.api_keys_file)
     typer.echo(f"{file}: ok ({summary_of(config)})")
@@ -32,6 +34,11 @@ def validate_file(file: Path) -> None:
 
 def summary_of(config: DrafthouseConfig) -> str:
     """Return one line on what a configuration serves."""
+    first, *further = (_summary(model.engine) for model in config.served_models())
+    return "; ".join([first, *(f"{name}: {text}" for name, text in zip(config.models, further, strict=True))])
+
+
+def _summary(config: EngineConfig) -> str:
     target = f"target {as_typed(config.target.model)} in {_numbers(config.target)}"
     speculative = config.speculative_config
     if speculative.method == "none":

@@ -107,11 +107,13 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
         # The port is the head node's business, and taken where Serve runs there already.
         check_address(options.address)
     with shown(console, f"checking {as_typed(config.target.model)}"):
-        check_models(config.engine())
+        for model in config.served_models():
+            check_models(model.engine)
         if options.address is None:
             check_local_resources(config, options.num_cpus or usable_cpus())
-    for text in warnings_of(config.engine()):
-        console.print(f"warning: {text}", soft_wrap=True, markup=False)
+    for model in config.served_models():
+        for text in warnings_of(model.engine):
+            console.print(f"warning: {text}", soft_wrap=True, markup=False)
     return api_keys
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
+from typing import Generic, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -19,7 +22,7 @@ from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.document import OPENAPI_PATH, openapi_document
 from deploy.openai.errors import ApiError, not_ready
 from deploy.openai.keys import ApiKey, KeyRing, Usage
-from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render
+from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
 from deploy.openai.protocol import ChatBody, CompletionBody
@@ -50,7 +53,38 @@ from specdec.engine.service import GenerationService
 from workers.logs import add_log_context
 
 _METRICS_TIMEOUT_S = 5.0
+ServiceT_co = TypeVar("ServiceT_co", bound=GenerationService, covariant=True)
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DoorModel(Generic[ServiceT_co]):
+    """One model behind the door."""
+
+    service: ServiceT_co
+    settings: DoorSettings
+    tokenizer: DoorTokenizer
+
+    def name(self) -> str | None:
+        """What clients call it; None while nobody knows."""
+        description = self.service.description()
+        if description is None:
+            return self.settings.served_model_name
+        return self.settings.model_name(description)
+
+    def require_description(self) -> TargetDescription:
+        """Return facts about the target.
+
+        Raises:
+            ApiError: it is not ready.
+        """
+        description = self.service.description()
+        if description is None:
+            raise not_ready()
+        return description
+
+
+AnyModel = DoorModel[GenerationService]
 
 
 def create_app(
@@ -58,16 +92,19 @@ def create_app(
     settings: DoorSettings,
     tokenizer: DoorTokenizer,
     ring: KeyRing | None = None,
+    further: Sequence[AnyModel] = (),
+    *,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """Return the ASGI application that serves `service`.
+    """Return the ASGI application that serves `service`, and further models beside it.
 
-    The caller owns `service`; its event loop must be the one the application runs in. Through `ring`, which
-    begins with the keys of `settings`, keys can be replaced later. `tracing`, the caller's as well, gets the
-    traces (`settings.tracing` says where they are to go).
+    The caller owns the services; their event loop must be the one the application runs in. Through `ring`,
+    which begins with the keys of `settings`, keys can be replaced later. What is not of one model (limits of
+    bodies, keys) goes by `settings`; further models have to have names in theirs. `tracing`, the caller's as
+    well, gets the traces (`settings.tracing` says where they are to go).
     """
     ring = KeyRing(settings.api_keys) if ring is None else ring
-    door = _Door(service, settings, tokenizer, ring)
+    door = _Door((DoorModel(service, settings, tokenizer), *further), ring)
     app = FastAPI(
         title="Drafthouse",
         openapi_url=None,  # FastAPI's has neither bodies nor answers: routes read and write them themselves
@@ -97,61 +134,58 @@ def create_app(
 class _Door:
     """The routes."""
 
-    def __init__(
-        self, service: GenerationService, settings: DoorSettings, tokenizer: DoorTokenizer, ring: KeyRing
-    ) -> None:
+    def __init__(self, models: tuple[AnyModel, ...], ring: KeyRing) -> None:
         self._ring = ring
-        self._service = service
-        self._settings = settings
-        self._tokenizer = tokenizer
+        self._models = models
         self._start_s = int(time.time())
         self._document = msgspec.json.encode(openapi_document())
         self.metrics = DoorMetrics()
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions."""
-        description = self._description()
+        self._require_any()
         body = parse_body(await http.body(), CompletionBody)
+        model = self._chosen(body.model)
+        description = model.require_description()
         event_id, identity = _event_id(http)
-        prepared = await prepare_completion(body, description, self._tokenizer, self._settings, identity)
-        return await self._respond(prepared, http, event_id, description)
+        prepared = await prepare_completion(body, description, model.tokenizer, model.settings, identity)
+        return await self._respond(model, prepared, http, event_id, description)
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
-        description = self._description()
+        self._require_any()
         body = parse_body(await http.body(), ChatBody)
+        model = self._chosen(body.model)
+        description = model.require_description()
         event_id, identity = _event_id(http)
-        prepared = await prepare_chat(body, description, self._tokenizer, self._settings, identity)
-        return await self._respond(prepared, http, event_id, description)
+        prepared = await prepare_chat(body, description, model.tokenizer, model.settings, identity)
+        return await self._respond(model, prepared, http, event_id, description)
 
     async def models(self) -> Response:
         """GET /v1/models: what is loaded, which may be nothing yet."""
-        description = self._service.description()
-        return _json(ModelList(data=[self._card(description)] if description else []))
+        loaded = [model for model in self._models if model.service.description() is not None]
+        return _json(ModelList(data=[self._card(model) for model in loaded]))
 
     async def model(self, model: str) -> Response:
         """GET /v1/models/{id}."""
-        description = self._description()
-        if model != self._settings.model_name(description):
-            raise model_not_found(model, self._settings.model_name(description))
-        return _json(self._card(description))
+        self._require_any()
+        return _json(self._card(self._chosen(model)))
 
     async def status(self) -> Response:
         """GET /v1/status: what runs, and what the controllers have chosen."""
-        description = self._service.description()
-        service = await self._service.status()
+        services = await asyncio.gather(*(model.service.status() for model in self._models))
         return _json(
             Status(
                 now=time.time(),
-                application=self._application(description),
-                target_groups=service.target_groups,
-                draft_workers=service.draft_workers,
+                application=self._application(self._models[0]),
+                target_groups=tuple(group for one in services for group in one.target_groups),
+                draft_workers=tuple(worker for one in services for worker in one.draft_workers),
             )
         )
 
     async def health(self) -> Response:
-        """GET /health: 200 exactly when a request would be tried."""
-        self._description()
+        """GET /health: 200 exactly when a request, for one of the models at least, would be tried."""
+        self._require_any()
         return Response(b'{"status":"ok"}', media_type="application/json")
 
     async def document(self) -> Response:
@@ -159,88 +193,116 @@ class _Door:
         return Response(self._document, media_type="application/json")
 
     async def prometheus(self) -> Response:
-        """GET /metrics: the door's series, and those of the service when it answers in time."""
+        """GET /metrics: the door's series, and those of each service that answers in time."""
+        snapshots = await asyncio.gather(*(self._snapshot(model) for model in self._models))
+        names = [model.name() for model in self._models if model.service.description() is not None]
+        if names:
+            self.metrics.set_models(*filter(None, names))
+        together = {series: value for snapshot in snapshots for series, value in snapshot.items()}
+        return Response(render(self.metrics, together), media_type=CONTENT_TYPE)
+
+    async def _snapshot(self, model: AnyModel) -> dict[str, float]:
         try:
             async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                snapshot = dict(await self._service.metrics())
+                snapshot = dict(await model.service.metrics())
         except (TimeoutError, DrafthouseError) as error:
             logger.warning("no metrics from the service: %s", str(error) or type(error).__name__)
-            snapshot = {}
-        if (description := self._service.description()) is not None:
-            self.metrics.set_model(self._settings.model_name(description))
-        return Response(render(self.metrics, snapshot), media_type=CONTENT_TYPE)
+            return {}
+        return snapshot if len(self._models) == 1 else told_apart(model.name() or "", snapshot)
 
-    def _description(self) -> TargetDescription:
-        description = self._service.description()
-        if description is None:
+    def _require_any(self) -> None:
+        """Raise ApiError when no model takes requests."""
+        if all(model.service.description() is None for model in self._models):
             raise not_ready()
-        return description
 
-    def _card(self, description: TargetDescription) -> ModelCard:
+    def _chosen(self, name: str | None) -> AnyModel:
+        """Return the model of a name; without one the first.
+
+        Raises:
+            ApiError: there is no such model.
+        """
+        if name is None:
+            return self._models[0]
+        names = [model.name() for model in self._models]
+        if name in names:
+            return self._models[names.index(name)]
+        if None in names:  # the first, whose name is in its folder: it may be this one
+            raise not_ready()
+        raise model_not_found(name, *filter(None, names))
+
+    def _card(self, model: AnyModel) -> ModelCard:
+        description = model.require_description()
         return ModelCard(
-            id=self._settings.model_name(description),
+            id=model.settings.model_name(description),
             created=self._start_s,
             max_model_len=description.max_model_len,
             revision=description.revision,
         )
 
-    def _application(self, description: TargetDescription | None) -> ApplicationStatus:
+    def _application(self, first: AnyModel) -> ApplicationStatus:
         version, since = metadata.version("drafthouse"), float(self._start_s)
+        description = first.service.description()
         if description is None:
             return ApplicationStatus(version=version, since=since, is_ready=False)
         return ApplicationStatus(
             version=version,
             since=since,
             is_ready=True,
-            model=self._settings.model_name(description),
+            model=first.settings.model_name(description),
+            further_models=tuple(
+                name
+                for model in self._models[1:]
+                if model.service.description() is not None and (name := model.name()) is not None
+            ),
             revision=description.revision,
             dtype=description.dtype,
             quantization=description.quantization,
-            parallelism=self._settings.parallelism,
+            parallelism=first.settings.parallelism,
             rule=description.rule,
             max_model_len=description.max_model_len,
         )
 
     async def _respond(
         self,
+        model: AnyModel,
         prepared: PreparedRequest,
         http: HttpRequest,
         event_id: EventId | None,
         description: TargetDescription,
     ) -> Response:
-        receive = http.receive
+        receive, settings = http.receive, model.settings
         add_log_context(request_id=prepared.response_id)
         key: ApiKey | None = getattr(http.state, "api_key", None)
         if key is not None:
-            shares_prefixes = self._settings.share_prefixes_between_keys
+            shares_prefixes = settings.share_prefixes_between_keys
             prepared = owned(prepared, key.digest, shares_prefixes=shares_prefixes)
-        longest_s = self._settings.request_timeout_s
+        longest_s = settings.request_timeout_s
         prepared = limited(prepared, http.headers.get(TIMEOUT_HEADER), longest_s)
-        window_s = self._settings.resume_window_s
+        window_s = settings.resume_window_s
         prepared = proved(prepared, None if key is None else key.digest, window_s)
         comeback = None if event_id is None else Comeback(event_id, prepared, window_s)
         try:
             if comeback is not None:
                 usage = self._usage(key, prepared)
-                prepared = await until_client_leaves(comeback.resume(self._service, usage), receive)
+                prepared = await until_client_leaves(comeback.resume(model.service, usage), receive)
             running = prepared.requests if comeback is None else comeback.running(prepared)
             trace = CURRENT_TRACE.get()
             if trace is not None:
                 trace.note_prepared(prepared)
                 running = traced(running) if trace.is_recorded else running
             outputs = ChoiceOutputs(
-                self._service,
+                model.service,
                 running,
                 self.metrics,
                 self._usage(key, prepared),
                 timeout_s=prepared.timeout_s,
-                max_unread=self._settings.max_unread_outputs,
+                max_unread=settings.max_unread_outputs,
                 trace=trace,
             )
             if prepared.body.stream:
-                stream = EventStream(prepared, outputs, self._tokenizer)
+                stream = EventStream(prepared, outputs, model.tokenizer)
                 if comeback is not None:
-                    delivered = comeback.delivered(prepared, self._tokenizer, description)
+                    delivered = comeback.delivered(prepared, model.tokenizer, description)
                     stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)
                 events = stream.events()
                 try:
@@ -250,7 +312,7 @@ class _Door:
                     await events.aclose()
                     raise
                 return EventStreamResponse(first, events)
-            body = await until_client_leaves(self._collect(prepared, outputs), receive)
+            body = await until_client_leaves(self._collect(model, prepared, outputs), receive)
             return Response(body, media_type="application/json")
         except ClientLeft:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -263,12 +325,12 @@ class _Door:
             metrics=self.metrics,
         )
 
-    async def _collect(self, prepared: PreparedRequest, outputs: ChoiceOutputs) -> bytes:
+    async def _collect(self, model: AnyModel, prepared: PreparedRequest, outputs: ChoiceOutputs) -> bytes:
         results = [ChoiceResult() for _ in prepared.requests]
         async with outputs:
             async for index, output in outputs:
                 results[index].add(output)
-        return complete_body(prepared, results, self._tokenizer)
+        return complete_body(prepared, results, model.tokenizer)
 
 
 def _event_id(http: HttpRequest) -> tuple[EventId | None, ResponseIdentity | None]:

@@ -38,6 +38,7 @@ DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
     "api_key_refusals": ("key", "limit"),
 }
 """Names of labels, of those metrics of the door that have any."""
+MODEL_LABEL = "model_name"
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -82,10 +83,11 @@ class DoorMetrics:
             "e2e_request_latency_seconds", "From the request's arrival to its end.", E2E_BUCKETS_S
         )
 
-    def set_model(self, model_name: str) -> None:
-        """Say which model is loaded, from now on."""
+    def set_models(self, *model_names: str) -> None:
+        """Say which models are loaded, from now on."""
         self._model_info.clear()
-        self._model_info.labels(model_name).set(1)
+        for model_name in model_names:
+            self._model_info.labels(model_name).set(1)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, DOOR_LABELS.get(name, ()), registry=self.registry)
@@ -129,6 +131,17 @@ def render(metrics: DoorMetrics, service_metrics: Mapping[str, float]) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Snapshot(service_metrics))
     return bytes(generate_latest(metrics.registry)) + bytes(generate_latest(registry))
+
+
+def told_apart(model_name: str, snapshot: Mapping[str, float]) -> dict[str, float]:
+    """Return a snapshot with the model's name as a label of every series: a door may have several models."""
+    label = f'{MODEL_LABEL}="{model_name}"'
+    return {_with_label(series, label): value for series, value in snapshot.items()}
+
+
+def _with_label(series: str, label: str) -> str:
+    name, _, labels = series.partition("{")
+    return f"{name}{{{label},{labels}" if labels else f"{name}{{{label}}}"
 
 
 class _Snapshot:

@@ -230,11 +230,11 @@ def _check_model(body: GenerationBody, description: TargetDescription, settings:
         raise model_not_found(body.model, served)
 
 
-def model_not_found(asked: str, served: str) -> ApiError:
+def model_not_found(asked: str, *served: str) -> ApiError:
     """Return the 404 for a model that is not loaded."""
     return ApiError(
         404,
-        f"The model {asked!r} does not exist here; this server serves {served!r}.",
+        f"The model {asked!r} does not exist here; this server serves {', '.join(map(repr, served))}.",
         param="model",
         code="model_not_found",
     )

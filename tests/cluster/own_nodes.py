@@ -141,8 +141,10 @@ def refuse_too_much(engine: EngineConfig, cluster: ClusterConfig) -> None:
 def lose_a_target_node(nodes: Any, machines: list[Any], places: dict[str, list[str]]) -> None:
     import ray
 
-    here = ray.get_runtime_context().get_node_id()  # Ray takes any node of this address for the driver's
-    (lost, *_) = [m for m in machines if "target" in places[m.node_id] and m.node_id != here]
+    # Ray takes any node of this address for the driver's, and would not let it go.
+    here = ray._private.worker.global_worker.node.raylet_socket_name
+    with_target = [machine for machine in machines if "target" in places[machine.node_id]]
+    (lost, *_) = [machine for machine in with_target if machine.raylet_socket_name != here]
     nodes.remove_node(lost, allow_graceful=False)
     nodes.add_node(**NODE, resources={"slot": 4})
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, MembershipConfig, TargetGroupsConfig
-from cluster.inventory import NodeSnapshot
+from cluster.inventory import NodeSnapshot, with_changed
 from cluster.placement import (
     ModelRanks,
     PlacementPlan,
     PlacementRefusal,
     RanksPerModel,
+    has_room_for_another,
     plan_placement,
     require_plan,
     unchecked_placement,
@@ -328,3 +329,21 @@ def test_configurations_that_make_no_sense_are_refused() -> None:
                 "target_groups": {"bundle": {"labels": {"ray.io/node-id": "x"}}},
             }
         )
+
+
+def test_what_the_version_before_holds_is_given_back() -> None:
+    nodes = [node("a", {"CPU": 1.0, "GPU": 0.0}), node("b", {"CPU": 2.0, "GPU": 4.0})]
+    back = with_changed(
+        nodes, [("a", {"GPU": 2.0}), ("a", {"GPU": 1.0, "slot": 1.0}), ("gone", {"GPU": 8.0})]
+    )
+    assert [one.available for one in back] == [
+        {"CPU": 1.0, "GPU": 3.0, "slot": 1.0},
+        {"CPU": 2.0, "GPU": 4.0},
+    ]
+    assert nodes[0].available == {"CPU": 1.0, "GPU": 0.0}
+
+
+def test_an_update_begins_beside_the_old_where_a_group_more_fits() -> None:
+    config, ranks = config_of(8, 8), ranks_of(tensor=2)
+    assert has_room_for_another(config, gpu_nodes(1, 2), ranks)
+    assert not has_room_for_another(config, gpu_nodes(1, 1), ranks)

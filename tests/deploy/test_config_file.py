@@ -107,3 +107,42 @@ def test_schema_describes_every_key() -> None:
         assert block["additionalProperties"] is False
         for name, field in block["properties"].items():
             assert field.get("description"), f"{block['title']}.{name} has no description"
+
+
+SEVERAL = """\
+target: {model: models/first}
+http: {served_model_name: first}
+models:
+  org/second:
+    target: {model: models/second}
+    speculative_config: {method: draft_model, model: models/draft}
+    cluster: {target_groups: {num_groups: 2}}
+"""
+
+
+def test_further_models_have_engines_and_pools_of_their_own(tmp_path: Path) -> None:
+    first, second = load_config(write(tmp_path, SEVERAL)).served_models()
+    assert (first.name, first.suffix, first.cluster.namespace) == ("first", "", "drafthouse")
+    assert (second.name, second.suffix) == ("org/second", "-org--second")
+    assert second.engine.target.model == str(tmp_path / "models/second")
+    assert second.engine.speculative_config.model == str(tmp_path / "models/draft")
+    assert second.cluster.target_groups.num_groups == 2
+    assert second.cluster.namespace == "drafthouse-org--second"
+    (alone,) = load_config(write(tmp_path, "target: {model: m}\n")).served_models()
+    assert (alone.name, alone.suffix) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("models:\n  b:\n    target: {modelx: x}\n", ":4: models.b.target.modelx: unknown key; did you mean"),
+        ("models:\n  b:\n    http: {}\n", ":4: models.b.http: unknown key"),
+        ("models:\n  'b c':\n    target: {model: x}\n", "string should match pattern"),
+        ("models:\n  m:\n    target: {model: x}\n", "models.m: is the name of another model too"),
+        ("models:\n  a/b: {target: {model: x}}\n  a--b: {target: {model: x}}\n", "models.a--b: is the name"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_further_models_are_named(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, "target: {model: m}\n" + text))
+    assert expected in str(caught.value)

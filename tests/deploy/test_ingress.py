@@ -24,12 +24,15 @@ from tests.deploy.openai.fakes import ScriptedService
 
 
 class ScriptedCluster(ScriptedService):
-    def __init__(self, cluster: ClusterConfig, **_: object) -> None:
+    def __init__(self, cluster: ClusterConfig, generation: str, **_: object) -> None:
         super().__init__()
         self.is_open = False
 
     async def start(self) -> None:
         self.is_open = True
+
+    async def wait_for_turn(self) -> None:
+        assert self.is_open
 
     async def close(self) -> None:
         self.is_open = False
@@ -62,9 +65,12 @@ def test_keys_reach_the_ingress_and_are_followed_there(
 
     async def run() -> None:
         own = replica_class()
+        behind = ingress.ModelBehind(
+            target=config.target, cluster=config.cluster, settings=settings, generation=""
+        )
         # Its end is awaited below, and not called when it is collected.
         kind = type("Replica", (own,), {"__del__": lambda self: None})
-        replica = kind(config.target, config.cluster, settings, config.http.api_keys_file, None)
+        replica = kind((behind,), config.http.api_keys_file, object())
         app = await replica.__serve_build_asgi_app__()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
 
@@ -83,9 +89,9 @@ def test_keys_reach_the_ingress_and_are_followed_there(
                 while await status(other) != 200:
                     await asyncio.sleep(0.01)
             assert await status(text) == 401
-        assert replica._service.is_open
+        assert all(service.is_open for service in replica._services)
         await own.__del__(replica)
-        assert not replica._service.is_open
+        assert not any(service.is_open for service in replica._services)
         await asyncio.sleep(0)
         assert replica._following.cancelled()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +14,11 @@ from tests.architectures import save_model
 pytest.importorskip("helm_python", reason="helm-python-sdk, Helm's engine, is there for Linux x86-64 only")
 
 from tests.helm.chart import ray_service
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("serve_file.py")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_charts_serve_config_is_deployed_for_real(tmp_path: Path) -> None:

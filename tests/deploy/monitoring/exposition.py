@@ -63,7 +63,7 @@ def _labels(names: tuple[str, ...]) -> str:
 def busy_door(num_requests: int) -> DoorMetrics:
     """Return a door that has answered so many requests."""
     door = DoorMetrics()
-    door.set_model("tiny")
+    door.set_models("tiny")
     for status in ("200", "429", "500"):
         door.http_requests.labels("/v1/completions", status).inc(num_requests)
     door.aborted.inc(num_requests)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from deploy.openai.app import create_app
+from deploy.openai.app import DoorModel, create_app
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.description import TargetDescription
@@ -148,11 +148,18 @@ class Door:
 
     service: ScriptedService = field(default_factory=ScriptedService)
     settings: DoorSettings = field(default_factory=DoorSettings)
+    further: Mapping[str, ScriptedService] = field(default_factory=dict)
+    """Further models by name."""
 
     def __post_init__(self) -> None:
         self.tokenizer = make_tokenizer()
         self.tokenizer.chat_template = CHAT_TEMPLATE
-        self.app: FastAPI = create_app(self.service, self.settings, HuggingFaceTokenizer(self.tokenizer))
+        tokenizer = HuggingFaceTokenizer(self.tokenizer)
+        others = [
+            DoorModel(service, DoorSettings(served_model_name=name), tokenizer)
+            for name, service in self.further.items()
+        ]
+        self.app: FastAPI = create_app(self.service, self.settings, tokenizer, further=others)
 
     async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app)

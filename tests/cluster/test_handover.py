@@ -1,0 +1,66 @@
+"""Who belongs together while one version replaces another, and when the old one may go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.directory import Member, Role
+from cluster.generation import draft_generation, target_generation
+from cluster.handover import may_refuse
+from specdec.engine.config import EngineConfig
+from specdec.transport.base import PeerAddress, PeerId
+
+
+def member(name: str, role: Role, generation: str = "old", **more: Any) -> Member:
+    address = PeerAddress(peer_id=PeerId(name), endpoint="tcp://127.0.0.1:1", public_key="")
+    return Member(address=address, role=role, generation=generation, **more)
+
+
+LEAVING = member("leaving", "coordinator", is_leaving=True)
+DOOR = member("door", "ingress")
+
+
+@pytest.mark.parametrize(
+    ("others", "may"),
+    [
+        ([], True),
+        ([DOOR], False),
+        ([member("wild", "ingress", "")], False),
+        ([member("new-door", "ingress", "new")], True),
+        ([DOOR, member("other", "coordinator")], True),
+        ([DOOR, member("other", "coordinator", is_leaving=True)], False),
+        ([DOOR, member("new", "coordinator", "new")], False),
+        ([DOOR, member("draft", "draft")], False),
+    ],
+)
+def test_the_last_of_a_generation_serves_until_its_doors_close(others: list[Member], may: bool) -> None:
+    assert may_refuse(LEAVING, [LEAVING, *others]) == may
+
+
+def engine(**parts: Any) -> EngineConfig:
+    return EngineConfig.model_validate({"target": {"model": "t"}, **parts})
+
+
+def test_what_an_update_leaves_alone_is_shared_by_old_and_new() -> None:
+    base = engine()
+    drafter = engine(speculative_config={"method": "draft_model", "model": "d"})
+    assert target_generation(drafter) == target_generation(base)
+    assert draft_generation(drafter) != draft_generation(base)
+    other = engine(target={"model": "other"})
+    assert target_generation(other) != target_generation(base)
+    assert draft_generation(other) != draft_generation(base)
+    busier = engine(scheduler={"max_num_seqs": 7})
+    assert (target_generation(busier), draft_generation(busier)) == (
+        target_generation(base),
+        draft_generation(base),
+    )
+    ratio = engine(
+        speculative_config={
+            "method": "draft_model",
+            "model": "d",
+            "rejection_sample_method": "rejection",
+        }
+    )
+    assert target_generation(ratio) != target_generation(drafter)

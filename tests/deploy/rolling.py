@@ -1,0 +1,268 @@
+"""Rolling updates under load, for real; run by `test_rolling_update.py`.
+
+python tests/deploy/rolling.py MODELS PORT ROOM
+
+MODELS has the folders target, draft, other (another target), damaged (one whose file is cut off) and broken
+(one that workers cannot load). ROOM is the number of places for workers on the one Ray node. Two target
+groups and a draft worker take three, so that an update is made in place; with more, new groups begin beside
+old ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deploy.application import APPLICATION
+
+_UPDATE_S = 900.0
+_PROMPTS = [[5 + index, 6, 7 + index, 8] for index in range(4)]
+_MAX_TOKENS = 60
+PLACE = {"num_cpus": 0, "resources": {"place": 1}}
+
+
+def serve_config(models: Path) -> dict[str, Any]:
+    eager = {"num_threads": 1, "compile": {"mode": "off"}}
+    return {
+        "applications": [
+            {
+                "name": APPLICATION,
+                "route_prefix": "/",
+                "import_path": "deploy.serve_config:build",
+                "args": {
+                    "insecure": True,
+                    "config": {
+                        "target": {"model": str(models / "target"), **eager},
+                        "speculative_config": {
+                            "method": "draft_model",
+                            "model": str(models / "draft"),
+                            "num_speculative_tokens": 2,
+                            "controller": "fixed",
+                            **eager,
+                        },
+                        "cache": {"num_blocks": 256, "block_size": 4},
+                        "cluster": {
+                            "drain_timeout_s": 60,
+                            "target_groups": {"num_groups": 2, "bundle": PLACE},
+                            "draft_pool": {"bundle": PLACE},
+                        },
+                        "http": {"served_model_name": "m"},
+                    },
+                },
+            }
+        ]
+    }
+
+
+def changed(config: dict[str, Any], part: str, **values: object) -> dict[str, Any]:
+    """The Serve config with some keys of one part of `args.config` changed."""
+    other = copy.deepcopy(config)
+    other["applications"][0]["args"]["config"][part].update(values)
+    return other
+
+
+def with_second_model(config: dict[str, Any], target: str) -> dict[str, Any]:
+    """The Serve config with a model more, and with one target group of the first to make room for it."""
+    other = changed(config, "cluster", target_groups={"num_groups": 1, "bundle": PLACE})
+    first = other["applications"][0]["args"]["config"]
+    first["models"] = {
+        "second": {
+            "target": {**first["target"], "model": target},
+            "cache": first["cache"],
+            "cluster": {"target_groups": {"bundle": PLACE}},
+        }
+    }
+    return other
+
+
+def deploy(config: dict[str, Any]) -> float:
+    """What `serve deploy` does, which talks to the dashboard; return when."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    client = _get_global_client()
+    assert client is not None
+    now_s = time.time()
+    client.deploy_apps(ServeDeploySchema.model_validate(config))
+    return now_s
+
+
+def wait_for(wanted: str, since_s: float, load: Load | None = None) -> str:
+    """Return Serve's messages when the application has come to a state after a deployment."""
+    from ray import serve
+
+    until_s = time.monotonic() + _UPDATE_S
+    while True:
+        overview = serve.status().applications.get(APPLICATION)
+        if overview is not None and overview.last_deployed_time_s >= since_s - 1.0:
+            messages = [overview.message, *(one.message for one in overview.deployments.values())]
+            if overview.status == wanted:
+                return "\n".join(messages)
+            assert wanted == "DEPLOY_FAILED" or overview.status != "DEPLOY_FAILED", messages
+        assert time.monotonic() < until_s, overview
+        if load is not None:
+            load.check()
+        time.sleep(0.25)
+
+
+class Load:
+    """Clients that never rest; every answer has to be whole, and one of those that a target gives."""
+
+    def __init__(self, url: str, num_clients: int = 3) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.answers: list[tuple[int, str]] = []
+        self.failures: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._ask_on, args=(index,), daemon=True) for index in range(num_clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask_on(self, client: int) -> None:
+        number = client
+        while not self._stop.is_set():
+            which = number % len(_PROMPTS)
+            try:
+                self.answers.append((which, ask(self._url, which)))
+            except (httpx.HTTPError, AssertionError) as error:
+                self.failures.append(f"{time.strftime('%H:%M:%S')} {type(error).__name__}: {error}")
+            number += 1
+
+    def check(self) -> None:
+        assert not self.failures, self.failures[:5]
+
+    def taken(self) -> list[tuple[int, str]]:
+        """The answers since the last call."""
+        self.check()
+        answers, self.answers = self.answers, []
+        return answers
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60.0)
+
+
+def ask(url: str, which: int, model: str = "m") -> str:
+    body = {
+        "model": model,
+        "prompt": _PROMPTS[which],
+        "max_tokens": _MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0)
+    assert response.status_code == 200, (response.status_code, response.text[:300])
+    answer = response.json()
+    assert answer["usage"]["completion_tokens"] == _MAX_TOKENS, answer
+    return str(answer["choices"][0]["text"])
+
+
+def scenario(models: Path, url: str) -> None:
+    first = serve_config(models)
+    wait_for("RUNNING", deploy(first))
+    until_s = time.monotonic() + 60
+    while not httpx.get(f"{url}/health").is_success:
+        assert time.monotonic() < until_s
+        time.sleep(0.25)
+    of_target = {which: ask(url, which) for which in range(len(_PROMPTS))}
+    load = Load(url)
+
+    began_s = time.monotonic()
+    drafter = changed(first, "speculative_config", num_speculative_tokens=3)
+    wait_for("RUNNING", deploy(drafter), load)
+    answers = load.taken()
+    assert {answer == of_target[which] for which, answer in answers} == {True}
+    print(f"drafter: {time.monotonic() - began_s:.1f} s, {len(answers)} answers, 0 failed")
+
+    began_s = time.monotonic()
+    other = changed(drafter, "target", model=str(models / "other"))
+    wait_for("RUNNING", deploy(other), load)
+    took_s = time.monotonic() - began_s
+    answers = load.taken()
+    of_other = {which: ask(url, which) for which in range(len(_PROMPTS))}
+    assert of_other != of_target
+    kinds = Counter(
+        "old" if answer == of_target[which] else "new" if answer == of_other[which] else "wrong"
+        for which, answer in answers
+    )
+    assert kinds["wrong"] == 0, kinds
+    print(f"target: {took_s:.1f} s, {dict(kinds)}, 0 failed")
+
+    damaged = changed(other, "target", model=str(models / "damaged"))
+    message = wait_for("DEPLOY_FAILED", deploy(damaged), load)
+    assert "damaged" in message, message
+    refused = num_groups(url)
+    broken = changed(other, "target", model=str(models / "broken"))
+    wait_for("DEPLOY_FAILED", deploy(broken), load)
+    time.sleep(5.0)
+    answers = load.taken()
+    assert {answer == of_other[which] for which, answer in answers} == {True}
+    print(f"a checkpoint that fails: {len(answers)} answers, 0 failed, groups {refused}, {num_groups(url)}")
+
+    wait_for("RUNNING", deploy(other), load)
+    load.stop()
+    answers = load.taken()
+    assert {answer == of_other[which] for which, answer in answers} == {True}
+    print(f"back again: {len(answers)} answers, 0 failed, groups {num_groups(url)}")
+
+    two = with_second_model(other, str(models / "target"))
+    wait_for("RUNNING", deploy(two))
+    listed = [card["id"] for card in httpx.get(f"{url}/v1/models", timeout=30.0).json()["data"]]
+    assert listed == ["m", "second"], listed
+    assert {which: ask(url, which, "second") for which in of_target} == of_target
+    assert {which: ask(url, which) for which in of_other} == of_other
+    assert httpx.post(f"{url}/v1/completions", json={"model": "x", "prompt": "a"}).status_code == 404
+    print("a second model beside the first: each answers as itself")
+
+
+def num_groups(url: str) -> int:
+    status = httpx.get(f"{url}/v1/status", timeout=30.0).json()
+    return sum(group["is_serving"] for group in status["target_groups"])
+
+
+def main() -> None:
+    models, port, room = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    temp = Path(tempfile.mkdtemp(prefix="dhru", dir="/tmp"))
+    (temp / "ray").mkdir()
+    os.environ |= {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_TMPDIR": str(temp),
+    }
+    import ray
+    from ray import serve
+
+    try:
+        ray.init(
+            num_cpus=2,
+            resources={"place": room},
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _temp_dir=str(temp / "ray"),
+        )
+        http = {"host": "127.0.0.1", "port": port}
+        serve.start(proxy_location="HeadOnly", http_options=http, logging_config={"log_level": "WARNING"})
+        scenario(models, f"http://127.0.0.1:{port}")
+        print("updated without a failed request")
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A model, a drafter and a checkpoint that fails, rolled out under load: no request fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deploy.serve_config import build
+from specdec.core.errors import CheckpointError
+from tests.architectures import save_model
+from tests.deploy.rolling import serve_config
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a draft that agrees with it often, another target, and two that cannot be served."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("target", "draft", "other"):
+        model = save_model(folder / name)
+    generator = torch.Generator().manual_seed(1)
+    for name, share in (("draft", 0.02), ("other", 0.5)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * share * parameter.std())
+        model.save_pretrained(folder / name)
+    for name in ("damaged", "broken"):
+        shutil.copytree(folder / "other", folder / name)
+    file = folder / "damaged" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    file = folder / "broken" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "down_proj" in name)
+    weights[name] = weights[name][:, :-4].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_is_replaced(models: Path) -> None:
+    """Serve then leaves the running application alone; no Ray is needed to say so."""
+    arguments = serve_config(models)["applications"][0]["args"]
+    arguments["config"]["target"]["model"] = str(models / "damaged")
+    with pytest.raises(CheckpointError, match=r"damaged.*truncated or corrupt"):
+        build(arguments)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("room", [pytest.param(3, id="in-place"), pytest.param(5, id="surge")])
+def test_no_request_fails(models: Path, room: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    script = Path(__file__).with_name("rolling.py")
+    result = subprocess.run(
+        [sys.executable, str(script), str(models), str(free_port()), str(room)],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=3400,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    assert "updated without a failed request" in result.stdout
