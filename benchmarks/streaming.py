@@ -33,6 +33,7 @@ from benchmarks.in_process import engine_config
 from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.workload import read_prompts
+from deploy.openai.resumption import EventId
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -141,7 +142,8 @@ def tokens_until(lines: Sequence[bytes], num_tokens: int) -> int:
     """
     for line in lines:
         if line.startswith(b"id: "):
-            num_tokens = int(line.rsplit(b":", 1)[1])
+            event = EventId.parse(line[4:].decode())
+            num_tokens = max((choice.num_tokens for choice in event.positions), default=num_tokens)
         elif line.startswith(b'data: {"error"'):
             raise RuntimeError(line.decode())
     return num_tokens

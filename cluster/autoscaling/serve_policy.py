@@ -26,12 +26,16 @@ _LOOK_BACK_S = 20.0
 
 
 def group_stats(metrics: Mapping[str, float], *, round_s: float | None) -> dict[str, float]:
-    """Return what a coordinator reports, from its engine's metrics."""
-    stats = {
-        "num_requests_running": float(metrics.get("num_requests_running", 0.0)),
-        "num_requests_waiting": float(metrics.get("num_requests_waiting", 0.0)),
-        "queue_wait_seconds": float(metrics.get("queue_wait_seconds", 0.0)),
-    }
+    """Return what a coordinator reports, from its engine's metrics: for our policies, and for those of others.
+
+    `speculation_pool_worth` is there once the controller compares: at 1 or below for minutes, the draft pool
+    is not worth its devices.
+    """
+    wanted = ("num_requests_running", "num_requests_waiting", "queue_wait_seconds", "kv_cache_usage_perc")
+    stats = {name: float(metrics.get(name, 0.0)) for name in wanted}
+    worth = metrics.get("speculation_pool_worth")
+    if worth is not None:
+        stats["speculation_pool_worth"] = float(worth)
     return stats if round_s is None else {**stats, "round_seconds": round_s}
 
 

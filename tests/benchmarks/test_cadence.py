@@ -136,7 +136,9 @@ def test_a_server_is_read_by_its_event_ids() -> None:
 
 
 def test_lines_of_a_stream() -> None:
-    lines = [b"id: cmpl-1:3", b'data: {"id": "error"}', b"", b"id: cmpl-1:5", b"data: [DONE]"]
+    response = b"id: cmpl-" + 32 * b"0"
+    lines = [response + b":3:0:1234abcd.5", b'data: {"id": "error"}', b"", response + b":5f:0:1234abcd.6"]
+    lines += [b"", response + b":end:1:1234abcd", b"data: [DONE]"]
     assert tokens_until(lines, 1) == 5
     assert tokens_until([b"data: [DONE]"], 4) == 4
     with pytest.raises(RuntimeError, match="gone"):
