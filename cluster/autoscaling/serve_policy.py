@@ -26,7 +26,7 @@ _LOOK_BACK_S = 20.0
 
 
 def group_stats(metrics: Mapping[str, float], *, round_s: float | None) -> dict[str, float]:
-    """Return what a coordinator reports, from its engine's metrics: for our policies, and for those of others.
+    """Return what a coordinator reports, from its engine's metrics: for our policies and for others.
 
     `speculation_pool_worth` is there once the controller compares: at 1 or below for minutes, the draft pool
     is not worth its devices.
