@@ -22,6 +22,7 @@ STARTING_RAY = (
     "tests/deploy/test_serve.py",
     "tests/deploy/test_local_ray.py",
     "tests/deploy/test_serve_deploy.py",
+    "tests/deploy/test_rolling_update.py",
     "tests/deploy/monitoring/test_live_cluster.py",
 )
 
