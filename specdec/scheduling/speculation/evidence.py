@@ -13,6 +13,11 @@ _LARGEST_RATIO = 2.5
 """A round that takes so many times what its kind takes, or less than the inverse, is an outlier."""
 _NUM_IN_A_ROW = 3
 """So many outliers in a row are none."""
+_LARGEST_LOG_SURPRISE = math.log(1.5)
+"""Further from what is usual, up or down, a round is a surprise."""
+_NUM_SURPRISES = 2
+"""In a row; a single one is a pause of something."""
+_USUAL_DECAY = 1.0 / 16.0
 _TIME_DECAY = 1.0 / 128.0
 _TOKEN_DECAY = 1.0 / 128.0
 _DOUBTED_ROUNDS = 6.0
@@ -42,6 +47,30 @@ class OutlierGate:
             return True
         self._num_in_a_row += 1
         return self._num_in_a_row >= _NUM_IN_A_ROW
+
+
+class Alarm:
+    """Goes off when rounds suddenly take much more or less than they lately did, for what was expected."""
+
+    def __init__(self) -> None:
+        self._usual: dict[Hashable, float] = {}
+        """By what is compared: logarithm of measured over expected, lately."""
+        self._num_in_a_row = 0
+
+    def goes_off(self, what: Hashable, ratio: float) -> bool:
+        """Take note of a round that took `ratio` times what was expected, of those that compare as `what`."""
+        log_ratio = math.log(ratio)
+        usual = self._usual.setdefault(what, log_ratio)
+        if abs(log_ratio - usual) <= _LARGEST_LOG_SURPRISE:
+            self._usual[what] = usual + _USUAL_DECAY * (log_ratio - usual)
+            self._num_in_a_row = 0
+            return False
+        self._num_in_a_row += 1
+        if self._num_in_a_row < _NUM_SURPRISES:
+            return False
+        self._num_in_a_row = 0
+        self._usual[what] = log_ratio
+        return True
 
 
 @dataclass(slots=True)

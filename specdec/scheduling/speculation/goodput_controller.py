@@ -17,7 +17,7 @@ from specdec.scheduling.speculation.budget_picks import BudgetCosts, BudgetPicks
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.cost_profile import CostProfile
-from specdec.scheduling.speculation.evidence import Evidence, MeasuredRound, Overheads
+from specdec.scheduling.speculation.evidence import Alarm, Evidence, MeasuredRound, Overheads
 from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Kind, Option
 from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses, share_guesses_behind_foreign
@@ -136,6 +136,9 @@ class GoodputController:
         )
         self._overheads = Overheads()
         self._evidence = Evidence()
+        self._alarm = Alarm()
+        self._alert_until = _EARLY_ROUNDS
+        """Up to this round every one is learnt from, and decisions are thought over often."""
         self._trials = Trials(settings.trial_share)
         self._ranks = GuessRanks()
         self._in_time = 1.0
@@ -204,7 +207,7 @@ class GoodputController:
         num_rounds = self._round - self._decided_round
         if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
             return False
-        if self._round < _EARLY_ROUNDS or num_rounds >= self._calm * _MOST_UNDECIDED_ROUNDS:
+        if self._round < self._alert_until or num_rounds >= self._calm * _MOST_UNDECIDED_ROUNDS:
             return True
         num_sequences = 0 if self._decision is None else self._decision.batch.num_sequences
         return self._since_decision_s >= self._calm * (_DECISION_S + _DECISION_S_PER_SEQUENCE * num_sequences)
@@ -579,6 +582,9 @@ class GoodputController:
         if round_s is None:
             round_s = observation.draft_s + observation.verify_s
         self._since_decision_s += round_s
+        if self._is_alarming(observation, decision, kind, round_s):
+            self._calm = 1.0
+            self._alert_until = self._round + _EARLY_ROUNDS
         # Asked before this round's own time counts: long ones must not be heard more often than others.
         is_to_be_heard = self._is_to_be_heard()
         self._unheard_s += round_s
@@ -594,13 +600,24 @@ class GoodputController:
             # It is thought over at once.
             self._decided_round = self._round - math.ceil(_CALMEST * _MOST_UNDECIDED_ROUNDS)
 
+    def _is_alarming(
+        self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
+    ) -> bool:
+        """Return whether something has changed for rounds of this kind, which are all looked at for it."""
+        option = decision.option
+        is_usual = not decision.is_partial and self._trials.current is None
+        is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
+        if option.kind != kind or observation.num_prompt_rows > 0 or not (is_usual and is_settled):
+            return False
+        return round_s > 0.0 and self._alarm.goes_off((kind, decision.region), round_s / option.round_s)
+
     @property
     def _is_as_it_seems(self) -> bool:
         """Whether what ran last had the machine for itself, if it should have."""
         return self._num_since_overlap == 0 or self._num_since_overlap > _ROUNDS_TO_CALM_DOWN
 
     def _is_to_be_heard(self) -> bool:
-        is_new = self._round < _EARLY_ROUNDS or self._round - self._switched_round < _EARLY_ROUNDS
+        is_new = self._round < self._alert_until or self._round - self._switched_round < _EARLY_ROUNDS
         return is_new or self._unheard_s >= self._calm * _HEARD_EVERY_S or self._trials.current is not None
 
     def _note_goodput(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from specdec.scheduling.speculation.evidence import Evidence, MeasuredRound, OutlierGate, Overheads
+from specdec.scheduling.speculation.evidence import Alarm, Evidence, MeasuredRound, OutlierGate, Overheads
 from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.trials import TrialLength, Trials
 
@@ -136,3 +136,21 @@ def test_a_change_ends_the_wait() -> None:
         return next(iter(run_trials(trials, 6000, loss_s=0.0, paid_s=0.0)))
 
     assert next_probe(changes=True) < next_probe(changes=False)
+
+
+def test_an_alarm_goes_off_when_rounds_stay_slower_and_then_takes_that_as_usual() -> None:
+    alarm = Alarm()
+    assert not any(alarm.goes_off("lockstep", 1.2 + 0.1 * (number % 3)) for number in range(50))
+    assert [alarm.goes_off("lockstep", 2.6) for _ in range(4)] == [False, True, False, False]
+    assert [alarm.goes_off("lockstep", 1.2) for _ in range(3)] == [False, True, False]
+
+
+def test_an_alarm_does_not_go_off_for_single_pauses_nor_for_slow_changes() -> None:
+    alarm = Alarm()
+    assert not any(alarm.goes_off("plain", 50.0 if number % 5 == 0 else 1.0) for number in range(1, 60))
+    assert not any(alarm.goes_off("plain", 1.01**number) for number in range(120))
+
+
+def test_an_alarm_compares_like_with_like() -> None:
+    alarm = Alarm()
+    assert not any(alarm.goes_off(what, ratio) for _ in range(20) for what, ratio in (("a", 1.0), ("b", 3.0)))
