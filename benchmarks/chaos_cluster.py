@@ -50,6 +50,8 @@ class Shape:
     lease_s: float = 3.0
     step_timeout_s: float = 10.0
     """After which a rank that hangs is taken for dead."""
+    proxy_check_s: float = 2.0
+    """Between checks of Serve's HTTP proxies; a dead one fails three."""
     resume_window_s: float = 120.0
 
     @property
@@ -93,6 +95,7 @@ class ChaosCluster:
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
+            "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(self.shape.proxy_check_s),
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_TMPDIR": str(self._folder),
             "PYTHONPATH": str(Path(__file__).resolve().parents[1]),

@@ -25,6 +25,8 @@ _ENVIRONMENT = {
     # Workers would run at nice 15 and lose every race for a core.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_CALLBACK,
+    # A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
