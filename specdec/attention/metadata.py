@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from specdec.attention.observation import Observation
 from specdec.tree.masks import ancestor_mask
-from specdec.tree.topology import Topology
+from specdec.tree.topology import tree
 
 
 class RowSlice(Protocol):
@@ -199,7 +199,7 @@ def _tree_rows(
         if piece.parents is None:
             mask[first : first + count, :count] = np.tri(count, dtype=np.bool_)
             continue
-        topology = Topology.from_parents(piece.parents)
+        topology = tree(tuple(piece.parents))
         mask[first : first + count, :count] = ancestor_mask(topology).numpy()
         positions[first : first + count] = piece.start - 1 + np.array(topology.depths)
     return positions, mask

@@ -7,7 +7,11 @@ positions from `start`; prefill, prefill chunk, decode and chain verification di
     last chunk         num_sampled_rows 1
     decode             1 token,      num_sampled_rows 1
     verification       1 + k tokens, num_sampled_rows 1 + k   (the last committed token, then the draft)
+    of a tree          1 + n tokens, num_sampled_rows 1 + n   (then its n nodes, with `parents`)
     self-speculation   1 token,      num_sampled_rows 1, num_self_drafted k
+
+K/V of a work's rows go to consecutive places of its block table, so those of the path that stands in a tree
+may lie apart. Whoever commits that path says in the next step where they belong (`TargetStep.moves`).
 
 Under the rule sample_and_match the target answers with its own token at every sampled row, to be compared
 with the draft by whoever has it. Any other rule looks at distributions, which stay with the target: it
@@ -16,7 +20,7 @@ decides, and answers with the draft tokens that stand and the one that follows t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -72,6 +76,16 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that these drafts may attend to; 0: as the target is configured."""
 
 
+class SlotMove(NamedTuple):
+    """K and V of one token, in all layers, go from one slot of the pool to another.
+
+    Slot block * block_size + offset is place `offset` of a block.
+    """
+
+    source: int
+    destination: int
+
+
 class TargetStep(msgspec.Struct, frozen=True, array_like=True):
     """One round for the target."""
 
@@ -81,6 +95,9 @@ class TargetStep(msgspec.Struct, frozen=True, array_like=True):
     released: tuple[RequestId, ...] = ()
     """Sequences whose state the target forgets, before the step. A preempted sequence is released and
     admitted anew."""
+    moves: tuple[SlotMove, ...] = ()
+    """Of K/V that former steps have computed: before anything of this step is written, and all at once (what
+    one of them reads is what was there before any). Their blocks may be others' by now."""
 
 
 class WorkResult(msgspec.Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specdec.core.plan import TargetWork
+from specdec.engine.work_rows import node_parents
 from specdec.sampling.rows import SequenceSampling
 from specdec.verification.base import Draft, TargetRows, VerificationRule
 from specdec.verification.chance import CounterChance
@@ -34,10 +35,10 @@ class Judge:
         """Return the draft tokens that stand and the token that follows them.
 
         Args:
-            work: a chain.
+            work: a chain, or a tree.
             sampling: of its sequence.
-            p_rows: [n, vocab], the distributions at the first n of its sampled rows; draft tokens from
-                number n - 1 on are left out.
+            p_rows: [n, vocab], the distributions at the first n of its sampled rows; draft tokens of a chain
+                from number n - 1 on are left out. Of a tree, those at all of them.
 
         Raises:
             ValueError: the draft is not what the rule works with.
@@ -50,6 +51,7 @@ class Judge:
         draft = Draft(
             token_ids=work.token_ids[first : first + num_drafted],
             first_position=work.start + first,
+            parents=node_parents(work),
             noise_stream=work.noise_stream,
             q_rows=q_rows,
         )

@@ -21,6 +21,14 @@ from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetS
 from specdec.engine.attention_watch import AttentionWatch
 from specdec.engine.judge import Judge
 from specdec.engine.self_drafter import SelfDrafter
+from specdec.engine.work_rows import (
+    node_parents,
+    num_drafted,
+    paths,
+    row_parents,
+    row_topology,
+    rows_of_answer,
+)
 from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
@@ -28,7 +36,7 @@ from specdec.model.runner import ModelRunner
 from specdec.proposers.draft_loop import ChainStart
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
 from specdec.sampling.shaping import LogitShaper, apply_masks, shaper_for
-from specdec.tree.topology import Topology
+from specdec.verification.answers import verdict_of
 from specdec.verification.base import VerificationRule
 from specdec.verification.sample_and_match import SampleAndMatch
 
@@ -140,6 +148,8 @@ class LocalTarget:
 
     def run(self, step: TargetStep) -> TargetResult:
         """Run a step as it is; `run_to_the_end` says what may remain to be done."""
+        if step.moves:
+            self._runner.move_slots(step.moves)
         for request_id in step.released:
             self._sequences.pop(request_id, None)
         for admitted in step.admitted:
@@ -266,7 +276,7 @@ class LocalTarget:
             start=work.start,
             block_table=_updated_table(state, work),
             num_logit_rows=_num_logit_rows(work),
-            parents=None if work.parents is None else _row_parents(work),
+            parents=row_parents(work),
             shift=None if shift is None or work.start >= shift.end else shift,
         )
 
@@ -310,7 +320,7 @@ class LocalTarget:
             if state.shaper is not None and work.num_sampled_rows:
                 _tell_shaper(state.shaper, state, work)
                 rows = shaped[first : first + work.num_sampled_rows]
-                state.shaper.shape(rows, _paths(work), first_token_id=first_token_id)
+                state.shaper.shape(rows, paths(work), first_token_id=first_token_id)
             if work.masks is not None:
                 rows = shaped[first : first + work.num_sampled_rows]
                 apply_masks(rows, work.masks, first_token_id=first_token_id)
@@ -336,9 +346,14 @@ class LocalTarget:
                 chosen = chosen[:num_finite] if work.parents is None else []
             logprobs = None
             if logits is not None:
-                if self._judge is not None:
+                is_decided = False
+                if self._judge is not None and chosen and self._is_judged(work):
                     chosen = self._judged(work, chosen, logits.shaped[first : first + len(chosen)])
-                logprobs = self._logprobs(work, logits, slice(first, first + len(chosen)), chosen)
+                    is_decided = True
+                of_tokens = rows_of_answer(work, chosen) if is_decided else range(len(chosen))
+                logprobs = self._logprobs(work, logits, [first + row for row in of_tokens], chosen)
+            if work.parents is not None and chosen:
+                self._keep_path(work, chosen)
             results.append(
                 WorkResult(
                     token_ids=tuple(chosen), logprobs=logprobs, error=failure.error, error_code=failure.code
@@ -347,12 +362,14 @@ class LocalTarget:
             first = rows.stop
         return tuple(results)
 
+    def _is_judged(self, work: TargetWork) -> bool:
+        assert self._judge is not None
+        return self._judge.concerns(work, self._sequences[work.request_id].sampling)
+
     def _judged(self, work: TargetWork, chosen: Sequence[int], logits: torch.Tensor) -> Sequence[int]:
         """Return what the rule makes of a work's draft, up to the row of the last of its `chosen` tokens."""
         assert self._judge is not None
         sampling = self._sequences[work.request_id].sampling
-        if not chosen or not self._judge.concerns(work, sampling):
-            return chosen
         rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(chosen))], logits.device)
         decided = self._judge.decide(work, sampling, self._sampler.distributions(logits, rows))
         return self._sampler.agreed(decided, len(chosen))
@@ -362,19 +379,30 @@ class LocalTarget:
         first_row = len(work.token_ids) - work.num_sampled_rows
         if work.parents is None:
             return RowSpec(params, seed, work.start + first_row + 1, work.num_sampled_rows)
-        depths = Topology.from_parents(_row_parents(work)).depths  # 1 for the first row of the work
+        depths = row_topology(work).depths  # 1 for the first row of the work
         return RowSpec(params, seed, work.start, work.num_sampled_rows, depths[first_row:])
 
+    def _keep_path(self, work: TargetWork, answer: Sequence[int]) -> None:
+        """Remember, behind the committed tokens, those of a tree that stand by this answer."""
+        state = self._sequences[work.request_id]
+        if state.shaper is None:
+            return
+        parents = node_parents(work)
+        first = len(work.token_ids) - num_drafted(work)
+        verdict = verdict_of(work.token_ids[first:], parents, answer)
+        state.token_ids[work.start + first :] = verdict.token_ids[:-1]
+
     def _logprobs(
-        self, work: TargetWork, logits: _Logits, where: slice, token_ids: Sequence[int]
+        self, work: TargetWork, logits: _Logits, where: Sequence[int], token_ids: Sequence[int]
     ) -> tuple[TokenLogprobs, ...] | None:
-        """Log-probabilities at the work's first sampled rows, `where` in the logits, when they are wanted."""
+        """Log-probabilities of tokens of a work, when they are wanted; `where`: their rows of the logits."""
         params = self._sequences[work.request_id].sampling.params
         if params.logprobs is None or not token_ids:
             return None
         mode = params.logprobs_mode
-        seen = (logits.raw if mode == "raw" else logits.shaped)[where]
-        rows = SamplingRows.build([self._row_spec(work)._replace(num_rows=len(token_ids))], seen.device)
+        seen = (logits.raw if mode == "raw" else logits.shaped)[list(where)]
+        spec = self._row_spec(work)._replace(num_rows=len(token_ids), depths=None)  # no noise is looked at
+        rows = SamplingRows.build([spec], seen.device)
         return tuple(self._sampler.logprobs(seen, token_ids, params.logprobs, mode, rows))
 
 
@@ -396,7 +424,7 @@ def _updated_table(state: _SequenceState, work: TargetWork) -> array[int]:
 def _tell_shaper(shaper: LogitShaper, state: _SequenceState, work: TargetWork) -> None:
     """Tell a shaper of all tokens that are committed."""
     state.token_ids[work.start :] = work.token_ids
-    num_committed = work.start + len(work.token_ids) - _num_drafted(work)
+    num_committed = work.start + len(work.token_ids) - num_drafted(work)
     shaper.commit(state.token_ids[shaper.num_committed : num_committed])
 
 
@@ -414,10 +442,6 @@ def _with_draft(work: TargetWork, drafted: tuple[int, ...]) -> TargetWork:
 
 def _num_logit_rows(work: TargetWork) -> int:
     return len(work.token_ids) if work.scored_token_ids else work.num_sampled_rows
-
-
-def _num_drafted(work: TargetWork) -> int:
-    return work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
 
 
 def run_to_the_end(run: Callable[[TargetStep], TargetResult], step: TargetStep) -> TargetResult:
@@ -445,7 +469,7 @@ def run_to_the_end(run: Callable[[TargetStep], TargetResult], step: TargetStep) 
 
 
 def _without_draft(work: TargetWork) -> TargetWork:
-    num_kept = len(work.token_ids) - _num_drafted(work)
+    num_kept = len(work.token_ids) - num_drafted(work)
     return msgspec.structs.replace(
         work,
         token_ids=work.token_ids[:num_kept],
@@ -456,18 +480,6 @@ def _without_draft(work: TargetWork) -> TargetWork:
     )
 
 
-def _paths(work: TargetWork) -> list[tuple[int, ...]]:
-    """Return the drafted tokens that lead to each sampled row: none for the first."""
-    num_committed = len(work.token_ids) - _num_drafted(work)
-    drafted = work.token_ids[num_committed:]
-    if work.parents is None:
-        return [drafted[:length] for length in range(work.num_sampled_rows)]
-    paths: list[tuple[int, ...]] = [()]
-    for token_id, parent in zip(drafted, work.parents, strict=True):
-        paths.append((*paths[max(0, parent - num_committed + 1)], token_id))
-    return paths[-work.num_sampled_rows :]
-
-
 def _failure(work: TargetWork, row: int, logits_V: torch.Tensor | None) -> _Failure:
     """Say why nothing was chosen at a sampled row; `logits_V` are the model's, where they are at hand."""
     position = work.start + len(work.token_ids) - work.num_sampled_rows + row
@@ -476,13 +488,6 @@ def _failure(work: TargetWork, row: int, logits_V: torch.Tensor | None) -> _Fail
             f"the request forbids every token after the one at position {position}", "no_token_allowed"
         )
     return _Failure(f"non-finite logits after the token at position {position}", "non_finite_logits")
-
-
-def _row_parents(work: TargetWork) -> tuple[int, ...]:
-    """Parent row of every row of a tree work: the rows before the draft are a chain."""
-    assert work.parents is not None
-    num_chain = len(work.token_ids) - len(work.parents)
-    return (*range(-1, num_chain - 1), *work.parents)
 
 
 def _synchronize(logits: torch.Tensor) -> None:

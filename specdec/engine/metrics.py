@@ -12,8 +12,8 @@ from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.scheduling.speculation.modes import OverlapMode
 
 DropReason = Literal["stale", "malformed", "late", "unverifiable"]
-"""Why a proposal was not used: for another prefix; not a chain of valid tokens; no answer at all; not sampled
-as the verification rule needs it."""
+"""Why a proposal was not used: for another prefix; no chain (or tree) of valid tokens; no answer at all; not
+sampled as the verification rule needs it."""
 
 RefusalReason = Literal["full", "late", "displaced"]
 """Why a request was not served: the queue was full; it would have been late; it had to leave a full queue."""
@@ -44,6 +44,8 @@ class EngineMetrics:
     """[i]: how often draft token i of a proposal was accepted."""
     other_methods: dict[str, MethodCounts] = field(default_factory=dict)
     """The part of all these that was not drafted by `method`: what stood in, and what grammars forced."""
+    num_moved_kv: int = 0
+    """Accepted tokens of trees whose K/V had to be moved to their places."""
     num_lossy_tokens: int = 0
     """Tokens committed by a verification rule that does not keep the target's distribution."""
     proposals_dropped: Counter[DropReason] = field(default_factory=Counter)
@@ -134,6 +136,7 @@ class EngineMetrics:
             "spec_decode_wasted_draft_tokens": self.num_draft_tokens - self.num_accepted_tokens,
             "spec_decode_num_missing_proposals": self.num_missing_proposals,
             "spec_decode_num_lossy_tokens": self.num_lossy_tokens,
+            "spec_decode_num_moved_kv": self.num_moved_kv,
             "num_preemptions": self.num_preemptions,
             "request_timeouts": self.num_timeouts,
             "num_recomputed_tokens": self.num_recomputed_tokens,

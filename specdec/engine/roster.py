@@ -7,9 +7,11 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from specdec.core.ids import BlockId, RequestId
+from specdec.core.plan import SlotMove
 from specdec.engine.live_request import LiveRequest
 from specdec.kv.block_allocator import BlockAllocator
 from specdec.kv.block_table import BlockTable
+from specdec.kv.moves import moves_of_path
 from specdec.kv.prefix_cache import PrefixCache
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.fairness import FairTurns
@@ -47,6 +49,7 @@ class Roster:
         self._cache = PrefixCache(num_blocks, block_size) if prefix_caching else None
         self._allocator = BlockAllocator(num_blocks) if self._cache is None else self._cache.allocator
         self._to_forget: list[RequestId] = []
+        self._moves: list[SlotMove] = []
 
     def __iter__(self) -> Iterator[LiveRequest]:
         """Iterate over all requests, running ones first."""
@@ -126,6 +129,26 @@ class Roster:
         """Take note that a request has advanced: its full blocks may be found from now on."""
         if self._cache is not None:
             self._cache.offer(live.trail, live.table, live.token_ids, live.num_computed)
+
+    def note_path(self, live: LiveRequest, first_place: int, nodes: Sequence[int]) -> int:
+        """Take note that these nodes of a tree, which begins at `first_place`, are committed.
+
+        Their K/V are moved at the beginning of the next step: before anybody reads the blocks, or writes to
+        those that are given away meanwhile. To be called with the table as it was for the round.
+
+        Returns:
+            how many have to be moved. Of one that has ended, only what others may find is.
+        """
+        end_place = None if live.finish is None else live.trail.num_offered * self.block_size
+        moves = moves_of_path(live.table, first_place, nodes, end_place=end_place)
+        self._moves.extend(moves)
+        return len(moves)
+
+    def take_moves(self) -> tuple[SlotMove, ...]:
+        """Return what the next step has to move, once."""
+        moves = tuple(self._moves)
+        self._moves.clear()
+        return moves
 
     def withdraw(self, live: LiveRequest) -> None:
         """Let nobody find the blocks of a request that went wrong."""

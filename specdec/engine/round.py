@@ -9,28 +9,28 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from specdec.core.clock import Clock
-from specdec.core.distributions import rows_fault
 from specdec.core.errors import ConfigError, ProtocolError, TransportError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import AheadOutcome, Proposal
+from specdec.engine.grammar_drafts import masked_draft
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import DropReason, EngineMetrics
+from specdec.engine.proposal_check import ProposalCheck, plainly
 from specdec.engine.roster import Roster
 from specdec.engine.service import GRAMMAR_FAILED
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
-from specdec.proposers.base import AheadWish, AsksAhead, Proposer, require_verifiable
-from specdec.sampling.grammar import GrammarState
+from specdec.proposers.base import AheadWish, AsksAhead, Proposer
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import RoundPlan
+from specdec.verification.answers import rows_of_verdict, verdict_of
 from specdec.verification.registry import capabilities_of
-from specdec.verification.sample_and_match import match
 
 Proposals = dict[RequestId, Proposal]
 
@@ -103,9 +103,8 @@ class RoundLoop:
         self._metrics = metrics
         self._clock = clock
         self._max_branches = max_branches
-        self._vocab_size = target.description.vocab_size
         self._rule = capabilities_of(target.description.rule)
-        require_verifiable(proposer.capabilities, self._rule)
+        self._check = ProposalCheck(proposer.capabilities, self._rule, target.description.vocab_size)
         self._method = metrics.method = proposer.capabilities.name
         self._ahead: AsksAhead | None = None
         if proposer.capabilities.looks_ahead and isinstance(proposer, AsksAhead):
@@ -251,32 +250,11 @@ class RoundLoop:
             proposal = proposals.get(request_id)
             if proposal is None:
                 self._metrics.num_missing_proposals += 1
-            elif (reason := self._fault(proposal, running[request_id], budget)) is not None:
+            elif (reason := self._check.fault(proposal, running[request_id], budget)) is not None:
                 self._drop(reason, 1)
             elif proposal.token_ids:
-                usable[request_id] = proposal
+                usable[request_id] = plainly(proposal)
         return usable
-
-    def _fault(self, proposal: Proposal, live: LiveRequest, budget: int) -> DropReason | None:
-        if proposal.committed_len != live.committed_len or proposal.prefix_hash != live.prefix_hash:
-            return "stale"
-        if proposal.parents is not None or proposal.num_tokens > budget:
-            return "malformed"
-        if not all(0 <= token_id < self._vocab_size for token_id in proposal.token_ids):
-            return "malformed"
-        if self._rule.needs_p_rows and not self._is_verifiable(proposal):
-            return "unverifiable"
-        return None
-
-    def _is_verifiable(self, proposal: Proposal) -> bool:
-        stream, q_rows = proposal.noise_stream, proposal.q_rows
-        if stream is None or not self._rule.needs_q_rows:
-            return stream in (None, self._rule.draft_stream) and q_rows is None
-        return (
-            stream == self._rule.draft_stream
-            and q_rows is not None
-            and rows_fault(q_rows, proposal.token_ids, self._vocab_size) is None
-        )
 
     def _drop(self, reason: DropReason, count: int) -> None:
         self._metrics.proposals_dropped[reason] += count
@@ -293,7 +271,8 @@ class RoundLoop:
             end = live.num_computed + num_tokens - room
             proposal, masks, num_self_drafted = proposals.get(request_id), None, 0
             if live.grammar is not None and end == live.committed_len and live.generates:
-                proposal, masks = self._constrain(live, live.grammar, proposal, room)
+                needs_p_rows = self._rule.needs_p_rows
+                proposal, masks = masked_draft(live, live.grammar, proposal, room, needs_p_rows=needs_p_rows)
                 proposals[request_id] = proposal
             elif self._is_drafted_there and end == live.committed_len and live.generates:
                 num_self_drafted = room
@@ -303,6 +282,7 @@ class RoundLoop:
             works=tuple(works),
             admitted=tuple(admitted),
             released=self._roster.take_forgotten(),
+            moves=self._roster.take_moves(),
         )
 
     def _work(
@@ -315,9 +295,12 @@ class RoundLoop:
     ) -> TargetWork:
         """Return the work of committed tokens up to `end` and a proposal behind them."""
         drafted: tuple[int, ...] = ()
-        noise_stream, q_rows = None, None
+        noise_stream, q_rows, parents = None, None, None
         if proposal is not None:
             drafted = proposal.token_ids
+            if proposal.parents is not None:
+                num_before = end - live.num_computed
+                parents = tuple(num_before + parent for parent in proposal.parents)
             if self._rule.needs_p_rows:
                 noise_stream, q_rows = proposal.noise_stream, proposal.q_rows
         update = live.table.take_update()
@@ -328,6 +311,7 @@ class RoundLoop:
             num_sampled_rows=1 + len(drafted) if end == live.committed_len and live.generates else 0,
             table_start=update.start,
             block_ids=update.block_ids,
+            parents=parents,
             noise_stream=noise_stream,
             q_rows=q_rows,
             masks=masks,
@@ -335,23 +319,6 @@ class RoundLoop:
             num_self_drafted=num_self_drafted,
             kv_budget=live.kv_budget if num_self_drafted else 0,
         )
-
-    def _constrain(
-        self, live: LiveRequest, grammar: GrammarState, proposal: Proposal | None, room: int
-    ) -> tuple[Proposal, tuple[bytes, ...]]:
-        """Return a proposal that keeps to the grammar, with what it forces added, and the rows' masks."""
-        if proposal is None:
-            proposal = Proposal(
-                request_id=live.request_id,
-                committed_len=live.committed_len,
-                prefix_hash=live.prefix_hash,
-                token_ids=(),
-                method="grammar",
-            )
-        is_sampled = self._rule.needs_p_rows and proposal.noise_stream is not None
-        token_ids, masks = grammar.constrain(proposal.token_ids, room, is_sampled=is_sampled)
-        q_rows = None if proposal.q_rows is None else proposal.q_rows[: len(token_ids)]
-        return replace(proposal, token_ids=token_ids, q_rows=q_rows), masks
 
     def _look_ahead(self, flight: _Flight) -> None:
         """Ask for continuations of what the round in flight may bring."""
@@ -472,10 +439,19 @@ class RoundLoop:
         now_s: float,
     ) -> None:
         """Commit what the target says; note what became of the draft, if there was one."""
-        drafted = proposal.token_ids if proposal is not None else ()
-        verdict = match(drafted[: len(answer.token_ids) - 1], None, answer.token_ids)
-        num_kept = live.commit(verdict.token_ids, answer.logprobs, now_s)
+        drafted, parents = ((), None) if proposal is None else (proposal.token_ids, proposal.parents)
+        verdict = verdict_of(drafted, parents, answer.token_ids)
+        logprobs = answer.logprobs
+        if logprobs is not None and parents is not None:
+            rows = rows_of_verdict(verdict, parents, len(drafted), len(answer.token_ids))
+            logprobs = tuple(logprobs[row] for row in rows)
+        first_place = live.committed_len
+        num_kept = live.commit(verdict.token_ids, logprobs, now_s)
         self._roster.note_computed(live)
+        if parents is not None:
+            self._metrics.num_moved_kv += self._roster.note_path(
+                live, first_place, verdict.accepted_nodes[: num_kept - 1]
+            )
         if proposal is None or not drafted:
             return
         if not self._rule.exact and not live.params.is_greedy:

@@ -78,6 +78,9 @@ _OF_DRAFTS: Mapping[str, Series] = {
         "counter", "Proposals that were not used, by reason.", labels=("reason",)
     ),
     "spec_decode_num_lossy_tokens": Series("counter", "Tokens committed by a rule that is not lossless."),
+    "spec_decode_num_moved_kv": Series(
+        "counter", "Accepted tokens of trees whose K/V had to be moved behind the committed ones."
+    ),
     "draft_prefix_cache_queries": Series("counter", "Tokens looked up in draft models' prefix caches."),
     "draft_prefix_cache_hits": Series("counter", "Tokens found in draft models' prefix caches."),
     "draft_ahead_branches": Series("counter", "Continuations drafted for verdicts that were not known yet."),

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specdec.engine.toy_target import ToyModel, slot_value
+from specdec.core.plan import SlotMove
+from specdec.engine.toy_target import ToyModel, move_toy_slots, slot_value
 from specdec.model.batch import SequenceSlice
 from specdec.sampling.noise import MASK_64
+from specdec.tree.topology import ROOT, topology_of
 
 
 class ToyRunner:
@@ -50,23 +52,30 @@ class ToyRunner:
             copied = self._slots[source * size : (source + 1) * size]
             self._slots[destination * size : (destination + 1) * size] = copied
 
+    def move_slots(self, moves: Sequence[SlotMove]) -> None:
+        """See `model.batch.Runner.move_slots`."""
+        move_toy_slots(self._slots, moves)
+
     def _run(self, one: SequenceSlice) -> list[NDArray[np.float64]]:
-        assert one.parents is None, "the toy runner runs chains"
         slots = [
             block * self.block_size + offset for block in one.block_table for offset in range(self.block_size)
         ]
         assert one.start + len(one.token_ids) <= len(slots), "more tokens than the blocks hold"
         assert 0 not in one.block_table, "the scratch block is in a table"
-        total = sum(self._slots[slot] for slot in slots[: one.start]) & MASK_64
+        before = sum(self._slots[slot] for slot in slots[: one.start]) & MASK_64
         rows = []
-        for row, token_id in enumerate(one.token_ids):
+        totals: list[int] = []
+        topology = topology_of(len(one.token_ids), None if one.parents is None else tuple(one.parents))
+        for row, (token_id, parent) in enumerate(zip(one.token_ids, topology.parents, strict=True)):
+            total = before if parent == ROOT else totals[parent]
             place = one.start + row
-            position = place + one.num_dropped
+            position = one.start + topology.depths[row] - 1 + one.num_dropped
             is_shifted = one.shift is not None and position < one.shift.end
             shift = one.shift.offset if is_shifted and one.shift is not None else 0
             value = slot_value(total, position + shift, token_id)
             self._slots[slots[place]] = value
             total = (total + value) & MASK_64
+            totals.append(total)
             if row >= len(one.token_ids) - one.num_logit_rows:
                 rows.append(self.model.logits(token_id, total))
         self.num_tokens_read += len(one.token_ids)

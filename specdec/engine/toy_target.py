@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from specdec.core.errors import ChannelClosed, InputError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
-from specdec.core.plan import TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.core.plan import SlotMove, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.judge import Judge
 from specdec.engine.target import TargetDescription
+from specdec.engine.work_rows import row_topology, rows_of_answer
 from specdec.sampling.noise import MASK_64, WEYL, gumbel, mix64
 from specdec.sampling.rows import SequenceSampling
+from specdec.tree.topology import ROOT
 
 
 class ToyModel:
@@ -69,6 +71,13 @@ class ToyModel:
 def slot_value(prefix_sum: int, position: int, token_id: int) -> int:
     """Return what the cache holds for a token behind a prefix of this sum."""
     return mix64((prefix_sum + WEYL * (position + 1) + token_id) & MASK_64)
+
+
+def move_toy_slots(slots: list[int], moves: Sequence[SlotMove]) -> None:
+    """Move what toy caches hold, all at once."""
+    moved = [slots[move.source] for move in moves]
+    for move, value in zip(moves, moved, strict=True):
+        slots[move.destination] = value
 
 
 @dataclass(slots=True)
@@ -120,6 +129,7 @@ class ToyTarget:
 
     def submit(self, step: TargetStep) -> None:
         """Compute a round."""
+        move_toy_slots(self._slots, step.moves)
         for request_id in step.released:
             del self._sequences[request_id]
         for admitted in step.admitted:
@@ -153,17 +163,21 @@ class ToyTarget:
         end = work.start + len(work.token_ids)
         assert end <= len(slots), f"{work.request_id}: {end} tokens in {len(slots)} slots"
         assert 0 not in sequence.block_ids, "the scratch block is in a table"
-        total = sum(self._slots[slot] for slot in slots[: work.start]) & MASK_64
+        before = sum(self._slots[slot] for slot in slots[: work.start]) & MASK_64
+        totals: list[int] = []
+        topology = row_topology(work)
         first_sampled = len(work.token_ids) - work.num_sampled_rows
         chosen: list[int] = []
         logits_of_rows: list[NDArray[np.float64]] = []
         scores: list[TokenLogprobs] = []
         num_scored, num_listed = len(work.scored_token_ids), sequence.params.prompt_logprobs or 0
-        for row, token_id in enumerate(work.token_ids):
-            position = work.start + row
+        for row, (token_id, parent) in enumerate(zip(work.token_ids, topology.parents, strict=True)):
+            total = before if parent == ROOT else totals[parent]
+            position = work.start + topology.depths[row] - 1
             value = slot_value(total, position, token_id)
-            self._slots[slots[position]] = value
+            self._slots[slots[work.start + row]] = value
             total = (total + value) & MASK_64
+            totals.append(total)
             if row < num_scored:
                 logits = self.model.logits(token_id, total)
                 scores.append(_logprobs(logits, work.scored_token_ids[row], num_listed))
@@ -172,7 +186,10 @@ class ToyTarget:
                 chosen.append(self.model.choose(logits, sequence.params, sequence.seed, position + 1))
                 logits_of_rows.append(logits)
         num_top = sequence.params.logprobs
-        token_ids = self._judged(work, sequence, logits_of_rows) or tuple(chosen)
+        token_ids = self._judged(work, sequence, logits_of_rows)
+        if token_ids:
+            logits_of_rows = [logits_of_rows[row] for row in rows_of_answer(work, token_ids)]
+        token_ids = token_ids or tuple(chosen)
         logprobs = [
             _logprobs(logits, token_id, num_top or 0)
             for logits, token_id in zip(logits_of_rows, token_ids, strict=False)

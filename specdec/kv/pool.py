@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.core.errors import ResourceError
+from specdec.core.plan import SlotMove
 from specdec.kv.budget import MemoryBudget
 from specdec.kv.config import CacheConfig
 from specdec.kv.huge_pages import huge_zeros
@@ -71,6 +72,17 @@ class KvPool:
         destination_index = torch.tensor(destinations, dtype=torch.long, device=device)
         for stack in self._stacks:
             stack.index_copy_(1, destination_index, stack.index_select(1, source_index))
+
+    def move_slots(self, moves: Sequence[SlotMove]) -> None:
+        """Move K and V of all layers from slot to slot, on the device; all are read before any is written.
+
+        No slot is a destination twice.
+        """
+        size, device = self.block_size, self.keys[0].device
+        sources, destinations = torch.tensor(moves, dtype=torch.long, device=device).T
+        for stack in self._stacks:
+            moved = stack[:, sources // size, :, sources % size]
+            stack[:, destinations // size, :, destinations % size] = moved
 
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

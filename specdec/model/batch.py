@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from specdec.core.plan import SlotMove
+
 if TYPE_CHECKING:
     import torch
 
@@ -83,6 +85,10 @@ class Runner(Protocol):
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy K and V of block `sources[i]` to block `destinations[i]`; no block is in both lists."""
+        ...
+
+    def move_slots(self, moves: Sequence[SlotMove]) -> None:
+        """Move K and V of single tokens, all at once: see `TargetStep.moves`."""
         ...
 
 

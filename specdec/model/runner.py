@@ -16,6 +16,7 @@ from specdec.attention.base import AttentionBackend, PagedBatch
 from specdec.attention.metadata import AttentionMetadata, build_metadata
 from specdec.attention.observation import Observation
 from specdec.attention.sdpa import SdpaAttention
+from specdec.core.plan import SlotMove
 from specdec.kv.config import CacheConfig
 from specdec.kv.pool import FIRST_BLOCK, KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
@@ -187,6 +188,11 @@ class ModelRunner:
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """See `model.batch.Runner.copy_blocks`; of a part of a model, its part of K and V."""
         self.pool.copy_blocks(sources, destinations)
+
+    @torch.inference_mode()
+    def move_slots(self, moves: Sequence[SlotMove]) -> None:
+        """See `model.batch.Runner.move_slots`; of a part of a model, its part of K and V."""
+        self.pool.move_slots(moves)
 
     @property
     def kv_generation(self) -> int:

@@ -21,6 +21,7 @@ from specdec.core.sampling_params import Grammar
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar_library import compile_matcher, load_tokenizer, reason_of, require_library
 from specdec.sampling.grammar_trial import GrammarTrial, TrialSetup
+from specdec.tree.topology import ROOT
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -37,6 +38,15 @@ class Constrained(NamedTuple):
     token_ids: tuple[int, ...]
     masks: tuple[bytes, ...]
     """One more than tokens: bit t (byte t // 8, from the low end) says whether token t may come next."""
+
+
+class ConstrainedTree(NamedTuple):
+    """What of a tree keeps to a grammar."""
+
+    kept: tuple[int, ...]
+    """Its nodes, in their order."""
+    masks: tuple[bytes, ...]
+    """One more: what may come behind the committed tokens, then behind each of these nodes."""
 
 
 class GrammarState:
@@ -90,6 +100,36 @@ class GrammarState:
             if len(kept) == room or not self._extend(walker, token_id, kept, masks):
                 break
         return Constrained(tuple(kept), tuple(masks))
+
+    def constrain_tree(
+        self, drafted: Sequence[int], parents: Sequence[int], *, is_sampled: bool = False
+    ) -> ConstrainedTree:
+        """Leave out of a tree what the grammar forbids, with all that comes behind it.
+
+        Args:
+            drafted: token of each node.
+            parents: as `Proposal.parents`.
+            is_sampled: as for `constrain`: a forbidden node stays, without what comes behind it.
+        """
+        masks = [self._next_mask()]
+        kept: list[int] = []
+        walkers: dict[int, LLMatcher] = {ROOT: self._matcher}
+        for node, (token_id, parent) in enumerate(zip(drafted, parents, strict=True)):
+            if self.failure is not None:
+                break
+            before = walkers.get(parent)
+            if before is None:
+                continue
+            walker = before.deep_copy()
+            reached: list[int] = []
+            if self._extend(walker, token_id, reached, masks, is_sampled=is_sampled):
+                walkers[node] = walker
+            elif is_sampled:
+                masks.append(b"\xff" * self._num_mask_bytes)
+            else:
+                continue
+            kept.append(node)
+        return ConstrainedTree(tuple(kept), tuple(masks))
 
     def allowed_after(self, drafted: Sequence[int]) -> bytes | None:
         """Return the mask behind drafted tokens; None when they are not allowed themselves."""

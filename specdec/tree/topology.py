@@ -76,6 +76,16 @@ class Topology:
         return tuple(reversed(nodes))
 
 
+@lru_cache(maxsize=1024)
+def tree(parents: tuple[int, ...]) -> Topology:
+    """Return the topology of these parents; the same trees are drafted over and over again.
+
+    Raises:
+        ValueError: as `Topology.from_parents`.
+    """
+    return Topology.from_parents(parents)
+
+
 @lru_cache(maxsize=256)
 def chain(num_nodes: int) -> Topology:
     """Return the topology in which each node follows the one before."""
@@ -92,4 +102,25 @@ def topology_of(num_nodes: int, parents: tuple[int, ...] | None) -> Topology:
         return chain(num_nodes)
     if len(parents) != num_nodes:
         raise ValueError(f"{num_nodes} nodes with {len(parents)} parents")
-    return Topology.from_parents(parents)
+    return tree(parents)
+
+
+def path_of_tokens(
+    topology: Topology, token_ids: Sequence[int], path: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return nodes from a child of the root on whose tokens are `path`; None where there is no such path.
+
+    Siblings of equal tokens continue the same text: any path that spells it is as good as another.
+    """
+    ends: tuple[int, ...] = (ROOT,)
+    for token_id in path:
+        ends = tuple(
+            child for end in ends for child in topology.children[end + 1] if token_ids[child] == token_id
+        )
+    return topology.path(ends[0]) if ends else None
+
+
+def pruned_parents(parents: Sequence[int], kept: Sequence[int]) -> tuple[int, ...]:
+    """Return the parents of the nodes `kept`, numbered by their order there: all but `ROOT` are kept too."""
+    place = {node: index for index, node in enumerate(kept)} | {ROOT: ROOT}
+    return tuple(place[parents[node]] for node in kept)

@@ -26,6 +26,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from tests.specdec.engine.toy_engines import Forgetful
+from tests.specdec.engine.tree_drafters import Bushy
 
 TOKENIZER_FOLDER = Path(__file__).parents[3] / "models" / "demo" / "target"
 VOCAB_SIZE = 4112
@@ -78,6 +79,9 @@ class GrammarModels:
         return ModelRunner(self.load(seed), CacheConfig(block_size=8, num_blocks=num_blocks), max_num_seqs=32)
 
     def proposer(self, drafter: str, num_blocks: int) -> Proposer:
+        if drafter.startswith("bushy "):
+            inner = self.proposer(drafter.removeprefix("bushy "), num_blocks)
+            return Bushy(inner, vocab_size=VOCAB_SIZE)
         if drafter == "none":
             return NoProposer()
         if drafter == "ngram":

@@ -36,6 +36,7 @@ from specdec.sampling.sampler import noisy_scores
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from tests.rank_pool import Failure, RankPool
+from tests.specdec.engine.tree_drafters import Bushy
 
 NUM_TOKENS = 12
 PROMPTS = [[(7 * index + 3 * step) % 100 + 2 for step in range(3 + 8 * index)] for index in range(4)]
@@ -76,6 +77,7 @@ class Served(NamedTuple):
     streams: list[list[int]]
     num_accepted: int
     num_preemptions: int
+    num_moved_kv: int
 
 
 def config_of(
@@ -118,8 +120,8 @@ def generate(engine: Engine, params: Sequence[SamplingParams]) -> list[list[int]
     ]
 
 
-def leading_engine(group: RankGroup, config: EngineConfig) -> Engine:
-    """Rank 0's engine over a target of all ranks; the drafter is its own."""
+def leading_engine(group: RankGroup, config: EngineConfig, *, has_trees: bool = False) -> Engine:
+    """Rank 0's engine over a target of all ranks; the drafter is its own, its chains perhaps in trees."""
     target = LeadingTarget(build_target_part(config, group), group)
     speculative = config.speculative_config
     facts = TargetFacts(
@@ -128,34 +130,39 @@ def leading_engine(group: RankGroup, config: EngineConfig) -> Engine:
         max_num_seqs=6,
         model=config.target.model,
     )
+    proposer = create_proposer(speculative, facts)
     return Engine.from_parts(
         target=target,
-        proposer=create_proposer(speculative, facts),
+        proposer=Bushy(proposer, vocab_size=facts.vocab_size) if has_trees else proposer,
         tokenizer=build_tokenizer(config),
         scheduler=config.scheduler,
-        controller=FixedController(0 if speculative.method == "none" else 3),
+        controller=FixedController(0 if speculative.method == "none" else 8 if has_trees else 3),
         kv_budgets=kv_budgets_of(speculative),
     )
 
 
-def lead(group: RankGroup, config: EngineConfig, use: Callable[[Engine], Any]) -> Any:
+def lead(
+    group: RankGroup, config: EngineConfig, use: Callable[[Engine], Any], *, has_trees: bool = False
+) -> Any:
     """Rank 0: what `use` makes of an engine over all ranks; the others follow."""
     if group.rank > 0:
         follow("target", config, group)
         return None
-    with leading_engine(group, config) as engine:
+    with leading_engine(group, config, has_trees=has_trees) as engine:
         return use(engine)
 
 
-def serve(group: RankGroup, config: EngineConfig, params: Sequence[SamplingParams]) -> Any:
+def serve(
+    group: RankGroup, config: EngineConfig, params: Sequence[SamplingParams], has_trees: bool = False
+) -> Any:
     """Rank 0: `Served`; the others follow."""
-    return lead(group, config, lambda engine: served(engine, params))
+    return lead(group, config, lambda engine: served(engine, params), has_trees=has_trees)
 
 
 def served(engine: Engine, params: Sequence[SamplingParams]) -> Served:
     streams = generate(engine, params)
     metrics = engine.metrics()
-    return Served(streams, metrics.num_accepted_tokens, metrics.num_preemptions)
+    return Served(streams, metrics.num_accepted_tokens, metrics.num_preemptions, metrics.num_moved_kv)
 
 
 def logprobs_of_stream(engine: Engine, mode: LogprobsMode = "raw") -> list[TokenLogprobs]:
@@ -242,12 +249,13 @@ def check(
     stages: int = 1,
     num_blocks: int = 60,
     max_excused: int = 1,
+    has_trees: bool = False,
 ) -> Served:
     """Compare the streams of a target over the pool's ranks with those of one process without drafts."""
     with Engine(config_of(folder)) as engine:
         expected = generate(engine, params)
     config = config_of(folder, pool.size, stages=stages, num_blocks=num_blocks, **drafting(method, folder))
-    answer: Served = pool.run(serve, config, params)[0]
+    answer: Served = pool.run(serve, config, params, has_trees)[0]
     prompts = [prompt for _ in params for prompt in (*PROMPTS, *REPETITIVE)]
     kinds = [one for one in params for _ in (*PROMPTS, *REPETITIVE)]
     num_excused = 0

@@ -125,10 +125,13 @@ class Cluster:
         shares: DraftShareConfig | None = None,
         make_target: Callable[[ManualClock], ToyTarget] | None = None,
         fallback: Proposer | None = None,
+        num_draft_tokens: int = 4,
+        around: Callable[[Proposer], Proposer] | None = None,
     ) -> None:
-        """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities; where they have
-        nothing, `fallback` stands in.
+        """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities, `around` what is put
+        around them; where they have nothing, `fallback` stands in.
         """
+        self.around = around
         self.shares = shares
         self.servers: dict[PeerId, DraftServer] = {}
         self.make_drafter = make_drafter
@@ -161,7 +164,7 @@ class Cluster:
             proposer=self.proposer if fallback is None else FallbackProposer(self.proposer, fallback),
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
-            controller=FixedController(4, mode=mode),
+            controller=FixedController(num_draft_tokens, mode=mode),
             clock=self.clock,
         )
 
@@ -172,6 +175,8 @@ class Cluster:
         channel.admit([self.proposer._channel.address])
         drafter = self.drafters[name] = ToyDrafter(self.clock, busy_s)
         proposer = drafter if self.make_drafter is None else self.make_drafter()
+        if self.around is not None:
+            proposer = self.around(proposer)
         server = DraftServer(channel, proposer, shares=self.shares, clock=self.clock)
         self.servers[name] = server
         self.network.serve(name, partial(serve_all, server))

@@ -101,7 +101,7 @@ def test_control_what_stands_in_is_not_believed(monkeypatch: pytest.MonkeyPatch)
     cluster = Cluster(Faults(), num_drafters=0, fallback=ngram())
     request = repetitive("r", rng)
     assert cluster.run([request])[request.request_id] == expected(request)
-    monkeypatch.setattr(round_module, "match", believe)
+    monkeypatch.setattr(round_module, "verdict_of", believe)
     cluster = Cluster(Faults(), num_drafters=0, fallback=ngram())
     assert cluster.run([request])[request.request_id] != expected(request)
 

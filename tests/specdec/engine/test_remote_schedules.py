@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -13,7 +15,8 @@ from specdec.engine.draft_shares import DraftShareConfig
 from specdec.proposers.base import Proposer
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
-from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
+from tests.specdec.engine.remote_cluster import CAPABILITIES, VOCAB, Cluster, a_request, expected
+from tests.specdec.engine.tree_drafters import Bushy
 
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
 
@@ -34,6 +37,7 @@ def run_random_schedule(
     *,
     fallback: Proposer | None = None,
     make_request: Callable[[str, random.Random], Request] = a_request,
+    has_trees: bool = False,
 ) -> tuple[Cluster, int]:
     """Run five requests through a random schedule; return the cluster and the number of accepted drafts."""
     rng = random.Random(seed)
@@ -44,6 +48,9 @@ def run_random_schedule(
         num_blocks=rng.choice([14, 24, 64]),
         mode=mode,
         fallback=fallback,
+        capabilities=replace(CAPABILITIES, shape="tree", looks_ahead=False) if has_trees else CAPABILITIES,
+        around=partial(Bushy, vocab_size=VOCAB) if has_trees else None,
+        num_draft_tokens=9 if has_trees else 4,
     )
     requests = [make_request(f"r{index}", rng) for index in range(5)]
     tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
@@ -100,6 +107,27 @@ def test_random_schedules_never_change_a_token(block: int, mode: OverlapMode) ->
     assert num_accepted > 500, "the drafters hardly ever helped: these schedules prove nothing"
 
 
+@pytest.mark.parametrize("mode", ["lockstep", "ping_pong"])
+def test_random_schedules_with_trees(mode: OverlapMode) -> None:
+    """Trees of draft workers, their parents in the messages, and moves in those to the target."""
+    num_accepted = num_moved = 0
+    for seed in range(25):
+        cluster, accepted = run_random_schedule(seed, mode, has_trees=True)
+        num_accepted += accepted
+        num_moved += cluster.engine.metrics().num_moved_kv
+    assert num_accepted > 300
+    assert num_moved > 60
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lockstep", "ping_pong"])
+@pytest.mark.parametrize("block", range(1, 20))
+def test_many_more_random_schedules_with_trees(block: int, mode: OverlapMode) -> None:
+    for seed in range(100 * block, 100 * block + 100):
+        run_random_schedule(seed, mode, has_trees=True)
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
@@ -117,7 +145,7 @@ def test_the_schedules_would_catch_a_drafter_that_is_believed(monkeypatch: pytes
     def believe(drafted: Sequence[int], parents: None, chosen: Sequence[int]) -> Verdict:
         return Verdict(accepted_nodes=tuple(range(len(drafted))), token_ids=(*drafted, chosen[-1]))
 
-    monkeypatch.setattr(round_module, "match", believe)
+    monkeypatch.setattr(round_module, "verdict_of", believe)
     with pytest.raises(AssertionError):
         any(run_random_schedule(seed)[1] < 0 for seed in range(10))
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.tree.topology import ROOT, Topology, chain, topology_of
+from specdec.tree.topology import (
+    ROOT,
+    Topology,
+    chain,
+    path_of_tokens,
+    pruned_parents,
+    topology_of,
+    tree,
+)
 
 
 @st.composite
@@ -82,3 +90,19 @@ def test_a_wrong_number_of_parents_is_refused() -> None:
 def test_topology_does_not_need_torch() -> None:
     code = "import sys, specdec.tree.topology; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_paths_by_their_tokens() -> None:
+    topology = tree((-1, -1, 0, 1, 3))
+    token_ids = (4, 4, 1, 2, 3)
+    assert path_of_tokens(topology, token_ids, ()) == ()
+    assert path_of_tokens(topology, token_ids, (4,)) == (0,)
+    assert path_of_tokens(topology, token_ids, (4, 2, 3)) == (1, 3, 4)
+    assert path_of_tokens(topology, token_ids, (4, 3)) is None
+    assert path_of_tokens(topology, token_ids, (4, 2, 3, 3)) is None
+
+
+def test_what_is_left_of_a_tree_keeps_its_shape() -> None:
+    parents = (-1, 0, 0, 2, -1, 4)
+    assert pruned_parents(parents, (0, 2, 3, 4)) == (-1, 0, 1, -1)
+    assert pruned_parents(parents, ()) == ()

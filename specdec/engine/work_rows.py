@@ -1,0 +1,60 @@
+"""The rows of a work: which tokens lead to each, and who comes behind whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.core.plan import TargetWork
+from specdec.tree.topology import Topology, path_of_tokens, topology_of, tree
+
+
+def num_drafted(work: TargetWork) -> int:
+    """Return the number of draft tokens of a work."""
+    return work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
+
+
+def row_parents(work: TargetWork) -> tuple[int, ...] | None:
+    """Return the parent row of every row: those before the draft are a chain. None where all are."""
+    if work.parents is None:
+        return None
+    num_chain = len(work.token_ids) - len(work.parents)
+    return (*range(-1, num_chain - 1), *work.parents)
+
+
+def row_topology(work: TargetWork) -> Topology:
+    """Return the topology of all rows of a work."""
+    return topology_of(len(work.token_ids), row_parents(work))
+
+
+def node_parents(work: TargetWork) -> tuple[int, ...] | None:
+    """Return the parents of the draft's nodes, as `Proposal.parents`."""
+    if work.parents is None:
+        return None
+    num_chain = len(work.token_ids) - len(work.parents)
+    return tuple(row - num_chain for row in work.parents)
+
+
+def paths(work: TargetWork) -> list[tuple[int, ...]]:
+    """Return the drafted tokens that lead to each sampled row: none for the first."""
+    num_committed = len(work.token_ids) - num_drafted(work)
+    drafted = work.token_ids[num_committed:]
+    if work.parents is None:
+        return [drafted[:length] for length in range(work.num_sampled_rows)]
+    leading: list[tuple[int, ...]] = [()]
+    for token_id, parent in zip(drafted, work.parents, strict=True):
+        leading.append((*leading[max(0, parent - num_committed + 1)], token_id))
+    return leading[-work.num_sampled_rows :]
+
+
+def rows_of_answer(work: TargetWork, decided: Sequence[int]) -> Sequence[int]:
+    """Return the sampled rows that tokens belong to by which a rule has answered: one each.
+
+    The row of a token is that of the one before it.
+    """
+    parents = node_parents(work)
+    if parents is None:
+        return range(len(decided))
+    drafted = work.token_ids[len(work.token_ids) - len(parents) :]
+    nodes = path_of_tokens(tree(parents), drafted, decided[:-1])
+    assert nodes is not None, "what a rule keeps is a path of the draft"
+    return (0, *(node + 1 for node in nodes))
