@@ -50,14 +50,15 @@ class LayerTaps:
                 CONFIG_KEY: getattr(loaded.config, CONFIG_KEY, None),
             }
         )
-        self.layers = resolve_layers(layers, kept.num_original_layers, name)
-        """As given, counted from 0."""
+        self.layers = tuple(layers)
+        """As asked for."""
+        counted = resolve_layers(layers, kept.num_original_layers, name)
         self.hidden_size = int(text_config.hidden_size)
         self._name = name
         self._states: dict[int, torch.Tensor] | None = None
         self._rows: torch.Tensor | None = None
-        self._places = [_place(layer, kept) for layer in self.layers]
-        _require_here(loaded, self.layers, self._places)
+        self._places = [_place(layer, kept) for layer in counted]
+        _require_here(loaded, counted, self._places)
         try:
             _, stack = layer_stack(loaded.model)
         except UnsupportedParallelism as error:
