@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -127,17 +127,9 @@ def build_metadata(
     Every slice has at least one token and a block table that covers its last one. Tensors are built on
     the host and copied to `device` when that is not the CPU.
     """
-    num_sequences = len(slices)
-    query_lens = [len(s.token_ids) for s in slices]
-    starts = [s.start for s in slices]
-    context_lens = [start + query_len for start, query_len in zip(starts, query_lens, strict=True)]
-    max_context_len = max(context_lens)
-    query_start = np.zeros(num_sequences + 1, dtype=np.int32)
-    np.cumsum(query_lens, out=query_start[1:])
-    tables = _stack_tables(slices, context_lens, -(-max_context_len // block_size), block_size)
-    cache_index, sequence_of_row = _row_coordinates(starts, query_lens, query_start)
-    blocks, offsets = np.divmod(cache_index, block_size)
-    slots = tables[sequence_of_row, blocks] * np.int64(block_size) + offsets
+    rows = _RowPlaces.of(slices, block_size)
+    query_start, cache_index = rows.query_start, rows.cache_index
+    query_lens, context_lens = rows.query_lens, rows.context_lens
     max_query_len = max(query_lens)
     positions, mask = cache_index, None
     if any(s.parents is not None for s in slices):
@@ -145,17 +137,49 @@ def build_metadata(
     on_host = AttentionMetadata(
         query_start=torch.from_numpy(query_start),
         context_lens=torch.from_numpy(np.array(context_lens, dtype=np.int32)),
-        block_tables=torch.from_numpy(tables),
-        slot_mapping=torch.from_numpy(slots),
+        block_tables=torch.from_numpy(rows.tables),
+        slot_mapping=torch.from_numpy(rows.slots),
         positions=torch.from_numpy(positions),
         ancestor_mask=None if mask is None else torch.from_numpy(mask),
         query_lens_host=tuple(query_lens),
         context_lens_host=tuple(context_lens),
         block_size=block_size,
         max_query_len=max_query_len,
-        max_context_len=max_context_len,
+        max_context_len=max(context_lens),
     )
     return on_host if device is None or device.type == "cpu" else on_host.to(device)
+
+
+def slots_of(slices: Sequence[RowSlice], *, block_size: int) -> torch.Tensor:
+    """Return `AttentionMetadata.slot_mapping` of `build_metadata` alone, int64 [T], on the host."""
+    return torch.from_numpy(_RowPlaces.of(slices, block_size).slots)
+
+
+class _RowPlaces(NamedTuple):
+    """Where the rows of slices are, in their sequences and in the cache."""
+
+    query_lens: list[int]
+    context_lens: list[int]
+    query_start: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    """[S, B]"""
+    cache_index: NDArray[np.int64]
+    """[T]: place in the sequence's cache."""
+    slots: NDArray[np.int64]
+    """[T]"""
+
+    @staticmethod
+    def of(slices: Sequence[RowSlice], block_size: int) -> _RowPlaces:
+        query_lens = [len(piece.token_ids) for piece in slices]
+        starts = [piece.start for piece in slices]
+        context_lens = [start + query_len for start, query_len in zip(starts, query_lens, strict=True)]
+        query_start = np.zeros(len(slices) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=query_start[1:])
+        tables = _stack_tables(slices, context_lens, -(-max(context_lens) // block_size), block_size)
+        cache_index, sequence_of_row = _row_coordinates(starts, query_lens, query_start)
+        blocks, offsets = np.divmod(cache_index, block_size)
+        slots = tables[sequence_of_row, blocks] * np.int64(block_size) + offsets
+        return _RowPlaces(query_lens, context_lens, query_start, tables, cache_index, slots)
 
 
 def _stack_tables(

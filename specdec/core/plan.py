@@ -42,9 +42,12 @@ class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     num_prompt_tokens: int = 0
     token_ids: tuple[int, ...] = ()
-    """Tokens committed so far; only where `params` make the choice depend on them."""
+    """Tokens committed so far; only where `params` make the choice depend on them, or what drafts at the
+    target reads them."""
     kv_variant: int = 0
     """Which K/V it has (`core.kv_variants`)."""
+    cache_salt: str | None = None
+    """Only sequences of one salt may share what is kept of them; with `token_ids`."""
 
 
 class TargetWork(msgspec.Struct, frozen=True, array_like=True):
@@ -119,7 +122,10 @@ class WorkResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """One per scored token, where there are any."""
     drafted: tuple[int, ...] = ()
-    """What the target has drafted itself; `token_ids` then has one token more."""
+    """What the target has drafted itself; `token_ids` then has one token more, but for a rule that has
+    verified it there."""
+    drafted_parents: tuple[int, ...] | None = None
+    """Of a drafted tree, as `Proposal.parents`."""
 
 
 class TargetResult(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_server import sequence_name
-from specdec.proposers.hidden import HiddenRows
+from specdec.proposers.hidden import HiddenRows, ReceivedRows
 from specdec.transport.base import Envelope, PeerAddress, PeerId, TensorChannel
 from specdec.transport.messages import HiddenRun, HiddenStates
 
@@ -27,7 +27,7 @@ class _Kept:
     epoch: int
     committed_len: int
     prefix_hash: int
-    rows: HiddenRows
+    rows: ReceivedRows
 
 
 class HiddenInbox:
@@ -169,12 +169,12 @@ class HiddenInbox:
             return
         if kept is None or kept.epoch != run.epoch:
             self._forget(coordinator, run.request_id)
-            kept = sequences[run.request_id] = _Kept(run.epoch, 0, 0, HiddenRows(run.first_row))
+            kept = sequences[run.request_id] = _Kept(run.epoch, 0, 0, ReceivedRows(run.first_row))
             self._names[sequence_name(coordinator, run.request_id, run.epoch)] = (coordinator, run.request_id)
         elif run.first_row > kept.rows.end_row:
             self.counters["hidden_gaps"] += 1
             self._num_rows[coordinator] -= kept.rows.num_rows
-            kept.rows = HiddenRows(run.first_row)
+            kept.rows = ReceivedRows(run.first_row)
         new = hidden[max(0, kept.rows.end_row - run.first_row) :]
         # A copy: the parcel that it came in holds the rows of others as well.
         kept.rows.append(new.clone())

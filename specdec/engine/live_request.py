@@ -249,16 +249,20 @@ class LiveRequest:
         if self._prompt_logprobs is not None:
             self._prompt_logprobs[start:] = logprobs
 
-    def admission(self) -> AdmittedSequence:
-        """Return what the target must know of it before its first work."""
+    def admission(self, *, tells_tokens: bool) -> AdmittedSequence:
+        """Return what the target must know of it before its first work.
+
+        `tells_tokens`: whether its tokens are needed there, whatever its parameters.
+        """
         params = self.params
         return AdmittedSequence(
             request_id=self.request_id,
             seed=self.seed,
             params=params,
             num_prompt_tokens=self.num_prompt_tokens,
-            token_ids=tuple(self.token_ids) if params.shapes_logits else (),
+            token_ids=tuple(self.token_ids) if tells_tokens or params.shapes_logits else (),
             kv_variant=self.kv_variant,
+            cache_salt=self.sequence.cache_salt if tells_tokens else None,
         )
 
     def commit(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, now_s: float) -> int:

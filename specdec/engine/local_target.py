@@ -20,7 +20,9 @@ from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.engine.attention_watch import AttentionWatch
 from specdec.engine.judge import Judge
+from specdec.engine.kept_rows import KeptRows
 from specdec.engine.self_drafter import SelfDrafter
+from specdec.engine.target_drafting import DraftedStep, TargetDrafting, with_draft, with_told_drafts
 from specdec.engine.work_rows import (
     node_parents,
     num_drafted,
@@ -33,7 +35,9 @@ from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
 from specdec.model.runner import ModelRunner
+from specdec.proposers.base import Proposer
 from specdec.proposers.draft_loop import ChainStart
+from specdec.proposers.hidden import HiddenSource
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
 from specdec.sampling.shaping import LogitShaper, apply_masks, shaper_for
 from specdec.verification.answers import verdict_of
@@ -71,6 +75,8 @@ class _Failure(NamedTuple):
     code: ErrorCode | None
 
 
+MakeDrafter = Callable[[HiddenSource], Proposer]
+"""Makes what drafts at the target, given where its hidden states are."""
 _PromptScores = dict[int, tuple[TokenLogprobs, ...]]
 """By index of the work, log-probabilities of its scored tokens."""
 _NO_FAILURE = _Failure(None, None)
@@ -90,11 +96,13 @@ class LocalTarget:
         rule: VerificationRule | None = None,
         idle_work: Sequence[IdleWork] = (),
         self_drafting: KvSelection | None = None,
+        make_drafter: MakeDrafter | None = None,
     ) -> None:
         """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`).
 
         `rule` verifies drafts (None: sample_and_match, by whoever asked). With `self_drafting`, which says
-        what such drafts attend to, it drafts for itself where a work asks for it.
+        what such drafts attend to, it drafts for itself where a work asks for it; with `make_drafter`,
+        another drafts there from the hidden states that `runner` keeps.
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         rule = rule or SampleAndMatch()
@@ -105,6 +113,17 @@ class LocalTarget:
         if self_drafting is not None:
             assert self._judge is None, "drafts at the noise of the target are for sample_and_match"
             self._self_drafter = SelfDrafter(runner, sampler, self_drafting)
+        self.hidden: KeptRows | None = None
+        """Hidden states of its sequences, where the runner keeps some."""
+        if runner.hidden is not None and runner.taps is not None:
+            self.hidden = KeptRows(runner.hidden, runner.taps.layers)
+        self._drafting: TargetDrafting | None = None
+        if make_drafter is not None:
+            assert self_drafting is None, "one of them drafts"
+            assert self.hidden is not None, "there is nothing to draft from"
+            self._drafting = TargetDrafting(
+                make_drafter(self.hidden), runner.vocab_size, decides=self._judge is not None
+            )
         self._make_scores = None if self_drafting is None else self_drafting.make_scores
         self._watch: AttentionWatch | None = None
         if self._make_scores is not None and self._make_scores() is not None:
@@ -125,7 +144,7 @@ class LocalTarget:
             kv_variants=None if loaded.rotary is None else loaded.rotary.variants,
             quantization=loaded.quantization,
             batch_invariant=loaded.invariant is not None,
-            drafts_itself=self_drafting is not None,
+            drafts_itself=self_drafting is not None or make_drafter is not None,
         )
 
     @property
@@ -148,22 +167,53 @@ class LocalTarget:
 
     def run(self, step: TargetStep) -> TargetResult:
         """Run a step as it is; `run_to_the_end` says what may remain to be done."""
+        return self.run_drafted(self.begin(step))
+
+    def begin(self, step: TargetStep) -> DraftedStep:
+        """Take in what a step says of sequences; draft for it from hidden states, where that is done here.
+
+        Of a model over several ranks that is rank 0: the others are given the step with its drafts.
+        """
         if step.moves:
             self._runner.move_slots(step.moves)
         for request_id in step.released:
             self._sequences.pop(request_id, None)
+        if self.hidden is not None:
+            self.hidden.release(step.released)
         for admitted in step.admitted:
             self._admit(admitted)
+        if self._drafting is None:
+            return DraftedStep(step, (None,) * len(step.works), 0.0)
+        started_s = time.perf_counter()
+        self._drafting.release(step.released)
+        for admitted in step.admitted:
+            self._drafting.admit(admitted)
+        drafts = self._drafting.draft(step.works)
+        works = tuple(map(with_draft, step.works, drafts))
+        draft_s = time.perf_counter() - started_s
+        return DraftedStep(msgspec.structs.replace(step, works=works), drafts, draft_s)
+
+    def run_drafted(self, drafted: DraftedStep) -> TargetResult:
+        """Run a step that `begin` has returned."""
+        step = drafted.step
         if not step.works:
             return TargetResult(step_id=step.step_id, results=())
         if self._self_drafter is not None and any(work.num_self_drafted for work in step.works):
             return self._run_with_drafts(step, self._self_drafter)
-        return self._run(step)
+        result = self._run(step)
+        if self._drafting is not None:
+            self._drafting.learn(step.works, result.results)
+        if drafted.has_drafts:
+            results = with_told_drafts(result.results, drafted.drafts)
+            result = msgspec.structs.replace(result, results=results, draft_s=drafted.draft_s)
+        return result
 
     def close(self) -> None:
         """Forget all sequences and queued rounds."""
         self._sequences.clear()
         self._pending.clear()
+        if self._drafting is not None:
+            self._drafting.close()
 
     def _admit(self, admitted: AdmittedSequence) -> None:
         params = admitted.params
@@ -238,6 +288,10 @@ class LocalTarget:
             if scores:
                 results = _with_scores(results, scores)
             sample_s = time.perf_counter() - started_s - forward_s
+        if self.hidden is not None:
+            for work in step.works:
+                table = self._sequences[work.request_id].block_table
+                self.hidden.note(work.request_id, table, work.start + len(work.token_ids))
         if observation is not None:
             assert self._watch is not None
             self._watch.learn(observation, step.works, results, self._scores_of(step.works))

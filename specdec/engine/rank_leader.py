@@ -104,8 +104,9 @@ class LeadingTarget:
         return run_to_the_end(self._run, self._pending.popleft())
 
     def _run(self, step: TargetStep) -> TargetResult:
-        self._leader.tell(RunTarget(step))
-        return self._target.run(step)
+        drafted = self._target.begin(step)
+        self._leader.tell(RunTarget(drafted.step))
+        return self._target.run_drafted(drafted)
 
     def close(self) -> None:
         """Forget everything and let the other ranks end. Idempotent."""

@@ -111,6 +111,7 @@ class RoundLoop:
             self._ahead = proposer
         self._keeps_up = proposer.capabilities.remote
         self._is_drafted_there = proposer.capabilities.at_target
+        self._tells_tokens = self._is_drafted_there and bool(proposer.capabilities.hidden_layers)
         if self._is_drafted_there and not target.description.drafts_itself:
             raise ConfigError(
                 f"speculative_config.method: {self._method} needs a target that drafts for itself, and this "
@@ -266,7 +267,7 @@ class RoundLoop:
             live = self._roster.running[request_id]
             if not live.is_known_to_target:
                 live.is_known_to_target = True
-                admitted.append(live.admission())
+                admitted.append(live.admission(tells_tokens=self._tells_tokens))
             room = plan.num_draft_tokens.get(request_id, 0)
             end = live.num_computed + num_tokens - room
             proposal, masks, num_self_drafted = proposals.get(request_id), None, 0
@@ -363,7 +364,8 @@ class RoundLoop:
         """Raise ProtocolError when what the target has drafted is not what it was asked for."""
         num_drafted, num_tokens = len(answer.drafted), len(answer.token_ids)
         is_complete = num_tokens == num_drafted + 1 or (
-            answer.error is not None and num_tokens <= num_drafted
+            num_tokens <= num_drafted
+            and (answer.error is not None or (self._rule.needs_p_rows and num_tokens > 0))
         )
         if num_drafted > work.num_self_drafted or not is_complete:
             raise ProtocolError(
@@ -427,6 +429,7 @@ class RoundLoop:
             committed_len=live.committed_len,
             prefix_hash=live.prefix_hash,
             token_ids=answer.drafted,
+            parents=answer.drafted_parents,
             method=self._method,
         )
 

@@ -104,18 +104,20 @@ def plan_num_blocks(
     *,
     max_tokens: int,
     measured: MemoryBudget | None = None,
+    row_bytes: int = 0,
 ) -> int:
     """Return how many blocks (scratch included) the pool shall have.
 
     `config.num_blocks` if given; else what `config.memory_bytes`, or else the budget `measured`, holds, but
-    no more than `max_tokens` (the sum over all sequences that may run at once) need.
+    no more than `max_tokens` (the sum over all sequences that may run at once) need. `row_bytes` are taken
+    for each token beside its K and V.
 
     Raises:
         ResourceError: the memory does not hold one usable block.
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    block_bytes = bytes_per_block(shapes, config.block_size, dtype)
+    block_bytes = bytes_per_block(shapes, config.block_size, dtype) + row_bytes * config.block_size
     budget = measured
     if config.memory_bytes is not None:
         budget = MemoryBudget(num_bytes=config.memory_bytes, origin="cache.memory_bytes")

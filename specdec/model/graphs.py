@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from specdec.attention.cpu import CpuPagedAttention, NativeLayer
+from specdec.attention.metadata import slots_of
 from specdec.attention.native import NativeUnavailable, resolve_cache_dir
 from specdec.attention.observation import Observation
 from specdec.core.errors import TransportError
@@ -231,7 +232,11 @@ class CompiledForward:
         shifted = inputs.shifted_positions
         if shifted is not None and int(shifted.max()) >= self._num_position_ids:
             return None
-        return self._run(self._forward, self._caches, inputs)
+        output = self._run(self._forward, self._caches, inputs)
+        if self._runner.taps is not None:
+            metadata = inputs.metadata
+            self._runner.keep_hidden(metadata.slot_mapping, self._forward.hidden(metadata.num_rows))
+        return output
 
     def try_generate(
         self,
@@ -252,8 +257,15 @@ class CompiledForward:
             return None
         if any(self._has_no_table(piece, more) for piece, more in zip(slices, num_more, strict=True)):
             return None
+        keeps_hidden = self._runner.taps is not None
+        if keeps_hidden and any(num_more):
+            return None  # only the last of its forwards would be there to be kept
         arrived = None if incoming is None else incoming()
-        return self._forward.generate(slices, num_more, chooser, self._caches, arrived, observation)
+        generated = self._forward.generate(slices, num_more, chooser, self._caches, arrived, observation)
+        if keeps_hidden:
+            slots = slots_of(slices, block_size=self._runner.block_size)
+            self._runner.keep_hidden(slots, self._forward.hidden(len(slots)))
+        return generated
 
     def _has_no_table(self, piece: SequenceSlice, num_more: int) -> bool:
         """Whether position ids of a slice, or of the tokens behind it, are beyond those of the tables."""
@@ -285,13 +297,15 @@ class CompiledForward:
         started_s = time.perf_counter()
         stage = runner.loaded.stage
         with recorded_experts(runner.loaded.model):
-            recordings = record(runner.call_model, _any_incoming(runner))
+            taps = runner.taps
+            hidden_of = None if taps is None else lambda: taps.rows
+            recordings = record(runner.call_model, _any_incoming(runner), hidden_of)
         yield "tracing what depends on what"
         trace = Trace(*recordings)
         yield "lowering operations"
         lowered = lower(trace, "logit_rows" if stage is None or stage.is_last else "rows")
         yield "scheduling operations"
-        results = [lowered.output.value]
+        results = [ref.value for ref in (lowered.output, lowered.hidden) if ref is not None]
         operations = fuse(lowered.operations, results)
         steps = schedule(operations)
         buffers = place(steps, results)
@@ -313,6 +327,7 @@ class CompiledForward:
             buffers,
             tables,
             output=lowered.output,
+            hidden=lowered.hidden,
             incoming=trace.incoming,
             weights=weights,
             layers=layers,
@@ -378,16 +393,25 @@ class CompiledForward:
             output = self._run(forward, caches, ours)
             with torch.inference_mode(), single_threaded():
                 expected = runner.forward_eager(theirs, pools[1])
-            if _gives_logits(runner):
-                expected = expected.float()
-                difference = float((output - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-                largest = difference if not difference <= largest else largest
-            else:
+            if not _gives_logits(runner):
                 _hand_on(runner, output, expected)
+                continue
+            pairs = [(output, expected)]
+            if runner.taps is not None:
+                pairs.append((forward.hidden(inputs.metadata.num_rows), runner.taps.rows))
+            for compiled, eager in pairs:
+                difference = _relative_difference(compiled.float(), eager.float())
+                largest = difference if not difference <= largest else largest
         # At the end: other ranks go through all batches too.
         tolerance = _TOLERANCE if runner.loaded.quantization is None else _QUANTIZED_TOLERANCE
         if not largest <= tolerance[runner.loaded.dtype]:
-            raise CannotLower(f"its logits differ from the eager ones by {largest:.1e} (relative)")
+            what = "logits" if runner.taps is None else "logits or hidden states"
+            raise CannotLower(f"its {what} differ from the eager ones by {largest:.1e} (relative)")
+
+
+def _relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, as a share of the largest number."""
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
 
 
 def _gives_logits(runner: ModelRunner) -> bool:

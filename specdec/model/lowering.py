@@ -156,6 +156,8 @@ class Lowered:
     operations: list[Operation]
     output: Ref
     """All of a value: fp32 logits with one row per logit row, or hidden states with one row per token."""
+    hidden: Ref | None
+    """All of a value: hidden states that are handed out beside the output, one row per token."""
 
 
 def lower(trace: Trace, output: Domain = "logit_rows") -> Lowered:
@@ -186,7 +188,18 @@ class _Lowering:
         dtype = torch.float32 if domain == "logit_rows" else output.dtype
         if output.dtype is not dtype or not _is_whole(output):
             output = self._elementwise(COPY, self._fresh(self._trace.output, output, dtype), output)
-        return Lowered(self._operations, output)
+        return Lowered(self._operations, output, self._hidden())
+
+    def _hidden(self) -> Ref | None:
+        tensor = self._trace.hidden
+        if tensor is None:
+            return None
+        hidden = self._trace.ref(tensor)
+        if hidden.value.domain != "rows" or hidden.value.kind != "row":
+            raise CannotLower("the hidden states do not have one row per token")
+        if _is_whole(hidden) and hidden.value is not self._trace.incoming:
+            return hidden
+        return self._elementwise(COPY, self._fresh(tensor, hidden, hidden.dtype), hidden)
 
     def _node(self, node: Node) -> None:
         own = {
@@ -513,10 +526,10 @@ class _Lowering:
 
 
 def _needed(trace: Trace) -> set[Value]:
-    """Values that the output depends on."""
+    """Values that the output, and what is handed out beside it, depend on."""
     creator = {value: node for node in trace.nodes for value in node.creates if value is not None}
     wanted: set[Value] = set()
-    pending = [trace.value_of(trace.output)]
+    pending = [trace.value_of(tensor) for tensor in (trace.output, trace.hidden) if tensor is not None]
     while pending:
         value = pending.pop()
         if value in wanted:

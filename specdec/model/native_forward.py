@@ -284,6 +284,7 @@ class NativeForward:
         tables: dict[Value, torch.Tensor],
         *,
         output: Ref,
+        hidden: Ref | None = None,
         incoming: Value | None = None,
         weights: PackedWeights,
         layers: Sequence[LayerAttention],
@@ -298,6 +299,7 @@ class NativeForward:
             buffers: buffer number of every row value.
             tables: [positions, row size] of every position value.
             output: the result, all of one of the row values.
+            hidden: hidden states that are kept beside it, all of one of the row values.
             incoming: what every run is given beside token ids.
             weights: where linear weights are packed.
             layers: attention of the layers, consecutive ones of the model.
@@ -327,6 +329,7 @@ class NativeForward:
         self._plans: dict[tuple[int, int, int | None], int] = {}
         self._output_buffer = buffers[output.value]
         self._output_value = output.value
+        self._hidden_value = None if hidden is None else hidden.value
         instructions = [instruction for step in steps for instruction in self._encode(step)]
         array = (_Instruction * len(instructions))(*instructions)
         self._program = ctypes.c_void_p(
@@ -349,6 +352,7 @@ class NativeForward:
         self._capacity = {"rows": 0, "logit_rows": 0}
         self._memory: dict[str, torch.Tensor] = {}
         self._output = torch.empty(0)
+        self._hidden = torch.empty(0)
         self._run: Callable[..., int] = library.drafthouse_program_run
         self._generate: Callable[..., int] = library.drafthouse_program_generate
 
@@ -401,6 +405,14 @@ class NativeForward:
         self._raise_failure(self._run(self._program, ctypes.byref(step), caches, ctypes.byref(inputs)))
         is_of_logits = self._output_value.domain == "logit_rows"
         return self._output[: num_logit_rows if is_of_logits else metadata.num_rows]
+
+    def hidden(self, num_rows: int) -> torch.Tensor:
+        """Return hidden states [num_rows, width] of the latest run, which had so many rows.
+
+        They are valid until the next run. Of one with further tokens (`generate`), those of its last forward.
+        """
+        assert self._hidden_value is not None, "none are kept"
+        return self._hidden[:num_rows]
 
     def generate(
         self,
@@ -472,9 +484,9 @@ class NativeForward:
             part = memory[start : start + size]
             self._set_buffer(scratch.index, part)
             if scratch.index == self._output_buffer:
-                dtype, width = self._output_value.dtype, self._output_value.row_size
-                used = part[: dtype.itemsize * capacity * width]
-                self._output = used.view(dtype).view(capacity, width)
+                self._output = _rows_in(part, self._output_value, capacity)
+            if self._hidden_value is not None and scratch.index == self._buffers[self._hidden_value]:
+                self._hidden = _rows_in(part, self._hidden_value, capacity)
             start += size
         self._capacity[domain] = capacity
         if self._slots is not None:
@@ -758,3 +770,9 @@ def _collapse(
     return [size for size, _ in kept], [
         [dims[operand] for _, dims in kept] for operand in range(len(strides))
     ]
+
+
+def _rows_in(memory: torch.Tensor, value: Value, capacity: int) -> torch.Tensor:
+    """Rows of a value that lie in a buffer, [capacity, row size]."""
+    used = memory[: value.dtype.itemsize * capacity * value.row_size]
+    return used.view(value.dtype).view(capacity, value.row_size)

@@ -46,6 +46,7 @@ class StageRunner(ModelRunner):
         max_num_batched_tokens: int = 512,
         reserved_bytes: int = 0,
         backend: AttentionBackend | None = None,
+        hidden_layers: Sequence[int] = (),
         micro_batch_tokens: int | None = None,
     ) -> None:
         """Allocate the pool of this stage's layers; see `ModelRunner`.
@@ -61,6 +62,7 @@ class StageRunner(ModelRunner):
             max_num_batched_tokens=max_num_batched_tokens,
             reserved_bytes=reserved_bytes,
             backend=backend,
+            hidden_layers=hidden_layers if loaded.stage.is_last else (),
         )
         self._max_parts = _PARTS_PER_STAGE * self._stage.plan.num_stages
         self._min_tokens = micro_batch_tokens or (

@@ -41,6 +41,8 @@ class PoolDemand:
     """Tokens of a sequence that have K/V at the same time, at most; None: all that the model reads."""
     reserved_bytes: int = 0
     """Memory that will be taken later, by others."""
+    row_bytes: int = 0
+    """Taken for each token beside its K and V, with the pool and as often."""
 
 
 class ForwardOnPool(Protocol):
@@ -63,11 +65,18 @@ def make_pool(loaded: LoadedModel, config: CacheConfig, demand: PoolDemand, forw
     if not (config.num_blocks or config.memory_bytes):
         budget = _measured_budget(loaded, config, demand, forward)
     with same_fate(loaded.ranks):
-        num_blocks = plan_num_blocks(config, shapes, loaded.dtype, max_tokens=max_tokens, measured=budget)
+        num_blocks = plan_num_blocks(
+            config,
+            shapes,
+            loaded.dtype,
+            max_tokens=max_tokens,
+            measured=budget,
+            row_bytes=demand.row_bytes,
+        )
     if loaded.ranks is not None:
         num_blocks = loaded.ranks.smallest(num_blocks)
     with same_fate(loaded.ranks):
-        return _allocate(loaded, config, shapes, num_blocks)
+        return _allocate(loaded, config, shapes, num_blocks, demand.row_bytes)
 
 
 def held_tokens(loaded: LoadedModel, max_held_tokens: int | None) -> int:
@@ -80,8 +89,11 @@ def _shapes(loaded: LoadedModel) -> list[KvShape]:
     return [KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in loaded.layers]
 
 
-def _allocate(loaded: LoadedModel, config: CacheConfig, shapes: Sequence[KvShape], num_blocks: int) -> KvPool:
-    num_bytes = num_blocks * bytes_per_block(shapes, config.block_size, loaded.dtype)
+def _allocate(
+    loaded: LoadedModel, config: CacheConfig, shapes: Sequence[KvShape], num_blocks: int, row_bytes: int
+) -> KvPool:
+    block_bytes = bytes_per_block(shapes, config.block_size, loaded.dtype) + row_bytes * config.block_size
+    num_bytes = num_blocks * block_bytes
     what = f"a KV cache of {num_blocks} blocks takes {num_bytes >> 20} MiB"
     knobs = "cache.num_blocks, cache.memory_bytes or cache.memory_fraction"
     # A CPU's memory is taken as it is written: what does not fit would end the process hours later.
@@ -112,7 +124,7 @@ def _measured_budget(
     # Ranks on one machine take their pools from the same memory; on several, this leaves more free.
     num_sharers = 1 if ranks is None or not is_cpu else ranks.size
     max_tokens = demand.max_num_seqs * held_tokens(loaded, demand.max_held_tokens)
-    needed = bytes_per_block(_shapes(loaded), 1, loaded.dtype) * max_tokens
+    needed = (bytes_per_block(_shapes(loaded), 1, loaded.dtype) + demand.row_bytes) * max_tokens
     is_small = available is not None and needed * _SMALL_SHARE * num_sharers <= available
     if ranks is not None:  # the forward needs all of them, and those of other layers may need more
         is_small = bool(ranks.smallest(int(is_small)))

@@ -69,6 +69,8 @@ class Recording:
     """Logits, or hidden states of a stage before the last."""
     incoming: torch.Tensor | None
     """Hidden states of the stage before."""
+    hidden: torch.Tensor | None
+    """Hidden states that are handed out beside the output, [T, width]; None: there are none."""
     shards: Mapping[int, EmbeddingShard]
     """By address of the weight."""
 
@@ -233,17 +235,24 @@ ModelCall = Callable[
 """One eager forward: `runner.ModelRunner.call_model`."""
 
 
-def record(call_model: ModelCall, incoming: torch.Tensor | None = None) -> tuple[Recording, Recording]:
+HiddenOf = Callable[[], torch.Tensor]
+"""What a forward hands out beside its output, right after it: `hidden_taps.LayerTaps.rows`."""
+
+
+def record(
+    call_model: ModelCall, incoming: torch.Tensor | None = None, hidden_of: HiddenOf | None = None
+) -> tuple[Recording, Recording]:
     """Run the model twice, with `NUM_ROWS` rows and `NUM_LOGIT_ROWS` logit rows.
 
-    `incoming` are made-up hidden states [1, max(NUM_ROWS), hidden_size] of the stage before, if there is one.
+    `incoming` are made-up hidden states [1, max(NUM_ROWS), hidden_size] of the stage before, if there is one;
+    `hidden_of` returns hidden states that the forward hands out, if it does.
 
     Raises:
         CannotLower: the two runs did different things.
     """
     with single_threaded():
         first, second = (
-            _record_once(call_model, num_rows, num_logit_rows, incoming)
+            _record_once(call_model, num_rows, num_logit_rows, incoming, hidden_of)
             for num_rows, num_logit_rows in zip(NUM_ROWS, NUM_LOGIT_ROWS, strict=True)
         )
     names = [[call.name for call in recording.calls] for recording in (first, second)]
@@ -257,7 +266,11 @@ def record(call_model: ModelCall, incoming: torch.Tensor | None = None) -> tuple
 
 @torch.inference_mode()
 def _record_once(
-    call_model: ModelCall, num_rows: int, num_logit_rows: int, incoming: torch.Tensor | None
+    call_model: ModelCall,
+    num_rows: int,
+    num_logit_rows: int,
+    incoming: torch.Tensor | None,
+    hidden_of: HiddenOf | None,
 ) -> Recording:
     input_ids = torch.arange(num_rows)[None]
     positions = torch.arange(num_rows)[None]
@@ -269,9 +282,17 @@ def _record_once(
         with recorder:
             attention = RecordingAttention(recorder)
             output = call_model(input_ids, positions, logit_rows, attention, incoming)
+            hidden = None if hidden_of is None else hidden_of()
     finally:
         _active.recorder = None
     output = recorder.current(output)
     return Recording(
-        tuple(recorder.calls), input_ids, positions, logit_rows, output, incoming, recorder.shards
+        tuple(recorder.calls),
+        input_ids,
+        positions,
+        logit_rows,
+        output,
+        incoming,
+        recorder.current(hidden),
+        recorder.shards,
     )

@@ -18,8 +18,10 @@ from specdec.attention.observation import Observation
 from specdec.attention.sdpa import SdpaAttention
 from specdec.core.plan import SlotMove
 from specdec.kv.config import CacheConfig
+from specdec.kv.hidden_pool import HiddenPool
 from specdec.kv.pool import FIRST_BLOCK, KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
+from specdec.model.hidden_taps import LayerTaps
 from specdec.model.loader import LoadedModel
 from specdec.model.pool_sizing import PoolDemand, held_tokens, make_pool
 
@@ -73,7 +75,8 @@ class ForwardGraphs(Protocol):
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
         """Return what `call_model` does, in any floating dtype, or None when this batch must run eagerly.
 
-        It must write the step's K/V into the runner's pool as the eager forward does.
+        It must write the step's K/V into the runner's pool as the eager forward does, and hidden states
+        where the runner keeps some (`ModelRunner.keep_hidden`).
         """
         ...
 
@@ -110,6 +113,7 @@ class ModelRunner:
         reserved_bytes: int = 0,
         max_held_tokens: int | None = None,
         backend: AttentionBackend | None = None,
+        hidden_layers: Sequence[int] = (),
     ) -> None:
         """Allocate the pool.
 
@@ -121,8 +125,11 @@ class ModelRunner:
             reserved_bytes: memory to leave for what is made later.
             max_held_tokens: tokens of a sequence that have K/V at the same time, at most; None: all.
             backend: attention; None takes the portable one.
+            hidden_layers: layers whose hidden states are kept (`hidden_taps` numbers them); all ranks that
+                have the last layers are given the same.
 
         Raises:
+            ConfigError: these hidden states cannot be had.
             ResourceError: the memory does not hold a single block, or not what was asked for.
         """
         self.loaded = loaded
@@ -131,13 +138,26 @@ class ModelRunner:
         # Any: transformers' forward is typed too narrowly for keywords that travel to the attention.
         self._model: Any = loaded.model if loaded.invariant is None else loaded.invariant.around(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+        self.taps = LayerTaps(loaded, hidden_layers) if hidden_layers else None
         demand = PoolDemand(
+            row_bytes=0 if self.taps is None else self.taps.width * loaded.dtype.itemsize,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             reserved_bytes=reserved_bytes,
             max_held_tokens=max_held_tokens,
         )
         self.pool = make_pool(loaded, cache, demand, self._forward_on)
+        self.hidden: HiddenPool | None = None
+        """Hidden states of `hidden_layers`, where there are such, of every slot of the pool."""
+        if self.taps is not None:
+            self.hidden = HiddenPool(
+                self.taps.width,
+                num_blocks=self.pool.num_blocks,
+                block_size=self.block_size,
+                dtype=loaded.dtype,
+                device=loaded.device,
+            )
+            self._forward_on([_one_row()], self.pool)  # what cannot be tapped says so now
         self.graphs: ForwardGraphs | None = None
         self.vocab_size = loaded.vocab_size
         self.num_blocks = self.pool.num_blocks
@@ -188,6 +208,13 @@ class ModelRunner:
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """See `model.batch.Runner.copy_blocks`; of a part of a model, its part of K and V."""
         self.pool.copy_blocks(sources, destinations)
+        if self.hidden is not None:
+            self.hidden.copy_blocks(sources, destinations)
+
+    def keep_hidden(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keep hidden states `rows` [T, width] of a forward whose K/V went to `slots`, int64 [T]."""
+        assert self.hidden is not None
+        self.hidden.write(slots, rows)
 
     @torch.inference_mode()
     def move_slots(self, moves: Sequence[SlotMove]) -> None:
@@ -229,9 +256,12 @@ class ModelRunner:
             metadata=metadata,
             plan=self.backend.begin(metadata),
         )
-        return self.call_model(
+        output = self.call_model(
             inputs.input_ids, inputs.position_ids[None], inputs.logit_rows, paged, inputs.incoming
         )
+        if self.taps is not None and pool is None:
+            self.keep_hidden(metadata.slot_mapping, self.taps.rows)
+        return output
 
     def call_model(
         self,
@@ -244,9 +274,18 @@ class ModelRunner:
         """Run the model's own forward with `paged` as what its attention layers call.
 
         `input_ids` and `positions` are int64 [1, T], `logit_rows` int64 [L], `incoming` is as in
-        `ForwardInputs`; returns [L, vocab], or what comes out of the layers that are here.
+        `ForwardInputs`; returns [L, vocab], or what comes out of the layers that are here. The hidden states
+        of the batch are then those of `taps`.
         """
         assert incoming is None, "all layers are here"
+        if self.taps is None:
+            return self._call(input_ids, positions, logit_rows, paged)
+        with self.taps.collecting():
+            return self._call(input_ids, positions, logit_rows, paged)
+
+    def _call(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, paged: Any
+    ) -> torch.Tensor:
         if self._keeps_logits:
             output = self._model(
                 input_ids=input_ids,
@@ -261,6 +300,11 @@ class ModelRunner:
         output = self._model(input_ids=input_ids, position_ids=positions, use_cache=False, paged=paged)
         every_row: torch.Tensor = output.logits[0]
         return every_row[logit_rows]
+
+
+def _one_row() -> SequenceSlice:
+    """One token of no sequence, whose K/V go to the scratch block."""
+    return SequenceSlice(token_ids=(0,), start=0, block_table=(0,), num_logit_rows=1)
 
 
 def _shifted(positions_T: torch.Tensor, slices: Sequence[SequenceSlice]) -> torch.Tensor:

@@ -164,11 +164,17 @@ class StaticBatch:
         self._arrays.send(sequences)
 
     def forward(self) -> torch.Tensor:
-        """Run the model; logits [num_logits, vocab], of which those of the filled rows mean something."""
+        """Run the model; logits [num_logits, vocab], of which those of the filled rows mean something.
+
+        Hidden states are kept where the runner keeps some: those of the rows beyond, in the scratch block.
+        """
         device = self._arrays.device
-        return self._runner.call_model(
+        logits = self._runner.call_model(
             device["input_ids"][None], device["positions"][None], device["logit_rows"], self._paged
         )
+        if self._runner.taps is not None:
+            self._runner.keep_hidden(device["slots"], self._runner.taps.rows)
+        return logits
 
 
 def static_metadata(

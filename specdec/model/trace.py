@@ -110,6 +110,7 @@ class Trace:
         self.positions = first.positions
         self.logit_rows = first.logit_rows
         self.output = first.output
+        self.hidden = first.hidden
         self.incoming: Value | None = None
         """What comes out of the stage before."""
         self.shards = first.shards

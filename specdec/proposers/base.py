@@ -27,7 +27,7 @@ class ProposerCapabilities:
     """Whether it attaches `q_rows`, which ratio rules need, to what it samples."""
     kv: Literal["none", "own", "target"] = "none"
     hidden_layers: tuple[int, ...] = ()
-    """Target layers whose hidden states it needs."""
+    """Hidden states of the target that it reads, in this order; `model.hidden_taps` numbers them."""
     remote: bool = False
     """Whether proposing crosses a process border (and may therefore be late)."""
     max_context: int | None = None

@@ -11,18 +11,35 @@ from specdec.core.ids import RequestId
 from specdec.core.sequence import SequenceView
 
 
-class HiddenRows:
+class HiddenRows(Protocol):
     """Rows of one sequence, without a gap, up to the one before its last committed token.
 
     The row of the token at position s is what the target made of it, [len(hidden_layers) * hidden size]: it
     gave token s + 1. Early rows may be missing: they were lost, or the target no longer keeps them.
     """
 
+    @property
+    def first_row(self) -> int:
+        """Position of the first."""
+        ...
+
+    @property
+    def end_row(self) -> int:
+        """One behind the last."""
+        ...
+
+    def since(self, row: int) -> torch.Tensor:
+        """Return rows `row` .. end_row - 1; at the cost of those alone."""
+        ...
+
+
+class ReceivedRows:
+    """Implements `HiddenRows` on rows that have come one after the other."""
+
     def __init__(self, first_row: int) -> None:
         self._chunks: list[torch.Tensor] = []
         self.first_row = first_row
         self.end_row = first_row
-        """One behind the last."""
 
     @property
     def num_rows(self) -> int:
@@ -35,7 +52,7 @@ class HiddenRows:
         self.end_row += len(rows)
 
     def since(self, row: int) -> torch.Tensor:
-        """Return rows `row` .. end_row - 1; at the cost of those alone."""
+        """See `HiddenRows.since`."""
         assert self.first_row <= row < self.end_row, f"row {row} of {self.first_row} .. {self.end_row - 1}"
         wanted: list[torch.Tensor] = []
         begin = self.end_row
@@ -48,7 +65,7 @@ class HiddenRows:
 
 
 class HiddenSource(Protocol):
-    """Where a proposer in a draft worker gets them from."""
+    """Where a proposer gets them from: in a draft worker, or in the target's process."""
 
     def await_rows(self, sequences: Sequence[SequenceView]) -> Mapping[RequestId, HiddenRows]:
         """Return the rows of exactly the prefixes given; wait a little for those that are on their way.

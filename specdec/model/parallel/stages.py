@@ -63,7 +63,7 @@ def plan_stages(model: torch.nn.Module, num_stages: int) -> StagePlan:
     Raises:
         UnsupportedParallelism: it cannot be divided so.
     """
-    name, stack = _layer_stack(model)
+    name, stack = layer_stack(model)
     if num_stages > len(stack):
         raise UnsupportedParallelism(f"its {len(stack)} layers cannot be divided over {num_stages} stages")
     layer_sizes = [_num_elements(layer) for layer in stack]
@@ -105,7 +105,12 @@ def divide(layer_sizes: Sequence[int], size_behind: int, num_stages: int) -> tup
     return (*best[num_layers][1], num_layers)
 
 
-def _layer_stack(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
+def layer_stack(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
+    """Return the list that holds the decoder layers, and its name.
+
+    Raises:
+        UnsupportedParallelism: they are not in one list.
+    """
     hf_model: Any = model
     num_layers = int(hf_model.config.get_text_config().num_hidden_layers)
     found: dict[str, torch.nn.ModuleList] = {}

@@ -26,7 +26,7 @@ from tests.triton_interpreter import FAILURE, needs_interpreter
 PairOf = Callable[[str], Pair]
 
 
-def make_runner(pair: Pair, attention: str = "triton") -> ModelRunner:
+def make_runner(pair: Pair, attention: str = "triton", hidden_layers: tuple[int, ...] = ()) -> ModelRunner:
     from specdec.attention.sdpa import SdpaAttention
     from specdec.attention.triton import TritonPagedAttention
 
@@ -37,7 +37,7 @@ def make_runner(pair: Pair, attention: str = "triton") -> ModelRunner:
         else SdpaAttention()
     )
     cache = CacheConfig(num_blocks=100, block_size=4)
-    return ModelRunner(loaded, cache, max_num_seqs=8, backend=backend)
+    return ModelRunner(loaded, cache, max_num_seqs=8, backend=backend, hidden_layers=hidden_layers)
 
 
 def batch(shapes: list[tuple[int, int]], seed: int) -> list[SequenceSlice]:
@@ -84,6 +84,25 @@ def test_a_replay_is_the_eager_forward_of_whatever_batch(
         torch.testing.assert_close(recorded.forward(slices), expected, rtol=0, atol=3e-5)
         for ours, theirs in zip(recorded.pool.keys, plain.pool.keys, strict=True):
             torch.testing.assert_close(ours[1:], theirs[1:], rtol=0, atol=3e-5)
+
+
+@needs_interpreter
+def test_a_replay_keeps_the_hidden_states_of_its_batch(
+    pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_runner(pair_of("llama"), "sdpa", hidden_layers=(1, -1))
+    recorded = make_runner(pair_of("llama"), hidden_layers=(1, -1))
+    forward = CudaForward(recorded, CompileConfig(cuda_graph_max_rows=4), ReplayingRecorder(monkeypatch))
+    assert forward.warm_up() == "ready"
+    for number, shape in enumerate([[(0, 4)], [(0, 1)], [(0, 2), (0, 1)]]):
+        slices = batch(shape, seed=number)
+        plain.forward(slices)
+        assert forward.try_run(recorded.pack(slices)) is not None
+        assert plain.hidden is not None
+        assert recorded.hidden is not None
+        theirs = plain.hidden.rows[4:]  # without the scratch block
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(recorded.hidden.rows[4:], theirs, rtol=0, atol=3e-5)
 
 
 @needs_interpreter

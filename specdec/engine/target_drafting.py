@@ -1,0 +1,200 @@
+"""Drafting at the target: a proposer that reads its hidden states, in its process.
+
+A proposal for round n + 1 needs the hidden states of what round n has accepted, and nothing newer. So it is
+made at the beginning of the step that verifies it: the states are there, no message carries them, and the
+coordinator asks by a number (`TargetWork.num_self_drafted`), as it asks a target that drafts with itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from specdec.core.ids import RequestId
+from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork, WorkResult
+from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
+from specdec.core.proposal import Proposal
+from specdec.core.sampling_params import SamplingParams
+from specdec.proposers.base import Proposer
+from specdec.tree.topology import topology_of
+from specdec.verification.sample_and_match import match
+
+
+class DraftedStep(NamedTuple):
+    """A step with what was drafted at the target in the place of wishes for it."""
+
+    step: TargetStep
+    drafts: tuple[Proposal | None, ...]
+    """By work."""
+    draft_s: float
+    """Seconds that it took."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether anything was drafted."""
+        return any(draft is not None for draft in self.drafts)
+
+
+class TargetDrafting:
+    """Shows a proposer the sequences as far as the target has come with them."""
+
+    def __init__(self, proposer: Proposer, vocab_size: int, *, decides: bool) -> None:
+        """Draft with `proposer`, which is released and closed from here.
+
+        `decides`: whether works are answered by what stands, and not by a token for every row.
+        """
+        self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._decides = decides
+        self._sequences: dict[RequestId, _Watched] = {}
+        self.counters: Counter[str] = Counter()
+        """target_drafts_dropped: proposals that did not fit."""
+
+    @property
+    def proposer(self) -> Proposer:
+        """What drafts."""
+        return self._proposer
+
+    def admit(self, admitted: AdmittedSequence) -> None:
+        """Begin with a sequence."""
+        self._sequences[admitted.request_id] = _Watched(admitted)
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget sequences."""
+        known = [one for one in request_ids if self._sequences.pop(one, None) is not None]
+        if known:
+            self._proposer.release(known)
+
+    def close(self) -> None:
+        """Forget everything and close the proposer. Idempotent."""
+        self._sequences.clear()
+        self._proposer.close()
+
+    def draft(self, works: Sequence[TargetWork]) -> tuple[Proposal | None, ...]:
+        """Return what to verify behind each work.
+
+        A sequence whose prompt is still read is shown without a budget, up to the token that this step begins
+        with: the hidden states before it are there.
+        """
+        views: list[_Watched] = []
+        budgets: dict[RequestId, int] = {}
+        for work in works:
+            view = self._sequences[work.request_id]
+            view.see(work.start, work.token_ids[:1])
+            if work.start == 0:
+                continue
+            views.append(view)
+            if work.num_self_drafted and len(work.token_ids) == 1:
+                budgets[work.request_id] = work.num_self_drafted
+        proposals = self._proposer.propose(views, budgets) if views else {}
+        return tuple(self._fitting(proposals.get(work.request_id), work) for work in works)
+
+    def learn(self, works: Sequence[TargetWork], results: Sequence[WorkResult]) -> None:
+        """After the step: note the tokens that its works, drafts behind them, have brought."""
+        for work, result in zip(works, results, strict=True):
+            num_drafted = work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
+            num_committed = len(work.token_ids) - max(0, num_drafted)
+            token_ids = work.token_ids[:num_committed]
+            if result.token_ids:
+                token_ids += self._committed(work, num_committed, result.token_ids)
+            self._sequences[work.request_id].see(work.start, token_ids)
+
+    def _committed(self, work: TargetWork, first: int, answer: tuple[int, ...]) -> tuple[int, ...]:
+        if self._decides:
+            return answer
+        drafted = work.token_ids[first:]
+        if work.parents is None:
+            return match(drafted[: len(answer) - 1], None, answer).token_ids
+        parents = tuple(parent - first for parent in work.parents)
+        return match(drafted, topology_of(len(drafted), parents), answer).token_ids
+
+    def _fitting(self, proposal: Proposal | None, work: TargetWork) -> Proposal | None:
+        if proposal is None or not proposal.token_ids:
+            return None
+        if self._is_fitting(proposal, work):
+            return proposal
+        self.counters["target_drafts_dropped"] += 1
+        return None
+
+    def _is_fitting(self, proposal: Proposal, work: TargetWork) -> bool:
+        view = self._sequences[work.request_id]
+        try:
+            topology_of(proposal.num_tokens, proposal.parents)
+        except ValueError:
+            return False
+        return (
+            (proposal.committed_len, proposal.prefix_hash) == (view.committed_len, view.prefix_hash)
+            and proposal.num_tokens <= work.num_self_drafted
+            and all(0 <= token_id < self._vocab_size for token_id in proposal.token_ids)
+        )
+
+
+def with_draft(work: TargetWork, draft: Proposal | None) -> TargetWork:
+    """Return the work of verifying a draft behind a work of committed tokens; without one, the work alone."""
+    if not work.num_self_drafted:
+        return work
+    if draft is None:
+        return msgspec.structs.replace(work, num_self_drafted=0)
+    num_committed = len(work.token_ids)
+    parents = draft.parents
+    return msgspec.structs.replace(
+        work,
+        token_ids=(*work.token_ids, *draft.token_ids),
+        num_sampled_rows=1 + draft.num_tokens,
+        num_self_drafted=0,
+        parents=None if parents is None else tuple(num_committed + parent for parent in parents),
+        noise_stream=draft.noise_stream,
+        q_rows=draft.q_rows,
+    )
+
+
+def with_told_drafts(
+    results: Sequence[WorkResult], drafts: Sequence[Proposal | None]
+) -> tuple[WorkResult, ...]:
+    """Return results that tell what was drafted."""
+    return tuple(
+        result
+        if draft is None
+        else msgspec.structs.replace(result, drafted=draft.token_ids, drafted_parents=draft.parents)
+        for result, draft in zip(results, drafts, strict=True)
+    )
+
+
+class _Watched:
+    """A sequence as far as the target knows it. Satisfies `SequenceView`."""
+
+    kv_budget = 0
+    constraint = None
+    """Whoever has the grammar does not have the target draft."""
+
+    def __init__(self, admitted: AdmittedSequence) -> None:
+        self.request_id = admitted.request_id
+        self.params: SamplingParams = admitted.params
+        self.seed = admitted.seed
+        self.cache_salt = admitted.cache_salt
+        self.num_prompt_tokens = admitted.num_prompt_tokens
+        self._known = list(admitted.token_ids)
+        self.token_ids: list[int] = []
+        self.prefix_hash = EMPTY_PREFIX
+
+    @property
+    def committed_len(self) -> int:
+        return len(self.token_ids)
+
+    def see(self, start: int, token_ids: Sequence[int]) -> None:
+        """Let the sequence be its first `start` tokens and these."""
+        length = len(self.token_ids)
+        if length < start:  # a cached prefix: its tokens came with the admission
+            assert start <= len(self._known), f"{self.request_id}: tokens before position {start} are unknown"
+            self._extend(self._known[length:start])
+        elif length > start + len(token_ids) or self.token_ids[start:] != list(token_ids[: length - start]):
+            del self.token_ids[start:]
+            self.prefix_hash = extend_prefix_hash(EMPTY_PREFIX, self.token_ids)
+        self._extend(token_ids[len(self.token_ids) - start :])
+
+    def _extend(self, token_ids: Sequence[int]) -> None:
+        self.token_ids.extend(token_ids)
+        self.prefix_hash = extend_prefix_hash(self.prefix_hash, token_ids)
