@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.core.plan import SlotMove
 from specdec.kv.huge_pages import huge_zeros
 
 
@@ -49,3 +50,8 @@ class HiddenPool:
         blocks = self.rows.view(-1, self.block_size, self.width)
         copied = blocks.index_select(0, torch.tensor(sources, dtype=torch.long, device=device))
         blocks.index_copy_(0, torch.tensor(destinations, dtype=torch.long, device=device), copied)
+
+    def move_slots(self, moves: Sequence[SlotMove]) -> None:
+        """Move rows from slot to slot; all are read before any is written. No slot is a destination twice."""
+        sources, destinations = torch.tensor(moves, dtype=torch.long, device=self.rows.device).T
+        self.rows[destinations] = self.rows[sources]

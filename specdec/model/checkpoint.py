@@ -82,7 +82,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         path=folder.path,
         config=folder.config,
         weight_files=weight_files,
-        headers=tuple(_checked_header(file) for file in weight_files),
+        headers=tuple(checked_header(file) for file in weight_files),
     )
 
 
@@ -151,7 +151,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
         yield folder / name
 
 
-def _checked_header(file: Path) -> bytes:
+def checked_header(file: Path) -> bytes:
     """Return the raw header of a safetensors file whose length agrees with it."""
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -220,6 +220,8 @@ class ModelRunner:
     def move_slots(self, moves: Sequence[SlotMove]) -> None:
         """See `model.batch.Runner.move_slots`; of a part of a model, its part of K and V."""
         self.pool.move_slots(moves)
+        if self.hidden is not None:
+            self.hidden.move_slots(moves)
 
     @property
     def kv_generation(self) -> int:

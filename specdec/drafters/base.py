@@ -1,0 +1,172 @@
+"""What drafters with weights of their own have in common, for whoever drafts with them or trains them.
+
+Row t of a drafter stands for position t of a sequence: it has the target's hidden state f_t, which gave token
+x_{t+1}, and that token. What is drafted at depth 0 is x_{t+2}, at depth d x_{t+2+d}.
+
+Shape letters: B rows of a batch (1 when it is flat), T positions, H hidden size of the drafter, F features of
+the target side by side, V vocabulary (of the drafter, where it has one of its own).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from specdec.attention.base import LayerAttention
+from specdec.drafters.attention import Attends
+from specdec.drafters.vocabulary import DraftVocabulary
+
+FINAL_NORM = -1
+"""Stands among `hidden_layers` for the state behind the target's final norm, which its LM head reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetParts:
+    """What a drafter borrows of its target, and what it is checked against."""
+
+    config: PretrainedConfig
+    """Of the text model."""
+    hidden_size: int
+    vocab_size: int
+    """Rows of the LM head."""
+    num_layers: int
+    embeddings: nn.Module
+    final_norm: nn.Module
+    head: nn.Module
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> TargetParts:
+        """Return the parts of a causal language model; nothing is copied."""
+        config = model.config.get_text_config()
+        embeddings: nn.Module = model.get_input_embeddings()
+        find_head: Any = model.get_output_embeddings
+        head: nn.Module | None = find_head()
+        assert head is not None, "a causal language model has an LM head"
+        base = model.base_model
+        norm: nn.Module = next(
+            child
+            for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+            if isinstance(child := getattr(base, name, None), nn.Module)
+        )
+        weight = head.weight
+        assert isinstance(weight, torch.Tensor)
+        return cls(
+            config=config,
+            hidden_size=int(config.hidden_size),
+            vocab_size=weight.shape[0],
+            num_layers=int(config.num_hidden_layers),
+            embeddings=embeddings,
+            final_norm=norm,
+            head=head,
+        )
+
+
+class Drafter(nn.Module, ABC):
+    """Weights that draft, beside a target, whose parts it borrows: they are no parameters of it."""
+
+    def __init__(self, target: TargetParts) -> None:
+        super().__init__()
+        self.target = target
+
+    @property
+    @abstractmethod
+    def hidden_layers(self) -> tuple[int, ...]:
+        """What it reads of the target, side by side: i is the state after i layers (0: the embeddings).
+
+        `FINAL_NORM` is the state behind the final norm.
+        """
+
+    @property
+    def max_depth(self) -> int | None:
+        """Tokens that it can draft one behind another; None: any number."""
+        return None
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """Which of the target's token ids it knows; None: all."""
+        return None
+
+
+class FeatureStep(NamedTuple):
+    """What one step of drafting gives."""
+
+    features: torch.Tensor
+    """[B, T, H]: stand for the target's in the next step."""
+    outputs: torch.Tensor
+    """[B, T, H]: what `FeatureDrafter.logits` reads."""
+
+
+class FeatureDrafter(Drafter):
+    """Drafts features along with tokens, with attention of its own: EAGLE, MTP."""
+
+    @property
+    @abstractmethod
+    def attention_layers(self) -> tuple[LayerAttention, ...]:
+        """Its layers with K/V of their own: what a pool is made for, and `PagedBatch.layers`."""
+
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Make features [B, T, H] of the target's hidden states [B, T, F]. They are the same, by default."""
+        return hidden
+
+    @abstractmethod
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [B, T, H] of the target's token ids int64 [B, T]."""
+
+    @abstractmethod
+    def step(
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attends,
+        depth: int = 0,
+    ) -> FeatureStep:
+        """Draft once at every row.
+
+        Args:
+            embedded: [B, T, H] of x_{t+1}; at depth d of x_{t+1+d}.
+            features: [B, T, H], of `fuse` at depth 0, then those of the step before.
+            positions: int64 [B, T]: t + d.
+            attention: what the layers attend to, and where their K/V go.
+            depth: how many tokens were drafted before, behind the same prefix.
+        """
+
+    @abstractmethod
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., V] of outputs [..., H], over `vocabulary`."""
+
+
+class IndependentHeads(Drafter):
+    """Every depth is drafted from the same state, whatever was drafted before: Medusa."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [num_heads, ..., V] of the target's state [..., H]; the first are of depth 0."""
+
+
+class SequentialHeads(Drafter):
+    """Every depth has a head of its own, which sees the tokens drafted before: Hydra."""
+
+    @property
+    def attention_layers(self) -> tuple[LayerAttention, ...]:
+        """Layers with K/V that `prepare` runs."""
+        return ()
+
+    def prepare(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attends) -> torch.Tensor:
+        """Make what the heads read, [B, T, H], of the target's states. They are the same, by default."""
+        return hidden
+
+    @abstractmethod
+    def logits(self, depth: int, prepared: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., V] of depth `depth`.
+
+        Args:
+            depth: which head.
+            prepared: [..., H], of `prepare`.
+            path: int64 [..., depth + 1]: x_{t+1} and the tokens drafted behind it.
+        """

@@ -1,0 +1,101 @@
+"""Decoder layers of drafters: those of a model family of transformers, with the attention of drafters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, PretrainedConfig
+
+from specdec.attention.base import LayerAttention
+from specdec.attention.hf import AttentionProbe, UnsupportedAttention
+from specdec.core.errors import CheckpointError
+from specdec.drafters.attention import DRAFTER_ATTENTION
+
+_AUTO_MODEL: Any = AutoModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFamily:
+    """What a model of one kind is built from."""
+
+    config: PretrainedConfig
+    """With the attention of drafters; layers behind its last attend fully, where there are several kinds."""
+    layer: type[nn.Module]
+    norm: type[nn.Module]
+    rotary: nn.Module
+
+    def make_layer(self, layer_idx: int) -> nn.Module:
+        """Return a decoder layer with random weights; `layer_idx` names its K/V."""
+        make: Any = self.layer
+        made: nn.Module = make(self.config, layer_idx=layer_idx)
+        return made
+
+    def make_norm(self, size: int | None = None) -> nn.Module:
+        """Return a norm over `size` features, all of the hidden state by default."""
+        make: Any = self.norm
+        made: nn.Module = make(
+            self.config.hidden_size if size is None else size, eps=self.config.rms_norm_eps
+        )
+        return made
+
+
+def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
+    """Return the parts of the kind of model that `config` describes, for layers 0 .. num_layers - 1.
+
+    Raises:
+        CheckpointError: it is of a kind whose decoder layers cannot be used one by one.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = DRAFTER_ATTENTION
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        kinds = list(kinds)
+        config.num_hidden_layers = max(num_layers, len(kinds))
+        config.layer_types = kinds + ["full_attention"] * (num_layers - len(kinds))
+    one_layer = copy.deepcopy(config)
+    if kinds is not None:
+        one_layer.layer_types = ["full_attention"]
+    one_layer.num_hidden_layers = 1
+    try:
+        with torch.device("meta"):
+            model: Any = _AUTO_MODEL.from_config(one_layer)
+        layer, norm, rotary = type(model.layers[0]), type(model.norm), type(model.rotary_emb)
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(
+            f"no drafter can be made of layers of model type {config.model_type!r}: {error}; models like "
+            "llama, mistral, qwen2 and qwen3 can be used"
+        ) from error
+    return BlockFamily(config=config, layer=layer, norm=norm, rotary=rotary(config))
+
+
+@torch.no_grad()
+def probe_layers(
+    blocks: Sequence[nn.Module], rotary: nn.Module, width: int, first_idx: int
+) -> tuple[LayerAttention, ...]:
+    """Return what the attention of consecutive `blocks` is, by calling each with one row of `width` features.
+
+    Raises:
+        CheckpointError: a layer asks for what the paged attention does not do.
+    """
+    probe = AttentionProbe()
+    try:
+        for block in blocks:
+            weight = next(block.parameters())
+            row = torch.zeros(1, 1, width, dtype=weight.dtype, device=weight.device)
+            positions = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+            block(row, position_embeddings=rotary(row, positions), paged=probe)
+        return probe.layers(range(first_idx, first_idx + len(blocks)))
+    except UnsupportedAttention as refusal:
+        raise CheckpointError(f"the drafter's attention is not supported: {refusal}") from refusal
+
+
+def run_block(block: nn.Module, hidden: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """Call a decoder layer; some return a tuple."""
+    output: Any = block(hidden, **keywords)
+    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return result

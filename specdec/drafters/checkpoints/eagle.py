@@ -1,0 +1,61 @@
+"""EAGLE-1 and -2 heads as SafeAILab publishes them.
+
+config.json is that of a Llama with few layers, and `bias` of `fc` (true where it is missing). Tensors:
+`embed_tokens.weight`, `fc.{weight,bias}`, `layers.{i}.*`, without an input norm in layer 0 or a final norm.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
+from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
+from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.eagle import Eagle
+
+
+def load_eagle(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Eagle:
+    """Read the head of `folder`.
+
+    Raises:
+        CheckpointError: naming the key or tensor at fault.
+    """
+    keys = Keys(folder.path, folder.config)
+    config = keys.layer_config()
+    keys.positive("num_hidden_layers")
+    keys.check_target(target, config.hidden_size)
+    prefix = name_prefix(folder, "fc.weight")
+    has_bias = f"{prefix}fc.bias" in folder.shapes
+    if keys.content.get("bias") is not None and keys.flag("bias", default=True) != has_bias:
+        holds = "hold" if has_bias else "lack"
+        raise keys.wrong("bias", f"the weights {holds} {prefix}fc.bias")
+    drafter = Eagle(
+        target,
+        config,
+        has_bias=has_bias,
+        has_embeddings=f"{prefix}embed_tokens.weight" in folder.shapes,
+    )
+    return fit(
+        drafter,
+        folder,
+        lambda name: prefix + name,
+        is_ignored=lambda name: name == "lm_head.weight" or is_rotary_buffer(name),
+        dtype=dtype,
+    )
+
+
+def save_eagle(drafter: Eagle, folder: Path) -> None:
+    """Write the head."""
+    config = drafter.config.to_dict() | {
+        "architectures": ["LlamaForCausalLM"],
+        "bias": drafter.fc.bias is not None,
+    }
+    write_drafter(folder, config, drafter.state_dict())
+
+
+def name_prefix(folder: DrafterFolder, name: str) -> str:
+    """Return what stands before all names: some tools wrap the head in a module called `model`."""
+    return "model." if f"model.{name}" in folder.shapes else ""

@@ -1,0 +1,91 @@
+"""Puts published tensors into a module, or says which of them does not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+
+from specdec.core.errors import CheckpointError
+from specdec.drafters.base import Drafter
+from specdec.drafters.checkpoints.files import DrafterFolder
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DrafterT = TypeVar("DrafterT", bound=Drafter)
+
+
+def fit(
+    drafter: DrafterT,
+    folder: DrafterFolder,
+    published: Callable[[str], str | None],
+    *,
+    is_ignored: Callable[[str], bool] = lambda _: False,
+    dtype: torch.dtype | None = None,
+) -> DrafterT:
+    """Load the drafter's weights and return it in evaluation mode.
+
+    Args:
+        drafter: with random weights.
+        folder: where its tensors are.
+        published: from a name of its state to the name in the folder; None: it has its value already.
+        is_ignored: names in the folder that are known and not needed.
+        dtype: of the loaded weights; None: as they are stored.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, holds no floating-point numbers, or is
+            neither needed nor known.
+    """
+    state = drafter.state_dict()
+    names = {name: stored for name in state if (stored := published(name)) is not None}
+    check_shapes(folder, {stored: tuple(state[name].shape) for name, stored in names.items()})
+    extra = sorted(name for name in folder.shapes.keys() - names.values() if not is_ignored(name))
+    if extra:
+        kind = type(drafter).__name__
+        raise CheckpointError(
+            f"{folder.path}: the weights hold {len(extra)} tensors that a drafter of kind {kind} with this "
+            f"config.json does not have, first {extra[0]} of shape {folder.shapes[extra[0]]}"
+        )
+    ignored = sorted(folder.shapes.keys() - names.values())
+    if ignored:
+        logger.info("%s: %d tensors are no weights of it, first %s", folder.path, len(ignored), ignored[0])
+    tensors = folder.read(names.values())
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{folder.path}: tensor {name} holds {tensor.dtype}; only float32, bfloat16 and float16 are "
+                "read, not quantized weights"
+            )
+    loaded = {name: tensors[stored] for name, stored in names.items()}
+    drafter.load_state_dict(state | loaded, assign=True)
+    if dtype is not None:
+        drafter.to(dtype)
+    return drafter.eval()
+
+
+def check_shapes(folder: DrafterFolder, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that these tensors are there, in these shapes.
+
+    Raises:
+        CheckpointError: naming the first that is not.
+    """
+    missing = sorted(wanted.keys() - folder.shapes.keys())
+    if missing:
+        raise CheckpointError(
+            f"{folder.path}: the weights lack {len(missing)} tensors, first {missing[0]} of shape "
+            f"{wanted[missing[0]]}"
+        )
+    for name in sorted(wanted):
+        if folder.shapes[name] != wanted[name]:
+            raise CheckpointError(
+                f"{folder.path}: tensor {name} has shape {folder.shapes[name]}; by config.json and the "
+                f"target it must be {wanted[name]}"
+            )
+
+
+def is_rotary_buffer(name: str) -> bool:
+    """Whether a tensor is one that transformers once stored and now computes."""
+    return name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))

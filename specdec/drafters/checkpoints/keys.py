@@ -1,0 +1,95 @@
+"""Reads keys of a drafter's config.json; errors name file, key, value and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from specdec.core.errors import CheckpointError
+from specdec.drafters.base import TargetParts
+from specdec.model.checkpoint import CONFIG_FILE
+
+_AUTO_CONFIG: Any = AutoConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """An object of config.json."""
+
+    path: Path
+    """The folder."""
+    content: Mapping[str, Any]
+    prefix: str = ""
+    """Where the object is in the file, with a dot at the end."""
+
+    def wrong(self, name: str, should: str) -> CheckpointError:
+        """Return the error of a key that is not what it should be."""
+        found = repr(self.content[name]) if name in self.content else "nothing"
+        return CheckpointError(f"{self.path / CONFIG_FILE}: {self.prefix}{name} is {found}; {should}")
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer; a missing key (or null) is `default`, if there is one."""
+        value = self.content.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.wrong(name, "it must be a positive integer")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return true or false."""
+        value = self.content.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "it must be true or false")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """Return a list of integers that are not negative; None for a missing key or null."""
+        value = self.content.get(name)
+        if value is None:
+            return None
+        is_list = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+        if not is_list or not value:
+            raise self.wrong(name, "it must be a list of integers that are not negative")
+        return tuple(value)
+
+    def object(self, name: str) -> Keys:
+        """Return an object inside; empty where the key is missing."""
+        value = self.content.get(name)
+        if value is None:
+            return Keys(self.path, {}, f"{self.prefix}{name}.")
+        if not isinstance(value, dict):
+            raise self.wrong(name, "it must be an object")
+        return Keys(self.path, value, f"{self.prefix}{name}.")
+
+    def layer_config(self) -> PretrainedConfig:
+        """Return the decoder layers that this object describes."""
+        kind = self.content.get("model_type", "llama")
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+            self.positive(name)
+        try:
+            config: PretrainedConfig = _AUTO_CONFIG.for_model(
+                kind, **{name: value for name, value in self.content.items() if name != "model_type"}
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE}: {self.prefix or 'it'} describes no {kind} that can be made: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        return config
+
+    def check_target(self, target: TargetParts, hidden_size: int | None = None) -> None:
+        """Check that widths are the target's; `hidden_size` is what the drafter says the target's is."""
+        if self.positive("vocab_size", target.vocab_size) != target.vocab_size:
+            raise self.wrong(
+                "vocab_size", f"the target's is {target.vocab_size}: it was made for another target"
+            )
+        if hidden_size is not None and hidden_size != target.hidden_size:
+            name = "target_hidden_size" if self.content.get("target_hidden_size") else "hidden_size"
+            raise self.wrong(name, f"the target's is {target.hidden_size}: it was made for another target")

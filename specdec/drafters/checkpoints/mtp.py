@@ -1,0 +1,139 @@
+"""MTP modules inside a target's own checkpoint.
+
+DeepSeek-V3's layout: layers behind the last, `model.layers.{N+i}.{enorm,hnorm,eh_proj,shared_head.norm,
+shared_head.head,embed_tokens}` and a decoder layer. Qwen3-Next's: `mtp.{fc,norm,pre_fc_norm_embedding,
+pre_fc_norm_hidden}` and `mtp.layers.0`. They may be in the model's files or in another one beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from specdec.core.errors import CheckpointError
+from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.files import DrafterFolder, write_tensors
+from specdec.drafters.checkpoints.fit import check_shapes, fit, is_rotary_buffer
+from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.mtp import Mtp
+
+_DEEPSEEK = re.compile(r"^model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight$")
+_QWEN = "mtp.fc.weight"
+_QWEN_NAMES = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "norm": "mtp.norm",
+}
+MTP_FILE = "mtp.safetensors"
+
+
+def has_mtp(folder: DrafterFolder) -> bool:
+    """Whether a target's folder holds MTP modules."""
+    return _QWEN in folder.shapes or any(_DEEPSEEK.match(name) for name in folder.shapes)
+
+
+def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Mtp:
+    """Read the modules of a target's folder (see `files.open_beside`).
+
+    Embeddings and head that are stored with the modules are the target's, as the report has it; where they
+    are not (a target that was fine-tuned alone), the modules keep their own.
+
+    Raises:
+        CheckpointError: naming the key or tensor at fault.
+    """
+    keys = Keys(folder.path, folder.config)
+    if _QWEN in folder.shapes:
+        stated = keys.positive("mtp_num_hidden_layers", 1)
+        if stated != 1:
+            raise keys.wrong("mtp_num_hidden_layers", "one such module is supported")
+        return _fit(Mtp(target), folder, _qwen_name, "mtp.", dtype)
+    found = sorted({int(match.group(1)) for name in folder.shapes if (match := _DEEPSEEK.match(name))})
+    first = target.num_layers
+    if not found:
+        raise CheckpointError(
+            f"{folder.path}: the weights hold no MTP modules (model.layers.{first}.eh_proj.weight or {_QWEN})"
+        )
+    num_modules = keys.positive("num_nextn_predict_layers", len(found))
+    if found != list(range(first, first + num_modules)):
+        raise keys.wrong("num_nextn_predict_layers", f"the weights hold modules in layers {found}")
+    embeddings = f"model.layers.{first}.embed_tokens.weight"
+    head = f"model.layers.{first}.shared_head.head.weight"
+    drafter = Mtp(
+        target,
+        num_modules=num_modules,
+        has_embeddings=_differs(folder, embeddings, target, target.embeddings),
+        has_head=_differs(folder, head, target, target.head),
+    )
+    return _fit(drafter, folder, lambda name: _deepseek_name(name, first), "", dtype)
+
+
+def save_mtp(drafter: Mtp, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the modules beside the target in `folder`, in DeepSeek-V3's layout.
+
+    `dtype` is what is stored; None: as they are. config.json must say `num_nextn_predict_layers`.
+    """
+    first = drafter.first_layer
+    tensors = {_deepseek_name(name, first): tensor for name, tensor in drafter.state_dict().items()}
+    for index in range(first, first + len(drafter.mtp_modules)):
+        own = {"embed_tokens.weight": drafter.embed_tokens, "shared_head.head.weight": drafter.head}
+        for name, module in own.items():
+            borrowed = drafter.target.embeddings if name.startswith("embed") else drafter.target.head
+            weight = (borrowed if module is None else module).weight
+            assert isinstance(weight, torch.Tensor)
+            tensors[f"model.layers.{index}.{name}"] = weight
+    write_tensors(
+        folder / MTP_FILE, {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+    )
+
+
+def _fit(
+    drafter: Mtp,
+    folder: DrafterFolder,
+    published: Callable[[str], str],
+    prefix: str,
+    dtype: torch.dtype | None,
+) -> Mtp:
+    """Load; everything of the folder that is not of the modules is the target's own."""
+    first = drafter.first_layer
+    shared = ("embed_tokens.weight", "shared_head.head.weight")
+
+    def is_ignored(name: str) -> bool:
+        if prefix:
+            return not name.startswith(prefix)
+        match = re.match(r"^model\.layers\.(\d+)\.(.+)$", name)
+        is_of_target = match is None or int(match.group(1)) < first
+        return is_of_target or name.endswith(shared) or is_rotary_buffer(name)
+
+    return fit(drafter, folder, published, is_ignored=is_ignored, dtype=dtype)
+
+
+def _deepseek_name(name: str, first: int) -> str:
+    if name.startswith("embed_tokens."):
+        return f"model.layers.{first}.{name}"
+    if name.startswith("head."):
+        return f"model.layers.{first}.shared_head.{name}"
+    match = re.match(r"^mtp_modules\.(\d+)\.(.+)$", name)
+    assert match is not None, name
+    index, rest = match.groups()
+    rest = f"shared_head.{rest}" if rest.startswith("norm.") else rest.removeprefix("block.")
+    return f"model.layers.{first + int(index)}.{rest}"
+
+
+def _qwen_name(name: str) -> str:
+    part, _, rest = name.removeprefix("mtp_modules.0.").partition(".")
+    return f"mtp.layers.0.{rest}" if part == "block" else f"{_QWEN_NAMES[part]}.{rest}"
+
+
+def _differs(folder: DrafterFolder, name: str, target: TargetParts, borrowed: torch.nn.Module) -> bool:
+    """Whether there is such a tensor and it is not the target's."""
+    if name not in folder.shapes:
+        return False
+    weight = borrowed.weight
+    assert isinstance(weight, torch.Tensor)
+    check_shapes(folder, {name: (target.vocab_size, target.hidden_size)})
+    stored = folder.read([name])[name]
+    return not torch.equal(stored.to(weight.device, weight.dtype), weight)

@@ -1,0 +1,81 @@
+"""Which format a folder is in, by what it holds, and its drafter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from specdec.core.errors import CheckpointError
+from specdec.drafters.base import Drafter, TargetParts
+from specdec.drafters.checkpoints.eagle import load_eagle
+from specdec.drafters.checkpoints.eagle3 import load_eagle3
+from specdec.drafters.checkpoints.files import DrafterFolder, open_beside, open_drafter
+from specdec.drafters.checkpoints.hydra import load_hydra
+from specdec.drafters.checkpoints.medusa import HEAD_TENSOR, load_medusa
+from specdec.drafters.checkpoints.mtp import has_mtp, load_mtp
+from specdec.drafters.checkpoints.speculators import KIND_KEY, load_speculator
+
+logger = logging.getLogger(__name__)
+
+DrafterFormat = Literal["speculators", "eagle3", "eagle", "medusa", "hydra", "mtp"]
+Load = Callable[[DrafterFolder, TargetParts, torch.dtype | None], Drafter]
+
+_LAYERS = "model.layers.0."
+_LOADERS: dict[DrafterFormat, Load] = {
+    "speculators": load_speculator,
+    "eagle3": load_eagle3,
+    "eagle": load_eagle,
+    "medusa": load_medusa,
+    "hydra": load_hydra,
+    "mtp": load_mtp,
+}
+assert set(_LOADERS) == set(get_args(DrafterFormat))
+
+
+def detect(folder: DrafterFolder) -> DrafterFormat:
+    """Return the format of a folder. Names of tensors decide, because config.json often says "llama".
+
+    Raises:
+        CheckpointError: it holds no drafter, or one of a kind that is not supported.
+    """
+    if KIND_KEY in folder.config:
+        return "speculators"
+    names = {name.removeprefix("model.") for name in folder.shapes}
+    if any(name.endswith("hidden_norm.weight") for name in names) and "fc.weight" in names:
+        return "eagle3"
+    if any(name.startswith("hydra_mlp.") for name in names):
+        return "hydra"
+    if any(HEAD_TENSOR.match(name) for name in folder.shapes):
+        return "medusa"
+    if has_mtp(folder):
+        return "mtp"
+    if "fc.weight" in names:
+        return "eagle"
+    architectures = folder.config.get("architectures")
+    raise CheckpointError(
+        f"{folder.path} holds no drafter of a known format (architectures {architectures!r}): known are "
+        "EAGLE, EAGLE-3, Medusa, Hydra, MTP modules and speculators' eagle3 and mtp; an ordinary small model "
+        "is a draft model (method draft_model)"
+    )
+
+
+def load_drafter(path: str | Path, target: TargetParts, dtype: torch.dtype | None = None) -> Drafter:
+    """Load the drafter of a folder for `target`, in evaluation mode on the host.
+
+    `path` may be the target's own folder, for modules inside it. `dtype` None: as it is stored.
+
+    Raises:
+        CheckpointError: naming the file, key or tensor at fault.
+    """
+    folder = open_drafter(path)
+    if "model.fc.weight" not in folder.shapes and any(name.startswith(_LAYERS) for name in folder.shapes):
+        # A whole model: what drafts for it may be in a file of its own beside it.
+        folder = open_beside(folder.path)
+    found = detect(folder)
+    drafter = _LOADERS[found](folder, target, dtype)
+    logger.info("%s: a drafter in the format %s", folder.path, found)
+    return drafter

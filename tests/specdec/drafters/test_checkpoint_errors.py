@@ -1,0 +1,253 @@
+"""Whatever is wrong with a published drafter is named: file, key or tensor, and what would be right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.core.errors import CheckpointError
+from specdec.drafters.checkpoints.registry import load_drafter
+from tests.specdec.drafters import published
+from tests.specdec.drafters.conftest import Target
+from tests.specdec.drafters.published import MODEL
+
+Broken = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+Writer = Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]]
+
+
+def change(**values: Any) -> Broken:
+    return lambda config, _: config.update(values)
+
+
+def drop(name: str) -> Broken:
+    return lambda _, tensors: tensors.pop(name)
+
+
+def put(name: str, tensor: torch.Tensor) -> Broken:
+    return lambda _, tensors: tensors.update({name: tensor})
+
+
+BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
+    "missing tensor": (
+        published.eagle3,
+        drop("midlayer.mlp.up_proj.weight"),
+        ["lack 1 tensors, first midlayer.mlp.up_proj.weight of shape (24, 16)"],
+    ),
+    "extra tensor": (
+        published.eagle3,
+        put("midlayer.mlp.extra.weight", torch.zeros(2, 3)),
+        ["hold 1 tensors", "Eagle3", "first midlayer.mlp.extra.weight of shape (2, 3)"],
+    ),
+    "wrong shape": (
+        published.eagle3,
+        put("fc.weight", torch.zeros(16, 32)),
+        ["tensor fc.weight has shape (16, 32)", "must be (16, 48)"],
+    ),
+    "quantized weights": (
+        published.eagle,
+        put("fc.weight", torch.zeros(16, 32, dtype=torch.int8)),
+        ["fc.weight holds torch.int8", "not quantized"],
+    ),
+    "another vocabulary": (
+        published.eagle,
+        change(vocab_size=50),
+        ["config.json: vocab_size is 50; the target's is 48"],
+    ),
+    "another width": (
+        published.eagle,
+        change(hidden_size=32),
+        ["config.json: hidden_size is 32; the target's is 16"],
+    ),
+    "another target's width": (
+        published.eagle3,
+        change(target_hidden_size=32),
+        ["target_hidden_size is 32; the target's is 16"],
+    ),
+    "narrow head without embeddings": (
+        published.eagle3,
+        change(hidden_size=8, target_hidden_size=16, num_attention_heads=2),
+        ["lack embed_tokens.weight of shape (48, 8)"],
+    ),
+    "bias that is not there": (
+        lambda: published.eagle(has_bias=False),
+        change(bias=True),
+        ["config.json: bias is True; the weights lack fc.bias"],
+    ),
+    "no map of the vocabulary": (
+        published.eagle3,
+        drop("d2t"),
+        ["lack 1 tensors, first d2t of shape (6,)"],
+    ),
+    "map of another size": (
+        published.eagle3,
+        change(draft_vocab_size=7),
+        ["tensor d2t has shape (6,)", "(7,)"],
+    ),
+    "ids instead of offsets": (
+        published.eagle3,
+        put("d2t", torch.tensor(published.KNOWN_IDS)),
+        ["d2t leads to token ids outside of 0 .. 47"],
+    ),
+    "t2d of another map": (
+        published.eagle3,
+        put("t2d", torch.ones(48, dtype=torch.bool)),
+        ["t2d and d2t contradict each other, first at token id 0"],
+    ),
+    "vocabulary larger than the target's": (
+        published.eagle3,
+        change(draft_vocab_size=49),
+        ["draft_vocab_size is 49", "has 48 ids"],
+    ),
+    "layers beyond the target's": (
+        published.eagle3,
+        change(eagle_aux_hidden_state_layer_ids=[2, 3, 5]),
+        ["eagle_aux_hidden_state_layer_ids is [2, 3, 5]; the target has 4 layers"],
+    ),
+    "layers that are no list": (
+        published.eagle3,
+        change(eagle_aux_hidden_state_layer_ids="2,3,4"),
+        ["eagle_aux_hidden_state_layer_ids", "must be a list of integers"],
+    ),
+    "two layers": (published.eagle3, change(num_hidden_layers=2), ["num_hidden_layers is 2", "one decoder"]),
+    "both norms": (published.eagle3, change(fc_norm=True, norm_before_fc=True), ["fc_norm is True"]),
+    "flag that is a string": (
+        published.eagle3,
+        change(norm_output="yes"),
+        ["norm_output is 'yes'; it must be true or false"],
+    ),
+    "no fused states": (
+        published.eagle3,
+        change(eagle_config={"use_aux_hidden_state": False}),
+        ["eagle_config.use_aux_hidden_state is False"],
+    ),
+    "unknown model type": (published.eagle, change(model_type="alpaca"), ["describes no alpaca"]),
+    "no width": (
+        published.eagle,
+        lambda config, _: config.pop("intermediate_size"),
+        ["intermediate_size is nothing; it must be a positive integer"],
+    ),
+    "fewer medusa heads than stated": (
+        published.medusa,
+        change(medusa_num_heads=4),
+        ["lack 3 tensors, first 3.0.linear.bias of shape (16,)"],
+    ),
+    "more medusa layers than stated": (
+        lambda: published.medusa(num_layers=2),
+        change(medusa_num_layers=1),
+        ["lack", "tensor"],
+    ),
+    "no number of medusa heads": (
+        published.medusa,
+        change(medusa_num_heads=None),
+        ["medusa_num_heads is None; it must be a positive integer"],
+    ),
+    "hydra of another architecture": (
+        published.hydra,
+        change(hydra_head_arch="eagle-attn"),
+        ["hydra_head_arch is 'eagle-attn'; one of mlp, prefix-mlp"],
+    ),
+    "hydra that is not grounded": (
+        published.hydra,
+        change(grounded_heads=False),
+        ["hydra_mlp.0.0.linear.weight has shape (16, 32)", "(16, 16)"],
+    ),
+    "hydra's offset": (
+        published.hydra,
+        change(hidden_state_offset=9),
+        ["hidden_state_offset is 9; it must be an integer from 0 to 4"],
+    ),
+    "another kind of speculator": (
+        published.speculators_eagle3,
+        change(speculators_model_type="dflash"),
+        ["speculators_model_type is 'dflash'; one of eagle3, mtp"],
+    ),
+    "speculator without its layer": (
+        published.speculators_eagle3,
+        change(transformer_layer_config=None),
+        ["transformer_layer_config.hidden_size is nothing"],
+    ),
+    "nothing that is known": (
+        lambda: ({"architectures": ["Other"]}, {"some.weight": torch.zeros(2)}),
+        change(),
+        ["holds no drafter of a known format (architectures ['Other'])"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_wrong_is_named(folder: Path, target: Target, what: str) -> None:
+    write, harm, texts = BROKEN[what]
+    config, tensors = write()
+    published.write(folder, config, tensors, MODEL)
+    if what != "nothing that is known":
+        load_drafter(folder, target.parts)
+    harm(config, tensors)
+    published.write(folder, config, tensors, MODEL)
+    with pytest.raises(CheckpointError) as caught:
+        load_drafter(folder, target.parts)
+    for text in (str(folder), *texts):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda folder: (folder / MODEL).unlink(), "has no weights of a drafter"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / MODEL).write_bytes(b"nothing"), "is not a whole safetensors file"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    folder: Path, target: Target, spoil: Callable[[Path], None], text: str
+) -> None:
+    published.write(folder, *published.eagle(), MODEL)
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=text):
+        load_drafter(folder, target.parts)
+
+
+def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(folder: Path, target: Target) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (folder / "was-run",)
+
+    published.write(folder, published.medusa()[0], {}, "medusa_lm_head.pt")
+    torch.save({"0.0.linear.weight": Runs()}, folder / "medusa_lm_head.pt")
+    with pytest.raises(CheckpointError, match="cannot be read as a file of tensors alone"):
+        load_drafter(folder, target.parts)
+    assert not (folder / "was-run").exists()
+    torch.save([torch.zeros(2)], folder / "medusa_lm_head.pt")
+    with pytest.raises(CheckpointError, match="must hold a dictionary of tensors by name"):
+        load_drafter(folder, target.parts)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            {"num_nextn_predict_layers": 2},
+            "num_nextn_predict_layers is 2; the weights hold modules in",
+        ),
+        ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers is True; it must be a positive"),
+    ],
+)
+def test_mtp_that_is_stated_otherwise(
+    folder: Path, target: Target, config: dict[str, Any], text: str
+) -> None:
+    published.whole_target(folder, target.model, published.mtp_deepseek())
+    stated = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(CheckpointError, match=text):
+        load_drafter(folder, target.parts)
+
+
+def test_a_target_without_modules_has_none(folder: Path, target: Target) -> None:
+    published.whole_target(folder, target.model, {})
+    with pytest.raises(CheckpointError, match="holds no drafter of a known format"):
+        load_drafter(folder, target.parts)

@@ -1,0 +1,315 @@
+"""Drafters in the published layouts load, tensors go where they belong, and they are written the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from specdec.drafters.base import Drafter
+from specdec.drafters.checkpoints.eagle import save_eagle
+from specdec.drafters.checkpoints.eagle3 import save_eagle3
+from specdec.drafters.checkpoints.files import open_beside, open_drafter
+from specdec.drafters.checkpoints.hydra import save_hydra
+from specdec.drafters.checkpoints.medusa import save_medusa
+from specdec.drafters.checkpoints.mtp import save_mtp
+from specdec.drafters.checkpoints.registry import detect, load_drafter
+from specdec.drafters.checkpoints.speculators import save_speculator
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
+from specdec.drafters.hydra import Hydra
+from specdec.drafters.medusa import Medusa
+from specdec.drafters.mtp import Mtp
+from tests.specdec.drafters import published
+from tests.specdec.drafters.conftest import LAYERS, Target
+from tests.specdec.drafters.published import MODEL
+
+
+def same(found: torch.Tensor, stored: torch.Tensor) -> bool:
+    return found.dtype == stored.dtype and torch.equal(found, stored)
+
+
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_medusa(folder: Path, target: Target, file: str, num_layers: int) -> None:
+    config, tensors = published.medusa(num_layers=num_layers)
+    published.write(folder, config, tensors, file)
+    heads = load_drafter(folder, target.parts)
+    assert isinstance(heads, Medusa)
+    state = heads.state_dict()
+    assert len(state) == len(tensors)
+    assert all(same(state[f"heads.{name}"], tensor) for name, tensor in tensors.items())
+    save_medusa(heads, folder / "again", base_model="somebody/some-model")
+    again = load_file(folder / "again" / "medusa_lm_head.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(same(again[name], tensor) for name, tensor in tensors.items())
+    assert config.items() >= {"medusa_num_heads": 3}.items()
+    saved = json.loads((folder / "again" / "config.json").read_text())
+    assert all(saved[name] == value for name, value in config.items() if name != "transformers_version")
+    save_medusa(heads, folder / "pickled", base_model="somebody/some-model", file_format="pt")
+    assert isinstance(load_drafter(folder / "pickled", target.parts), Medusa)
+
+
+def test_medusa_2_with_its_target_in_one_file(folder: Path, target: Target) -> None:
+    config, tensors = published.medusa(prefix="medusa_head.")
+    whole = tensors | {name: x.clone() for name, x in target.model.state_dict().items()}
+    published.write(folder, config, whole, MODEL)
+    state = load_drafter(folder, target.parts).state_dict()
+    assert all(same(state[f"heads.{n.removeprefix('medusa_head.')}"], x) for n, x in tensors.items())
+
+
+def test_more_medusa_heads_than_stated_are_used(
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, tensors = published.medusa(num_heads=5)
+    published.write(folder, config | {"medusa_num_heads": 2}, tensors, "medusa_lm_head.pt")
+    assert load_drafter(folder, target.parts).max_depth == 5
+    assert "medusa_num_heads is 2, the weights hold 5 heads" in caplog.text
+
+
+@pytest.mark.parametrize("is_grounded", [True, False])
+@pytest.mark.parametrize("has_prefix_layer", [True, False])
+def test_hydra(folder: Path, target: Target, is_grounded: bool, has_prefix_layer: bool) -> None:
+    config, tensors = published.hydra(is_grounded=is_grounded, has_prefix_layer=has_prefix_layer)
+    published.write(folder, config, tensors, "hydra_lm_head.pt")
+    heads = load_drafter(folder, target.parts)
+    assert isinstance(heads, Hydra)
+    save_hydra(heads, folder / "again", base_model="somebody/some-model")
+    again = load_file(folder / "again" / "hydra_lm_head.safetensors")
+    borrowed = {"input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight"}
+    own = {name for name in tensors if name not in borrowed and not name.endswith("inv_freq")}
+    assert again.keys() == own
+    assert all(same(again[name], tensors[name]) for name in own)
+    saved = json.loads((folder / "again" / "config.json").read_text())
+    assert all(saved[name] == value for name, value in config.items())
+    # Which tensor went where: the last block of head 2 and its LM head.
+    place, head = ("3", "1.") if has_prefix_layer else ("1", "")
+    state = heads.state_dict()
+    assert same(state["mlps.2.1.linear.weight"], tensors[f"hydra_mlp.2.{place}.linear.weight"])
+    assert same(state["lm_heads.2.bias"], tensors[f"hydra_lm_head.2.{head}bias"])
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("file", [MODEL, "pytorch_model.bin"])
+def test_eagle(folder: Path, target: Target, has_bias: bool, prefix: str, file: str) -> None:
+    config, tensors = published.eagle(has_bias=has_bias, prefix=prefix)
+    published.write(folder, config, tensors, file)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle)
+    state = head.state_dict()
+    assert state.keys() == {name.removeprefix(prefix) for name in tensors}
+    assert all(same(state[name.removeprefix(prefix)], tensor) for name, tensor in tensors.items())
+    save_eagle(head, folder / "again")
+    again = load_file(folder / "again" / MODEL)
+    assert all(same(again[name], tensor) for name, tensor in state.items())
+    saved = json.loads((folder / "again" / "config.json").read_text())
+    assert saved["bias"] is has_bias
+    assert saved["num_hidden_layers"] == 1
+    assert isinstance(load_drafter(folder / "again", target.parts), Eagle)
+
+
+@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("fc_norm", [True, False])
+def test_eagle3(folder: Path, target: Target, layer: str, prefix: str, fc_norm: bool) -> None:
+    config, tensors = published.eagle3(layer=layer, prefix=prefix, fc_norm=fc_norm)
+    config |= {"fc_norm": fc_norm, "norm_output": fc_norm}
+    published.write(folder, config, tensors, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    assert head.hidden_layers == (2, 3, 4)
+    assert head.settings.norm_output is fc_norm
+    assert head.settings.norm_before_residual is False
+    assert head.vocabulary is not None
+    assert tuple(head.vocabulary.target_ids.tolist()) == published.KNOWN_IDS
+    state = head.state_dict()
+    assert same(state["midlayer.self_attn.q_proj.weight"], tensors[f"{prefix}{layer}self_attn.q_proj.weight"])
+    save_eagle3(head, folder / "again")
+    again = load_file(folder / "again" / MODEL)
+    renamed = {name.removeprefix(prefix).replace(layer, "midlayer."): x for name, x in tensors.items()}
+    assert again.keys() == renamed.keys()
+    assert all(same(again[name], tensor) for name, tensor in renamed.items())
+    once_more = load_drafter(folder / "again", target.parts)
+    assert isinstance(once_more, Eagle3)
+    assert once_more.settings.fused_layers == head.settings.fused_layers
+    assert once_more.settings.fc_norm is fc_norm
+
+
+def test_eagle3_with_its_own_embeddings_and_without_t2d(folder: Path, target: Target) -> None:
+    config, tensors = published.eagle3()
+    del tensors["t2d"]
+    own = torch.randn(published.VOCAB, published.HIDDEN)
+    published.write(folder, config, tensors | {"embed_tokens.weight": own}, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    assert torch.equal(head.embed(torch.tensor([[7]]))[0, 0], own[7])
+
+
+def test_eagle3_with_the_whole_vocabulary(folder: Path, target: Target) -> None:
+    config, tensors = published.eagle3()
+    for name in ("d2t", "t2d"):
+        del tensors[name]
+    del config["draft_vocab_size"]
+    tensors["lm_head.weight"] = torch.randn(published.VOCAB, published.HIDDEN)
+    published.write(folder, config, tensors, MODEL)
+    assert load_drafter(folder, target.parts).vocabulary is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers"), [([2, 3, 4], (2, 3, 4)), ([1, 2, 3], (2, 3, 4)), ([0, 2, 4], (0, 2, 4))]
+)
+def test_both_conventions_of_fused_layers(
+    folder: Path, target: Target, ids: list[int], layers: tuple[int, ...]
+) -> None:
+    config, tensors = published.eagle3()
+    published.write(folder, config | {"eagle_aux_hidden_state_layer_ids": ids}, tensors, MODEL)
+    assert load_drafter(folder, target.parts).hidden_layers == layers
+
+
+def test_an_unstated_residual_is_said_aloud(
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, tensors = published.eagle3()
+    del config["norm_before_residual"]
+    published.write(folder, config, tensors, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    assert head.settings.norm_before_residual is False
+    assert "has no norm_before_residual, false is assumed" in caplog.text
+
+
+def test_speculators_eagle3(folder: Path, target: Target) -> None:
+    config, tensors = published.speculators_eagle3()
+    published.write(folder, config, tensors, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    assert head.settings.norm_before_residual is True
+    save_speculator(head, folder / "again", base_model="somebody/some-model", num_speculative_tokens=3)
+    again = load_file(folder / "again" / MODEL)
+    assert again.keys() == tensors.keys()
+    assert all(same(again[name], tensor) for name, tensor in tensors.items())
+    saved = json.loads((folder / "again" / "config.json").read_text())
+    for name in ("speculators_model_type", "norm_before_residual", "draft_vocab_size", "architectures"):
+        assert saved[name] == config[name]
+    assert saved["speculators_config"]["verifier"] == {
+        "name_or_path": "somebody/some-model",
+        "architectures": [],
+    }
+    assert isinstance(load_drafter(folder / "again", target.parts), Eagle3)
+
+
+def test_speculators_mtp(folder: Path, target: Target) -> None:
+    config, tensors = published.speculators_mtp()
+    published.write(folder, config, tensors, MODEL)
+    modules = load_drafter(folder, target.parts)
+    assert isinstance(modules, Mtp)
+    state = modules.state_dict()
+    assert same(state["mtp_modules.0.enorm.weight"], tensors["mtp_layers.0.token_layernorm.weight"])
+    assert same(state["mtp_modules.0.hnorm.weight"], tensors["mtp_layers.0.hidden_layernorm.weight"])
+    save_speculator(modules, folder / "again", base_model="somebody/some-model", num_speculative_tokens=3)
+    again = load_file(folder / "again" / MODEL)
+    assert again.keys() == tensors.keys()
+    assert all(same(again[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("file", [MODEL, "mtp.safetensors"])
+@pytest.mark.parametrize("num_modules", [1, 2])
+def test_mtp_of_deepseek(folder: Path, target: Target, file: str, num_modules: int) -> None:
+    tensors = published.mtp_deepseek(num_modules)
+    state = target.model.state_dict()
+    for layer in range(LAYERS, LAYERS + num_modules):
+        tensors[f"model.layers.{layer}.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+        tensors[f"model.layers.{layer}.shared_head.head.weight"] = state["lm_head.weight"].clone()
+    published.whole_target(folder, target.model, tensors, file)
+    modules = load_drafter(folder, target.parts)
+    assert isinstance(modules, Mtp)
+    assert modules.embed_tokens is None, "they are the target's"
+    assert modules.head is None
+    own = modules.state_dict()
+    last = num_modules - 1
+    name = f"model.layers.{LAYERS + last}."
+    assert same(own[f"mtp_modules.{last}.norm.weight"], tensors[f"{name}shared_head.norm.weight"])
+    assert same(own[f"mtp_modules.{last}.block.mlp.up_proj.weight"], tensors[f"{name}mlp.up_proj.weight"])
+    save_mtp(modules, folder)
+    again = load_file(folder / "mtp.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(same(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_mtp_with_embeddings_of_its_own(folder: Path, target: Target) -> None:
+    tensors = published.mtp_deepseek()
+    own = torch.randn(published.VOCAB, published.HIDDEN)
+    tensors[f"model.layers.{LAYERS}.embed_tokens.weight"] = own
+    published.whole_target(folder, target.model, tensors)
+    modules = load_drafter(folder, target.parts)
+    assert isinstance(modules, Mtp)
+    assert torch.equal(modules.embed(torch.tensor([[7]]))[0, 0], own[7])
+
+
+def test_mtp_of_qwen(folder: Path, target: Target) -> None:
+    tensors = published.mtp_qwen()
+    published.whole_target(folder, target.model, tensors)
+    state = load_drafter(folder, target.parts).state_dict()
+    assert len(state) == len(tensors)
+    assert same(state["mtp_modules.0.eh_proj.weight"], tensors["mtp.fc.weight"])
+    assert same(state["mtp_modules.0.enorm.weight"], tensors["mtp.pre_fc_norm_embedding.weight"])
+    assert same(state["mtp_modules.0.norm.weight"], tensors["mtp.norm.weight"])
+
+
+def test_the_demo_targets_module_loads() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from specdec.drafters.base import TargetParts
+
+    path = Path(__file__).parents[3] / "models" / "demo" / "target"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    modules = load_drafter(path, TargetParts.of(model), torch.float32)
+    assert isinstance(modules, Mtp)
+    with safe_open(path / "mtp.safetensors", framework="pt") as tensors:
+        stored = tensors.get_tensor("model.layers.8.eh_proj.weight").float()
+    assert torch.equal(modules.state_dict()["mtp_modules.0.eh_proj.weight"], stored)
+
+
+def test_weights_take_the_dtype_asked_for(folder: Path, target: Target) -> None:
+    config, tensors = published.eagle3()
+    published.write(folder, config, tensors, MODEL)
+    head = load_drafter(folder, target.parts, torch.bfloat16)
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
+    assert head.vocabulary is not None
+    assert head.vocabulary.d2t.dtype == torch.int64
+    assert not head.training
+
+
+def test_formats_are_told_apart_by_their_tensors(folder: Path, target: Target) -> None:
+    found = {}
+    for name, content, file in (
+        ("medusa", published.medusa(), "medusa_lm_head.pt"),
+        ("hydra", published.hydra(), "hydra_lm_head.pt"),
+        ("eagle", published.eagle(), MODEL),
+        ("eagle3", published.eagle3(layer="layers.0."), MODEL),
+        ("speculators", published.speculators_eagle3(), MODEL),
+    ):
+        found[name] = detect(open_drafter(published.write(folder / name, *content, file)))
+    published.whole_target(folder / "mtp", target.model, published.mtp_deepseek(), "mtp.safetensors")
+    found["mtp"] = detect(open_beside(folder / "mtp"))
+    assert found == {name: name for name in found}
+
+
+def test_saved_weights_share_no_memory(folder: Path, target: Target) -> None:
+    """A head that starts as the target's LM head is still a tensor of its own in the file."""
+    heads = Medusa(target.parts, num_heads=2)
+    heads.start_from_target()
+    save_medusa(heads, folder, base_model="m")
+    loaded: Drafter = load_drafter(folder, target.parts)
+    assert len(loaded.state_dict()) == 6
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)

@@ -1,0 +1,106 @@
+"""Medusa and Hydra against their formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdec.drafters.attention import CausalRows
+from specdec.drafters.base import FINAL_NORM
+from specdec.drafters.hydra import Hydra
+from specdec.drafters.medusa import Medusa
+from tests.specdec.drafters.conftest import HIDDEN, LAYERS, VOCAB, Target, randomize
+from tests.specdec.drafters.formulas import Memory, llama_layer, rms_norm
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_medusa_is_its_formula(target: Target, tokens: torch.Tensor, num_layers: int) -> None:
+    heads = Medusa(target.parts, num_heads=3, num_layers=num_layers)
+    randomize(heads, seed=2)
+    hidden = target.hidden(tokens, heads.hidden_layers)
+    weights = heads.state_dict()
+    expected = []
+    for head in range(3):
+        x = hidden
+        for layer in range(num_layers):
+            name = f"heads.{head}.{layer}.linear."
+            x = x + silu(x @ weights[name + "weight"].T + weights[name + "bias"])
+        expected.append(x @ weights[f"heads.{head}.{num_layers}.weight"].T)
+    torch.testing.assert_close(heads.logits(hidden), torch.stack(expected))
+    assert heads.hidden_layers == (FINAL_NORM,)
+    assert heads.max_depth == 3
+
+
+def test_new_heads_predict_what_the_target_does(target: Target, tokens: torch.Tensor) -> None:
+    heads = Medusa(target.parts, num_heads=2)
+    heads.start_from_target()
+    grounded = Hydra(target.parts, num_heads=2)
+    grounded.start_from_target()
+    hidden = target.hidden(tokens, (FINAL_NORM,))
+    with torch.no_grad():
+        expected = target.model(tokens).logits
+        torch.testing.assert_close(heads.logits(hidden)[1], expected)
+        path = tokens[..., None].expand(*tokens.shape, 2)
+        # W starts at zero, b does not: SiLU(b) is what is added.
+        grounded.mlps[1][0].linear.bias.zero_()  # type: ignore[index, operator]
+        torch.testing.assert_close(grounded.logits(1, hidden, path), expected)
+
+
+@pytest.mark.parametrize("is_grounded", [True, False])
+@pytest.mark.parametrize("has_prefix_layer", [True, False])
+def test_hydra_is_its_formula(
+    target: Target, tokens: torch.Tensor, is_grounded: bool, has_prefix_layer: bool
+) -> None:
+    heads = Hydra(
+        target.parts,
+        num_heads=3,
+        num_layers=2,
+        is_grounded=is_grounded,
+        has_prefix_layer=has_prefix_layer,
+    )
+    randomize(heads, seed=2)
+    hidden = target.hidden(tokens, heads.hidden_layers)
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    prepared = heads.prepare(hidden, positions, CausalRows())
+    weights = heads.state_dict()
+    row, depth = 5, 2
+    state = hidden[0, row]
+    if has_prefix_layer:
+        memory = Memory()
+        for position in range(row + 1):
+            state, memory = llama_layer(
+                hidden[0, position], position, weights, "prefix.layers.0.", 8, 1e-5, memory
+            )
+        state = rms_norm(state, weights["prefix.norm.weight"], 1e-5)
+    inputs = [state]
+    if is_grounded:
+        embeddings = target.model.get_input_embeddings().weight
+        inputs += [embeddings[tokens[0, row + 1 + i]] for i in range(depth + 1)]
+    x = torch.cat(inputs)  # type: ignore[arg-type]
+    kept = x
+    if is_grounded:
+        name = f"mlps.{depth}.0.res_connection."
+        kept = weights[name + "weight"] @ x + weights[name + "bias"]
+    name = f"mlps.{depth}.0.linear."
+    x = kept + silu(weights[name + "weight"] @ x + weights[name + "bias"])
+    name = f"mlps.{depth}.1.linear."
+    x = x + silu(weights[name + "weight"] @ x + weights[name + "bias"])
+    expected = weights[f"lm_heads.{depth}.weight"] @ x + weights[f"lm_heads.{depth}.bias"]
+    path = tokens[0, row + 1 : row + 2 + depth]
+    torch.testing.assert_close(heads.logits(depth, prepared[0, row], path), expected)
+    assert expected.shape == (VOCAB,)
+
+
+def test_hydra_reads_an_earlier_layer_where_it_is_told_to(target: Target) -> None:
+    assert Hydra(target.parts, num_heads=1).hidden_layers == (FINAL_NORM,)
+    assert Hydra(target.parts, num_heads=1, hidden_state_offset=1).hidden_layers == (LAYERS - 1,)
+
+
+def test_parts_of_the_target_are_not_parameters(target: Target) -> None:
+    heads = Hydra(target.parts, num_heads=1)
+    count = sum(parameter.numel() for parameter in heads.parameters())
+    assert count == 2 * (2 * HIDDEN * HIDDEN + HIDDEN) + VOCAB * HIDDEN + VOCAB
