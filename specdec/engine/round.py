@@ -485,10 +485,9 @@ class RoundLoop:
     def _count_draft(
         self, live: LiveRequest, proposal: Proposal, accepted_nodes: tuple[int, ...]
     ) -> DraftOutcome:
-        num_drafted, num_accepted, parents = len(proposal.token_ids), len(accepted_nodes), proposal.parents
-        self._metrics.count_draft(
-            num_drafted, num_accepted, None if parents is None else tree(parents).max_depth
-        )
+        num_drafted, num_accepted, parents = proposal.num_tokens, len(accepted_nodes), proposal.parents
+        depth = None if parents is None else tree(parents).max_depth
+        self._metrics.count_draft(num_drafted, num_accepted, depth)
         if proposal.method != self._method:
             self._metrics.count_other_method(proposal.method, num_drafted, num_accepted)
         speculation = live.stats.speculation

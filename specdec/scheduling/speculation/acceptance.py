@@ -109,10 +109,10 @@ class AcceptanceTracker:
     (empirical Bayes, by moments). What is known of single positions comes on top of it. The factor is
     followed at two speeds: where they disagree, what was before is forgotten.
 
-    Of a tree whose nodes come in order of value, position j is node j. What asking for it adds is how often it
-    stands, v_j, whatever stands before it; that is the product of v_i / v_(i - 1), and so a trial at j is
-    that node j - 1 stood, a success that node j did. Of a chain that is what it says; of a tree it is right on
-    the average, where a success may come without a trial.
+    Of a tree whose nodes come in order of value, position j is node j. What asking for it adds is how often
+    it stands, v_j, whatever stands before it; that is the product of v_i / v_(i - 1), and so a trial at j is
+    that node j - 1 stood, a success that node j did. Of a chain that is what it says; of a tree it is right
+    on the average, and a success may come without a trial.
     """
 
     def __init__(self, num_positions: int) -> None:

@@ -224,15 +224,15 @@ def test_what_a_tree_of_any_size_brings(rates: tuple[float, ...], num_drafted: i
         tracker.note(outcomes, {}, dict.fromkeys(map(RequestId, names), OTHER_CLASS))
     estimate = tracker.estimate(list(map(RequestId, names)), [OTHER_CLASS] * len(names))
     brought = np.cumprod(estimate.accepted, axis=1).mean(0).cumsum()
-    assert brought[:num_drafted] == pytest.approx(trees.values.cumsum()[:num_drafted], rel=0.1)
+    assert brought[:num_drafted] == pytest.approx(trees.values.cumsum()[:num_drafted], rel=0.15)
     assert (estimate.accepted <= 1.0).all()
 
 
-def test_control_a_tree_read_as_a_chain_is_underrated() -> None:
+def test_control_a_tree_read_as_a_chain_looks_better_the_smaller_it_is() -> None:
+    """As if the first nodes were those that stood: whatever stands counts for them."""
     trees = Trees((0.4, 0.3, 0.2), 12)
     tracker = AcceptanceTracker(12)
     for _ in range(300):
         outcome = replace(trees.outcome("a", 12), accepted_nodes=None)
         tracker.note([outcome], {}, {RequestId("a"): OTHER_CLASS})
-    brought = np.cumprod(accepted(tracker, "a")).sum()
-    assert abs(brought / trees.values.sum() - 1.0) > 0.1
+    assert accepted(tracker, "a")[0] > trees.values[0] + 0.3
