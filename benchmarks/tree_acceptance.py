@@ -55,7 +55,7 @@ _BATCH = 8
 """Streams that are gone through side by side."""
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 1024
-FULL = Plan(num_prompts=48, num_tokens=96)
+FULL = Plan(num_prompts=16, num_tokens=48)
 QUICK = Plan(num_prompts=8, num_tokens=32)
 
 
