@@ -29,8 +29,10 @@ from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.synthetic import require_real
 from specdec.engine.tokenizer import Tokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.registry import create_proposer, with_fallback
 from specdec.proposers.target_facts import TargetFacts
+from specdec.proposers.tree_config import tree_shape
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.transport.base import PeerAddress, PeerId
@@ -209,19 +211,23 @@ class TargetGroup:
             return create_proposer(speculative, facts)
         if speculative.method != "draft_model":
             raise ConfigError(f"speculative_config.method: {speculative.method} has no remote form")
-        rule = capabilities_of(speculative.rejection_sample_method)
+        sampling = DraftSampling.under(capabilities_of(speculative.rejection_sample_method))
+        shape = tree_shape(speculative.tree)
+        if shape is not None:
+            sampling = sampling.for_trees(shape)
         channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
         proposer = RemoteProposer(
             channel,
             capabilities=ProposerCapabilities(
                 name=speculative.method,
-                sampled=True,
-                noise_stream=rule.draft_stream,
-                gives_q_rows=rule.needs_q_rows,
+                shape="chain" if shape is None else "tree",
+                sampled=not sampling.is_deterministic,
+                noise_stream=sampling.noise_stream,
+                gives_q_rows=sampling.gives_q_rows,
                 kv="own",
                 remote=True,
                 max_context=speculative.max_prefix_len,
-                looks_ahead=True,
+                looks_ahead=shape is None,
             ),
             vocab_size=description.vocab_size,
             deadlines=self._cluster.draft_pool.deadlines,

@@ -41,7 +41,7 @@ class EngineMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    """[i]: how often draft token i of a proposal was accepted."""
+    """[i]: how often draft token i of a proposal was accepted; of a tree, one at depth i."""
     other_methods: dict[str, MethodCounts] = field(default_factory=dict)
     """The part of all these that was not drafted by `method`: what stood in, and what grammars forced."""
     num_moved_kv: int = 0
@@ -90,14 +90,15 @@ class EngineMetrics:
     kv_cache_usage: float = 0.0
     """Share of the KV blocks that are held, 0 to 1."""
 
-    def count_draft(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one verified proposal."""
+    def count_draft(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
+        """Count one verified proposal: a chain, or a tree whose longest path has `depth` tokens."""
+        depth = num_drafted if depth is None else depth
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         per_position = self.num_accepted_tokens_per_pos
-        if num_drafted > len(per_position):
-            per_position.extend([0] * (num_drafted - len(per_position)))
+        if depth > len(per_position):
+            per_position.extend([0] * (depth - len(per_position)))
         for position in range(num_accepted):
             per_position[position] += 1
 

@@ -29,6 +29,7 @@ from specdec.proposers.base import AheadWish, AsksAhead, Proposer
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import RoundPlan
+from specdec.tree.topology import tree
 from specdec.verification.answers import rows_of_verdict, verdict_of
 from specdec.verification.registry import capabilities_of
 
@@ -460,7 +461,7 @@ class RoundLoop:
         if not self._rule.exact and not live.params.is_greedy:
             self._metrics.num_lossy_tokens += num_kept
             live.stats.speculation.num_lossy_tokens += num_kept
-        outcome = self._count_draft(live, proposal.method, len(drafted), min(verdict.num_accepted, num_kept))
+        outcome = self._count_draft(live, proposal, verdict.accepted_nodes[:num_kept])
         (landing.stand_ins if proposal.is_fallback else landing.outcomes).append(outcome)
 
     def _settle(self, live: LiveRequest, now_s: float) -> RequestOutput:
@@ -482,18 +483,25 @@ class RoundLoop:
         return output
 
     def _count_draft(
-        self, live: LiveRequest, method: str, num_drafted: int, num_accepted: int
+        self, live: LiveRequest, proposal: Proposal, accepted_nodes: tuple[int, ...]
     ) -> DraftOutcome:
-        self._metrics.count_draft(num_drafted, num_accepted)
-        if method != self._method:
-            self._metrics.count_other_method(method, num_drafted, num_accepted)
+        num_drafted, num_accepted, parents = proposal.num_tokens, len(accepted_nodes), proposal.parents
+        depth = None if parents is None else tree(parents).max_depth
+        self._metrics.count_draft(num_drafted, num_accepted, depth)
+        if proposal.method != self._method:
+            self._metrics.count_other_method(proposal.method, num_drafted, num_accepted)
         speculation = live.stats.speculation
         speculation.num_drafts += 1
         speculation.num_draft_tokens += num_drafted
         speculation.num_accepted_tokens += num_accepted
         speculation.per_step_drafted.append(num_drafted)
         speculation.per_step_accepted.append(num_accepted)
-        return DraftOutcome(request_id=live.request_id, num_drafted=num_drafted, num_accepted=num_accepted)
+        return DraftOutcome(
+            request_id=live.request_id,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            accepted_nodes=None if parents is None else accepted_nodes,
+        )
 
     def _observe(
         self,

@@ -13,6 +13,8 @@ from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvBudget, KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
+from specdec.proposers.tree_config import ChainConfig, TreeConfig, tree_shape
+from specdec.verification.registry import capabilities_of
 
 _CACHE_BYTES = 256 << 20
 _LONG_TEXT = 1 << 15
@@ -59,6 +61,8 @@ class SpeculativeConfig(StrictConfig):
     """Path of the draft model's folder; required by draft_model."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
+    tree: TreeConfig = ChainConfig()
+    """draft_model: which trees it drafts, of `num_speculative_tokens` nodes at most; `shape: chain`: none."""
     controller: Literal["goodput", "fixed"] = "goodput"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
     what rounds cost and bring, so that speculation costs nobody anything; fixed: always
@@ -238,6 +242,41 @@ class SpeculativeConfig(StrictConfig):
             )
         if rule == "typical" and self.method == "none":
             raise ValueError("method none drafts nothing that typical could verify: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> Self:
+        shape, name = tree_shape(self.tree), f"tree.shape: {self.tree.shape}"
+        if shape is None:
+            return self
+        if self.method != "draft_model":
+            raise ValueError(
+                f"{name} is about what a draft model drafts; method {self.method} has none: leave out tree"
+            )
+        if not capabilities_of(self.rejection_sample_method).takes_trees:
+            raise ValueError(
+                f"{name}: rejection_sample_method {self.rejection_sample_method} takes chains: write "
+                "sample_and_match or multi_round"
+            )
+        if shape.max_nodes < self.num_speculative_tokens:
+            raise ValueError(
+                f"{name} has {shape.max_nodes} nodes at most, fewer than num_speculative_tokens: "
+                f"{self.num_speculative_tokens}: write a smaller number there, or a larger tree"
+            )
+        if self.tree.shape == "static" and shape.max_nodes > self.num_speculative_tokens:
+            raise ValueError(
+                f"{name} has {shape.max_nodes} nodes, of which num_speculative_tokens: "
+                f"{self.num_speculative_tokens} would never let the last be drafted: write "
+                f"{shape.max_nodes} there, or a smaller tree"
+            )
+        if self.overlap == "draft_ahead":
+            raise ValueError(f"{name} is not drafted ahead: write overlap: ping_pong, or leave it out")
+        if self.kv.policy != "full":
+            raise ValueError(f"{name} does not go with kv.policy: {self.kv.policy} yet: leave one out")
+        if self.draft_tensor_parallel_size > 1:
+            raise ValueError(f"{name} does not go with draft_tensor_parallel_size yet: leave one out")
+        if self.synthetic_acceptance is not None:
+            raise ValueError(f"{name}: synthetic_acceptance makes up verdicts on chains: leave one out")
         return self
 
     @model_validator(mode="after")

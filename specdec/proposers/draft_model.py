@@ -132,10 +132,15 @@ class DraftModelProposer:
             for sequence in self._sequences.in_turns(sequences)
             if (
                 drafting := self._sequences.open(
-                    sequence, num_draft_tokens.get(sequence.request_id, 0), in_use
+                    sequence,
+                    budget := num_draft_tokens.get(sequence.request_id, 0),
+                    in_use,
+                    num_behind=self._num_read_behind(budget),
                 )
             )
         ]
+        if moves := self._sequences.take_moves():
+            self._runner.move_slots(moves)
         self._draft(self._read_pieces(self._sequences.chunks(draftings)))
         return {
             drafting.view.request_id: self._proposal(drafting) for drafting in draftings if drafting.token_ids
@@ -195,6 +200,10 @@ class DraftModelProposer:
     def check_integrity(self) -> None:
         """Assert that all blocks held are held by a sequence known here."""
         self._sequences.check_integrity()
+
+    def _num_read_behind(self, budget: int) -> int:
+        """Return how many places behind the committed tokens a draft of `budget` tokens takes."""
+        return budget
 
     def _read_pieces(self, chunks: list[Chunk]) -> list[Chunk]:
         """Read what does not fit beside the window at once, but for the last piece of each; return these."""

@@ -18,8 +18,10 @@ from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
 from specdec.proposers.target_facts import TargetFacts
+from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.made_up import MadeUpChooser
 from specdec.sampling.parallel import ParallelSampler
 from specdec.sampling.sampler import Sampler
@@ -107,6 +109,20 @@ def make_draft_model_proposer(
     sampler = kind(config.compile.cache_dir)
     sampler.warm_up()
     sampling = draft_sampling(config)
+    shape = tree_shape(config.tree)
+    if shape is not None:
+        return TreeDraftProposer(
+            runner,
+            sampler,
+            shape,
+            vocab_size=target.vocab_size,
+            max_context=reach.max_context,
+            eos_token_ids=loaded.eos_token_ids,
+            sampling=sampling,
+            idle_work=(graphs,),
+            prefix_caching=config.cache.enable_prefix_caching,
+            rotary=reach.rotary,
+        )
     fused_loop: FusedDraftLoop
     idle_work: tuple[IdleWork, ...]
     if loaded.device.type == "cuda":

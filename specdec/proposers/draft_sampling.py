@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -11,6 +11,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.sampling.noise import round_seed
 from specdec.sampling.rows import SequenceSampling
+from specdec.tree.growth import TreeShape
 from specdec.verification.base import RuleCapabilities
 
 
@@ -24,6 +25,8 @@ class DraftSampling:
     top_k: int | None = None
     """Draw among so many most likely tokens at most, so that q rows stay short. Any q is as exact as any
     other, as long as it is the one that was drawn from."""
+    is_deterministic: bool = False
+    """Whether nothing is drawn: what is likeliest is taken."""
 
     @staticmethod
     def under(rule: RuleCapabilities, top_k: int | None = None) -> DraftSampling:
@@ -33,6 +36,16 @@ class DraftSampling:
             gives_q_rows=rule.needs_q_rows,
             top_k=top_k if rule.needs_q_rows else None,
         )
+
+    def for_trees(self, shape: TreeShape) -> DraftSampling:
+        """Return how the children of a node are to be chosen in trees of this shape.
+
+        Draws of its own noise have to be shown whatever they are: a shape that looks at them would select.
+        Rules that know the noise from nobody take the likeliest tokens then.
+        """
+        if self.shares_noise or (self.gives_q_rows and not shape.uses_confidence):
+            return self
+        return replace(self, gives_q_rows=False, top_k=None, is_deterministic=True)
 
     @property
     def shares_noise(self) -> bool:
@@ -51,6 +64,8 @@ class DraftSampling:
 
     def stream_of(self, params: SamplingParams) -> NoiseStream | None:
         """Return the stream to report for a draft: without temperature none matters to rules that ask."""
+        if self.is_deterministic:
+            return None
         return self.noise_stream if self.shares_noise or not params.is_greedy else None
 
     def _cut(self, params: SamplingParams) -> SamplingParams:

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.ids import BlockId, RequestId, owner_of
+from specdec.core.plan import SlotMove
 from specdec.core.sequence import SequenceView
 from specdec.kv.block_allocator import BlockAllocator
 from specdec.kv.block_table import BlockTable, num_blocks_for
+from specdec.kv.moves import moves_of_path
 from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
 from specdec.model.batch import PositionShift, Runner
 from specdec.proposers.bonus import Outlook
 from specdec.proposers.branches import BranchStore
 from specdec.proposers.draft_window import AT_THE_BEGINNING, DraftWindow, Origin
 from specdec.proposers.prefix import SeenPrefix
+from specdec.proposers.tree_loop import DraftedTree
 from specdec.sampling.shaping import LogitShaper
+from specdec.tree.topology import longest_path, tree
 
 if TYPE_CHECKING:
     from specdec.model.rotary import RotaryRule
@@ -31,6 +35,7 @@ class DraftSequence:
     __slots__ = (
         "assumed",
         "drafted",
+        "drafted_parents",
         "is_foreign",
         "kv_variant",
         "num_read",
@@ -61,14 +66,20 @@ class DraftSequence:
         """Where the positions begin that the draft model is given."""
         self.drafted: tuple[int, ...] = ()
         """Tokens read behind that prefix (only when all of it was read)."""
+        self.drafted_parents: tuple[int, ...] | None = None
+        """Of these tokens, as `Proposal.parents`; None where they are a chain."""
         self.assumed: tuple[int, ...] = ()
         """The first of these, where they are taken to be what the next verdict says."""
         self.standing: tuple[int, ...] | None = None
         """Of these, tokens behind what has now been committed whose K/V, as those of all that is committed,
         are still there; None: K/V of the last committed token are not."""
 
-    def follow(self, sequence: SequenceView, vocab_size: int) -> None:
-        """Keep the K/V of what was read and has since been committed, and no more."""
+    def follow(self, sequence: SequenceView, vocab_size: int) -> Sequence[SlotMove]:
+        """Keep the K/V of what was read and has since been committed, and no more.
+
+        Return where those of a tree have to be moved to.
+        """
+        moves: Sequence[SlotMove] = ()
         if not self.seen.continues_in(sequence):
             self.forget()
             self.seen = SeenPrefix()
@@ -78,7 +89,11 @@ class DraftSequence:
         committed = sequence.token_ids[self.seen.length :]
         self.is_foreign = self.is_foreign or max(committed, default=0) >= vocab_size
         self.standing = None
-        if self.num_read == self.seen.length:
+        if self.num_read == self.seen.length and self.drafted_parents is not None:
+            nodes = longest_path(tree(self.drafted_parents), self.drafted, committed)
+            moves = moves_of_path(self.table, self.num_read, nodes)
+            self.num_read += len(nodes)
+        elif self.num_read == self.seen.length:
             for drafted, token_id in zip(self.drafted, committed, strict=False):
                 if drafted != token_id:
                     break
@@ -87,15 +102,16 @@ class DraftSequence:
                 self.standing = self.drafted[len(committed) :]
         # The last committed token is always read again: its row gives the first draft token.
         self.num_read = min(self.num_read, sequence.committed_len - 1)
-        self.drafted = ()
+        self.drafted, self.drafted_parents = (), None
         self.seen.update(sequence)
+        return moves
 
     def forget(self) -> None:
         """Give all blocks back. They are never written again: others may have them by now."""
         self.table.release()
         self.trail.reset(self.kv_variant)
         self.num_read = 0
-        self.drafted = ()
+        self.drafted, self.drafted_parents = (), None
         self.assumed = ()
         self.standing = None
         if self.origin.position:
@@ -121,6 +137,8 @@ class Drafting:
     """Tokens behind the committed ones that there are to be blocks for."""
     token_ids: list[int] = field(default_factory=list)
     q_rows: list[TokenDistribution] = field(default_factory=list)
+    tree: DraftedTree | None = None
+    """Where trees are drafted."""
     outlook: Outlook | None = None
     """What is guessed about the verdict that is waited for; the budget is of each branch then."""
 
@@ -163,6 +181,7 @@ class DraftSequences:
         """In the last call."""
         self._crowded_out: list[RequestId] = []
         """In the last call."""
+        self._moves: list[SlotMove] = []
         self.branches = BranchStore(self._allocator, runner.block_size)
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
@@ -239,14 +258,25 @@ class DraftSequences:
         """See `proposers.base.HasRoom`."""
         return self._crowded_out
 
-    def open(self, sequence: SequenceView, budget: int, in_use: set[RequestId]) -> Drafting | None:
+    def take_moves(self) -> Sequence[SlotMove]:
+        """Return, once, what has to be moved in the pool before anything of this call is read."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def open(
+        self, sequence: SequenceView, budget: int, in_use: set[RequestId], *, num_behind: int | None = None
+    ) -> Drafting | None:
         """Hold blocks for a sequence and its draft; None when it has no room or cannot be read.
+
+        `num_behind` is how many places behind the committed tokens the draft takes, if not its `budget`.
 
         Models of one tokenizer may be padded to different vocabularies: a token id beyond the draft model's
         can come in a prompt of token ids, and a target that was not trained well can sample one.
         """
         committed_len = sequence.committed_len
-        budget = min(budget, self.most_len(committed_len) - committed_len)
+        most_behind = self.most_len(committed_len) - committed_len
+        room = min(budget if num_behind is None else num_behind, most_behind)
+        budget = min(budget, most_behind)
         state = self._states.get(sequence.request_id)
         if committed_len >= self._max_context:
             self._note_too_long(sequence)
@@ -261,7 +291,7 @@ class DraftSequences:
             self._settle(state, sequence)
         self._states.move_to_end(sequence.request_id)
         self._opened.add(sequence.request_id)
-        state.follow(sequence, self._vocab_size)
+        self._moves.extend(state.follow(sequence, self._vocab_size))
         if self._rotary is not None:
             self._rotate(state, sequence, self._rotary)
         if state.is_foreign:
@@ -271,7 +301,7 @@ class DraftSequences:
             self._place(state, sequence, self._window)
         if self._cache is not None and state.table.num_blocks == 0 and not state.origin.position:
             self._borrow(self._cache, state, sequence)
-        num_tokens = committed_len + budget
+        num_tokens = committed_len + max(0, room)
         if self._window is not None:
             self._slide(self._window, state, sequence)
             num_tokens = self._window.reach(num_tokens, committed_len, state.num_read)
@@ -282,7 +312,7 @@ class DraftSequences:
                 self._crowded_out.append(sequence.request_id)
             return None
         state.table.grow(num_tokens)
-        return Drafting(sequence, state, budget, budget)
+        return Drafting(sequence, state, budget, room)
 
     def num_unread(self, view: SequenceView) -> int:
         """See `proposers.base.ReadsAlong`."""
@@ -372,15 +402,23 @@ class DraftSequences:
                 left -= num_tokens
         return granted
 
-    def note_read(self, drafting: Drafting, num_tokens: int, behind: tuple[int, ...]) -> None:
+    def note_read(
+        self,
+        drafting: Drafting,
+        num_tokens: int,
+        behind: tuple[int, ...],
+        parents: tuple[int, ...] | None = None,
+    ) -> None:
         """Note that so many more committed tokens were read, and `behind` if that is all of them.
+
+        With `parents`, what is behind them is a tree.
 
         Others may find them from now on, but for the last committed one: it is read again. What was read
         behind a window is nobody else's: its K/V depend on where the window was.
         """
         state, view = drafting.state, drafting.view
         state.num_read += num_tokens
-        state.drafted = behind
+        state.drafted, state.drafted_parents = behind, parents
         if self._cache is not None and not state.table.num_dropped:
             num_read = min(state.num_read, view.committed_len - 1)
             self._cache.offer(state.trail, state.table, view.token_ids, num_read)
@@ -393,7 +431,7 @@ class DraftSequences:
         if true is not None:
             self._num_true_branches += 1
             state.table.release()
-            state.table, state.drafted = true.table, true.read
+            state.table, state.drafted, state.drafted_parents = true.table, true.read, None
         elif state.assumed and committed is not None:
             self._num_true_branches += tuple(committed[: len(state.assumed)]) == state.assumed
         state.assumed = ()

@@ -58,6 +58,12 @@ def gumbel_rows(row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int =
     return noise_RV
 
 
+def gumbel_tokens(row_keys_R: torch.Tensor, token_ids_RN: torch.Tensor) -> torch.Tensor:
+    """Return g in fp32 [R, N] of each row's own tokens, int64 [R, N]."""
+    hashes_RN = _mix64(row_keys_R[:, None] + (token_ids_RN + 1) * _WEYL) >> 32
+    return gumbels_from_hash(hashes_RN & 0xFFFFFFFF)
+
+
 def _mix64(bits: torch.Tensor) -> torch.Tensor:
     # >> on int64 copies the sign bit: the masks make it the logical shift of the definition.
     bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * _MULTIPLIER_1

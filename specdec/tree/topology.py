@@ -112,12 +112,21 @@ def path_of_tokens(
 
     Siblings of equal tokens continue the same text: any path that spells it is as good as another.
     """
+    nodes = longest_path(topology, token_ids, path)
+    return nodes if len(nodes) == len(path) else None
+
+
+def longest_path(topology: Topology, token_ids: Sequence[int], path: Sequence[int]) -> tuple[int, ...]:
+    """Return nodes from a child of the root on whose tokens are the first of `path`: as many as there are."""
     ends: tuple[int, ...] = (ROOT,)
     for token_id in path:
-        ends = tuple(
+        further = tuple(
             child for end in ends for child in topology.children[end + 1] if token_ids[child] == token_id
         )
-    return topology.path(ends[0]) if ends else None
+        if not further:
+            break
+        ends = further
+    return topology.path(ends[0])
 
 
 def pruned_parents(parents: Sequence[int], kept: Sequence[int]) -> tuple[int, ...]:

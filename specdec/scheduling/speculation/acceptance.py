@@ -56,7 +56,8 @@ class AcceptanceEstimate(NamedTuple):
     """What to expect of the next proposals of some requests. Arrays are [requests, positions]."""
 
     accepted: Floats
-    """Probability that draft token j is accepted, given that it is there and all before it are accepted."""
+    """Probability that draft token j is accepted, given that it is there and all before it are accepted.
+    Of a tree: how often node j stands over how often node j - 1 does."""
     present: Floats
     """Probability that a proposal has a token j, given that it has one before it."""
 
@@ -107,6 +108,11 @@ class AcceptanceTracker:
     a new request move all its positions at once. The prior is as narrow as requests of the class are alike
     (empirical Bayes, by moments). What is known of single positions comes on top of it. The factor is
     followed at two speeds: where they disagree, what was before is forgotten.
+
+    Of a tree whose nodes come in order of value, position j is node j. What asking for it adds is how often
+    it stands, v_j, whatever stands before it; that is the product of v_i / v_(i - 1), and so a trial at j is
+    that node j - 1 stood, a success that node j did. Of a chain that is what it says; of a tree it is right
+    on the average, and a success may come without a trial.
     """
 
     def __init__(self, num_positions: int) -> None:
@@ -187,6 +193,7 @@ class AcceptanceTracker:
         trials = self._requests.trials[slots] * fresh[:, None]
         successes = self._requests.successes[slots] * fresh[:, None]
         accepted = (successes + _POSITION_TRIALS * (1.0 - failing)) / (trials + _POSITION_TRIALS)
+        np.minimum(accepted, 1.0, out=accepted)
         present = self._class_presence[of_class]  # a copy: indexed by an array
         present[:, 0] = (totals[:, _GOT] + _AVAILABILITY_TRIALS * present[:, 0]) / (
             totals[:, _WANTED] + _AVAILABILITY_TRIALS
@@ -229,13 +236,12 @@ class AcceptanceTracker:
         self._read_lengths(rounds)
 
     def _read_verdicts(self, verdicts: Sequence[DraftOutcome], num_rounds: int) -> None:
-        drafted = np.array([one.num_drafted for one in verdicts])
-        accepted = np.array([one.num_accepted for one in verdicts])
-        positions = np.arange(self.num_positions)
-        is_trial = positions < np.minimum(accepted + 1, drafted)[:, None]
-        is_success = positions < accepted[:, None]
+        is_there = np.arange(self.num_positions) < np.array([one.num_drafted for one in verdicts])[:, None]
+        is_success = self._accepted(verdicts) & is_there
+        is_trial = is_there.copy()
+        is_trial[:, 1:] &= is_success[:, :-1]
         slots, counts, (trials, successes) = _by_request(
-            [self._slot(one.request_id) for one in verdicts], is_trial, is_success & is_trial
+            [self._slot(one.request_id) for one in verdicts], is_trial, is_success
         )
         requests = self._requests
         kept = (1.0 - _REQUEST_DECAY) ** trials * (1.0 - _UNTRIED_DECAY) ** (counts[:, None] - trials)
@@ -251,6 +257,16 @@ class AcceptanceTracker:
             _decay_in(self._class_verdicts, index, trials[members].sum(0), successes[members].sum(0))
             self._class_failures[index] = 1.0 - _class_rates(self._class_verdicts, index)
             self._note_spread(index, self._totals[slots[members]], num_rounds)
+
+    def _accepted(self, verdicts: Sequence[DraftOutcome]) -> NDArray[np.bool_]:
+        """Return which tokens of each proposal were accepted, [verdicts, positions]."""
+        num_accepted = np.array([one.num_accepted for one in verdicts])
+        is_success: NDArray[np.bool_] = np.arange(self.num_positions) < num_accepted[:, None]
+        for index, one in enumerate(verdicts):
+            if one.accepted_nodes is not None:
+                is_success[index] = False
+                is_success[index, [node for node in one.accepted_nodes if node < self.num_positions]] = True
+        return is_success
 
     def _follow_factor(
         self, slots: NDArray[np.int64], trials: Floats, failed: Floats, expected: Floats
@@ -424,4 +440,4 @@ def _class_rates(counts: _Counts, index: int) -> Floats:
     trials, successes = counts.trials[index], counts.successes[index]
     mean = (successes.sum() + _FIRST_GUESS_TRIALS * _FIRST_GUESS) / (trials.sum() + _FIRST_GUESS_TRIALS)
     rates: Floats = (successes + _CLASS_TRIALS * mean) / (trials + _CLASS_TRIALS)
-    return rates
+    return np.minimum(rates, 1.0)

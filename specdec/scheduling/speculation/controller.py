@@ -22,6 +22,8 @@ class DraftOutcome:
     request_id: RequestId
     num_drafted: int
     num_accepted: int
+    accepted_nodes: tuple[int, ...] | None = None
+    """Of a tree: which of its tokens were accepted, by their place in the proposal; None: the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

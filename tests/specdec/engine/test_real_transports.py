@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,6 +26,7 @@ from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.proposers.base import Proposer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -33,6 +35,7 @@ from specdec.transport.memory import Faults, MemoryNetwork
 from specdec.transport.torch_dist import TorchDistChannel
 from specdec.transport.zmq import ZmqChannel, ZmqOptions
 from tests.specdec.engine.remote_cluster import CAPABILITIES, MODEL, VOCAB, ToyDrafter, a_request, expected
+from tests.specdec.engine.tree_drafters import Bushy
 from tests.specdec.transport.faulty import FaultyChannel
 
 TRANSPORTS: dict[str, Callable[[], Callable[[PeerId], Channel]]] = {
@@ -42,6 +45,7 @@ TRANSPORTS: dict[str, Callable[[], Callable[[PeerId], Channel]]] = {
     "torch_dist": lambda: TorchDistChannel,
 }
 """What opens the channels of one cluster."""
+OTHERS = [name for name in TRANSPORTS if name != "zmq"]
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
 _TIMES = RemoteTargetTimes(
     attach_timeout_s=60.0, step_timeout_s=60.0, lost_link_grace_s=60.0, resend_after_s=0.03
@@ -87,8 +91,12 @@ class Worker:
 class RealCluster:
     """An engine in this thread, a target worker and draft workers in others, linked by one transport."""
 
-    def __init__(self, transport: str, rng: random.Random) -> None:
+    def __init__(self, transport: str, rng: random.Random, *, has_trees: bool = False) -> None:
         self._open, self._rng = TRANSPORTS[transport](), rng
+        self._has_trees = has_trees
+        capabilities = CAPABILITIES
+        if has_trees:
+            capabilities = replace(CAPABILITIES, shape="tree", looks_ahead=False)
         self.channels: list[FaultyChannel] = []
         self.drafters: dict[PeerId, tuple[Worker, PeerAddress]] = {}
         self.servers: dict[PeerId, DraftServer] = {}
@@ -100,14 +108,14 @@ class RealCluster:
         server = TargetServer(worker, self.target)
         self._target = Worker(worker, server.step)
         self.proposer = RemoteProposer(
-            self._draft_channel, capabilities=CAPABILITIES, vocab_size=VOCAB, deadlines=_DEADLINES
+            self._draft_channel, capabilities=capabilities, vocab_size=VOCAB, deadlines=_DEADLINES
         )
         self.engine = Engine.from_parts(
             target=RemoteTarget(coordinator, worker.address, incarnation=1, times=_TIMES),
             proposer=self.proposer,
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
-            controller=FixedController(4, mode=rng.choice(MODES)),
+            controller=FixedController(9 if has_trees else 4, mode=rng.choice(MODES)),
         )
 
     def start_drafter(self) -> None:
@@ -115,7 +123,10 @@ class RealCluster:
         name = PeerId(f"draft-{self._num_started}")
         channel = self._channel(name)
         channel.admit([self._draft_channel.address])
-        server = self.servers[name] = DraftServer(channel, ToyDrafter(ManualClock()), shares=_SHARES)
+        drafter: Proposer = ToyDrafter(ManualClock())
+        if self._has_trees:
+            drafter = Bushy(drafter, vocab_size=VOCAB)
+        server = self.servers[name] = DraftServer(channel, drafter, shares=_SHARES)
         self.drafters[name] = Worker(channel, server.step), channel.address
         self.proposer.set_workers([address for _, address in self.drafters.values()])
 
@@ -140,10 +151,10 @@ class RealCluster:
         return channel
 
 
-def run_random_schedule(transport: str, seed: int) -> tuple[int, int]:
+def run_random_schedule(transport: str, seed: int, *, has_trees: bool = False) -> tuple[int, int]:
     """Run four requests; return how many drafts were accepted, and how many messages lost."""
     rng = random.Random(seed)
-    cluster = RealCluster(transport, rng)
+    cluster = RealCluster(transport, rng, has_trees=has_trees)
     try:
         for _ in range(rng.randint(1, 3)):
             cluster.start_drafter()
@@ -166,8 +177,11 @@ def run_random_schedule(transport: str, seed: int) -> tuple[int, int]:
         for request in requests:
             assert tokens[request.request_id] == expected(request), (transport, seed, request)
         assert_nothing_is_left(cluster)
+        metrics = cluster.engine.metrics()
+        assert metrics.proposals_dropped["malformed"] == 0
+        assert (metrics.num_moved_kv > 0) <= has_trees
         num_lost = sum(channel.num_lost for channel in cluster.channels)
-        return cluster.engine.metrics().num_accepted_tokens, num_lost
+        return metrics.num_accepted_tokens, num_lost
     finally:
         cluster.close()
 
@@ -189,12 +203,12 @@ def resources() -> tuple[int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
-def run_schedules(transport: str, seeds: Sequence[int]) -> tuple[int, int]:
+def run_schedules(transport: str, seeds: Sequence[int], *, has_trees: bool = False) -> tuple[int, int]:
     """Run schedules beside each other; return what they accepted and lost together. Nothing is left open."""
     run_random_schedule(transport, seeds[0])  # what is opened once for good is open now
     before = resources()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        runs = list(pool.map(partial(run_random_schedule, transport), seeds))
+        runs = list(pool.map(partial(run_random_schedule, transport, has_trees=has_trees), seeds))
     until_s = time.monotonic() + 30
     while any(now > then for now, then in zip(resources(), before, strict=True)):
         assert time.monotonic() < until_s, f"threads and files: {before}, now {resources()}"
@@ -210,6 +224,15 @@ def test_random_schedules_never_change_a_token(transport: str) -> None:
     num_accepted, num_lost = run_schedules(transport, range(num_schedules))
     assert num_accepted > 30, "the drafters hardly ever helped: these schedules prove nothing"
     assert num_lost > 0
+
+
+@pytest.mark.parametrize(
+    "transport", ["zmq", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]
+)
+def test_trees_travel_whole(transport: str) -> None:
+    """Parents with tokens from draft workers, and to the target; moves of K/V with its steps."""
+    num_accepted, _ = run_schedules(transport, range(8), has_trees=True)
+    assert num_accepted > 10
 
 
 @pytest.mark.full

@@ -112,10 +112,21 @@ def probabilities(model: ToyModel, temperature: float) -> dict[tuple[int, ...], 
     return found
 
 
-def p_value(rule: str, proposer: Proposer, *, num_streams: int = 6_000, temperature: float = 0.8) -> float:
-    """Chi-square of what an engine generates over seeds, all in one batch after the other, against p."""
-    params = SamplingParams(temperature=temperature, max_tokens=LENGTH)
-    engine = engine_of(rule, TINY, proposer, num_draft_tokens=2, max_num_seqs=16)
+def p_value(
+    rule: str,
+    proposer: Proposer,
+    *,
+    num_streams: int = 6_000,
+    temperature: float = 0.8,
+    num_draft_tokens: int = 2,
+    num_more: int = 0,
+) -> float:
+    """Chi-square of what an engine generates over seeds, all in one batch after the other, against p.
+
+    With `num_more` tokens behind those that are looked at, drafts of as many are of use.
+    """
+    params = SamplingParams(temperature=temperature, max_tokens=LENGTH + num_more)
+    engine = engine_of(rule, TINY, proposer, num_draft_tokens=num_draft_tokens, max_num_seqs=16)
     counts: Counter[tuple[int, ...]] = Counter()
     for first in range(0, num_streams, 500):
         requests = [request(f"r{seed}", PROMPT, params, seed=seed) for seed in range(first, first + 500)]
@@ -125,7 +136,7 @@ def p_value(rule: str, proposer: Proposer, *, num_streams: int = 6_000, temperat
         while engine.has_work:
             for output in engine.step():
                 tokens[output.request_id].extend(output.token_ids)
-        counts.update(map(tuple, tokens.values()))
+        counts.update(tuple(its[:LENGTH]) for its in tokens.values())
     metrics = engine.metrics()
     assert metrics.num_accepted_tokens > 0.1 * metrics.num_draft_tokens > 0
     assert not metrics.proposals_dropped

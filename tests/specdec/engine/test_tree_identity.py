@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from specdec.core.plan import SlotMove
 from specdec.core.sampling_params import SamplingParams
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_trees import TreeDraftProposer
+from specdec.tree.dynamic import DynamicTree
+from specdec.tree.growth import TreeShape
+from specdec.tree.static import StaticTree
 from tests.architectures import ARCHITECTURES, CORE_ARCHITECTURES, VOCAB_SIZE, save_model
 from tests.rank_pool import Pools
 from tests.specdec.engine import ranked_engines
@@ -40,6 +45,66 @@ class BushySetting(Setting):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
+
+
+SHAPES: dict[str, TreeShape] = {
+    "static": StaticTree.of_widths([4, 2, 1], (0.5, 0.2, 0.1)),
+    "dynamic": DynamicTree(top_k=3, depth=5),
+}
+
+
+@dataclass(frozen=True)
+class TreeSetting(Setting):
+    """A draft model drafts trees."""
+
+    shape: str = "dynamic"
+
+    def proposer(self, models: Models, architecture: str) -> Proposer:
+        same = self.drafter == "same model"
+        loaded = models.load(architecture) if same else models.load("llama", 1)
+        return TreeDraftProposer(
+            self.runner(loaded, self.num_blocks),
+            self.sampler(),
+            SHAPES[self.shape],
+            vocab_size=VOCAB_SIZE,
+            max_read_tokens=max(self.chunk, 8),
+            eos_token_ids=loaded.eos_token_ids,
+            rotary=loaded.rotary,
+        )
+
+
+DRAFTED = [
+    TreeSetting("same model", num_draft_tokens=10, batch=5, shape="static"),
+    TreeSetting("other model", num_draft_tokens=16, batch=8, chunk=32, num_blocks=24),
+    TreeSetting("same model", num_draft_tokens=12, batch=8, chunk=32, num_blocks=24, compiled=True),
+]
+
+
+@pytest.mark.parametrize("setting", DRAFTED, ids=str)
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ARCHITECTURES if name != "llama")],
+)
+def test_draft_models_with_trees_change_no_greedy_token(
+    models: Models, architecture: str, setting: TreeSetting
+) -> None:
+    metrics = check_greedy(models, architecture, setting).metrics()
+    if setting.drafter == "same model":
+        assert metrics.num_accepted_tokens > metrics.num_drafts > 0  # its first token stands, and more
+
+
+@pytest.mark.parametrize("setting", DRAFTED, ids=str)
+def test_draft_models_with_trees_change_no_sampled_token(models: Models, setting: TreeSetting) -> None:
+    check_sampled(models, "llama", setting, SAMPLING["cut"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [*SAMPLING, *SHAPING])
+@pytest.mark.parametrize("setting", DRAFTED, ids=str)
+def test_draft_models_with_trees_change_no_token_of_any_kind(
+    models: Models, kind: str, setting: TreeSetting
+) -> None:
+    check_sampled(models, "llama", setting, {**SAMPLING, **SHAPING}[kind])
 
 
 COVER = [

@@ -68,6 +68,69 @@ def test_contradictions_about_the_rule(keys: dict[str, object], message: str) ->
         SpeculativeConfig.model_validate(keys)
 
 
+TREE = {"method": "draft_model", "model": "m", "num_speculative_tokens": 8}
+DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tree": {"shape": "bush"}}, "(?s)tree.*'chain', 'static', 'dynamic'"),
+        ({"tree": {"shape": "static"}}, "static needs either paths or widths"),
+        ({"tree": {"shape": "static", "widths": [2], "paths": [[0]]}}, "either paths or widths"),
+        ({"tree": {"shape": "static", "widths": [8, 8]}}, r"widths: \[8, 8\] make more than 64 nodes"),
+        (
+            {"tree": {"shape": "static", "paths": [[0], [0, 1]]}},
+            r"paths: path \[0, 1\] comes before \[0, 0\], or without it",
+        ),
+        ({"tree": {"shape": "dynamic", "widths": [2]}}, "tree.dynamic.widths"),
+        ({"tree": DYNAMIC, "method": "ngram", "model": None}, "dynamic is .* method ngram has none: leave"),
+        ({"tree": DYNAMIC, "rejection_sample_method": "block"}, "block takes chains: write sample_and_match"),
+        (
+            {"tree": {"shape": "static", "widths": [4]}},
+            "4 nodes at most, fewer than num_speculative_tokens: 8",
+        ),
+        (
+            {"tree": {"shape": "static", "widths": [4, 2]}},
+            "12 nodes, of which num_speculative_tokens: 8 would never",
+        ),
+        ({"tree": DYNAMIC, "overlap": "draft_ahead"}, "not drafted ahead: write overlap: ping_pong"),
+        ({"tree": DYNAMIC, "kv": {"policy": "streaming"}}, "does not go with kv.policy: streaming yet"),
+        ({"tree": DYNAMIC, "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size yet: leave one out"),
+        (
+            {"tree": DYNAMIC, "synthetic_acceptance": {"acceptance": [0.5]}},
+            "makes up verdicts on chains: leave one out",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_drafted(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SpeculativeConfig.model_validate(TREE | keys)
+
+
+@pytest.mark.parametrize("tree", [DYNAMIC, {"shape": "static", "widths": [2, 3]}, {"shape": "chain"}])
+@pytest.mark.parametrize("rule", ["sample_and_match", "multi_round"])
+def test_trees_are_drafted_as_configured(tmp_path: Path, tree: dict[str, object], rule: str) -> None:
+    save_model(tmp_path)
+    keys = {
+        "model": str(tmp_path),
+        "tree": tree,
+        "rejection_sample_method": rule,
+        "cache": {"num_blocks": 16},
+    }
+    config = SpeculativeConfig.model_validate(TREE | keys)
+    assert SpeculativeConfig.model_validate(config.model_dump()) == config
+    proposer = create_proposer(config, TARGET)
+    is_chain = tree["shape"] == "chain"
+    assert proposer.capabilities.shape == ("chain" if is_chain else "tree")
+    assert proposer.capabilities.looks_ahead == is_chain
+    one = view("a", [5, 6, 7])
+    proposal = proposer.propose([one], {one.request_id: 8})[one.request_id]
+    assert proposal.num_tokens == 8
+    assert (proposal.parents is None) == is_chain
+    proposer.close()
+
+
 def test_what_a_rule_takes() -> None:
     typical = {"rejection_sample_method": "typical", "allow_lossy": True, "posterior_alpha": 0.2}
     assert SpeculativeConfig.model_validate(typical).posterior_alpha == 0.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from specdec.core.ids import RequestId
 from specdec.core.request import OTHER_CLASS
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES, AcceptanceTracker
 from specdec.scheduling.speculation.controller import DraftOutcome
+from specdec.tree.static import best_tree
+from specdec.tree.topology import tree
 
 
 class Source:
@@ -172,3 +175,64 @@ def test_a_long_run_costs_no_memory() -> None:
         source.round({f"{number}": 0.5, f"{number}b": 0.5}, k=2)
         tracker.forget_idle(8)
     assert len(tracker) < 20
+
+
+class Trees:
+    """Draws verdicts on trees whose nodes come in order of value, and tells a tracker."""
+
+    def __init__(self, rates: tuple[float, ...], num_nodes: int, seed: int = 0) -> None:
+        shape = best_tree(rates, num_nodes)
+        self.topology = tree(shape.parents)
+        self.ranks = shape.ranks
+        self.rates = rates
+        self.generator = np.random.default_rng(seed)
+        self.values = np.array(
+            [
+                np.prod([rates[shape.ranks[at]] for at in self.topology.path(node)])
+                for node in range(num_nodes)
+            ]
+        )
+        """How often each node stands."""
+
+    def outcome(self, request: str, num_drafted: int) -> DraftOutcome:
+        row, path = 0, []
+        while True:
+            ranks = [*self.rates, max(0.0, 1.0 - sum(self.rates))]
+            said = int(self.generator.choice(len(ranks), p=ranks))
+            children = [n for n in self.topology.children[row] if n < num_drafted and self.ranks[n] == said]
+            if not children:
+                break
+            path.append(children[0])
+            row = children[0] + 1
+        return DraftOutcome(
+            request_id=RequestId(request),
+            num_drafted=num_drafted,
+            num_accepted=len(path),
+            accepted_nodes=tuple(path),
+        )
+
+
+@pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.35, 0.2, 0.15, 0.1), (0.9, 0.05)])
+@pytest.mark.parametrize("num_drafted", [6, 12])
+def test_what_a_tree_of_any_size_brings(rates: tuple[float, ...], num_drafted: int) -> None:
+    """Tokens expected of the first n nodes, for every n up to what is drafted: that is what sizes trees."""
+    trees = Trees(rates, 12)
+    tracker = AcceptanceTracker(12)
+    names = [f"r{index}" for index in range(8)]
+    for _ in range(300):
+        outcomes = [trees.outcome(name, num_drafted) for name in names]
+        tracker.note(outcomes, {}, dict.fromkeys(map(RequestId, names), OTHER_CLASS))
+    estimate = tracker.estimate(list(map(RequestId, names)), [OTHER_CLASS] * len(names))
+    brought = np.cumprod(estimate.accepted, axis=1).mean(0).cumsum()
+    assert brought[:num_drafted] == pytest.approx(trees.values.cumsum()[:num_drafted], rel=0.15)
+    assert (estimate.accepted <= 1.0).all()
+
+
+def test_control_a_tree_read_as_a_chain_looks_better_the_smaller_it_is() -> None:
+    """As if the first nodes were those that stood: whatever stands counts for them."""
+    trees = Trees((0.4, 0.3, 0.2), 12)
+    tracker = AcceptanceTracker(12)
+    for _ in range(300):
+        outcome = replace(trees.outcome("a", 12), accepted_nodes=None)
+        tracker.note([outcome], {}, {RequestId("a"): OTHER_CLASS})
+    assert accepted(tracker, "a")[0] > trees.values[0] + 0.3

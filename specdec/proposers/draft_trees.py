@@ -1,0 +1,100 @@
+"""A draft model that drafts trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specdec.core.idle_work import IdleWork
+from specdec.core.proposal import Proposal
+from specdec.model.batch import Runner
+from specdec.model.rotary import RotaryRule
+from specdec.proposers.branches import HeldBranch
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
+from specdec.proposers.draft_sequences import Chunk, Drafting
+from specdec.proposers.tree_loop import ReadNodes, TreeDraftLoop
+from specdec.sampling.sampler import Sampler
+from specdec.tree.growth import GrowingTree, TreeShape
+
+
+class TreeDraftProposer(DraftModelProposer):
+    """Drafts trees of one shape, all sequences of a call together. It does not look ahead.
+
+    Under sample_and_match children are ranked with the target's own noise. Rules that ask for q get draws
+    without replacement, or the likeliest tokens, as `DraftSampling.for_trees` says.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        shape: TreeShape,
+        *,
+        vocab_size: int,
+        max_read_tokens: int = 512,
+        max_context: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        sampling: DraftSampling = SHARED_NOISE,
+        idle_work: Sequence[IdleWork] = (),
+        prefix_caching: bool = True,
+        rotary: RotaryRule | None = None,
+    ) -> None:
+        """Draft trees of `shape`; for everything else see `DraftModelProposer`."""
+        sampling = sampling.for_trees(shape)
+        super().__init__(
+            runner,
+            sampler,
+            vocab_size=vocab_size,
+            max_read_tokens=max_read_tokens,
+            max_context=max_context,
+            eos_token_ids=eos_token_ids,
+            sampling=sampling,
+            idle_work=idle_work,
+            prefix_caching=prefix_caching,
+            rotary=rotary,
+        )
+        self._shape = shape
+        self._loop = TreeDraftLoop(
+            runner, sampler, vocab_size, sampling, uses_confidence=shape.uses_confidence
+        )
+        self.capabilities = replace(
+            self.capabilities, shape="tree", sampled=not sampling.is_deterministic, looks_ahead=False
+        )
+
+    def _num_read_behind(self, budget: int) -> int:
+        return self._shape.num_looked_behind(min(budget, self._shape.max_nodes)) if budget > 0 else 0
+
+    def _draft(self, chunks: Sequence[Chunk], branched: Sequence[tuple[Drafting, HeldBranch]] = ()) -> None:
+        assert not branched, "trees are not drafted ahead"
+        if not chunks:
+            return
+        starts = [self._start(chunk) for chunk in chunks]
+        growths = [self._growth(chunk) for chunk in chunks]
+        for chunk, drafted in zip(chunks, self._loop.draft(starts, growths), strict=True):
+            drafting, read = chunk.drafting, ReadNodes()
+            if drafted is not None:
+                drafting.tree, read = drafted, drafted.read
+                drafting.token_ids = list(drafted.tree.token_ids)
+            self._sequences.note_read(drafting, chunk.num_tokens, read.token_ids, read.parents)
+
+    def _growth(self, chunk: Chunk) -> GrowingTree | None:
+        """Begin the largest tree that is wanted and whose nodes have room, if there is any to begin."""
+        budget = min(chunk.drafting.budget, self._shape.max_nodes) if chunk.completes else 0
+        while budget > 1 and self._shape.num_looked_behind(budget) > chunk.drafting.room:
+            budget -= 1
+        return self._shape.begin(budget) if budget > 0 else None
+
+    def _proposal(self, drafting: Drafting) -> Proposal:
+        view, drafted = drafting.view, drafting.tree
+        assert drafted is not None, "whoever has tokens has a tree"
+        return Proposal(
+            request_id=view.request_id,
+            committed_len=view.committed_len,
+            prefix_hash=view.prefix_hash,
+            token_ids=drafted.tree.token_ids,
+            parents=drafted.tree.parents,
+            noise_stream=self._sampling.stream_of(view.params),
+            q_rows=drafted.q_rows,
+            method=self.capabilities.name,
+        )

@@ -1,0 +1,256 @@
+"""From committed prefixes to trees of draft tokens: a forward for each level, of all sequences together.
+
+Nodes that children are looked up behind are read: they lie behind the committed tokens, in the order in
+which that was wished for, and every level reads those before it once more, since rows of a batch see the
+cached prefix as a whole. Leaves are not read. `DraftedTree.read` says what lies where then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from specdec.core.distributions import TokenDistribution
+from specdec.core.proposal import NoiseStream
+from specdec.model.batch import Runner, SequenceSlice
+from specdec.proposers.draft_loop import ChainStart, shape_rows
+from specdec.proposers.draft_sampling import DraftSampling
+from specdec.sampling.noise_rows import gumbel_tokens, row_keys
+from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.sampler import Sampler
+from specdec.tree.growth import Child, GrowingTree, TokenTree
+from specdec.tree.topology import ROOT
+from specdec.verification.draft_rows import pack_rows
+
+_MIN_RANKED = 8
+"""So many of the likeliest tokens, at least, are compared to say how confident one is at a temperature."""
+
+
+class ReadNodes(NamedTuple):
+    """Draft tokens whose K/V lie behind the committed ones."""
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+
+class DraftedTree(NamedTuple):
+    """What was drafted behind one prefix."""
+
+    tree: TokenTree
+    q_rows: tuple[TokenDistribution, ...] | None
+    """What each node was drawn from, given the siblings before it."""
+    read: ReadNodes
+
+
+@dataclass(slots=True)
+class _Sprout:
+    """One tree on its way."""
+
+    start: ChainStart
+    growth: GrowingTree
+    asked: Sequence[int] = (ROOT,)
+    read: list[int] = field(default_factory=list)
+    """Nodes by place."""
+    depths: dict[int, int] = field(default_factory=lambda: {ROOT: 0})
+    paths: dict[int, tuple[int, ...]] = field(default_factory=lambda: {ROOT: ()})
+    q_rows: dict[tuple[int, int], TokenDistribution] = field(default_factory=dict)
+    """By parent and token."""
+
+    def read_on(self, asked: Sequence[int]) -> None:
+        self.asked = asked
+        self.read.extend(asked)
+        for node in asked:
+            parent = self.growth.parent_of(node)
+            self.depths[node] = self.depths[parent] + 1
+            self.paths[node] = (*self.paths[parent], self.growth.token_of(node))
+
+    @property
+    def read_nodes(self) -> ReadNodes:
+        place = {node: index for index, node in enumerate(self.read)} | {ROOT: ROOT}
+        return ReadNodes(
+            tuple(map(self.growth.token_of, self.read)),
+            tuple(place[self.growth.parent_of(node)] for node in self.read),
+        )
+
+    def slice(self) -> SequenceSlice:
+        start, read = self.start, self.read_nodes
+        return SequenceSlice(
+            token_ids=read.token_ids,
+            start=start.end - start.num_dropped,
+            block_table=start.block_table,
+            num_logit_rows=len(self.asked),
+            parents=read.parents,
+            shift=start.shift,
+            num_dropped=start.num_dropped,
+        )
+
+    def drafted(self, *, has_q_rows: bool) -> DraftedTree:
+        tree = self.growth.best()
+        q_rows = None
+        if has_q_rows and not self.start.params.is_greedy:
+            keys = zip(map(self.growth.parent_of, tree.nodes), tree.token_ids, strict=True)
+            q_rows = tuple(self.q_rows[key] for key in keys)
+        return DraftedTree(tree, q_rows, self.read_nodes)
+
+
+class TreeDraftLoop:
+    """Drafts trees on any runner."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        vocab_size: int,
+        sampling: DraftSampling,
+        *,
+        uses_confidence: bool,
+    ) -> None:
+        """Draft with `runner`; tokens from `vocab_size` on are never drafted.
+
+        Children of a node are, in this order, the tokens of highest noisy score where the noise is the
+        target's, draws without replacement where `sampling` gives q rows, and else the likeliest tokens.
+        """
+        self._runner = runner
+        self._sampler = sampler
+        self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._gives_q_rows = sampling.gives_q_rows
+        self._stream: NoiseStream | None = None if sampling.is_deterministic else sampling.noise_stream
+        self._uses_confidence = uses_confidence
+
+    def draft(
+        self, starts: Sequence[ChainStart], growths: Sequence[GrowingTree | None]
+    ) -> list[DraftedTree | None]:
+        """Read what each start says, and grow its tree behind it, where there is one."""
+        sprouts = [
+            None if growth is None else _Sprout(start, growth)
+            for start, growth in zip(starts, growths, strict=True)
+        ]
+        active = [sprout for sprout in sprouts if sprout is not None]
+        slices = [start.first_slice() for start in starts]
+        while slices:
+            logits_RV = self._runner.forward(slices)
+            if active:
+                active = self._grow(active, logits_RV[:, : self._vocab_size])
+            slices = [sprout.slice() for sprout in active]
+        return [
+            None if sprout is None else sprout.drafted(has_q_rows=self._gives_q_rows) for sprout in sprouts
+        ]
+
+    def _grow(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> list[_Sprout]:
+        """Hand every tree its new children; return those that go on."""
+        rows = SamplingRows.build(
+            [
+                RowSpec(
+                    sprout.start.params,
+                    sprout.start.seed,
+                    sprout.start.end,
+                    len(sprout.asked),
+                    [sprout.depths[node] for node in sprout.asked],
+                )
+                for sprout in sprouts
+            ],
+            logits_RV.device,
+        )
+        children = iter(self._children(self._shaped(sprouts, logits_RV), rows, sprouts))
+        left: list[_Sprout] = []
+        for sprout in sprouts:
+            asked = sprout.growth.grow([next(children) for _ in sprout.asked])
+            if asked:
+                sprout.read_on(asked)
+                left.append(sprout)
+        return left
+
+    def _shaped(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> torch.Tensor:
+        """Return the logits as the requests want them changed behind each row's own path."""
+        if not any(sprout.start.changes_logits for sprout in sprouts):
+            return logits_RV
+        logits_RV = logits_RV.clone()
+        first = 0
+        for sprout in sprouts:
+            end = first + len(sprout.asked)
+            paths = [sprout.paths[node] for node in sprout.asked]
+            shape_rows(
+                logits_RV[first:end],
+                sprout.start.shaper,
+                sprout.start.constraint,
+                paths,
+                self._sampler.first_token_id,
+            )
+            first = end
+        return logits_RV
+
+    def _children(
+        self, logits_RV: torch.Tensor, rows: SamplingRows, sprouts: Sequence[_Sprout]
+    ) -> list[list[Child]]:
+        """Return, for every row, what may come next."""
+        num = max(sprout.growth.num_children for sprout in sprouts)
+        if self._uses_confidence and rows.has_sampled:
+            num = max(num, _MIN_RANKED)
+        ranked = self._sampler.ranked(logits_RV, rows, num, self._stream)
+        if self._gives_q_rows and rows.has_sampled:
+            ranked = self._drawn(ranked, logits_RV, rows, sprouts)
+        if not self._uses_confidence:
+            return [[Child(token_id, 0.0) for token_id in its] for its in ranked]
+        return self._with_confidence(ranked, logits_RV, rows)
+
+    def _drawn(
+        self,
+        ranked: Sequence[Sequence[int]],
+        logits_RV: torch.Tensor,
+        rows: SamplingRows,
+        sprouts: Sequence[_Sprout],
+    ) -> list[list[int]]:
+        """Take tokens ranked by noise of their own as drawn one after the other; keep what from.
+
+        The order of log q + Gumbel noise is that of draws without replacement: each from what q leaves
+        when those before are taken out.
+        """
+        q_RV = self._sampler.distributions(logits_RV, rows)
+        nodes = [(sprout, node) for sprout in sprouts for node in sprout.asked]
+        drawn: list[list[int]] = []
+        for (sprout, node), its_ranked, q_V in zip(nodes, ranked, q_RV, strict=True):
+            if sprout.start.params.is_greedy:
+                drawn.append(list(its_ranked))
+                continue
+            kept: list[int] = []
+            left_V = q_V.double()
+            for token_id in its_ranked[: sprout.growth.num_children]:
+                now_V = (left_V / left_V.sum()).float()
+                if not float(now_V[token_id]) > 0.0:
+                    break
+                (sprout.q_rows[node, token_id],) = pack_rows(now_V[None])
+                left_V[token_id] = 0.0
+                kept.append(token_id)
+            drawn.append(kept)
+        return drawn
+
+    def _with_confidence(
+        self, ranked: Sequence[Sequence[int]], logits_RV: torch.Tensor, rows: SamplingRows
+    ) -> list[list[Child]]:
+        """Say how likely each token is thought to stand.
+
+        Where the target chooses by log p + g and the same g is known here, by how far its score is above
+        those of the others; else by its probability.
+        """
+        width = max(map(len, ranked), default=0)
+        if width == 0:
+            return [[] for _ in ranked]
+        device = logits_RV.device
+        ids_RN = torch.tensor([[*its, *[0] * (width - len(its))] for its in ranked], device=device)
+        counts_R = torch.tensor([len(its) for its in ranked], device=device)
+        is_sampled_R = rows.temperature > 0.0
+        temperature_R = rows.temperature.masked_fill(~is_sampled_R, 1.0)
+        log_q_RV = (logits_RV.float() / temperature_R[:, None]).log_softmax(-1)
+        scores_RN = log_q_RV.gather(1, ids_RN)
+        if self._stream is not None and rows.has_sampled:
+            noise_RN = gumbel_tokens(row_keys(rows.seeds, rows.positions, self._stream), ids_RN)
+            is_there_RN = torch.arange(width, device=device) < counts_R[:, None]
+            noisy_RN = (scores_RN + noise_RN).masked_fill(~is_there_RN, float("-inf")).log_softmax(-1)
+            scores_RN = torch.where(is_sampled_R[:, None], noisy_RN, scores_RN)
+        return [
+            [Child(*pair) for pair in zip(its, scores, strict=False)]
+            for its, scores in zip(ranked, scores_RN.tolist(), strict=True)
+        ]
