@@ -7,6 +7,7 @@ coordinator asks by a number (`TargetWork.num_self_drafted`), as it asks a targe
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -160,11 +161,16 @@ class _Watched:
         self.num_prompt_tokens = admitted.num_prompt_tokens
         self._known = list(admitted.token_ids)
         self.token_ids: list[int] = []
-        self.prefix_hash = EMPTY_PREFIX
+        self._hashes = array("Q", (EMPTY_PREFIX,))
+        """Of every prefix, the empty one first."""
 
     @property
     def committed_len(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def prefix_hash(self) -> int:
+        return self._hashes[-1]
 
     def see(self, start: int, token_ids: Sequence[int]) -> None:
         """Let the sequence be its first `start` tokens and these."""
@@ -174,9 +180,10 @@ class _Watched:
             self._extend(self._known[length:start])
         elif length > start + len(token_ids) or self.token_ids[start:] != list(token_ids[: length - start]):
             del self.token_ids[start:]
-            self.prefix_hash = extend_prefix_hash(EMPTY_PREFIX, self.token_ids)
+            del self._hashes[start + 1 :]
         self._extend(token_ids[len(self.token_ids) - start :])
 
     def _extend(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
-        self.prefix_hash = extend_prefix_hash(self.prefix_hash, token_ids)
+        for token_id in token_ids:
+            self._hashes.append(extend_prefix_hash(self._hashes[-1], (token_id,)))

@@ -23,16 +23,18 @@ LAYERS = (1, -1)
 CAPABILITIES = ProposerCapabilities(name="linear-heads", sampled=True, hidden_layers=LAYERS)
 
 
-def hidden_of(reference: Any, token_ids: Sequence[int]) -> torch.Tensor:
-    """What transformers says about the states of `LAYERS`, [tokens, width]."""
+def hidden_of(reference: Any, token_ids: Sequence[int], layers: Sequence[int] = LAYERS) -> torch.Tensor:
+    """What transformers says about the states of these layers, [tokens, width]."""
     with torch.inference_mode():
         output = reference(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
-    return torch.cat([output.hidden_states[layer][0] for layer in LAYERS], dim=-1).float()
+    return torch.cat([output.hidden_states[layer][0] for layer in layers], dim=-1).float()
 
 
-def fit_heads(reference: Any, texts: Sequence[Sequence[int]], num_heads: int) -> torch.Tensor:
+def fit_heads(
+    reference: Any, texts: Sequence[Sequence[int]], num_heads: int, layers: Sequence[int] = LAYERS
+) -> torch.Tensor:
     """Return weights [num_heads, width, vocabulary]: head d says what comes d + 2 behind a row's token."""
-    rows = [hidden_of(reference, text) for text in texts]
+    rows = [hidden_of(reference, text, layers) for text in texts]
     heads = []
     for depth in range(num_heads):
         inputs = torch.cat([states[: -depth - 2] for states in rows]).double()

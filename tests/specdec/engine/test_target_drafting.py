@@ -64,14 +64,16 @@ class Bench:
 
     def heads(self, architecture: str) -> torch.Tensor:
         if architecture not in self._heads:
-            texts = [
-                [*prompt, *stream]
-                for kind in ("greedy", "plain")
-                for prompt, stream in zip(PROMPTS, self.alone(architecture, kind), strict=True)
-            ]
-            reference = self.models.reference(architecture)
-            self._heads[architecture] = fit_heads(reference, texts, num_heads=5)
+            self._heads[architecture] = self.fitted(architecture, LAYERS)
         return self._heads[architecture]
+
+    def fitted(self, architecture: str, layers: Sequence[int]) -> torch.Tensor:
+        texts = [
+            [*prompt, *stream]
+            for kind in ("greedy", "plain")
+            for prompt, stream in zip(PROMPTS, self.alone(architecture, kind), strict=True)
+        ]
+        return fit_heads(self.models.reference(architecture), texts, num_heads=5, layers=layers)
 
     def alone(self, architecture: str, kind: str) -> list[tuple[int, ...]]:
         key = (architecture, kind)
