@@ -23,6 +23,7 @@ from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.draft_loop import shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.hidden import HiddenSource
+from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.shaping import LogitShaper, shaper_for
@@ -64,7 +65,8 @@ class HeadProposer:
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._shapers: dict[RequestId, LogitShaper] = {}
+        self._shapers: dict[RequestId, tuple[SeenPrefix, LogitShaper]] = {}
+        """With the prefix that each has been told of."""
         self._device = next(heads.parameters()).device
         self._dtype = next(heads.parameters()).dtype
         self.capabilities = head_capabilities(name, sampling, heads.hidden_layers)
@@ -108,15 +110,17 @@ class HeadProposer:
             self._shaper(view) if view.params.shapes_logits else None,
         )
 
-    def _shaper(self, view: SequenceView) -> LogitShaper | None:
-        shaper = self._shapers.get(view.request_id)
-        if shaper is None or shaper.num_committed > view.committed_len:
+    def _shaper(self, view: SequenceView) -> LogitShaper:
+        seen, shaper = self._shapers.get(view.request_id, (SeenPrefix(), None))
+        if shaper is None or not seen.continues_in(view):
+            seen = SeenPrefix()
             shaper = shaper_for(
                 view.params, eos_token_ids=self._eos_token_ids, num_prompt_tokens=view.num_prompt_tokens
             )
             assert shaper is not None
-            self._shapers[view.request_id] = shaper
-        shaper.commit(view.token_ids[shaper.num_committed :])
+            self._shapers[view.request_id] = seen, shaper
+        shaper.commit(view.token_ids[seen.length :])
+        seen.update(view)
         return shaper
 
     def _draft(self, chains: Sequence[_Chain], states_SF: torch.Tensor) -> None:
