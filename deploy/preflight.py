@@ -99,8 +99,9 @@ def check_models(engine: EngineConfig) -> None:
         CheckpointError, ConfigError: naming the folder or file and the cause.
     """
     folders = [Path(engine.target.model)]
-    if engine.speculative_config.model is not None:
-        folders.append(Path(engine.speculative_config.model))
+    speculative = engine.speculative_config
+    if speculative.model is not None and not speculative.has_heads:
+        folders.append(Path(speculative.model))
     try:
         checkpoints = [open_checkpoint(folder) for folder in folders]
     except CheckpointError:
@@ -108,6 +109,11 @@ def check_models(engine: EngineConfig) -> None:
 
         check_servable(engine.target)
         raise
+    if speculative.model is not None and speculative.has_heads:
+        from specdec.drafters.checkpoints.files import open_drafter
+        from specdec.drafters.checkpoints.registry import detect
+
+        detect(open_drafter(speculative.model))  # the worker that loads it says whether it fits the target
     _check_length(engine.target, checkpoints[0])
     _check_draft_positions(engine.speculative_config, checkpoints[1:])
     vocabularies = [_vocabulary(folder) for folder in folders]
@@ -131,7 +137,7 @@ def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
 def warnings_of(engine: EngineConfig) -> list[str]:
     """Return what can be run, but may not be meant. The models have been checked (`check_models`)."""
     target, speculative = engine.target, engine.speculative_config
-    if speculative.model is None:
+    if speculative.model is None or speculative.has_heads:
         return []
     draft = open_checkpoint(Path(speculative.model))
     target_len = target.max_model_len or _stated_positions(open_checkpoint(Path(target.model)))
@@ -185,7 +191,7 @@ def check_local_resources(config: DrafthouseConfig, num_cpus: int) -> None:
     available = {"CPU": float(num_cpus), "GPU": _num_gpus([model.cluster for model in models])}
     nodes = [NodeSnapshot(node_id="this machine", available=available, labels={})]
     for model in models:
-        has_drafter = model.engine.speculative_config.model is not None
+        has_drafter = model.engine.speculative_config.method == "draft_model"
         ranks = RanksPerModel.of(model.engine)
         plan = require_plan(plan_placement(model.cluster, nodes, has_drafter=has_drafter, ranks=ranks))
         nodes = left_by(plan, nodes)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from specdec.model.parallel.group import RankGroup
     from specdec.model.runner import ModelRunner
     from specdec.proposers.draft_model import DraftModelProposer
+    from specdec.proposers.heads_factory import LoadedHeads
     from specdec.sampling.sampler import TokenChooser
 
 
@@ -120,8 +121,8 @@ def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer
 
 def draft_bytes(config: SpeculativeConfig) -> int:
     """Return about how much memory a draft model takes that is loaded beside the target."""
-    if config.model is None or config.draft_tensor_parallel_size > 1:
-        return 0
+    if config.method != "draft_model" or config.model is None or config.draft_tensor_parallel_size > 1:
+        return 0  # heads are loaded before the memory is looked at
     from specdec.model.checkpoint import open_checkpoint
 
     weights = open_checkpoint(config.model).weight_bytes  # an upper bound, when they are to be quantized
@@ -172,6 +173,7 @@ def _build_whole_target(
     from specdec.sampling.sampler import Sampler
 
     loaded = load_model(config.target, progress)
+    heads = _heads_of(config, loaded)
     backend = attention_of(loaded, config.target.attention_backend)
     runner = ModelRunner(
         loaded,
@@ -180,6 +182,7 @@ def _build_whole_target(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile, backend),
         backend=backend,
+        hidden_layers=() if heads is None else heads.hidden_layers,
     )
     _require_length(config, runner)
     graphs = accelerate(runner, config.target.compile)
@@ -191,6 +194,7 @@ def _build_whole_target(
         rule=_rule_of(config),
         idle_work=(graphs,),
         self_drafting=_self_drafting_of(config),
+        make_drafter=None if heads is None else heads.proposer,
     )
 
 
@@ -206,11 +210,17 @@ def build_target_part(
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.stage_target import StageTarget
     from specdec.model.acceleration import settle
+    from specdec.model.hidden_taps import places_of
     from specdec.model.loader import load_model
+    from specdec.model.parallel.group import same_fate
     from specdec.model.rank_graphs import compile_over_ranks
 
     loaded = load_model(config.target, progress, ranks)
-    runner = _part_runner(loaded, config, reserved_bytes)
+    with same_fate(ranks):
+        heads = _heads_of(config, loaded)
+        hidden_layers = () if heads is None else heads.hidden_layers
+        places_of(loaded, hidden_layers)  # all ranks hear of layers that are not here
+    runner = _part_runner(loaded, config, reserved_bytes, hidden_layers)
     _require_length(config, runner)
     compile_over_ranks(runner, config.target.compile)
     settle(runner, config.target.compile)
@@ -221,10 +231,22 @@ def build_target_part(
         _chooser(loaded, config),
         rule=_rule_of(config),
         self_drafting=_self_drafting_of(config),
+        make_drafter=heads.proposer if heads is not None and ranks.rank == 0 else None,
     )
 
 
-def _part_runner(loaded: LoadedModel, config: EngineConfig, reserved_bytes: int) -> ModelRunner:
+def _heads_of(config: EngineConfig, loaded: LoadedModel) -> LoadedHeads | None:
+    """Return the heads that draft beside a target, or beside its last stage."""
+    if not config.speculative_config.has_heads or not (loaded.stage is None or loaded.stage.is_last):
+        return None
+    from specdec.proposers.heads_factory import load_heads
+
+    return load_heads(config.speculative_config, loaded)
+
+
+def _part_runner(
+    loaded: LoadedModel, config: EngineConfig, reserved_bytes: int, hidden_layers: Sequence[int]
+) -> ModelRunner:
     from specdec.model.acceleration import attention_of
     from specdec.model.graphs import packed_weight_bytes
     from specdec.model.pipeline import StageRunner
@@ -240,6 +262,7 @@ def _part_runner(loaded: LoadedModel, config: EngineConfig, reserved_bytes: int)
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         reserved_bytes=reserved_bytes + packed_weight_bytes(loaded, config.target.compile),
         backend=attention_of(loaded, config.target.attention_backend),
+        hidden_layers=hidden_layers,
     )
 
 

@@ -121,9 +121,7 @@ class LocalTarget:
         if make_drafter is not None:
             assert self_drafting is None, "one of them drafts"
             assert self.hidden is not None, "there is nothing to draft from"
-            self._drafting = TargetDrafting(
-                make_drafter(self.hidden), runner.vocab_size, decides=self._judge is not None
-            )
+            self._drafting = TargetDrafting(make_drafter(self.hidden), rule.capabilities, runner.vocab_size)
         self._make_scores = None if self_drafting is None else self_drafting.make_scores
         self._watch: AttentionWatch | None = None
         if self._make_scores is not None and self._make_scores() is not None:

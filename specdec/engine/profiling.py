@@ -317,6 +317,7 @@ class TargetProfiler:
             seed=1,
             params=SamplingParams(),
             num_prompt_tokens=one.context,
+            token_ids=tuple(_random_tokens(self._generator, one.context, self._vocab_size)),
             kv_variant=variant,
         )
 

@@ -399,6 +399,8 @@ class RoundLoop:
                 proposal = flight.proposals.get(work.request_id)
                 if answer.drafted:
                     proposal = self._own_proposal(live, answer)
+                elif work.num_self_drafted:
+                    self._metrics.num_missing_proposals += 1
                 num_before = live.committed_len
                 self._advance(live, answer, proposal, landing, now_s)
                 if live.stats.trace is not None:

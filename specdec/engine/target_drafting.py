@@ -7,6 +7,7 @@ coordinator asks by a number (`TargetWork.num_self_drafted`), as it asks a targe
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -18,9 +19,11 @@ from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork, WorkResu
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.proposal_check import ProposalCheck, plainly
+from specdec.engine.work_rows import node_parents, num_drafted
 from specdec.proposers.base import Proposer
-from specdec.tree.topology import topology_of
-from specdec.verification.sample_and_match import match
+from specdec.verification.answers import verdict_of
+from specdec.verification.base import RuleCapabilities
 
 
 class DraftedStep(NamedTuple):
@@ -41,17 +44,18 @@ class DraftedStep(NamedTuple):
 class TargetDrafting:
     """Shows a proposer the sequences as far as the target has come with them."""
 
-    def __init__(self, proposer: Proposer, vocab_size: int, *, decides: bool) -> None:
-        """Draft with `proposer`, which is released and closed from here.
+    def __init__(self, proposer: Proposer, rule: RuleCapabilities, vocab_size: int) -> None:
+        """Draft with `proposer`, which is released and closed from here, for a target with so many tokens.
 
-        `decides`: whether works are answered by what stands, and not by a token for every row.
+        Raises:
+            ConfigError: the rule cannot work with what the proposer gives.
         """
         self._proposer = proposer
-        self._vocab_size = vocab_size
-        self._decides = decides
+        self._check = ProposalCheck(proposer.capabilities, rule, vocab_size)
         self._sequences: dict[RequestId, _Watched] = {}
         self.counters: Counter[str] = Counter()
-        """target_drafts_dropped: proposals that did not fit."""
+        """target_drafts_stale, target_drafts_malformed, target_drafts_unverifiable: proposals that were
+        dropped."""
 
     @property
     def proposer(self) -> Proposer:
@@ -95,41 +99,20 @@ class TargetDrafting:
     def learn(self, works: Sequence[TargetWork], results: Sequence[WorkResult]) -> None:
         """After the step: note the tokens that its works, drafts behind them, have brought."""
         for work, result in zip(works, results, strict=True):
-            num_drafted = work.num_sampled_rows - 1 if work.parents is None else len(work.parents)
-            num_committed = len(work.token_ids) - max(0, num_drafted)
-            token_ids = work.token_ids[:num_committed]
+            first = len(work.token_ids) - max(0, num_drafted(work))
+            committed, drafted = work.token_ids[:first], work.token_ids[first:]
             if result.token_ids:
-                token_ids += self._committed(work, num_committed, result.token_ids)
-            self._sequences[work.request_id].see(work.start, token_ids)
-
-    def _committed(self, work: TargetWork, first: int, answer: tuple[int, ...]) -> tuple[int, ...]:
-        if self._decides:
-            return answer
-        drafted = work.token_ids[first:]
-        if work.parents is None:
-            return match(drafted[: len(answer) - 1], None, answer).token_ids
-        parents = tuple(parent - first for parent in work.parents)
-        return match(drafted, topology_of(len(drafted), parents), answer).token_ids
+                committed += verdict_of(drafted, node_parents(work), result.token_ids).token_ids
+            self._sequences[work.request_id].see(work.start, committed)
 
     def _fitting(self, proposal: Proposal | None, work: TargetWork) -> Proposal | None:
         if proposal is None or not proposal.token_ids:
             return None
-        if self._is_fitting(proposal, work):
-            return proposal
-        self.counters["target_drafts_dropped"] += 1
+        fault = self._check.fault(proposal, self._sequences[work.request_id], work.num_self_drafted)
+        if fault is None:
+            return plainly(proposal)
+        self.counters[f"target_drafts_{fault}"] += 1
         return None
-
-    def _is_fitting(self, proposal: Proposal, work: TargetWork) -> bool:
-        view = self._sequences[work.request_id]
-        try:
-            topology_of(proposal.num_tokens, proposal.parents)
-        except ValueError:
-            return False
-        return (
-            (proposal.committed_len, proposal.prefix_hash) == (view.committed_len, view.prefix_hash)
-            and proposal.num_tokens <= work.num_self_drafted
-            and all(0 <= token_id < self._vocab_size for token_id in proposal.token_ids)
-        )
 
 
 def with_draft(work: TargetWork, draft: Proposal | None) -> TargetWork:
@@ -178,11 +161,16 @@ class _Watched:
         self.num_prompt_tokens = admitted.num_prompt_tokens
         self._known = list(admitted.token_ids)
         self.token_ids: list[int] = []
-        self.prefix_hash = EMPTY_PREFIX
+        self._hashes = array("Q", (EMPTY_PREFIX,))
+        """Of every prefix, the empty one first."""
 
     @property
     def committed_len(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def prefix_hash(self) -> int:
+        return self._hashes[-1]
 
     def see(self, start: int, token_ids: Sequence[int]) -> None:
         """Let the sequence be its first `start` tokens and these."""
@@ -192,9 +180,10 @@ class _Watched:
             self._extend(self._known[length:start])
         elif length > start + len(token_ids) or self.token_ids[start:] != list(token_ids[: length - start]):
             del self.token_ids[start:]
-            self.prefix_hash = extend_prefix_hash(EMPTY_PREFIX, self.token_ids)
+            del self._hashes[start + 1 :]
         self._extend(token_ids[len(self.token_ids) - start :])
 
     def _extend(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
-        self.prefix_hash = extend_prefix_hash(self.prefix_hash, token_ids)
+        for token_id in token_ids:
+            self._hashes.append(extend_prefix_hash(self._hashes[-1], (token_id,)))

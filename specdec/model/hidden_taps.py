@@ -42,29 +42,20 @@ class LayerTaps:
         Raises:
             ConfigError: there is no such layer, or its state is in another rank.
         """
-        name = loaded.path.name
         text_config: Any = loaded.config.get_text_config()
-        kept = LayerMap.from_config(
-            {
-                "num_hidden_layers": text_config.num_hidden_layers,
-                CONFIG_KEY: getattr(loaded.config, CONFIG_KEY, None),
-            }
-        )
         self.layers = tuple(layers)
         """As asked for."""
-        counted = resolve_layers(layers, kept.num_original_layers, name)
         self.hidden_size = int(text_config.hidden_size)
-        self._name = name
+        self._name = name = loaded.path.name
         self._states: dict[int, torch.Tensor] | None = None
         self._rows: torch.Tensor | None = None
-        self._places = [_place(layer, kept) for layer in counted]
-        _require_here(loaded, counted, self._places)
+        self._places = places_of(loaded, layers)
         try:
             _, stack = layer_stack(loaded.model)
         except UnsupportedParallelism as error:
             raise ConfigError(f"{name} cannot be tapped for hidden states: {error}") from error
         for place in set(self._places):
-            if place < kept.num_layers:
+            if place < len(stack):
                 stack[place].register_forward_pre_hook(self._before(place), with_kwargs=True)
             else:
                 hf_model: Any = loaded.model
@@ -135,8 +126,26 @@ def resolve_layers(layers: Sequence[int], num_layers: int, name: str) -> tuple[i
     return tuple(layer % (num_layers + 1) for layer in layers)
 
 
+def places_of(loaded: LoadedModel, layers: Sequence[int]) -> list[int]:
+    """Return which layer of this checkpoint reads each state; the number of layers for what the head reads.
+
+    Raises:
+        ConfigError: there is no such layer, or its state is in another rank.
+    """
+    text_config: Any = loaded.config.get_text_config()
+    kept = LayerMap.from_config(
+        {
+            "num_hidden_layers": text_config.num_hidden_layers,
+            CONFIG_KEY: getattr(loaded.config, CONFIG_KEY, None),
+        }
+    )
+    counted = resolve_layers(layers, kept.num_original_layers, loaded.path.name)
+    places = [_place(layer, kept) for layer in counted]
+    _require_here(loaded, counted, places)
+    return places
+
+
 def _place(layer: int, kept: LayerMap) -> int:
-    """The layer of this checkpoint that reads the state; the number of layers for what the head reads."""
     if layer in (0, kept.num_original_layers):
         return 0 if layer == 0 else kept.num_layers
     return kept.layers_for(layer)
@@ -146,7 +155,7 @@ def _require_here(loaded: LoadedModel, layers: Sequence[int], places: Sequence[i
     stage = loaded.stage
     if stage is None:
         return
-    assert stage.is_last, "drafts are made where tokens are chosen"
+    assert stage.is_last or not layers, "drafts are made where tokens are chosen"
     for layer, place in zip(layers, places, strict=True):
         if place < stage.layers.start:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,7 +19,9 @@ from specdec.verification.registry import capabilities_of
 _CACHE_BYTES = 256 << 20
 _LONG_TEXT = 1 << 15
 """Tokens."""
-Method = Literal["none", "ngram", "draft_model", "self"]
+Method = Literal["none", "ngram", "draft_model", "self", "medusa", "hydra"]
+HEAD_METHODS: Final = frozenset({"medusa", "hydra"})
+"""Draft from hidden states of the target, in its process, with weights of their own."""
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
@@ -56,9 +58,10 @@ class SpeculativeConfig(StrictConfig):
 
     method: Method = "ngram"
     """none; ngram (prompt lookup); draft_model (a smaller model with the same tokenizer); self (the target
-    itself, attending to the part of its K/V that `kv` selects)."""
+    itself, attending to the part of its K/V that `kv` selects); medusa, hydra (heads on the target's hidden
+    states, in its process)."""
     model: str | None = None
-    """Path of the draft model's folder; required by draft_model."""
+    """Path of the folder of the draft model, or of the heads; required by draft_model, medusa and hydra."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     tree: TreeConfig = ChainConfig()
@@ -128,6 +131,11 @@ class SpeculativeConfig(StrictConfig):
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether heads draft, in the target's process."""
+        return self.method in HEAD_METHODS
 
     @property
     def max_prefix_len(self) -> int | None:
@@ -349,7 +357,7 @@ class SpeculativeConfig(StrictConfig):
         # Not by whether it was given: a configuration that has been dumped and read again gives everything.
         if self.draft_top_k in (None, type(self).model_fields["draft_top_k"].default):
             return self
-        if self.method != "draft_model":
+        if self.method != "draft_model" and not self.has_heads:
             raise ValueError(f"method {self.method} samples nothing: leave out draft_top_k")
         if self.rejection_sample_method in ("sample_and_match", "typical"):
             raise ValueError(
@@ -361,7 +369,9 @@ class SpeculativeConfig(StrictConfig):
     def _check(self) -> Self:
         if self.method == "draft_model" and self.model is None:
             raise ValueError("method draft_model needs `model`, the path of the draft model's folder")
-        if self.method != "draft_model" and self.model is not None:
+        if self.has_heads and self.model is None:
+            raise ValueError(f"method {self.method} needs `model`, the path of the folder of its heads")
+        if self.method != "draft_model" and not self.has_heads and self.model is not None:
             raise ValueError(f"method {self.method} takes no `model`; did you mean method: draft_model?")
         if self.method != "draft_model" and self.draft_tensor_parallel_size > 1:
             raise ValueError(
@@ -374,6 +384,9 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.method != "draft_model" and self.attention_backend != "auto":
             raise ValueError(f"method {self.method} runs no model: leave out attention_backend")
+        if self.has_heads and (self.dtype, self.device) != ("auto", "auto"):
+            key = "dtype" if self.dtype != "auto" else "device"
+            raise ValueError(f"{key}: heads run in the target's process as the target does: leave it out")
         if self.method != "draft_model" and self.quantization is not None:
             raise ValueError(f"method {self.method} has no weights to quantize: leave out quantization")
         if self.quantization is not None and self.draft_tensor_parallel_size > 1:

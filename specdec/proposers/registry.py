@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from specdec.core.errors import ConfigError
-from specdec.proposers.base import Proposer
+from specdec.proposers.at_target import DraftsAtTarget
+from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.proposers.target_facts import TargetFacts
+from specdec.verification.registry import capabilities_of
 
 
 def create_proposer(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
@@ -59,10 +61,26 @@ def _create_draft_model(config: SpeculativeConfig, target: TargetFacts) -> Propo
     return load_draft_model(config, target)
 
 
+def _create_heads(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    """What drafts is in the target's process (`heads_factory`), where the hidden states are."""
+    rule = capabilities_of(config.rejection_sample_method)
+    return DraftsAtTarget(
+        ProposerCapabilities(
+            name=config.method,
+            sampled=True,
+            noise_stream=rule.draft_stream,
+            gives_q_rows=rule.needs_q_rows,
+            hidden_layers=(-1,),  # or others: whoever has the weights knows
+        )
+    )
+
+
 FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = {
     "none": _create_none,
     "ngram": _create_ngram,
     "self": _create_self,
+    "medusa": _create_heads,
+    "hydra": _create_heads,
     "draft_model": _create_draft_model,
 }
 """Constructors by method."""

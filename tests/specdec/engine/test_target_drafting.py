@@ -64,14 +64,16 @@ class Bench:
 
     def heads(self, architecture: str) -> torch.Tensor:
         if architecture not in self._heads:
-            texts = [
-                [*prompt, *stream]
-                for kind in ("greedy", "plain")
-                for prompt, stream in zip(PROMPTS, self.alone(architecture, kind), strict=True)
-            ]
-            reference = self.models.reference(architecture)
-            self._heads[architecture] = fit_heads(reference, texts, num_heads=5)
+            self._heads[architecture] = self.fitted(architecture, LAYERS)
         return self._heads[architecture]
+
+    def fitted(self, architecture: str, layers: Sequence[int]) -> torch.Tensor:
+        texts = [
+            [*prompt, *stream]
+            for kind in ("greedy", "plain")
+            for prompt, stream in zip(PROMPTS, self.alone(architecture, kind), strict=True)
+        ]
+        return fit_heads(self.models.reference(architecture), texts, num_heads=5, layers=layers)
 
     def alone(self, architecture: str, kind: str) -> list[tuple[int, ...]]:
         key = (architecture, kind)
@@ -101,19 +103,22 @@ class HeadSetting(Setting):
                 pytest.skip("no compiled forward here")
         return runner
 
+    tree: bool = False
+
     def serving(
         self, bench: Bench, architecture: str, kind: type[LinearHeads] = LinearHeads
     ) -> tuple[Engine, LinearHeads]:
         runner = self.runner(bench.models.load(architecture), self.num_blocks)
         made: list[LinearHeads] = []
+        capabilities = replace(CAPABILITIES, shape="tree") if self.tree else CAPABILITIES
 
         def make(source: HiddenSource) -> LinearHeads:
-            made.append(kind(source, bench.heads(architecture)))
+            made.append(kind(source, bench.heads(architecture), capabilities))
             return made[0]
 
         engine = Engine.from_parts(
             target=LocalTarget(runner, self.sampler(), make_drafter=make),
-            proposer=DraftsAtTarget(CAPABILITIES),
+            proposer=DraftsAtTarget(capabilities),
             tokenizer=HuggingFaceTokenizer(make_tokenizer()),
             scheduler=SchedulerConfig(
                 max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
@@ -157,6 +162,9 @@ COVER = [
     ("cut", HeadSetting(num_draft_tokens=5, batch=5, chunk=9)),
     ("penalties", HeadSetting(num_draft_tokens=4, batch=8, chunk=16, num_blocks=18)),
     ("bad words", HeadSetting(num_draft_tokens=3, batch=5, compiled=True)),
+    ("greedy", HeadSetting(num_draft_tokens=10, batch=8, chunk=32, num_blocks=24, tree=True)),
+    ("plain", HeadSetting(num_draft_tokens=7, batch=5, chunk=40, tree=True, compiled=True)),
+    ("penalties", HeadSetting(num_draft_tokens=10, batch=3, tree=True)),
 ]
 
 
@@ -165,7 +173,7 @@ def test_says_what_it_says_alone(bench: Bench, kind: str, setting: HeadSetting) 
     metrics, _ = check(bench, setting, kind)
     assert metrics.num_draft_tokens > 0
     assert metrics.num_accepted_tokens > 0
-    if setting.num_blocks == 18:
+    if setting.num_blocks < 30:
         assert metrics.num_preemptions > 0
 
 
@@ -208,6 +216,7 @@ def test_rows_of_rejected_drafts_are_overwritten(bench: Bench) -> None:
     """Negative control of the comparison, too."""
     setting = HeadSetting(num_draft_tokens=5, batch=4)
     metrics, seen = check(bench, setting, "hot")
+    assert metrics.num_missing_proposals == 0
     assert metrics.num_accepted_tokens < metrics.num_draft_tokens - 20
     shifted = Seen(seen[-1].token_ids, seen[-1].rows.roll(1, 0), ())
     with pytest.raises(AssertionError):
@@ -238,6 +247,7 @@ def test_proposals_that_do_not_fit_are_dropped_and_counted(bench: Bench) -> None
         assert [one.token_ids for one in results] == bench.alone("llama", "greedy")[:4]
         assert drafter.seen
         assert metrics.num_draft_tokens == 0
+        assert metrics.num_missing_proposals > 0
 
 
 def test_what_is_kept_of_a_sequence_goes_with_it(bench: Bench) -> None:

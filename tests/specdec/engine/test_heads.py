@@ -1,0 +1,185 @@
+"""Medusa and Hydra by configuration: heads from a folder as it is published, drafting beside the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.core.errors import CheckpointError, ConfigError
+from specdec.core.sampling_params import SamplingParams
+from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.hydra import save_hydra
+from specdec.drafters.checkpoints.medusa import save_medusa
+from specdec.drafters.hydra import Hydra
+from specdec.drafters.medusa import Medusa
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.rank_follower import follow
+from specdec.model.parallel.group import RankGroup
+from specdec.proposers.config import SpeculativeConfig
+from tests.rank_pool import Failure, Pools
+from tests.specdec.engine.ranked_engines import leading_engine
+from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
+
+FolderOf = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(Models(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module")
+def folder_of(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+    """Folders of heads whose last matrices are fitted to texts of the target; the rest changes nothing."""
+    made: dict[str, Path] = {}
+    target = TargetParts.of(bench.models.load("llama").model)
+    weights = bench.fitted("llama", (-1,))
+
+    @torch.no_grad()
+    def make(kind: str) -> Path:
+        if kind in made:
+            return made[kind]
+        folder = made[kind] = tmp_path_factory.mktemp(kind)
+        if kind == "medusa":
+            medusa = Medusa(target, num_heads=len(weights))
+            for head, weight in zip(medusa.heads, weights, strict=True):
+                head[-1].weight.copy_(weight.T)  # type: ignore[index]
+            save_medusa(medusa, folder, base_model="tiny", file_format="pt")
+            return folder
+        hydra = Hydra(target, num_heads=len(weights), has_prefix_layer=kind == "hydra++")
+        hydra.start_from_target()
+        for lm_head, weight in zip(hydra.lm_heads, weights, strict=True):
+            lm_head.weight.copy_(weight.T)  # type: ignore[operator]
+        save_hydra(hydra, folder, base_model="tiny")
+        return folder
+
+    return make
+
+
+def config_of(bench: Bench, folder: Path, method: str = "medusa", **more: Any) -> EngineConfig:
+    target = {"model": str(bench.models.load("llama").path), "dtype": "float32", **more.pop("target", {})}
+    cache = more.pop("cache", {"block_size": 4, "num_blocks": 60})
+    speculative = {
+        "method": method,
+        "model": str(folder),
+        "num_speculative_tokens": 5,
+        "controller": "fixed",
+        **more,
+    }
+    return EngineConfig.model_validate(
+        {
+            "target": {"compile": {"mode": "off"}, **target},
+            "speculative_config": speculative,
+            "cache": cache,
+            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 24},
+        }
+    )
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["greedy", "plain", pytest.param("penalties", marks=pytest.mark.full)])
+def test_heads_of_a_folder_draft_and_nothing_shows(
+    bench: Bench, folder_of: FolderOf, method: str, kind: str
+) -> None:
+    config = config_of(bench, folder_of(method), method, cache={"block_size": 4, "num_blocks": 20})
+    with Engine(config) as engine:
+        results = engine.generate(PROMPTS, KINDS[kind])
+        metrics = engine.metrics()
+        engine.check_integrity()
+    assert [one.token_ids for one in results] == bench.alone("llama", kind)
+    assert metrics.num_preemptions > 0
+    assert metrics.num_accepted_tokens > 0.2 * metrics.num_draft_tokens > 10
+
+
+def test_the_controller_measures_what_heads_cost(bench: Bench, folder_of: FolderOf, tmp_path: Path) -> None:
+    config = config_of(
+        bench, folder_of("medusa"), controller="goodput", profile_seconds=0.3, profile_dir=str(tmp_path)
+    )
+    with Engine(config) as engine:
+        results = engine.generate(PROMPTS, GREEDY)
+        assert [one.token_ids for one in results] == bench.alone("llama", "greedy")
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "multi_round"])
+def test_rules_that_look_at_probabilities_get_them(bench: Bench, folder_of: FolderOf, rule: str) -> None:
+    """They stay in the process. Greedy tokens are the same by every rule; what is sampled is accepted."""
+    with Engine(config_of(bench, folder_of("medusa"), rejection_sample_method=rule)) as engine:
+        results = engine.generate(PROMPTS, GREEDY)
+        assert [one.token_ids for one in results] == bench.alone("llama", "greedy")
+        before = engine.metrics().num_accepted_tokens
+        engine.generate(PROMPTS, SamplingParams(temperature=0.8, max_tokens=16, seed=3))
+        assert engine.metrics().num_accepted_tokens > before
+
+
+def serve(group: RankGroup, config: EngineConfig) -> Any:
+    """Rank 0: streams and accepted tokens; the others follow."""
+    if group.rank > 0:
+        follow("target", config, group)
+        return None
+    with leading_engine(group, config) as engine:
+        results = [one.token_ids for one in engine.generate(PROMPTS, GREEDY)]
+        return results, engine.metrics().num_accepted_tokens
+
+
+def test_medusa_drafts_for_a_target_over_two_ranks(
+    bench: Bench, folder_of: FolderOf, rank_pool: Pools
+) -> None:
+    config = config_of(bench, folder_of("medusa"), target={"tensor_parallel_size": 2})
+    streams, num_accepted = rank_pool(2).run(serve, config)[0]
+    assert streams == bench.alone("llama", "greedy")
+    assert num_accepted > 20
+
+
+def refusal(group: RankGroup, config: EngineConfig) -> Any:
+    """What this rank raises."""
+    try:
+        leading_engine(group, config) if group.rank == 0 else follow("target", config, group)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_hydra_over_ranks_is_refused_in_all_of_them(
+    bench: Bench, folder_of: FolderOf, rank_pool: Pools
+) -> None:
+    config = config_of(bench, folder_of("hydra"), "hydra", target={"tensor_parallel_size": 2})
+    answers = rank_pool(2).run(refusal, config)
+    assert not any(isinstance(one, Failure) for one in answers)
+    assert all("does not go with target.tensor_parallel_size" in one for one in answers)
+
+
+def test_what_a_folder_does_not_hold_is_said(bench: Bench, folder_of: FolderOf) -> None:
+    with pytest.raises(ConfigError, match=r"method: medusa, but .* holds Hydra: write method: hydra"):
+        Engine(config_of(bench, folder_of("hydra"), "medusa"))
+    with pytest.raises(ConfigError, match=r"has a prefix layer \(Hydra\+\+\)"):
+        Engine(config_of(bench, folder_of("hydra++"), "hydra"))
+    with pytest.raises(CheckpointError, match="no drafter of a known format"):
+        Engine(config_of(bench, bench.models.load("llama").path, "medusa"))
+
+
+def test_settings_that_heads_do_not_have_are_refused(bench: Bench) -> None:
+    with pytest.raises(ValueError, match=r"medusa does not go with target.pipeline_parallel_size: 2"):
+        config_of(bench, Path("heads"), target={"pipeline_parallel_size": 2})
+    for fields, message in (
+        ({}, "method medusa needs `model`"),
+        ({"model": "x", "device": "cuda"}, "device: heads run in the target's process"),
+        ({"model": "x", "dtype": "bfloat16"}, "dtype: heads run in the target's process"),
+        ({"model": "x", "overlap": "ping_pong"}, "needs a draft model that runs beside the target"),
+        ({"model": "x", "kv": {"policy": "streaming", "budget": 64}}, "kv.policy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpeculativeConfig.model_validate({"method": "medusa", **fields})
