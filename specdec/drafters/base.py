@@ -22,7 +22,8 @@ from specdec.drafters.attention import Attends
 from specdec.drafters.vocabulary import DraftVocabulary
 
 FINAL_NORM = -1
-"""Stands among `hidden_layers` for the state behind the target's final norm, which its LM head reads."""
+"""Stands among `hidden_layers` for the state behind the target's final norm, which its LM head reads (see
+`model.hidden_taps`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

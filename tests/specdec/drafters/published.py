@@ -147,7 +147,7 @@ def eagle3(
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(KNOWN_IDS),
         "norm_before_residual": False,
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 1, 3]},
     }
     return config, tensors
 
@@ -162,7 +162,7 @@ def speculators_eagle3() -> tuple[dict[str, Any], Tensors]:
         "target_hidden_size": None,
         "norm_before_residual": True,
         "norm_before_fc": False,
-        "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
+        "eagle_aux_hidden_state_layer_ids": [2, 1, 3],
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

@@ -105,8 +105,8 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
     ),
     "layers beyond the target's": (
         published.eagle3,
-        change(eagle_aux_hidden_state_layer_ids=[2, 3, 5]),
-        ["eagle_aux_hidden_state_layer_ids is [2, 3, 5]; the target has 4 layers"],
+        change(eagle_aux_hidden_state_layer_ids=[2, 3, 4]),
+        ["eagle_aux_hidden_state_layer_ids is [2, 3, 4]; the target has 4 layers"],
     ),
     "layers that are no list": (
         published.eagle3,

@@ -123,7 +123,7 @@ def test_eagle3(folder: Path, target: Target, layer: str, prefix: str, fc_norm: 
     published.write(folder, config, tensors, MODEL)
     head = load_drafter(folder, target.parts)
     assert isinstance(head, Eagle3)
-    assert head.hidden_layers == (2, 3, 4)
+    assert head.hidden_layers == (2, 1, 3)
     assert head.settings.norm_output is fc_norm
     assert head.settings.norm_before_residual is False
     assert head.vocabulary is not None
@@ -162,7 +162,7 @@ def test_eagle3_with_the_whole_vocabulary(folder: Path, target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "layers"), [([2, 3, 4], (2, 3, 4)), ([1, 2, 3], (2, 3, 4)), ([0, 2, 4], (0, 2, 4))]
+    ("ids", "layers"), [([2, 2, 3], (2, 2, 3)), ([1, 2, 1], (2, 3, 2)), ([0, 2, 3], (0, 2, 3))]
 )
 def test_both_conventions_of_fused_layers(
     folder: Path, target: Target, ids: list[int], layers: tuple[int, ...]
