@@ -126,7 +126,7 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ..
     if max(ids) >= target.num_layers:
         raise at.wrong(
             name,
-            f"the target has {target.num_layers} layers, and what the last of them gives before the final norm "
+            f"the target has {target.num_layers} layers, and what the last one gives before the final norm "
             "is not kept",
         )
     return ids
