@@ -215,6 +215,18 @@ def speculators_mtp() -> tuple[dict[str, Any], Tensors]:
     return config, filled(shapes)
 
 
+def parallel_heads() -> tuple[dict[str, Any], Tensors]:
+    shapes = layer_shapes("extra_heads.0.") | layer_shapes("extra_heads.1.")
+    config = {
+        "model_type": "parallel_heads",
+        "n_future_tokens": 3,
+        "base_model_name_or_path": "somebody/some-model",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+    }
+    return config, filled(shapes)
+
+
 def whole_target(
     folder: Path, model: PreTrainedModel, extra: dict[str, torch.Tensor], file: str = MODEL
 ) -> None:

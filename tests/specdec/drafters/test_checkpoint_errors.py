@@ -171,6 +171,11 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         change(transformer_layer_config=None),
         ["transformer_layer_config.hidden_size is nothing"],
     ),
+    "no parallel head": (
+        published.parallel_heads,
+        change(n_future_tokens=1),
+        ["n_future_tokens is 1; it must be at least 2"],
+    ),
     "nothing that is known": (
         lambda: ({"architectures": ["Other"]}, {"some.weight": torch.zeros(2)}),
         change(),
