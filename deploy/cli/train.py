@@ -55,8 +55,9 @@ def train(
     vector_lr: Annotated[float, typer.Option(help="Learning rate of LM heads and norms (AdamW).")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of initial weights, order and samples.")] = 0,
     dtype: Annotated[
-        Literal["bfloat16", "float32"], typer.Option(help="Of the target and of products.")
-    ] = "bfloat16",
+        Literal["auto", "bfloat16", "float32"],
+        typer.Option(help="Of the target and of products; auto: bfloat16 on a GPU, float32 on a CPU."),
+    ] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     layout: Annotated[
