@@ -19,17 +19,27 @@ def learning_rate_factor(step: int, num_steps: int, warmup_steps: int, constant_
 
 
 def make_optimizers(
-    modules: Iterable[nn.Module], *, muon_lr: float, adamw_lr: float, weight_decay: float
+    modules: Iterable[nn.Module],
+    *,
+    muon_lr: float,
+    adamw_lr: float,
+    weight_decay: float,
+    vocabulary_sizes: frozenset[int] = frozenset(),
 ) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for embeddings and norms.
 
+    Matrices with as many rows as ``vocabulary_sizes`` are LM heads, whatever their names: AdamW's too.
     Each group remembers its peak rate in ``peak_lr``; `set_learning_rates` scales it.
     """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for module in modules:
         for name, parameter in module.named_parameters():
-            is_embedding = "embed_tokens" in name or "lm_head" in name
+            if not parameter.requires_grad:
+                continue
+            is_embedding = (
+                "embed_tokens" in name or "lm_head" in name or parameter.shape[0] in vocabulary_sizes
+            )
             (matrices if parameter.ndim == 2 and not is_embedding else others).append(parameter)
     embeddings = [parameter for parameter in others if parameter.ndim == 2]
     vectors = [parameter for parameter in others if parameter.ndim < 2]

@@ -17,18 +17,11 @@ from training.tokenizer import CONTEXT_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What decides the weights, whatever the losses are."""
+class Schedule:
+    """How weights move, whatever the losses and rows are."""
 
     steps: int
     """Optimizer steps; the learning rate reaches zero after the last."""
-    batch_tokens: int = 8192
-    """Tokens per step, at both lengths."""
-    short_length: int = 512
-    """Row length of most steps, in tokens."""
-    long_length: int = CONTEXT_LENGTH
-    long_share: float
-    """Share of the steps at ``long_length``: every other step of the last 2 x this share."""
     muon_lr: float
     adamw_lr: float
     weight_decay: float
@@ -36,6 +29,19 @@ class Recipe:
     constant_share: float
     clip_norm: float = 1.0
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Schedule):
+    """What decides the weights of the demo family."""
+
+    batch_tokens: int = 8192
+    """Tokens per step, at both lengths."""
+    short_length: int = 512
+    """Row length of most steps, in tokens."""
+    long_length: int = CONTEXT_LENGTH
+    long_share: float
+    """Share of the steps at ``long_length``: every other step of the last 2 x this share."""
 
     @property
     def long_from(self) -> int:
@@ -58,7 +64,15 @@ class RunOptions:
 class TrainingRun:
     """One run of a recipe over ``modules``, from the folder's checkpoint on."""
 
-    def __init__(self, name: str, recipe: Recipe, modules: dict[str, nn.Module], options: RunOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        recipe: Schedule,
+        modules: dict[str, nn.Module],
+        options: RunOptions,
+        *,
+        vocabulary_sizes: frozenset[int] = frozenset(),
+    ) -> None:
         self._name = name
         self._recipe = recipe
         self._modules = modules
@@ -69,6 +83,7 @@ class TrainingRun:
             muon_lr=recipe.muon_lr,
             adamw_lr=recipe.adamw_lr,
             weight_decay=recipe.weight_decay,
+            vocabulary_sizes=vocabulary_sizes,
         )
         self.generator = torch.Generator().manual_seed(recipe.seed)
         """For what a step draws; part of the checkpoint."""
@@ -106,8 +121,12 @@ class TrainingRun:
 
     def optimize(self, loss: torch.Tensor, step: int) -> None:
         """Take one step down the gradient of ``loss``."""
-        recipe = self._recipe
         loss.backward()
+        self.step_optimizers(step)
+
+    def step_optimizers(self, step: int) -> None:
+        """Take one step down the gradients there are, and clear them."""
+        recipe = self._recipe
         nn.utils.clip_grad_norm_(self._parameters, recipe.clip_norm)
         factor = learning_rate_factor(step, recipe.steps, recipe.warmup_steps, recipe.constant_share)
         set_learning_rates(self._optimizers, factor)

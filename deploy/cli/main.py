@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.cli.border import DebugOption, leave_at_once, readable_errors
+from deploy.cli.train import train
 
 DEFAULT_CONFIG = Path("configs/demo.yaml")
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -30,6 +31,7 @@ app.add_typer(config_app)
 app.add_typer(bench_app)
 app.add_typer(dashboards_app)
 app.add_typer(rules_app)
+app.command()(readable_errors(train))
 
 
 def _print_version(is_asked: bool) -> None:

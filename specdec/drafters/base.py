@@ -22,7 +22,8 @@ from specdec.drafters.attention import Attends
 from specdec.drafters.vocabulary import DraftVocabulary
 
 FINAL_NORM = -1
-"""Stands among `hidden_layers` for the state behind the target's final norm, which its LM head reads."""
+"""Stands among `hidden_layers` for the state behind the target's final norm, which its LM head reads (see
+`model.hidden_taps`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,16 +142,8 @@ class FeatureDrafter(Drafter):
         """Return logits [..., V] of outputs [..., H], over `vocabulary`."""
 
 
-class IndependentHeads(Drafter):
-    """Every depth is drafted from the same state, whatever was drafted before: Medusa."""
-
-    @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [num_heads, ..., V] of the target's state [..., H]; the first are of depth 0."""
-
-
-class SequentialHeads(Drafter):
-    """Every depth has a head of its own, which sees the tokens drafted before: Hydra."""
+class HeadsDrafter(Drafter):
+    """Has a head for every depth, over the target's states."""
 
     @property
     def attention_layers(self) -> tuple[LayerAttention, ...]:
@@ -158,8 +151,24 @@ class SequentialHeads(Drafter):
         return ()
 
     def prepare(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attends) -> torch.Tensor:
-        """Make what the heads read, [B, T, H], of the target's states. They are the same, by default."""
+        """Make what the heads read, [B, T, R], of the target's states [B, T, F].
+
+        They are the same, by default. Every row goes through it once, because its K/V may be needed; heads
+        are asked for rows to draft behind alone.
+        """
         return hidden
+
+
+class IndependentHeads(HeadsDrafter):
+    """Every depth is drafted from the same state, whatever was drafted before: Medusa, parallel heads."""
+
+    @abstractmethod
+    def logits(self, prepared: torch.Tensor) -> torch.Tensor:
+        """Return logits [num_heads, ..., V] of rows [..., R] of `prepare`; the first are of depth 0."""
+
+
+class SequentialHeads(HeadsDrafter):
+    """Every depth is drafted by a head that sees the tokens drafted before: Hydra."""
 
     @abstractmethod
     def logits(self, depth: int, prepared: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
@@ -167,6 +176,6 @@ class SequentialHeads(Drafter):
 
         Args:
             depth: which head.
-            prepared: [..., H], of `prepare`.
+            prepared: [..., R], of `prepare`.
             path: int64 [..., depth + 1]: x_{t+1} and the tokens drafted behind it.
         """

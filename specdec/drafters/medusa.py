@@ -58,5 +58,5 @@ class Medusa(IndependentHeads):
             last = head[-1]  # type: ignore[index]
             last.weight.copy_(weight)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.stack([head(hidden) for head in self.heads])
+    def logits(self, prepared: torch.Tensor) -> torch.Tensor:
+        return torch.stack([head(prepared) for head in self.heads])

@@ -123,8 +123,12 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ..
             "%s: %s begins with 1, so %s are taken for outputs of layers counted from 0", keys.path, name, ids
         )
         ids = tuple(index + 1 for index in ids)
-    if max(ids) > target.num_layers:
-        raise at.wrong(name, f"the target has {target.num_layers} layers")
+    if max(ids) >= target.num_layers:
+        raise at.wrong(
+            name,
+            f"the target has {target.num_layers} layers, and what the last one gives before the final norm "
+            "is not kept",
+        )
     return ids
 
 

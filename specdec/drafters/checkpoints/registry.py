@@ -17,11 +17,12 @@ from specdec.drafters.checkpoints.files import DrafterFolder, open_beside, open_
 from specdec.drafters.checkpoints.hydra import load_hydra
 from specdec.drafters.checkpoints.medusa import HEAD_TENSOR, load_medusa
 from specdec.drafters.checkpoints.mtp import has_mtp, load_mtp
+from specdec.drafters.checkpoints.parallel_heads import HEAD_PREFIX, load_parallel_heads
 from specdec.drafters.checkpoints.speculators import KIND_KEY, load_speculator
 
 logger = logging.getLogger(__name__)
 
-DrafterFormat = Literal["speculators", "eagle3", "eagle", "medusa", "hydra", "mtp"]
+DrafterFormat = Literal["speculators", "eagle3", "eagle", "medusa", "hydra", "mtp", "parallel_heads"]
 Load = Callable[[DrafterFolder, TargetParts, torch.dtype | None], Drafter]
 
 _LAYERS = "model.layers.0."
@@ -32,6 +33,7 @@ _LOADERS: dict[DrafterFormat, Load] = {
     "medusa": load_medusa,
     "hydra": load_hydra,
     "mtp": load_mtp,
+    "parallel_heads": load_parallel_heads,
 }
 assert set(_LOADERS) == set(get_args(DrafterFormat))
 
@@ -53,13 +55,15 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
         return "medusa"
     if has_mtp(folder):
         return "mtp"
+    if any(name.startswith(HEAD_PREFIX) for name in names):
+        return "parallel_heads"
     if "fc.weight" in names:
         return "eagle"
     architectures = folder.config.get("architectures")
     raise CheckpointError(
         f"{folder.path} holds no drafter of a known format (architectures {architectures!r}): known are "
-        "EAGLE, EAGLE-3, Medusa, Hydra, MTP modules and speculators' eagle3 and mtp; an ordinary small model "
-        "is a draft model (method draft_model)"
+        "EAGLE, EAGLE-3, Medusa, Hydra, MTP modules, parallel heads and speculators' eagle3 and mtp; an "
+        "ordinary small model is a draft model (method draft_model)"
     )
 
 

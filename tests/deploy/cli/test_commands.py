@@ -48,6 +48,7 @@ def user_error(*arguments: object) -> str:
         ["config", "validate"],
         ["keys", "new"],
         ["batch"],
+        ["train"],
     ],
 )
 def test_help_has_examples(command: list[str]) -> None:

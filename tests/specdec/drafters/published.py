@@ -147,7 +147,7 @@ def eagle3(
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(KNOWN_IDS),
         "norm_before_residual": False,
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 1, 3]},
     }
     return config, tensors
 
@@ -162,7 +162,7 @@ def speculators_eagle3() -> tuple[dict[str, Any], Tensors]:
         "target_hidden_size": None,
         "norm_before_residual": True,
         "norm_before_fc": False,
-        "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
+        "eagle_aux_hidden_state_layer_ids": [2, 1, 3],
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -211,6 +211,18 @@ def speculators_mtp() -> tuple[dict[str, Any], Tensors]:
             "verifier": {"name_or_path": "somebody/some-model", "architectures": ["LlamaForCausalLM"]},
         },
         "transformer_layer_config": {**LAYER_CONFIG, "num_hidden_layers": LAYERS},
+    }
+    return config, filled(shapes)
+
+
+def parallel_heads() -> tuple[dict[str, Any], Tensors]:
+    shapes = layer_shapes("extra_heads.0.") | layer_shapes("extra_heads.1.")
+    config = {
+        "model_type": "parallel_heads",
+        "n_future_tokens": 3,
+        "base_model_name_or_path": "somebody/some-model",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
     }
     return config, filled(shapes)
 

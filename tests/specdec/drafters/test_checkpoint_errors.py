@@ -105,8 +105,8 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
     ),
     "layers beyond the target's": (
         published.eagle3,
-        change(eagle_aux_hidden_state_layer_ids=[2, 3, 5]),
-        ["eagle_aux_hidden_state_layer_ids is [2, 3, 5]; the target has 4 layers"],
+        change(eagle_aux_hidden_state_layer_ids=[2, 3, 4]),
+        ["eagle_aux_hidden_state_layer_ids is [2, 3, 4]; the target has 4 layers"],
     ),
     "layers that are no list": (
         published.eagle3,
@@ -170,6 +170,11 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         published.speculators_eagle3,
         change(transformer_layer_config=None),
         ["transformer_layer_config.hidden_size is nothing"],
+    ),
+    "no parallel head": (
+        published.parallel_heads,
+        change(n_future_tokens=1),
+        ["n_future_tokens is 1; it must be at least 2"],
     ),
     "nothing that is known": (
         lambda: ({"architectures": ["Other"]}, {"some.weight": torch.zeros(2)}),

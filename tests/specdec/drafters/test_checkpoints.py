@@ -18,6 +18,7 @@ from specdec.drafters.checkpoints.files import open_beside, open_drafter
 from specdec.drafters.checkpoints.hydra import save_hydra
 from specdec.drafters.checkpoints.medusa import save_medusa
 from specdec.drafters.checkpoints.mtp import save_mtp
+from specdec.drafters.checkpoints.parallel_heads import save_parallel_heads
 from specdec.drafters.checkpoints.registry import detect, load_drafter
 from specdec.drafters.checkpoints.speculators import save_speculator
 from specdec.drafters.eagle import Eagle
@@ -25,6 +26,7 @@ from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
+from specdec.drafters.parallel_heads import ParallelHeads
 from tests.specdec.drafters import published
 from tests.specdec.drafters.conftest import LAYERS, Target
 from tests.specdec.drafters.published import MODEL
@@ -123,7 +125,7 @@ def test_eagle3(folder: Path, target: Target, layer: str, prefix: str, fc_norm: 
     published.write(folder, config, tensors, MODEL)
     head = load_drafter(folder, target.parts)
     assert isinstance(head, Eagle3)
-    assert head.hidden_layers == (2, 3, 4)
+    assert head.hidden_layers == (2, 1, 3)
     assert head.settings.norm_output is fc_norm
     assert head.settings.norm_before_residual is False
     assert head.vocabulary is not None
@@ -162,7 +164,7 @@ def test_eagle3_with_the_whole_vocabulary(folder: Path, target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "layers"), [([2, 3, 4], (2, 3, 4)), ([1, 2, 3], (2, 3, 4)), ([0, 2, 4], (0, 2, 4))]
+    ("ids", "layers"), [([2, 2, 3], (2, 2, 3)), ([1, 2, 1], (2, 3, 2)), ([0, 2, 3], (0, 2, 3))]
 )
 def test_both_conventions_of_fused_layers(
     folder: Path, target: Target, ids: list[int], layers: tuple[int, ...]
@@ -262,6 +264,19 @@ def test_mtp_of_qwen(folder: Path, target: Target) -> None:
     assert same(state["mtp_modules.0.norm.weight"], tensors["mtp.norm.weight"])
 
 
+def test_parallel_heads(folder: Path, target: Target) -> None:
+    config, tensors = published.parallel_heads()
+    published.write(folder, config, tensors, MODEL)
+    heads = load_drafter(folder, target.parts)
+    assert isinstance(heads, ParallelHeads)
+    assert heads.max_depth == 2
+    save_parallel_heads(heads, folder / "again", base_model="somebody/some-model")
+    again = load_file(folder / "again" / MODEL)
+    assert again.keys() == tensors.keys()
+    assert all(same(again[name], tensor) for name, tensor in tensors.items())
+    assert json.loads((folder / "again" / "config.json").read_text()) == config
+
+
 def test_the_demo_targets_module_loads() -> None:
     from transformers import AutoModelForCausalLM
 
@@ -291,6 +306,7 @@ def test_formats_are_told_apart_by_their_tensors(folder: Path, target: Target) -
     for name, content, file in (
         ("medusa", published.medusa(), "medusa_lm_head.pt"),
         ("hydra", published.hydra(), "hydra_lm_head.pt"),
+        ("parallel_heads", published.parallel_heads(), MODEL),
         ("eagle", published.eagle(), MODEL),
         ("eagle3", published.eagle3(layer="layers.0."), MODEL),
         ("speculators", published.speculators_eagle3(), MODEL),

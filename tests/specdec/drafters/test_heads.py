@@ -9,6 +9,7 @@ from specdec.drafters.attention import CausalRows
 from specdec.drafters.base import FINAL_NORM
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
+from specdec.drafters.parallel_heads import ParallelHeads
 from tests.specdec.drafters.conftest import HIDDEN, LAYERS, VOCAB, Target, randomize
 from tests.specdec.drafters.formulas import Memory, llama_layer, rms_norm
 
@@ -93,6 +94,40 @@ def test_hydra_is_its_formula(
     path = tokens[0, row + 1 : row + 2 + depth]
     torch.testing.assert_close(heads.logits(depth, prepared[0, row], path), expected)
     assert expected.shape == (VOCAB,)
+
+
+@torch.no_grad()
+def test_parallel_heads_are_their_formula(target: Target, tokens: torch.Tensor) -> None:
+    heads = ParallelHeads(target.parts, num_heads=2)
+    randomize(heads, seed=2)
+    hidden = target.hidden(tokens, heads.hidden_layers)
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    prepared = heads.prepare(hidden, positions, CausalRows())
+    weights = heads.state_dict() | dict(target.model.state_dict())
+    for head in range(2):
+        memory = Memory()
+        for position in range(6):
+            x, memory = llama_layer(
+                hidden[0, position], position, weights, f"extra_heads.{head}.", 8, 1e-5, memory
+            )
+        normed = rms_norm(x, weights["model.norm.weight"], 1e-5)
+        expected = weights["lm_head.weight"] @ normed
+        torch.testing.assert_close(heads.logits(prepared[0, 5])[head], expected, rtol=1e-4, atol=1e-4)
+    assert heads.hidden_layers == (LAYERS - 1,)
+    assert [layer.layer_idx for layer in heads.attention_layers] == [LAYERS, LAYERS + 1]
+
+
+def test_the_targets_last_layer_as_a_parallel_head_is_the_target(
+    target: Target, tokens: torch.Tensor
+) -> None:
+    heads = ParallelHeads(target.parts, num_heads=1)
+    last = target.model.base_model.layers[-1]  # type: ignore[index, operator, union-attr]
+    heads.extra_heads[0].load_state_dict(last.state_dict())
+    hidden = target.hidden(tokens, heads.hidden_layers)
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    with torch.no_grad():
+        logits = heads.logits(heads.prepare(hidden, positions, CausalRows()))[0]
+        torch.testing.assert_close(logits, target.model(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_hydra_reads_an_earlier_layer_where_it_is_told_to(target: Target) -> None:

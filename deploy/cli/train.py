@@ -1,0 +1,146 @@
+"""`drafthouse train`: a drafter for a target, from texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.cli.border import DebugOption
+from specdec.core.errors import ConfigError
+
+
+def train(
+    method: Annotated[
+        Literal["medusa", "hydra", "eagle", "eagle3", "mtp", "parallel_heads"],
+        typer.Argument(help="What is trained."),
+    ],
+    target: Annotated[Path, typer.Option(help="Folder of the target model; it stays as it is.")],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="Text files, JSON lines (text, prompt and completion, or messages) or folders; repeatable."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the finished drafter.")],
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Folder for checkpoints, log and caches; without it, OUT with -work behind it."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
+    row_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    batch_rows: Annotated[int, typer.Option(help="Rows of a forward.")] = 16,
+    accumulate: Annotated[int, typer.Option(help="Forwards before the optimizer moves.")] = 1,
+    depth: Annotated[int, typer.Option(help="Tokens to look ahead: heads, or steps of training.")] = 4,
+    num_layers: Annotated[int, typer.Option(help="Residual blocks of a head, or layers of EAGLE.")] = 1,
+    prefix_layer: Annotated[bool, typer.Option("--prefix-layer", help="Hydra++.")] = False,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="EAGLE-3: token ids that it knows; without it, 32,000 at most.")
+    ] = None,
+    fused_layers: Annotated[
+        str | None, typer.Option(help="EAGLE-3: states that it reads, such as 2,4,5; 0 is the embeddings.")
+    ] = None,
+    v31: Annotated[bool, typer.Option("--v31", help="EAGLE-3.1.")] = False,
+    samples: Annotated[
+        int, typer.Option(help="Train on so many rows that the target writes itself; 0: on the texts.")
+    ] = 0,
+    sample_temperature: Annotated[float, typer.Option(help="Of --samples.")] = 0.7,
+    keep_hidden: Annotated[
+        bool, typer.Option("--keep-hidden", help="Keep the target's hidden states in WORK.")
+    ] = False,
+    matrix_lr: Annotated[float, typer.Option(help="Learning rate of matrices (Muon).")] = 2e-3,
+    vector_lr: Annotated[float, typer.Option(help="Learning rate of LM heads and norms (AdamW).")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Of initial weights, order and samples.")] = 0,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        typer.Option(help="Of the target and of products; auto: bfloat16 on a GPU, float32 on a CPU."),
+    ] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    layout: Annotated[
+        Literal["published", "speculators"],
+        typer.Option("--format", help="Layout of eagle3: of its authors, or of vLLM's library."),
+    ] = "published",
+    eval_texts: Annotated[
+        int, typer.Option(min=0, help="Held-out texts that acceptance is measured on; 0: none.")
+    ] = 16,
+    debug: DebugOption = False,
+) -> None:
+    """Train a drafter for a target; the same command goes on with an interrupted run.
+
+    A twentieth of the documents is held out. At the end acceptance by position is measured behind their
+    beginnings, printed, and written to OUT/acceptance.json.
+
+    Examples:
+
+        drafthouse train medusa --target models/demo/target --data texts/ --out medusa
+
+        drafthouse train eagle3 --target models/demo/target --data chats.jsonl --out eagle3 --keep-hidden
+
+        drafthouse train mtp --target models/demo/target --data texts/ --samples 2000 --out mtp
+    """
+    import torch
+
+    from training.drafters.recipe import DrafterRecipe
+    from training.drafters.train import TrainOptions, train_drafter
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    recipe = DrafterRecipe(
+        method=method,
+        steps=steps,
+        row_length=row_length,
+        batch_rows=batch_rows,
+        accumulate=accumulate,
+        depth=depth,
+        num_layers=num_layers,
+        has_prefix_layer=prefix_layer,
+        draft_vocab_size=draft_vocab_size,
+        fused_layers=_integers(fused_layers),
+        is_v31=v31,
+        muon_lr=matrix_lr,
+        adamw_lr=vector_lr,
+        seed=seed,
+    )
+    options = TrainOptions(
+        target=target,
+        data=tuple(data),
+        out=out,
+        work=out.with_name(out.name + "-work") if work is None else work,
+        dtype=dtype,
+        device=device,
+        samples=samples,
+        sample_temperature=sample_temperature,
+        keeps_hidden=keep_hidden,
+        layout=layout,
+        eval_texts=eval_texts,
+    )
+    report = train_drafter(recipe, options)
+    console = Console(stderr=True, highlight=False)
+    if "acceptance" in report:
+        console.print(_table(report["acceptance"]))
+    console.print(f"trained {report['elapsed_s']:.0f} s -> {out}", soft_wrap=True)
+
+
+def _integers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--fused-layers must be numbers with commas between, got {text!r}") from None
+
+
+def _table(acceptance: dict[str, dict[str, object]]) -> Table:
+    """Share of rounds that accept the first, second, ... draft."""
+    table = Table(title="share of rounds that accept draft 1, 2, ...")
+    for column in ("temperature", "tokens per round", "by position"):
+        table.add_column(column)
+    for temperature, measured in acceptance.items():
+        reached = measured.get("reached")
+        shares = " ".join(f"{share:.3f}" for share in reached) if isinstance(reached, list) else "-"
+        table.add_row(temperature, str(measured.get("tokens_per_round", "-")), shares)
+    return table

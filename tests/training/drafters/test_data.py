@@ -1,0 +1,128 @@
+"""Texts, rows and hidden states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specdec.core.errors import ConfigError
+from specdec.drafters.base import FINAL_NORM
+from specdec.model.loader import load_tokenizer
+from tests.architectures import make_tokenizer
+from training.drafters.capture import Capture, KeptStates
+from training.drafters.rows import Rows
+from training.drafters.texts import is_held_out, read_documents, split
+
+
+class TestTexts:
+    def test_every_kind_of_line(self, tmp_path: Path) -> None:
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+        lines = [
+            {"text": "abc"},
+            {"prompt": "de", "completion": "f"},
+            {"messages": [{"role": "user", "content": "g"}, {"role": "assistant", "content": "h"}]},
+        ]
+        (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+        (tmp_path / "a.txt").write_text("xyz")
+        (tmp_path / "ignored.bin").write_bytes(b"\xff")
+        documents = read_documents([tmp_path], tokenizer)
+        assert [tokenizer.decode(document) for document in documents] == ["xyz", "abc", "def", "[g][h]"]
+
+    @pytest.mark.parametrize(
+        ("name", "content", "text"),
+        [
+            ("a.jsonl", '{"text": "ab"}\nno', r"a\.jsonl:2 is not JSON"),
+            ("a.jsonl", '{"words": "ab"}', r"a\.jsonl:1 must be an object with"),
+            ("a.jsonl", '{"messages": []}', "no chat template"),
+            ("a.txt", "", "no text in"),
+        ],
+    )
+    def test_what_cannot_be_used_is_named(self, tmp_path: Path, name: str, content: str, text: str) -> None:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=text):
+            read_documents([tmp_path / name], make_tokenizer())
+
+    def test_missing_and_foreign_files(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="nowhere does not exist"):
+            read_documents([tmp_path / "nowhere"], make_tokenizer())
+        (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match="is not UTF-8"):
+            read_documents([tmp_path / "a.txt"], make_tokenizer())
+
+    def test_held_out_documents_are_a_function_of_their_tokens(self) -> None:
+        documents = [np.arange(size) for size in range(2, 402)]
+        train, held_out = split(documents)
+        assert 5 <= len(held_out) <= 40
+        assert len(train) + len(held_out) == 400
+        assert all(is_held_out(document) for document in held_out)
+
+    def test_of_a_single_document_the_end_is_held_out(self) -> None:
+        train, held_out = split([np.arange(100)])
+        assert [document.tolist() for document in train] == [list(range(95))]
+        assert held_out[0].tolist() == list(range(95, 100))
+
+
+class TestRows:
+    def rows(self, seed: int = 1) -> Rows:
+        documents = [np.arange(10, 10 + size) for size in (30, 7, 55)]
+        return Rows.cut(documents, separator=0, length=8, batch_rows=3, seed=seed)
+
+    def test_all_tokens_are_there_with_separators(self) -> None:
+        rows = self.rows()
+        assert rows.tokens.shape == (11, 8)
+        assert (rows.tokens == 0).sum() == 3
+        assert not torch.equal(rows.tokens, self.rows(seed=2).tokens)
+
+    def test_batches_are_a_function_of_their_number(self) -> None:
+        rows, again = self.rows(), self.rows()
+        epoch = [rows.indices(number) for number in range(3)]
+        assert len({index for batch in epoch for index in batch}) == 9
+        assert again.indices(2) == epoch[2]
+        assert {tuple(sorted(rows.indices(number))) for number in range(3, 6)} != {
+            tuple(sorted(batch)) for batch in epoch
+        }
+
+    def test_too_little_text_is_an_error(self) -> None:
+        with pytest.raises(ConfigError, match="11 tokens are too few: a step takes 2 rows of 8"):
+            Rows.cut([np.arange(10)], separator=0, length=8, batch_rows=2, seed=0)
+
+
+class TestCapture:
+    def test_states_are_those_of_transformers(self, model: PreTrainedModel) -> None:
+        tokens = torch.randint(2, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+        capture = Capture(model, (2, FINAL_NORM))
+        states = capture.states(tokens)
+        with torch.no_grad():
+            expected = model(tokens, output_hidden_states=True)
+        assert torch.equal(states[..., :16], expected.hidden_states[2])
+        assert torch.equal(states[..., 16:32], expected.hidden_states[-1])
+        assert torch.equal(capture.final(states), expected.hidden_states[-1])
+        assert torch.equal(capture.hidden(states), states[..., :32])
+        alone = Capture(model, (FINAL_NORM,))
+        assert alone.width == 16, "kept once"
+        assert torch.equal(alone.hidden(alone.states(tokens)), expected.hidden_states[-1])
+        torch.testing.assert_close(capture.logits(states), expected.logits)
+
+    def test_kept_states_are_computed_once(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        rows = torch.randint(2, 128, (5, 9), generator=torch.Generator().manual_seed(0))
+        capture = Capture(model, (2,))
+        kept = KeptStates(tmp_path, capture, rows, "target")
+        first = kept.states([3, 1])
+        assert kept.num_kept == 2
+        assert torch.equal(first, capture.states(rows[[3, 1]]).bfloat16())
+        again = KeptStates(tmp_path, capture, rows, "target")
+        assert again.num_kept == 2
+        capture.model.get_input_embeddings().weight.zero_()
+        assert torch.equal(again.states([1, 3]), first.flip(0)), "read, not computed"
+        assert KeptStates(tmp_path, capture, rows, "another target").num_kept == 0
+        assert KeptStates(tmp_path, Capture(model, (3,)), rows, "target").num_kept == 0
+
+
+def test_the_tokenizer_is_the_targets(target_folder: Path) -> None:
+    assert load_tokenizer(target_folder).eos_token_id == 0

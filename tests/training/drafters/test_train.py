@@ -1,0 +1,224 @@
+"""The whole of ``drafthouse train`` on a tiny target."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from deploy.cli.main import app
+from specdec.core.errors import ConfigError
+from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.registry import load_drafter
+from training.drafters.acceptance import evaluate_acceptance
+from training.drafters.capture import Capture
+from training.drafters.methods import make_training
+from training.drafters.recipe import METHODS, DrafterRecipe, Method
+from training.drafters.train import TrainOptions, train_drafter
+
+TINY: dict[str, Any] = {
+    "steps": 6,
+    "row_length": 24,
+    "batch_rows": 4,
+    "depth": 3,
+    "warmup_steps": 2,
+    "muon_lr": 0.01,
+    "adamw_lr": 0.01,
+}
+
+
+def options(target: Path, texts: Path, out: Path, **changes: Any) -> TrainOptions:
+    made = TrainOptions(
+        target=target,
+        data=(texts,),
+        out=out / "out",
+        work=out / "work",
+        dtype="float32",
+        device="cpu",
+        eval_texts=2,
+        eval_tokens=12,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def losses(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "work" / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_and_writes_what_loads(
+    method: Method, model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method=method, **(TINY | {"steps": 20}))
+    report = train_drafter(recipe, options(target_folder, texts, tmp_path))
+    logged = losses(tmp_path)
+    first = "tokens" if method == "eagle" else "d1"
+    assert logged[-1][first] < logged[0][first]
+    for temperature in ("0.0", "0.7"):
+        reached = report["acceptance"][temperature]["reached"]
+        assert len(reached) == 3
+        assert reached == sorted(reached, reverse=True)
+    assert json.loads((tmp_path / "out" / "acceptance.json").read_text()) == json.loads(json.dumps(report))
+    drafter = load_drafter(tmp_path / "out", TargetParts.of(model))
+    assert sum(parameter.numel() for parameter in drafter.parameters()) == report["parameters"]
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method="eagle", **(TINY | {"accumulate": 2}))
+
+    def run(name: str, **changes: Any) -> dict[str, torch.Tensor]:
+        chosen = options(target_folder, texts, tmp_path / name, eval_texts=0, **changes)
+        train_drafter(recipe, chosen)
+        return load_file(tmp_path / name / "out" / "model.safetensors")
+
+    straight = run("straight")
+    early = run("resumed", stop_after_step=2)
+    resumed = run("resumed")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+    assert not all(torch.equal(tensor, early[name]) for name, tensor in straight.items())
+
+
+def test_accumulated_forwards_are_one_large_batch(target_folder: Path, texts: Path, tmp_path: Path) -> None:
+    """Two forwards of two rows move the weights as one of four does."""
+
+    def run(name: str, batch_rows: int, accumulate: int) -> dict[str, torch.Tensor]:
+        changes = {"steps": 1, "batch_rows": batch_rows, "accumulate": accumulate, "warmup_steps": 1}
+        recipe = DrafterRecipe(method="medusa", **(TINY | changes))
+        train_drafter(recipe, options(target_folder, texts, tmp_path / name, eval_texts=0))
+        return load_file(tmp_path / name / "out" / "medusa_lm_head.safetensors")
+
+    whole, parts = run("whole", 4, 1), run("parts", 2, 2)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_kept_hidden_states_and_the_targets_own_writing(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method="mtp", **TINY)
+    chosen = options(
+        target_folder, texts, tmp_path, eval_texts=0, keeps_hidden=True, samples=6, dtype="bfloat16"
+    )
+    train_drafter(recipe, chosen)
+    (kept,) = (tmp_path / "work" / "hidden").glob("*.bin")
+    assert kept.stat().st_size == 6 * 24 * 16 * 2
+    (written,) = (tmp_path / "work").glob("samples-*.pt")
+    assert written.stat().st_size > 6 * 24 * 8
+
+
+def test_eagle3_of_a_part_of_the_vocabulary_in_both_layouts(
+    model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method="eagle3", **(TINY | {"steps": 1, "is_v31": True, "draft_vocab_size": 40}))
+    for layout in ("published", "speculators"):
+        chosen = options(target_folder, texts, tmp_path / layout, eval_texts=0, layout=layout)
+        train_drafter(recipe, chosen)
+        drafter = load_drafter(tmp_path / layout / "out", TargetParts.of(model))
+        assert drafter.vocabulary is not None
+        known = set(drafter.vocabulary.target_ids.tolist())
+        assert len(known) == 40
+        assert {ord(letter) - 30 for letter in "abcxyz"} <= known, "letters of the texts"
+        assert drafter.hidden_layers == (2, 3, 3)
+
+
+def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> None:
+    """A head that cannot be wrong accepts everything; the same head shifted by one accepts nothing."""
+    parts = TargetParts.of(model)
+    training = make_training(
+        DrafterRecipe(method="medusa", **TINY), parts, torch.zeros(128, dtype=torch.int64)
+    )
+    heads: Any = training.drafter
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        # A target whose final state is constant writes one token for ever, or what its noise says.
+        base: Any = model.base_model
+        base.norm.weight.fill_(1.0)
+        base.embed_tokens.weight.fill_(1.0)
+        head = model.get_output_embeddings()
+        head.weight[7] = 0.05
+    heads.start_from_target()
+    prompts = torch.full((2, 4), 9)
+    good = evaluate_acceptance(
+        Capture(model, heads.hidden_layers), heads, prompts, num_generated=12, num_drafted=3
+    )
+    assert good["0.0"]["reached"] == [1.0, 1.0, 1.0]
+    assert good["0.7"]["acceptance"] == 1.0, "with the noise of the target, q = p always matches"
+    with torch.no_grad():
+        for own in heads.heads:
+            own[-1].weight.copy_(own[-1].weight.roll(1, dims=0))
+    bad = evaluate_acceptance(
+        Capture(model, heads.hidden_layers), heads, prompts, num_generated=12, num_drafted=3
+    )
+    assert bad["0.0"]["reached"] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"steps": 0}, "--steps must be at least 1"),
+        ({"depth": 30}, "too short to look 30 tokens ahead"),
+        ({"has_prefix_layer": True}, "has_prefix_layer is of method hydra"),
+        ({"draft_vocab_size": 10}, "draft_vocab_size is of method eagle3"),
+    ],
+)
+def test_recipes_that_make_no_sense(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        DrafterRecipe(method="medusa", **(TINY | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"draft_vocab_size": 200}, "--draft-vocab-size 200: the target knows 128 ids"),
+        ({"fused_layers": (2, 6)}, "--fused-layers 2,6: the target has 6 layers"),
+        ({"fused_layers": (1, 2)}, "1 cannot be the first"),
+    ],
+)
+def test_recipes_that_do_not_fit_the_target(
+    model: PreTrainedModel, changes: dict[str, Any], text: str
+) -> None:
+    recipe = DrafterRecipe(method="eagle3", **(TINY | changes))
+    with pytest.raises(ConfigError, match=text):
+        make_training(recipe, TargetParts.of(model), torch.zeros(128, dtype=torch.int64))
+
+
+def test_another_run_in_the_same_folder_is_refused(target_folder: Path, texts: Path, tmp_path: Path) -> None:
+    chosen = options(target_folder, texts, tmp_path, eval_texts=0)
+    train_drafter(DrafterRecipe(method="medusa", **(TINY | {"steps": 1})), chosen)
+    with pytest.raises(ConfigError, match=r"holds a run with decay 0\.8, not 0\.5: give another --work"):
+        train_drafter(DrafterRecipe(method="medusa", **(TINY | {"steps": 1, "decay": 0.5})), chosen)
+
+
+def test_layouts_that_do_not_hold_a_method(target_folder: Path, texts: Path, tmp_path: Path) -> None:
+    chosen = options(target_folder, texts, tmp_path, layout="speculators")
+    with pytest.raises(ConfigError, match="--format speculators does not hold medusa"):
+        train_drafter(DrafterRecipe(method="medusa", **(TINY | {"steps": 1})), chosen)
+
+
+def test_the_command(target_folder: Path, texts: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    arguments = ["train", "medusa", "--target", str(target_folder), "--data", str(texts)]
+    sizes = ["--steps", "2", "--row-length", "24", "--batch-rows", "4", "--depth", "2", "--eval-texts", "1"]
+    done = runner.invoke(app, [*arguments, *sizes, "--out", str(tmp_path / "heads"), "--dtype", "float32"])
+    assert done.exit_code == 0, done.output
+    assert "share of rounds that accept" in done.stderr
+    assert (tmp_path / "heads" / "medusa_lm_head.safetensors").exists()
+    assert (tmp_path / "heads-work" / "checkpoint.pt").exists()
+    wrong = runner.invoke(app, [*arguments, "--out", str(tmp_path / "b"), "--fused-layers", "2;3"])
+    assert wrong.exit_code == 2
+    assert "--fused-layers must be numbers with commas between" in wrong.stderr
+    missing = runner.invoke(
+        app, ["train", "eagle", "--target", str(tmp_path), "--data", str(texts), "--out", str(tmp_path)]
+    )
+    assert missing.exit_code == 2
+    assert "config.json" in missing.stderr

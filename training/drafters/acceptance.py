@@ -1,0 +1,107 @@
+"""How many drafts the target accepts: measured on texts that it writes itself behind held-out beginnings.
+
+With `sample_and_match` the target's text does not depend on drafts, and an accepted draft is the target's own
+token: so what would be drafted from every position of the finished text gives every round exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specdec.drafters.base import Drafter
+from training.drafters.capture import Capture
+from training.drafters.drafting import accepted_per_round, draft_everywhere
+from training.evaluation import acceptance_summary
+from training.generation import gumbel_noise, noisy_choice, sample
+
+TEMPERATURES = (0.0, 0.7)
+
+
+def evaluate_acceptance(
+    capture: Capture,
+    drafter: Drafter,
+    prompts: torch.Tensor,
+    *,
+    num_generated: int,
+    num_drafted: int,
+    seed: int = 0,
+    temperatures: tuple[float, ...] = TEMPERATURES,
+) -> dict[str, Any]:
+    """Acceptance by position, per temperature; ``prompts`` int64 [N, P]."""
+    limit = drafter.max_depth
+    k = num_drafted if limit is None else min(num_drafted, limit)
+    return {
+        str(temperature): {
+            "k": k,
+            "texts": len(prompts),
+            "generated": num_generated,
+            **_at(capture, drafter, prompts, num_generated, k, seed, temperature),
+        }
+        for temperature in temperatures
+    }
+
+
+class _Choice:
+    """Chooses drafts of one text as the target would: with the noise of the place that a draft would take."""
+
+    def __init__(self, temperature: float, noise: torch.Tensor | None, prompt_length: int) -> None:
+        """``noise`` float32 [generated, V], None at temperature 0."""
+        self._temperature = temperature
+        self._noise = noise
+        self._prompt_length = prompt_length
+
+    def __call__(self, depth: int, logits: torch.Tensor) -> torch.Tensor:
+        """int64 [1, R] of logits [1, R, V]; row t drafts the token at t + 2 + depth."""
+        flat = logits[0].float().cpu()
+        if self._noise is None:
+            return flat.argmax(dim=-1)[None].to(logits.device)
+        places = torch.arange(len(flat)) + 2 + depth - self._prompt_length
+        aligned = self._noise[places.clamp(0, len(self._noise) - 1)]
+        chosen = noisy_choice(flat, torch.full((len(flat),), self._temperature), aligned)
+        return chosen[None].to(logits.device)
+
+
+@torch.no_grad()
+def _at(
+    capture: Capture,
+    drafter: Drafter,
+    prompts: torch.Tensor,
+    num_generated: int,
+    k: int,
+    seed: int,
+    temperature: float,
+) -> dict[str, Any]:
+    num_rows, prompt_length = prompts.shape
+    written = sample(
+        capture.model,  # type: ignore[arg-type]
+        prompts.tolist(),
+        num_tokens=num_generated,
+        temperatures=torch.full((num_rows,), temperature),
+        seed=seed,
+    )
+    tokens = torch.cat([prompts, written], dim=1)
+    dtype = next(drafter.parameters()).dtype
+    rounds: list[int] = []
+    for row in range(num_rows):
+        own = tokens[row : row + 1].to(capture.model.device)
+        noise = None
+        if temperature > 0:
+            noise = _noise(seed, num_generated, num_rows, row, capture.parts.vocab_size)
+        hidden = capture.hidden(capture.states(own))[:, :-1].to(dtype)
+        choice = _Choice(temperature, noise, prompt_length)
+        drafts = draft_everywhere(drafter, hidden, own, k, choice)[0].cpu()
+        true = torch.stack([_shifted(tokens[row], 2 + depth) for depth in range(k)], dim=-1)
+        rounds += accepted_per_round(drafts == true[: len(drafts)], prompt_length - 1)
+    return acceptance_summary(rounds, k)
+
+
+def _noise(seed: int, num_generated: int, num_rows: int, row: int, vocab_size: int) -> torch.Tensor:
+    """float32 [num_generated, V]: what the target's own choices of this row were made with."""
+    return torch.stack([gumbel_noise(seed, step, num_rows, vocab_size)[row] for step in range(num_generated)])
+
+
+def _shifted(tokens: torch.Tensor, by: int) -> torch.Tensor:
+    """Tokens int64 [T] moved to the front; -1 where there are none."""
+    return torch.cat([tokens[by:], tokens.new_full((by,), -1)])

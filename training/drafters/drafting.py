@@ -1,0 +1,66 @@
+"""Drafts from every position of rows at once, whatever the drafter's kind: what evaluation compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from specdec.drafters.attention import CausalRows, UnrolledRows
+from specdec.drafters.base import Drafter, FeatureDrafter, IndependentHeads, SequentialHeads
+
+Choose = Callable[[int, torch.Tensor], torch.Tensor]
+"""(depth, logits [B, R, V] over all of the target's token ids) -> token ids int64 [B, R]."""
+
+
+@torch.no_grad()
+def draft_everywhere(
+    drafter: Drafter, hidden: torch.Tensor, tokens: torch.Tensor, num_tokens: int, choose: Choose
+) -> torch.Tensor:
+    """int64 [B, T - 1, num_tokens]: drafts behind tokens 0 .. t + 1, for every t.
+
+    ``hidden`` [B, T - 1, F] of positions 0 .. T - 2 and ``tokens`` int64 [B, T].
+    """
+    limit = drafter.max_depth
+    depths = num_tokens if limit is None else min(num_tokens, limit)
+    following = tokens[:, 1:]
+    drafts: list[torch.Tensor] = []
+
+    def add(logits: torch.Tensor) -> torch.Tensor:
+        known = logits if drafter.vocabulary is None else drafter.vocabulary.expand(logits)
+        drafts.append(choose(len(drafts), known))
+        return drafts[-1]
+
+    positions = torch.arange(following.shape[1], device=tokens.device).expand(following.shape)
+    if isinstance(drafter, FeatureDrafter):
+        attention, features = UnrolledRows(), drafter.fuse(hidden)
+        for depth in range(depths):
+            embedded = drafter.embed(following)
+            step = drafter.step(embedded, features, positions + depth, attention, depth)
+            features, following = step.features, add(drafter.logits(step.outputs))
+    elif isinstance(drafter, IndependentHeads):
+        for logits in drafter.logits(drafter.prepare(hidden, positions, CausalRows()))[:depths]:
+            add(logits)
+    else:
+        assert isinstance(drafter, SequentialHeads)
+        prepared = drafter.prepare(hidden, positions, CausalRows())
+        path = following[..., None]
+        for depth in range(depths):
+            path = torch.cat([path, add(drafter.logits(depth, prepared, path))[..., None]], dim=-1)
+    return torch.stack(drafts, dim=-1)
+
+
+def accepted_per_round(matches: torch.Tensor, first: int) -> list[int]:
+    """Accepted drafts of the rounds along one text: ``matches`` bool [T, k], of drafts from every position.
+
+    A round from position t accepts the matches of its row up to the first that is none, and the next round
+    starts behind them and the token of the target. Rounds that could reach past the end are not counted.
+    """
+    runs = matches.cumprod(dim=-1).sum(dim=-1).tolist()
+    num_positions, k = matches.shape
+    accepted: list[int] = []
+    position = first
+    while position + k < num_positions:
+        accepted.append(runs[position])
+        position += runs[position] + 1
+    return accepted

@@ -1,0 +1,211 @@
+"""The methods: the drafter that each makes, its loss, and the layout it is written in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from specdec.core.errors import ConfigError
+from specdec.drafters.base import Drafter, TargetParts
+from specdec.drafters.checkpoints.eagle import save_eagle
+from specdec.drafters.checkpoints.eagle3 import save_eagle3
+from specdec.drafters.checkpoints.hydra import save_hydra
+from specdec.drafters.checkpoints.medusa import save_medusa
+from specdec.drafters.checkpoints.parallel_heads import save_parallel_heads
+from specdec.drafters.checkpoints.speculators import save_speculator
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3, Eagle3Settings, default_fused_layers
+from specdec.drafters.hydra import Hydra
+from specdec.drafters.medusa import Medusa
+from specdec.drafters.mtp import Mtp
+from specdec.drafters.parallel_heads import ParallelHeads
+from specdec.drafters.vocabulary import DraftVocabulary
+from training.drafters.objectives import (
+    TargetRows,
+    decayed_mean,
+    eagle_losses,
+    hydra_losses,
+    medusa_losses,
+    parallel_losses,
+    unrolled_losses,
+)
+from training.drafters.recipe import CheckpointLayout, DrafterRecipe
+
+_MOST_KNOWN_IDS = 32_000
+
+
+class Training(Protocol):
+    """A drafter in training."""
+
+    @property
+    def drafter(self) -> Drafter: ...
+
+    def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
+        """What to go down, and what to log."""
+        ...
+
+    def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
+        """Write the drafter in the published layout."""
+        ...
+
+
+def _by_depth(losses: list[torch.Tensor], decay: float) -> tuple[torch.Tensor, dict[str, float]]:
+    return decayed_mean(losses, decay), {f"d{i + 1}": loss.item() for i, loss in enumerate(losses)}
+
+
+def _only_published(layout: CheckpointLayout, method: str) -> None:
+    if layout != "published":
+        raise ConfigError(f"--format {layout} does not hold {method}: give published")
+
+
+class MedusaTraining:
+    """Medusa-1: heads on a frozen target."""
+
+    def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
+        self._decay = recipe.decay
+        self.drafter = Medusa(target, num_heads=recipe.depth, num_layers=recipe.num_layers)
+        self.drafter.start_from_target()
+
+    def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
+        return _by_depth(medusa_losses(self.drafter, rows), self._decay)
+
+    def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
+        _only_published(layout, "medusa")
+        save_medusa(self.drafter, folder, base_model=target_name)
+
+
+class HydraTraining:
+    """Hydra, and Hydra++ with a prefix layer."""
+
+    def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
+        self._decay = recipe.decay
+        self.drafter = Hydra(
+            target,
+            num_heads=recipe.depth,
+            num_layers=recipe.num_layers,
+            has_prefix_layer=recipe.has_prefix_layer,
+        )
+        self.drafter.start_from_target()
+
+    def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
+        return _by_depth(hydra_losses(self.drafter, rows), self._decay)
+
+    def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
+        _only_published(layout, "hydra")
+        save_hydra(self.drafter, folder, base_model=target_name)
+
+
+class EagleTraining:
+    """EAGLE-1 and -2."""
+
+    def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
+        self._recipe = recipe
+        config = copy.deepcopy(target.config)
+        config.num_hidden_layers = recipe.num_layers
+        self.drafter = Eagle(target, config)
+
+    def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
+        regression, classification = eagle_losses(
+            self.drafter, rows, noise=self._recipe.feature_noise, generator=generator
+        )
+        total = regression + self._recipe.classification_weight * classification
+        return total, {"features": regression.item(), "tokens": classification.item()}
+
+    def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
+        _only_published(layout, "eagle")
+        save_eagle(self.drafter, folder)
+
+
+class Eagle3Training:
+    """EAGLE-3 and 3.1, by the training-time test."""
+
+    def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
+        self._recipe = recipe
+        config = copy.deepcopy(target.config)
+        config.num_hidden_layers = 1
+        layers = recipe.fused_layers or default_fused_layers(target.num_layers)
+        if min(layers) < 0 or max(layers) >= target.num_layers or layers[0] == 1:
+            raise ConfigError(
+                f"--fused-layers {','.join(map(str, layers))}: the target has {target.num_layers} layers; "
+                f"states are those after 0 to {target.num_layers - 1} layers, and 1 cannot be the first"
+            )
+        settings = Eagle3Settings(
+            config=config, fused_layers=layers, fc_norm=recipe.is_v31, norm_output=recipe.is_v31
+        )
+        self.drafter = Eagle3(target, settings, _vocabulary(recipe, target, counts))
+
+    def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
+        return _by_depth(unrolled_losses(self.drafter, rows, self._recipe.depth), self._recipe.decay)
+
+    def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
+        if layout == "published":
+            save_eagle3(self.drafter, folder)
+        else:
+            save_speculator(
+                self.drafter, folder, base_model=target_name, num_speculative_tokens=self._recipe.depth
+            )
+
+
+class MtpTraining:
+    """One MTP module, used again for every depth (as FastMTP trains it)."""
+
+    def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
+        self._recipe = recipe
+        self.drafter = Mtp(target)
+
+    def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
+        return _by_depth(unrolled_losses(self.drafter, rows, self._recipe.depth), self._recipe.decay)
+
+    def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
+        save_speculator(
+            self.drafter, folder, base_model=target_name, num_speculative_tokens=self._recipe.depth
+        )
+
+
+class ParallelTraining:
+    """Meta's parallel heads, on a frozen trunk."""
+
+    def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
+        self._decay = recipe.decay
+        self.drafter = ParallelHeads(target, num_heads=recipe.depth)
+
+    def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
+        return _by_depth(parallel_losses(self.drafter, rows), self._decay)
+
+    def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
+        _only_published(layout, "parallel_heads")
+        save_parallel_heads(self.drafter, folder, base_model=target_name)
+
+
+_METHODS: dict[str, Callable[[DrafterRecipe, TargetParts, torch.Tensor], Training]] = {
+    "medusa": MedusaTraining,
+    "hydra": HydraTraining,
+    "eagle": EagleTraining,
+    "eagle3": Eagle3Training,
+    "mtp": MtpTraining,
+    "parallel_heads": ParallelTraining,
+}
+
+
+def make_training(recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> Training:
+    """The drafter of a recipe, as it starts; ``counts`` int64 [V]: how often each token id is in the data.
+
+    Raises:
+        ConfigError: the recipe asks for what the target does not have.
+    """
+    return _METHODS[recipe.method](recipe, target, counts)
+
+
+def _vocabulary(recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> DraftVocabulary | None:
+    size = recipe.draft_vocab_size or min(target.vocab_size, _MOST_KNOWN_IDS)
+    if size > target.vocab_size:
+        raise ConfigError(f"--draft-vocab-size {size}: the target knows {target.vocab_size} ids")
+    if size == target.vocab_size:
+        return None
+    padded = torch.zeros(target.vocab_size, dtype=torch.int64)
+    padded[: len(counts)] = counts
+    return DraftVocabulary.of_ids(padded.argsort(descending=True, stable=True)[:size], target.vocab_size)
