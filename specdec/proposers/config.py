@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,18 +13,17 @@ from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvBudget, KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
+from specdec.proposers.lookup_config import Probability, SuffixConfig, explain_suffix_keys
+from specdec.verification.registry import capabilities_of
 
 _CACHE_BYTES = 256 << 20
 _LONG_TEXT = 1 << 15
 """Tokens."""
-Method = Literal["none", "ngram", "draft_model", "self"]
+Method = Literal["none", "ngram", "suffix", "draft_model", "self"]
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
 """Names that other engines give to rules."""
-
-
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class SyntheticAcceptance(StrictConfig):
@@ -53,8 +52,9 @@ class SpeculativeConfig(StrictConfig):
     """What drafts, and how much."""
 
     method: Method = "ngram"
-    """none; ngram (prompt lookup); draft_model (a smaller model with the same tokenizer); self (the target
-    itself, attending to the part of its K/V that `kv` selects)."""
+    """none; ngram (prompt lookup); suffix (what most often followed the longest match in the request's own
+    text and in what earlier requests generated); draft_model (a smaller model with the same tokenizer); self
+    (the target itself, attending to the part of its K/V that `kv` selects)."""
     model: str | None = None
     """Path of the draft model's folder; required by draft_model."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
@@ -86,15 +86,18 @@ class SpeculativeConfig(StrictConfig):
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix the draft model continues, in tokens; None: its own limit. With
     `kv.positions: in_cache`, the positions that it is given."""
-    fallback: Literal["none", "ngram"] = "none"
+    fallback: Literal["none", "ngram", "suffix"] = "none"
     """What a request is proposed in a round that the draft model has nothing for: its drafts were not
     prepared (overlap draft_ahead), its draft worker is late, dead or full, or its text is longer than the
     draft model reads. none: nothing, it goes on with one token; ngram: what followed its last tokens before
-    (see `prompt_lookup_min`)."""
+    (see `prompt_lookup_min`);
+    suffix: as method suffix, chains."""
     prompt_lookup_min: int = Field(default=2, ge=1)
     """Shortest n-gram (tokens) that ngram looks up, as method or as fallback."""
     prompt_lookup_max: int = Field(default=4, ge=1)
     """Longest n-gram (tokens) that ngram looks up."""
+    suffix: SuffixConfig = SuffixConfig()
+    """What suffix looks up, as method or as fallback."""
     rejection_sample_method: Rule = "sample_and_match"
     """Verification rule. sample_and_match (the default), rejection, block and multi_round are lossless;
     typical changes what is generated at a temperature above 0, and responses say so."""
@@ -225,6 +228,12 @@ class SpeculativeConfig(StrictConfig):
             )
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_suffix_keys(cls, data: Any) -> Any:
+        explain_suffix_keys(data)
+        return data
+
     @model_validator(mode="after")
     def _check_rule(self) -> Self:
         rule = self.rejection_sample_method
@@ -238,6 +247,22 @@ class SpeculativeConfig(StrictConfig):
             )
         if rule == "typical" and self.method == "none":
             raise ValueError("method none drafts nothing that typical could verify: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> Self:
+        if self.suffix != SuffixConfig() and "suffix" not in (self.method, self.fallback):
+            raise ValueError(
+                f"suffix is about method suffix and fallback: suffix; method {self.method} looks nothing up "
+                "there: leave it out"
+            )
+        if self.suffix.shape == "tree" and self.method != "suffix":
+            raise ValueError("suffix.shape: tree needs method suffix: what stands in proposes chains")
+        if self.suffix.shape == "tree" and not capabilities_of(self.rejection_sample_method).takes_trees:
+            raise ValueError(
+                f"suffix.shape: tree: rejection_sample_method {self.rejection_sample_method} takes chains: "
+                "write sample_and_match or multi_round"
+            )
         return self
 
     @model_validator(mode="after")

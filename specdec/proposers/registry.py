@@ -11,6 +11,7 @@ from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
+from specdec.proposers.suffix import SuffixProposer
 from specdec.proposers.target_facts import TargetFacts
 
 
@@ -32,7 +33,9 @@ def with_fallback(proposer: Proposer, config: SpeculativeConfig) -> Proposer:
     """Return the proposer with what `config.fallback` names standing in for it; it then owns the proposer."""
     if config.fallback == "none":
         return proposer
-    return FallbackProposer(proposer, _ngram(config))
+    return FallbackProposer(
+        proposer, _ngram(config) if config.fallback == "ngram" else SuffixProposer(config.suffix)
+    )
 
 
 def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
@@ -45,6 +48,10 @@ def _create_self(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     return _ngram(config)
+
+
+def _create_suffix(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    return SuffixProposer(config.suffix)
 
 
 def _ngram(config: SpeculativeConfig) -> NgramProposer:
@@ -62,6 +69,7 @@ def _create_draft_model(config: SpeculativeConfig, target: TargetFacts) -> Propo
 FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = {
     "none": _create_none,
     "ngram": _create_ngram,
+    "suffix": _create_suffix,
     "self": _create_self,
     "draft_model": _create_draft_model,
 }
