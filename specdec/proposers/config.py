@@ -92,6 +92,9 @@ class SpeculativeConfig(StrictConfig):
     draft model reads. none: nothing, it goes on with one token; ngram: what followed its last tokens before
     (see `prompt_lookup_min`);
     suffix: as method suffix, chains."""
+    lookup_first: int | None = Field(default=None, ge=1, le=64)
+    """draft_model: where the last so many tokens, or more, occurred before, what followed them is proposed
+    (as by method suffix, chains), and the draft model is not asked. None: it always is."""
     prompt_lookup_min: int = Field(default=2, ge=1)
     """Shortest n-gram (tokens) that ngram looks up, as method or as fallback."""
     prompt_lookup_max: int = Field(default=4, ge=1)
@@ -251,10 +254,19 @@ class SpeculativeConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_suffix(self) -> Self:
-        if self.suffix != SuffixConfig() and "suffix" not in (self.method, self.fallback):
+        is_used = "suffix" in (self.method, self.fallback) or self.lookup_first is not None
+        if self.suffix != SuffixConfig() and not is_used:
             raise ValueError(
-                f"suffix is about method suffix and fallback: suffix; method {self.method} looks nothing up "
-                "there: leave it out"
+                "suffix is about method suffix, fallback: suffix and lookup_first; here, with method "
+                f"{self.method}, nothing is looked up: leave it out"
+            )
+        if self.lookup_first is not None and self.method != "draft_model":
+            raise ValueError(
+                f"lookup_first goes before a draft model; method {self.method} has none: leave it out"
+            )
+        if self.lookup_first is not None and self.fallback == "suffix":
+            raise ValueError(
+                "lookup_first with fallback: suffix would keep all texts twice: write fallback: ngram"
             )
         if self.suffix.shape == "tree" and self.method != "suffix":
             raise ValueError("suffix.shape: tree needs method suffix: what stands in proposes chains")
@@ -276,8 +288,10 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.draft_tensor_parallel_size > 1:
             raise ValueError("synthetic_acceptance: not with draft_tensor_parallel_size: leave one out")
-        if self.fallback != "none":
-            raise ValueError("synthetic_acceptance is that of the draft model alone: leave out fallback")
+        if self.fallback != "none" or self.lookup_first is not None:
+            raise ValueError(
+                "synthetic_acceptance is that of the draft model alone: leave out fallback and lookup_first"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from specdec.core.errors import ConfigError
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.fallback import FallbackProposer
+from specdec.proposers.lookup_first import LookupFirst
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
@@ -30,12 +31,16 @@ def create_proposer(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 
 def with_fallback(proposer: Proposer, config: SpeculativeConfig) -> Proposer:
-    """Return the proposer with what `config.fallback` names standing in for it; it then owns the proposer."""
-    if config.fallback == "none":
-        return proposer
-    return FallbackProposer(
-        proposer, _ngram(config) if config.fallback == "ngram" else SuffixProposer(config.suffix)
-    )
+    """Return the proposer with what `config.fallback` names standing in for it, and a lookup before it where
+    `config.lookup_first` asks for one; they then own the proposer.
+    """
+    if config.fallback != "none":
+        other = _ngram(config) if config.fallback == "ngram" else SuffixProposer(config.suffix)
+        proposer = FallbackProposer(proposer, other)
+    if config.lookup_first is not None:
+        first = config.suffix.model_copy(update={"min_match_tokens": config.lookup_first})
+        proposer = LookupFirst(proposer, SuffixProposer(first))
+    return proposer
 
 
 def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:

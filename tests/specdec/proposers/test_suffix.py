@@ -213,7 +213,7 @@ def test_it_stands_in_for_a_draft_model() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"suffix": {"shape": "tree"}}, "suffix is about method suffix .* method ngram"),
+        ({"suffix": {"shape": "tree"}}, "suffix is about method suffix.* method ngram, nothing is looked up"),
         (
             {"method": "suffix", "suffix": {"shape": "tree"}, "rejection_sample_method": "block"},
             "suffix.shape: tree: rejection_sample_method block takes chains: write sample_and_match",
