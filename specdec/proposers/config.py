@@ -13,13 +13,19 @@ from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvBudget, KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
-from specdec.proposers.lookup_config import Probability, SuffixConfig, explain_suffix_keys
+from specdec.proposers.lookup_config import (
+    MOST_DRAFT_TOKENS,
+    Probability,
+    RetrievalConfig,
+    SuffixConfig,
+    explain_suffix_keys,
+)
 from specdec.verification.registry import capabilities_of
 
 _CACHE_BYTES = 256 << 20
 _LONG_TEXT = 1 << 15
 """Tokens."""
-Method = Literal["none", "ngram", "suffix", "draft_model", "self"]
+Method = Literal["none", "ngram", "suffix", "retrieval", "draft_model", "self"]
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
@@ -53,11 +59,12 @@ class SpeculativeConfig(StrictConfig):
 
     method: Method = "ngram"
     """none; ngram (prompt lookup); suffix (what most often followed the longest match in the request's own
-    text and in what earlier requests generated); draft_model (a smaller model with the same tokenizer); self
-    (the target itself, attending to the part of its K/V that `kv` selects)."""
+    text and in what earlier requests generated); retrieval (what followed it in a corpus of yours);
+    draft_model (a smaller model with the same tokenizer); self (the target itself, attending to the part of
+    its K/V that `kv` selects)."""
     model: str | None = None
     """Path of the draft model's folder; required by draft_model."""
-    num_speculative_tokens: int = Field(default=4, ge=1, le=64)
+    num_speculative_tokens: int = Field(default=4, ge=1, le=MOST_DRAFT_TOKENS)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     controller: Literal["goodput", "fixed"] = "goodput"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
@@ -101,6 +108,8 @@ class SpeculativeConfig(StrictConfig):
     """Longest n-gram (tokens) that ngram looks up."""
     suffix: SuffixConfig = SuffixConfig()
     """What suffix looks up, as method or as fallback."""
+    retrieval: RetrievalConfig | None = None
+    """The corpus of method retrieval, which needs it."""
     rejection_sample_method: Rule = "sample_and_match"
     """Verification rule. sample_and_match (the default), rejection, block and multi_round are lossless;
     typical changes what is generated at a temperature above 0, and responses say so."""
@@ -270,10 +279,16 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.suffix.shape == "tree" and self.method != "suffix":
             raise ValueError("suffix.shape: tree needs method suffix: what stands in proposes chains")
-        if self.suffix.shape == "tree" and not capabilities_of(self.rejection_sample_method).takes_trees:
+        if (self.retrieval is None) == (self.method == "retrieval"):
             raise ValueError(
-                f"suffix.shape: tree: rejection_sample_method {self.rejection_sample_method} takes chains: "
-                "write sample_and_match or multi_round"
+                "method retrieval needs `retrieval`, with the path of a corpus; no other method takes it"
+            )
+        shapes = {"suffix": self.suffix.shape, "retrieval": self.retrieval and self.retrieval.shape}
+        takes_trees = capabilities_of(self.rejection_sample_method).takes_trees
+        if shapes.get(self.method) == "tree" and not takes_trees:
+            raise ValueError(
+                f"{self.method}.shape: tree: rejection_sample_method {self.rejection_sample_method} takes "
+                "chains: write sample_and_match or multi_round"
             )
         return self
 

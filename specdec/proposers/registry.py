@@ -59,6 +59,15 @@ def _create_suffix(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     return SuffixProposer(config.suffix)
 
 
+def _create_retrieval(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    from specdec.proposers.corpus import open_corpus  # needs numpy
+    from specdec.proposers.retrieval import RetrievalProposer
+
+    if config.retrieval is None or target.model is None:
+        raise ConfigError("method retrieval needs a corpus (`retrieval`) and a target with a folder")
+    return RetrievalProposer(config.retrieval, open_corpus(config.retrieval, target.model))
+
+
 def _ngram(config: SpeculativeConfig) -> NgramProposer:
     return NgramProposer(
         prompt_lookup_min=config.prompt_lookup_min, prompt_lookup_max=config.prompt_lookup_max
@@ -75,6 +84,7 @@ FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = 
     "none": _create_none,
     "ngram": _create_ngram,
     "suffix": _create_suffix,
+    "retrieval": _create_retrieval,
     "self": _create_self,
     "draft_model": _create_draft_model,
 }
