@@ -512,7 +512,7 @@ def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
         blocks=f"{description.num_blocks}x{description.block_size}",
         target_setup=target.model_dump_json(exclude={"model"}),
         draft_setup=draft.model_dump_json(
-            exclude={"profile_seconds", "profile_dir", "overlap", "controller", "fallback"}
+            exclude={"profile_seconds", "profile_dir", "overlap", "controller", "fallback", "lookup_first"}
         ),
         draft=None if draft.model is None else _folder_state(draft.model),
         scheduler=config.scheduler.model_dump_json(),

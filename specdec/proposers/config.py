@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,22 +13,26 @@ from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvBudget, KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
+from specdec.proposers.lookup_config import (
+    MOST_DRAFT_TOKENS,
+    Probability,
+    RetrievalConfig,
+    SuffixConfig,
+    explain_suffix_keys,
+)
 from specdec.proposers.tree_config import ChainConfig, TreeConfig, tree_shape
 from specdec.verification.registry import capabilities_of
 
 _CACHE_BYTES = 256 << 20
 _LONG_TEXT = 1 << 15
 """Tokens."""
-Method = Literal["none", "ngram", "draft_model", "self", "medusa", "hydra"]
+Method = Literal["none", "ngram", "suffix", "retrieval", "draft_model", "self", "medusa", "hydra"]
 HEAD_METHODS: Final = frozenset({"medusa", "hydra"})
 """Draft from hidden states of the target, in its process, with weights of their own."""
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
 """Names that other engines give to rules."""
-
-
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class SyntheticAcceptance(StrictConfig):
@@ -57,12 +61,13 @@ class SpeculativeConfig(StrictConfig):
     """What drafts, and how much."""
 
     method: Method = "ngram"
-    """none; ngram (prompt lookup); draft_model (a smaller model with the same tokenizer); self (the target
-    itself, attending to the part of its K/V that `kv` selects); medusa, hydra (heads on the target's hidden
-    states, in its process)."""
+    """none; ngram (prompt lookup); suffix (what most often followed the longest match in the request's own
+    text and in what earlier requests generated); retrieval (what followed it in a corpus of yours);
+    draft_model (a smaller model with the same tokenizer); self (the target itself, attending to the part of
+    its K/V that `kv` selects); medusa, hydra (heads on the target's hidden states, in its process)."""
     model: str | None = None
     """Path of the folder of the draft model, or of the heads; required by draft_model, medusa and hydra."""
-    num_speculative_tokens: int = Field(default=4, ge=1, le=64)
+    num_speculative_tokens: int = Field(default=4, ge=1, le=MOST_DRAFT_TOKENS)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     tree: TreeConfig = ChainConfig()
     """draft_model: which trees it drafts, of `num_speculative_tokens` nodes at most; `shape: chain`: none."""
@@ -93,15 +98,23 @@ class SpeculativeConfig(StrictConfig):
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix the draft model continues, in tokens; None: its own limit. With
     `kv.positions: in_cache`, the positions that it is given."""
-    fallback: Literal["none", "ngram"] = "none"
+    fallback: Literal["none", "ngram", "suffix"] = "none"
     """What a request is proposed in a round that the draft model has nothing for: its drafts were not
     prepared (overlap draft_ahead), its draft worker is late, dead or full, or its text is longer than the
     draft model reads. none: nothing, it goes on with one token; ngram: what followed its last tokens before
-    (see `prompt_lookup_min`)."""
+    (see `prompt_lookup_min`);
+    suffix: as method suffix, chains."""
+    lookup_first: int | None = Field(default=None, ge=1, le=64)
+    """draft_model: where the last so many tokens, or more, occurred before, what followed them is proposed
+    (as by method suffix, chains), and the draft model is not asked. None: it always is."""
     prompt_lookup_min: int = Field(default=2, ge=1)
     """Shortest n-gram (tokens) that ngram looks up, as method or as fallback."""
     prompt_lookup_max: int = Field(default=4, ge=1)
     """Longest n-gram (tokens) that ngram looks up."""
+    suffix: SuffixConfig = SuffixConfig()
+    """What suffix looks up, as method or as fallback."""
+    retrieval: RetrievalConfig | None = None
+    """The corpus of method retrieval, which needs it."""
     rejection_sample_method: Rule = "sample_and_match"
     """Verification rule. sample_and_match (the default), rejection, block and multi_round are lossless;
     typical changes what is generated at a temperature above 0, and responses say so."""
@@ -237,6 +250,12 @@ class SpeculativeConfig(StrictConfig):
             )
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_suffix_keys(cls, data: Any) -> Any:
+        explain_suffix_keys(data)
+        return data
+
     @model_validator(mode="after")
     def _check_rule(self) -> Self:
         rule = self.rejection_sample_method
@@ -288,6 +307,37 @@ class SpeculativeConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_suffix(self) -> Self:
+        is_used = "suffix" in (self.method, self.fallback) or self.lookup_first is not None
+        if self.suffix != SuffixConfig() and not is_used:
+            raise ValueError(
+                "suffix is about method suffix, fallback: suffix and lookup_first; here, with method "
+                f"{self.method}, nothing is looked up: leave it out"
+            )
+        if self.lookup_first is not None and self.method != "draft_model":
+            raise ValueError(
+                f"lookup_first goes before a draft model; method {self.method} has none: leave it out"
+            )
+        if self.lookup_first is not None and self.fallback == "suffix":
+            raise ValueError(
+                "lookup_first with fallback: suffix would keep all texts twice: write fallback: ngram"
+            )
+        if self.suffix.shape == "tree" and self.method != "suffix":
+            raise ValueError("suffix.shape: tree needs method suffix: what stands in proposes chains")
+        if (self.retrieval is None) == (self.method == "retrieval"):
+            raise ValueError(
+                "method retrieval needs `retrieval`, with the path of a corpus; no other method takes it"
+            )
+        shapes = {"suffix": self.suffix.shape, "retrieval": self.retrieval and self.retrieval.shape}
+        takes_trees = capabilities_of(self.rejection_sample_method).takes_trees
+        if shapes.get(self.method) == "tree" and not takes_trees:
+            raise ValueError(
+                f"{self.method}.shape: tree: rejection_sample_method {self.rejection_sample_method} takes "
+                "chains: write sample_and_match or multi_round"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_synthetic(self) -> Self:
         if self.synthetic_acceptance is None:
             return self
@@ -298,8 +348,10 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.draft_tensor_parallel_size > 1:
             raise ValueError("synthetic_acceptance: not with draft_tensor_parallel_size: leave one out")
-        if self.fallback != "none":
-            raise ValueError("synthetic_acceptance is that of the draft model alone: leave out fallback")
+        if self.fallback != "none" or self.lookup_first is not None:
+            raise ValueError(
+                "synthetic_acceptance is that of the draft model alone: leave out fallback and lookup_first"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,9 +9,11 @@ from specdec.proposers.at_target import DraftsAtTarget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.fallback import FallbackProposer
+from specdec.proposers.lookup_first import LookupFirst
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
+from specdec.proposers.suffix import SuffixProposer
 from specdec.proposers.target_facts import TargetFacts
 from specdec.verification.registry import capabilities_of
 
@@ -31,10 +33,16 @@ def create_proposer(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 
 def with_fallback(proposer: Proposer, config: SpeculativeConfig) -> Proposer:
-    """Return the proposer with what `config.fallback` names standing in for it; it then owns the proposer."""
-    if config.fallback == "none":
-        return proposer
-    return FallbackProposer(proposer, _ngram(config))
+    """Return the proposer with what `config.fallback` names standing in for it, and a lookup before it where
+    `config.lookup_first` asks for one; they then own the proposer.
+    """
+    if config.fallback != "none":
+        other = _ngram(config) if config.fallback == "ngram" else SuffixProposer(config.suffix)
+        proposer = FallbackProposer(proposer, other)
+    if config.lookup_first is not None:
+        first = config.suffix.model_copy(update={"min_match_tokens": config.lookup_first})
+        proposer = LookupFirst(proposer, SuffixProposer(first))
+    return proposer
 
 
 def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
@@ -47,6 +55,19 @@ def _create_self(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     return _ngram(config)
+
+
+def _create_suffix(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    return SuffixProposer(config.suffix)
+
+
+def _create_retrieval(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    from specdec.proposers.corpus import open_corpus  # needs numpy
+    from specdec.proposers.retrieval import RetrievalProposer
+
+    if config.retrieval is None or target.model is None:
+        raise ConfigError("method retrieval needs a corpus (`retrieval`) and a target with a folder")
+    return RetrievalProposer(config.retrieval, open_corpus(config.retrieval, target.model))
 
 
 def _ngram(config: SpeculativeConfig) -> NgramProposer:
@@ -78,6 +99,8 @@ def _create_heads(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = {
     "none": _create_none,
     "ngram": _create_ngram,
+    "suffix": _create_suffix,
+    "retrieval": _create_retrieval,
     "self": _create_self,
     "medusa": _create_heads,
     "hydra": _create_heads,

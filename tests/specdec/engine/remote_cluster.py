@@ -23,6 +23,7 @@ from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.proposers.fallback import FallbackProposer
+from specdec.proposers.lookup_first import LookupFirst
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -125,11 +126,12 @@ class Cluster:
         shares: DraftShareConfig | None = None,
         make_target: Callable[[ManualClock], ToyTarget] | None = None,
         fallback: Proposer | None = None,
+        is_fallback_first: bool = False,
         num_draft_tokens: int = 4,
         around: Callable[[Proposer], Proposer] | None = None,
     ) -> None:
         """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities, `around` what is put
-        around them; where they have nothing, `fallback` stands in.
+        around them; where they have nothing, `fallback` stands in, or goes before them.
         """
         self.around = around
         self.shares = shares
@@ -158,10 +160,11 @@ class Cluster:
         self.target_server = TargetServer(worker, self.toy)
         self.network.serve(TARGET, lambda: self.target_server.step(0))
         self.network.faults = faults
+        combine = LookupFirst if is_fallback_first else FallbackProposer
         target = RemoteTarget(coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock)
         self.engine = Engine.from_parts(
             target=target,
-            proposer=self.proposer if fallback is None else FallbackProposer(self.proposer, fallback),
+            proposer=self.proposer if fallback is None else combine(self.proposer, fallback),
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
             controller=FixedController(num_draft_tokens, mode=mode),

@@ -59,7 +59,7 @@ def config(folder: Path, **speculative: Any) -> EngineConfig:
 
 def test_every_method_gives_the_same_text(folder: Path) -> None:
     texts = set()
-    for method in ("none", "ngram", "draft_model"):
+    for method in ("none", "ngram", "suffix", "draft_model"):
         model = {"model": str(folder)} if method == "draft_model" else {}
         with Engine(config(folder, method=method, **model)) as engine:
             params = SamplingParams(temperature=0.9, seed=3, max_tokens=12)

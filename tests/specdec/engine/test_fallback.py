@@ -20,7 +20,9 @@ from specdec.engine.metrics import EngineMetrics
 from specdec.engine.toy_target import ToyModel
 from specdec.proposers.base import Proposer
 from specdec.proposers.fallback import FallbackProposer
+from specdec.proposers.lookup_config import SuffixConfig
 from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.suffix import SuffixProposer
 from specdec.scheduling.speculation.controller import DraftOutcome, FixedController, RoundObservation
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
@@ -62,6 +64,23 @@ def test_random_schedules_never_change_a_token(block: int, mode: OverlapMode) ->
         num_drafted += accepted_by(metrics, "toy")
     assert num_stood_in > 100, "nothing stood in: these schedules prove nothing"
     assert num_drafted > 100
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_first", [False, True], ids=["stands in", "goes first"])
+def test_lookups_that_remember_never_change_a_token(mode: OverlapMode, is_first: bool) -> None:
+    """Before the draft workers or after them; what one request has said is found by the next."""
+    lookup = SuffixProposer(SuffixConfig(min_match_tokens=4 if is_first else 1))
+    num_drafted = num_looked_up = num_of_others = 0
+    for seed in range(12):
+        cluster, _ = run_random_schedule(
+            seed, mode, fallback=lookup, is_fallback_first=is_first, make_request=repetitive
+        )
+        metrics = cluster.engine.metrics()
+        num_looked_up += accepted_by(metrics, "suffix")
+        num_of_others += accepted_by(metrics, "suffix_shared")
+        num_drafted += accepted_by(metrics, "toy")
+    assert min(num_drafted, num_looked_up, num_of_others) > 10, "somebody was not heard: these prove nothing"
 
 
 @pytest.mark.full

@@ -31,10 +31,14 @@ from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
+from specdec.proposers.corpus import Corpus
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.lookup_config import RetrievalConfig, SuffixConfig
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
+from specdec.proposers.retrieval import RetrievalProposer
+from specdec.proposers.suffix import SuffixProposer
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.shaping import LogitShaper
 from specdec.scheduling.config import SchedulerConfig
@@ -50,7 +54,7 @@ from tests.architectures import (
 from tests.specdec.engine.toy_engines import tokens_of
 
 NUM_TOKENS = 20
-DRAFTERS = ("none", "ngram", "other model", "same model")
+DRAFTERS = ("none", "ngram", "suffix", "suffix tree", "retrieval", "other model", "same model")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,6 +138,14 @@ class Setting:
             return NoProposer()
         if self.drafter == "ngram":
             return NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
+        if self.drafter in ("suffix", "suffix tree"):
+            shape: Any = "tree" if self.drafter == "suffix tree" else "chain"
+            return SuffixProposer(SuffixConfig(shape=shape, max_spec_factor=4.0))
+        if self.drafter == "retrieval":
+            corpus = Corpus.of_texts(2 * prompt for prompt in ragged_prompts(12))
+            return RetrievalProposer(
+                RetrievalConfig(path="in memory", shape="tree", min_match_tokens=1), corpus
+            )
         same = self.drafter == "same model"
         loaded = models.load(architecture) if same else models.load("llama", 1)
         # The drafter's own pool and reading budget are as tight as the target's.
@@ -199,6 +211,9 @@ COVER = [
     Setting("none", batch=8, chunk=8, num_blocks=24),
     Setting("ngram", num_draft_tokens=3, batch=3, chunk=9),
     Setting("ngram", num_draft_tokens=8, batch=12, num_blocks=24),
+    Setting("suffix", num_draft_tokens=6, batch=12, num_blocks=24),
+    Setting("suffix tree", num_draft_tokens=9, batch=8, chunk=16, compiled=True),
+    Setting("retrieval", num_draft_tokens=7, batch=12, chunk=16, num_blocks=24),
     Setting("other model", num_draft_tokens=2, batch=5, num_blocks=24),
     Setting("other model", num_draft_tokens=5, batch=2, chunk=7),
     Setting("same model", num_draft_tokens=1, batch=6, chunk=16, num_blocks=24),
@@ -348,6 +363,9 @@ def check_sampled(models: Models, architecture: str, setting: Setting, params: S
 SEEDED_COVER = [
     ("plain", Setting("ngram", num_draft_tokens=1, batch=2)),
     ("cut", Setting("ngram", num_draft_tokens=6, batch=8, chunk=9, num_blocks=24)),
+    ("cut", Setting("suffix tree", num_draft_tokens=8, batch=8, chunk=9, num_blocks=24)),
+    ("plain", Setting("suffix", num_draft_tokens=4, batch=6, compiled=True)),
+    ("plain", Setting("retrieval", num_draft_tokens=4, batch=6)),
     ("hot", Setting("other model", num_draft_tokens=2, batch=5)),
     ("plain", Setting("other model", num_draft_tokens=8, batch=8, num_blocks=24)),
     ("cut", Setting("same model", num_draft_tokens=3, batch=1, chunk=7)),

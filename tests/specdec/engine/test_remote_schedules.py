@@ -36,6 +36,7 @@ def run_random_schedule(
     mode: OverlapMode = "lockstep",
     *,
     fallback: Proposer | None = None,
+    is_fallback_first: bool = False,
     make_request: Callable[[str, random.Random], Request] = a_request,
     has_trees: bool = False,
 ) -> tuple[Cluster, int]:
@@ -48,6 +49,7 @@ def run_random_schedule(
         num_blocks=rng.choice([14, 24, 64]),
         mode=mode,
         fallback=fallback,
+        is_fallback_first=is_fallback_first,
         capabilities=replace(CAPABILITIES, shape="tree", looks_ahead=False) if has_trees else CAPABILITIES,
         around=partial(Bushy, vocab_size=VOCAB) if has_trees else None,
         num_draft_tokens=9 if has_trees else 4,

@@ -26,7 +26,7 @@ def test_every_method_of_the_configuration_has_a_proposer() -> None:
     assert set(methods) == set(FACTORIES)
 
 
-@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
 def test_method_names_its_proposer(method: str) -> None:
     config = SpeculativeConfig.model_validate({"method": method})
     assert create_proposer(config, TARGET).capabilities.name == method
