@@ -25,6 +25,8 @@ WINDOW = "30s"
 NEEDS_MORE = {
     ("Drafts dropped", "{{reason}}"): "a reason, once there is one",
     ("Turned away and out of time", "turned away"): "more load than the queue holds",
+    ("How requests ended", "refused: {{reason}}"): "the same",
+    ("Why a group was chosen", "{{reason}}"): "several target groups",
     ("Tokens that drafts attend to", "{{job}}"): "speculative_config.kv.budget",
 }
 """Queries that show nothing of a cluster that is well and drafts with all K/V, and what they wait for."""
