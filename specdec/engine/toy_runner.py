@@ -26,6 +26,9 @@ class ToyRunner:
     ) -> None:
         self.model = model
         self.kv_generation = 0
+        self.hidden: None = None
+        self.taps: None = None
+        """It keeps no hidden states."""
         self.vocab_size = model.vocab_size
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
