@@ -22,12 +22,14 @@ class ChainConfig(StrictConfig):
     """One token behind the other."""
 
     shape: Literal["chain"] = "chain"
+    """One token behind the other."""
 
 
 class StaticTreeConfig(StrictConfig):
     """Always the same tree, given by `paths` or by `widths`."""
 
     shape: Literal["static"]
+    """The same tree each time."""
     paths: tuple[tuple[Rank, ...], ...] = Field(default=(), max_length=64)
     """Its nodes, as Medusa's lists of choices: [0, 2] is the third likeliest child of the likeliest first
     token. In order of value: where fewer tokens are drafted, they are the first of these. Every path comes
@@ -63,6 +65,7 @@ class DynamicTreeConfig(StrictConfig):
     """A tree that grows where the draft model is confident (EAGLE-2)."""
 
     shape: Literal["dynamic"]
+    """It grows where the draft model is surest (EAGLE-2)."""
     top_k: int = Field(default=4, ge=2, le=16)
     """Nodes that are looked behind at each depth, and children that are looked up behind each."""
     depth: int = Field(default=5, ge=1, le=16)

@@ -26,6 +26,7 @@ from tests.specdec.engine.ranked_engines import (
     REPETITIVE,
     SAMPLED,
     SHAPED,
+    Served,
     config_of,
     generate,
     is_excused,
@@ -86,9 +87,9 @@ def test_same_tokens(
     pool, folder = rank_pool(size), folder_of(architecture)
     speculative = draft_of(folder) if method == "draft_model" else {"method": method}
     params = KINDS.get(architecture, FEWER_KINDS)
-    streams, num_accepted, _ = pool.run(serve, compiled_config(folder, size, **speculative), params)[0]
-    assert check_streams(pool, folder, streams, params) <= 1
-    assert (num_accepted > 50) == (method == "draft_model")
+    answer: Served = pool.run(serve, compiled_config(folder, size, **speculative), params)[0]
+    assert check_streams(pool, folder, answer.streams, params) <= 1
+    assert (answer.num_accepted > 50) == (method == "draft_model")
 
 
 @pytest.mark.slow
