@@ -105,6 +105,9 @@ class FeatureStep(NamedTuple):
 class FeatureDrafter(Drafter):
     """Drafts features along with tokens, with attention of its own: EAGLE, MTP."""
 
+    embed_tokens: nn.Embedding | None
+    """Embeddings of its own; None: the target's."""
+
     @property
     @abstractmethod
     def attention_layers(self) -> tuple[LayerAttention, ...]:
@@ -114,9 +117,11 @@ class FeatureDrafter(Drafter):
         """Make features [B, T, H] of the target's hidden states [B, T, F]. They are the same, by default."""
         return hidden
 
-    @abstractmethod
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings [B, T, H] of the target's token ids int64 [B, T]."""
+        own = self.target.embeddings if self.embed_tokens is None else self.embed_tokens
+        embedded: torch.Tensor = own(token_ids)
+        return embedded
 
     @abstractmethod
     def step(

@@ -52,11 +52,6 @@ class Eagle(FeatureDrafter):
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         return self._attention_layers
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        own = self.target.embeddings if self.embed_tokens is None else self.embed_tokens
-        embedded: torch.Tensor = own(token_ids)
-        return embedded
-
     def step(
         self,
         embedded: torch.Tensor,

@@ -136,11 +136,6 @@ class Eagle3(FeatureDrafter):
         fused: torch.Tensor = self.fc(hidden)
         return fused
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        own = self.target.embeddings if self.embed_tokens is None else self.embed_tokens
-        embedded: torch.Tensor = own(token_ids)
-        return embedded
-
     def step(
         self,
         embedded: torch.Tensor,
