@@ -170,7 +170,7 @@ def test_acceptance_is_what_the_module_predicts(
 @pytest.mark.parametrize(
     ("method", "kind", "more"),
     [
-        ("eagle", "plain", {}),
+        pytest.param("eagle", "plain", {}, marks=pytest.mark.full),
         ("mtp", "penalties", {}),
         (
             "eagle3",
@@ -216,7 +216,9 @@ def test_a_cached_prefix_is_read_from_its_rows(bench: Bench, folder_of: Callable
     assert after.num_accepted_tokens - num_accepted > 0.8 * num_accepted > 0
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "multi_round"])
+@pytest.mark.parametrize(
+    "rule", ["rejection", *(pytest.param(one, marks=pytest.mark.full) for one in ("block", "multi_round"))]
+)
 def test_rules_that_look_at_probabilities_get_them(
     bench: Bench, folder_of: Callable[[str], Path], rule: str
 ) -> None:
@@ -237,6 +239,7 @@ def test_eagle3_drafts_for_a_target_over_two_ranks(
     assert num_accepted > 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["eagle", "mtp"])
 def test_what_borrows_of_the_target_is_refused_over_ranks(
     bench: Bench, folder_of: Callable[[str], Path], rank_pool: Pools, method: str

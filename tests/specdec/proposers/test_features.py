@@ -37,7 +37,7 @@ from tests.specdec.drafters.conftest import randomize, tiny_config
 from tests.specdec.proposers.contract import ProposerContract, view
 from tests.specdec.proposers.test_heads import VOCAB, MadeUpSource, made_up_row
 
-KINDS = ["eagle", "eagle3", "eagle3.1", "mtp"]
+KINDS = ["eagle3", *(pytest.param(one, marks=pytest.mark.full) for one in ("eagle", "eagle3.1", "mtp"))]
 KNOWN = torch.tensor([1, 2, 3, 5, 6, 8, 9, 11, 14, 15, 16, 20, 23])
 """What EAGLE-3 has of the vocabulary."""
 SAMPLED, GREEDY = SamplingParams(), SamplingParams(temperature=0.0)
