@@ -113,6 +113,11 @@ class FeatureDrafter(Drafter):
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         """Its layers with K/V of their own: what a pool is made for, and `PagedBatch.layers`."""
 
+    @property
+    @abstractmethod
+    def borrows_weights(self) -> bool:
+        """Whether it computes with the target's embeddings or LM head."""
+
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Make features [B, T, H] of the target's hidden states [B, T, F]. They are the same, by default."""
         return hidden

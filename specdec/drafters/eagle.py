@@ -52,6 +52,10 @@ class Eagle(FeatureDrafter):
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         return self._attention_layers
 
+    @property
+    def borrows_weights(self) -> bool:
+        return True  # the LM head
+
     def step(
         self,
         embedded: torch.Tensor,

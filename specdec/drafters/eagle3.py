@@ -127,6 +127,10 @@ class Eagle3(FeatureDrafter):
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         return self._attention_layers
 
+    @property
+    def borrows_weights(self) -> bool:
+        return self.embed_tokens is None
+
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)

@@ -74,6 +74,10 @@ class Mtp(FeatureDrafter):
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         return self._attention_layers
 
+    @property
+    def borrows_weights(self) -> bool:
+        return self.embed_tokens is None or self.head is None
+
     def step(
         self,
         embedded: torch.Tensor,

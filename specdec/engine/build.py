@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from specdec.model.parallel.group import RankGroup
     from specdec.model.runner import ModelRunner
     from specdec.proposers.draft_model import DraftModelProposer
-    from specdec.proposers.heads_factory import LoadedHeads
+    from specdec.proposers.heads_factory import LoadedDrafter
     from specdec.sampling.sampler import TokenChooser
 
 
@@ -180,7 +180,9 @@ def _build_whole_target(
         config.cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes + later_bytes(loaded, config.target.compile, backend),
+        reserved_bytes=reserved_bytes
+        + later_bytes(loaded, config.target.compile, backend)
+        + (0 if heads is None else heads.later_bytes),
         backend=backend,
         hidden_layers=() if heads is None else heads.hidden_layers,
     )
@@ -220,6 +222,8 @@ def build_target_part(
         heads = _heads_of(config, loaded)
         hidden_layers = () if heads is None else heads.hidden_layers
         places_of(loaded, hidden_layers)  # all ranks hear of layers that are not here
+    if heads is not None:
+        reserved_bytes += heads.later_bytes
     runner = _part_runner(loaded, config, reserved_bytes, hidden_layers)
     _require_length(config, runner)
     compile_over_ranks(runner, config.target.compile)
@@ -235,13 +239,19 @@ def build_target_part(
     )
 
 
-def _heads_of(config: EngineConfig, loaded: LoadedModel) -> LoadedHeads | None:
+def _heads_of(config: EngineConfig, loaded: LoadedModel) -> LoadedDrafter | None:
     """Return the heads that draft beside a target, or beside its last stage."""
     if not config.speculative_config.has_heads or not (loaded.stage is None or loaded.stage.is_last):
         return None
     from specdec.proposers.heads_factory import load_heads
 
-    return load_heads(config.speculative_config, loaded)
+    return load_heads(
+        config.speculative_config,
+        loaded,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        drafts_here=loaded.ranks is None or loaded.ranks.rank == 0,
+    )
 
 
 def _part_runner(

@@ -42,6 +42,19 @@ class SequenceSlice:
     """For models whose rotary embedding depends on the length of the sequence."""
     num_dropped: int = 0
     """Tokens of the sequence before these whose K/V the block table leaves out."""
+    states: torch.Tensor | None = None
+    """For drafters that read them: what the target made of the tokens one before these (none for the first
+    of a sequence, which has nothing before it). None: of drafted tokens."""
+
+
+def logit_rows(slices: Sequence[SequenceSlice]) -> list[int]:
+    """Return the rows of the flat batch that yield logits: the last `num_logit_rows` of each slice."""
+    rows: list[int] = []
+    end = 0
+    for piece in slices:
+        end += len(piece.token_ids)
+        rows.extend(range(end - piece.num_logit_rows, end))
+    return rows
 
 
 class NativeChooser(NamedTuple):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from specdec.attention.base import AttentionBackend, PagedBatch
@@ -20,7 +19,7 @@ from specdec.core.plan import SlotMove
 from specdec.kv.config import CacheConfig
 from specdec.kv.hidden_pool import HiddenPool
 from specdec.kv.pool import FIRST_BLOCK, KvPool
-from specdec.model.batch import Generated, NativeChooser, SequenceSlice
+from specdec.model.batch import Generated, NativeChooser, SequenceSlice, logit_rows
 from specdec.model.hidden_taps import LayerTaps
 from specdec.model.loader import LoadedModel
 from specdec.model.pool_sizing import PoolDemand, held_tokens, make_pool
@@ -234,7 +233,7 @@ class ModelRunner:
         is_shifted = any(piece.shift is not None or piece.num_dropped for piece in slices)
         return ForwardInputs(
             input_ids=torch.tensor([list(chain.from_iterable(piece.token_ids for piece in slices))]),
-            logit_rows=torch.from_numpy(_logit_rows(slices)),
+            logit_rows=torch.tensor(logit_rows(slices), dtype=torch.int64),
             metadata=metadata,
             shifted_positions=_shifted(metadata.positions, slices) if is_shifted else None,
         )
@@ -323,13 +322,3 @@ def _shifted(positions_T: torch.Tensor, slices: Sequence[SequenceSlice]) -> torc
     offsets_T, ends_T, dropped_T = torch.tensor([offsets, ends, dropped], device=positions_T.device)
     positions_T = positions_T + dropped_T
     return positions_T + torch.where(positions_T < ends_T, offsets_T, 0)
-
-
-def _logit_rows(slices: Sequence[SequenceSlice]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Rows of the flat batch that yield logits: the last `num_logit_rows` of each slice."""
-    rows: list[int] = []
-    end = 0
-    for piece in slices:
-        end += len(piece.token_ids)
-        rows.extend(range(end - piece.num_logit_rows, end))
-    return np.array(rows, dtype=np.int64)

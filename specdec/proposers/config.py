@@ -26,8 +26,12 @@ from specdec.verification.registry import capabilities_of
 _CACHE_BYTES = 256 << 20
 _LONG_TEXT = 1 << 15
 """Tokens."""
-Method = Literal["none", "ngram", "suffix", "retrieval", "draft_model", "self", "medusa", "hydra"]
-HEAD_METHODS: Final = frozenset({"medusa", "hydra"})
+Method = Literal[
+    "none", "ngram", "suffix", "retrieval", "draft_model", "self", "medusa", "hydra", "eagle", "eagle3", "mtp"
+]
+FEATURE_METHODS: Final = frozenset({"eagle", "eagle3", "mtp"})
+"""Of those below, what has K/V of its own."""
+HEAD_METHODS: Final = frozenset({"medusa", "hydra"}) | FEATURE_METHODS
 """Draft from hidden states of the target, in its process, with weights of their own."""
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
@@ -64,13 +68,16 @@ class SpeculativeConfig(StrictConfig):
     """none; ngram (prompt lookup); suffix (what most often followed the longest match in the request's own
     text and in what earlier requests generated); retrieval (what followed it in a corpus of yours);
     draft_model (a smaller model with the same tokenizer); self (the target itself, attending to the part of
-    its K/V that `kv` selects); medusa, hydra (heads on the target's hidden states, in its process)."""
+    its K/V that `kv` selects); medusa, hydra (heads on the target's hidden states, in its process); eagle,
+    eagle3, mtp (a layer or more with K/V of its own on the target's hidden states, in its process)."""
     model: str | None = None
-    """Path of the folder of the draft model, or of the heads; required by draft_model, medusa and hydra."""
+    """Path of the folder of the draft model, or of the heads; required by draft_model, medusa, hydra, eagle
+    and eagle3; mtp without it: the target's own folder."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MOST_DRAFT_TOKENS)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     tree: TreeConfig = ChainConfig()
-    """draft_model: which trees it drafts, of `num_speculative_tokens` nodes at most; `shape: chain`: none."""
+    """draft_model, eagle, eagle3, mtp: which trees it drafts, of `num_speculative_tokens` nodes at most;
+    `shape: chain`: none."""
     controller: Literal["goodput", "fixed"] = "goodput"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
     what rounds cost and bring, so that speculation costs nobody anything; fixed: always
@@ -140,7 +147,7 @@ class SpeculativeConfig(StrictConfig):
     synthetic_acceptance: SyntheticAcceptance | None = None
     """For benchmarks alone: tokens are made up so that drafts stand this often. Nothing else takes it."""
     cache: CacheConfig = CacheConfig(memory_bytes=_CACHE_BYTES)
-    """The draft model's own KV cache; 256 MiB unless a size is given."""
+    """The KV cache of the draft model, or of eagle, eagle3 and mtp; 256 MiB unless a size is given."""
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
@@ -149,6 +156,11 @@ class SpeculativeConfig(StrictConfig):
     def has_heads(self) -> bool:
         """Whether heads draft, in the target's process."""
         return self.method in HEAD_METHODS
+
+    @property
+    def has_features(self) -> bool:
+        """Whether these have K/V of their own."""
+        return self.method in FEATURE_METHODS
 
     @property
     def max_prefix_len(self) -> int | None:
@@ -276,7 +288,7 @@ class SpeculativeConfig(StrictConfig):
         shape, name = tree_shape(self.tree), f"tree.shape: {self.tree.shape}"
         if shape is None:
             return self
-        if self.method != "draft_model":
+        if self.method != "draft_model" and not self.has_features:
             raise ValueError(
                 f"{name} is about what a draft model drafts; method {self.method} has none: leave out tree"
             )
@@ -421,7 +433,7 @@ class SpeculativeConfig(StrictConfig):
     def _check(self) -> Self:
         if self.method == "draft_model" and self.model is None:
             raise ValueError("method draft_model needs `model`, the path of the draft model's folder")
-        if self.has_heads and self.model is None:
+        if self.has_heads and self.model is None and self.method != "mtp":
             raise ValueError(f"method {self.method} needs `model`, the path of the folder of its heads")
         if self.method != "draft_model" and not self.has_heads and self.model is not None:
             raise ValueError(f"method {self.method} takes no `model`; did you mean method: draft_model?")
@@ -436,6 +448,12 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.method != "draft_model" and self.attention_backend != "auto":
             raise ValueError(f"method {self.method} runs no model: leave out attention_backend")
+        if self.has_features and self.cache.memory_fraction is not None:
+            raise ValueError(
+                f"cache.memory_fraction: {self.cache.memory_fraction} is of a draft model's own "
+                f"memory; method {self.method} runs beside the target: write cache.memory_bytes or "
+                "cache.num_blocks"
+            )
         if self.has_heads and (self.dtype, self.device) != ("auto", "auto"):
             key = "dtype" if self.dtype != "auto" else "device"
             raise ValueError(f"{key}: heads run in the target's process as the target does: leave it out")

@@ -44,6 +44,8 @@ class ChainStart(NamedTuple):
     """Tokens before the first draft token of which `shaper` and `constraint` have not been told."""
     num_dropped: int = 0
     """As in `SequenceSlice`."""
+    states: torch.Tensor | None = None
+    """As in `SequenceSlice`."""
 
     @property
     def changes_logits(self) -> bool:
@@ -64,6 +66,7 @@ class ChainStart(NamedTuple):
             num_logit_rows=int(self.budget > 0),
             shift=None if self.shift is None or self.start >= self.shift.end else self.shift,
             num_dropped=self.num_dropped,
+            states=self.states,
         )
 
 

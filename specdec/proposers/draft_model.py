@@ -27,10 +27,13 @@ from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, QRows, Step
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_sequences import Chunk, Drafting, DraftSequences
 from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
+from specdec.proposers.hidden import PrefixStates
 from specdec.sampling.sampler import TokenChooser
 from specdec.sampling.shaping import LogitShaper, shaper_for
 
 if TYPE_CHECKING:
+    import torch
+
     from specdec.model.rotary import RotaryRule
 
 
@@ -53,6 +56,8 @@ class DraftModelProposer:
         rotary: RotaryRule | None = None,
         window: DraftWindow | None = None,
         bonus_by: BonusBy = "noise",
+        name: str = "draft_model",
+        states: PrefixStates | None = None,
     ) -> None:
         """Draft with `runner`, whose KV pool is this proposer's alone.
 
@@ -72,7 +77,12 @@ class DraftModelProposer:
             rotary: how the draft model's rotary embedding depends on the length of a sequence.
             window: what of a sequence is kept and attended to; None: everything.
             bonus_by: what ranks the tokens that `propose_ahead` prepares for.
+            name: of the method.
+            states: of the target, for a model that reads them. It does not look ahead then, and reads what
+                it has drafted again once it has been committed, since only then it knows them.
         """
+        assert states is None or not prefix_caching, "what a token's row reads lies one before it"
+        self._states = states
         self._max_context = _longest(runner, window, max_context)
         self._sequences = DraftSequences(
             runner,
@@ -94,13 +104,14 @@ class DraftModelProposer:
         self._num_branches = 0
         self._num_branches_left_out = 0
         self.capabilities = ProposerCapabilities(
-            name="draft_model",
+            name=name,
             sampled=True,
             noise_stream=sampling.noise_stream,
             gives_q_rows=sampling.gives_q_rows,
             kv="own",
             max_context=None if self._max_context == ANY_LENGTH else self._max_context,
-            looks_ahead=True,
+            looks_ahead=states is None,
+            hidden_layers=() if states is None else states.layers,
         )
 
     @property
@@ -126,6 +137,8 @@ class DraftModelProposer:
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
     ) -> dict[RequestId, Proposal]:
         """Catch up with the committed tokens, then draft; see the contract."""
+        if self._states is not None:
+            sequences = self._states.begin(sequences)
         in_use = {sequence.request_id for sequence in sequences}
         draftings = [
             drafting
@@ -152,6 +165,7 @@ class DraftModelProposer:
         Two steps, each for all sequences at once: a forward whose logits tell what the target may choose
         behind each pending token, then the draft loop, in which branches and ordinary wishes are alike.
         """
+        assert self._states is None, "the states of tokens that are pending are not known"
         wish_of = {wish.view.request_id: wish for wish in wishes}
         in_use = set(wish_of)
         assert len(in_use) == len(wishes), "one wish per sequence"
@@ -191,7 +205,10 @@ class DraftModelProposer:
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Free the blocks of these sequences."""
-        self._sequences.release(request_ids)
+        ids = tuple(request_ids)
+        self._sequences.release(ids)
+        if self._states is not None:
+            self._states.release(ids)
 
     def close(self) -> None:
         """Forget all sequences."""
@@ -237,7 +254,7 @@ class DraftModelProposer:
                 drafting.state.assumed = (*pending, *chain[:1])
                 self._num_branches += bool(chain)
             drafting.token_ids = chain
-            self._sequences.note_read(drafting, chunk.num_tokens, behind)
+            self._sequences.note_read(drafting, chunk.num_tokens, () if self._states is not None else behind)
         for (_, held), chain in zip(branched, chains[len(chunks) :], strict=True):
             held.chain = chain
 
@@ -283,7 +300,14 @@ class DraftModelProposer:
             shift=state.shift,
             constraint=view.constraint if completes else None,
             num_dropped=state.table.num_dropped,
+            states=self._states_of(chunk),
         )
+
+    def _states_of(self, chunk: Chunk) -> torch.Tensor | None:
+        if self._states is None:
+            return None
+        start = chunk.drafting.state.num_read
+        return self._states.before(chunk.drafting.view.request_id, start, start + chunk.num_tokens)
 
     def _chains(self, starts: Sequence[ChainStart], q_rows: QRows) -> list[list[int]]:
         if self._sampling.gives_q_rows and not all(start.params.is_greedy for start in starts):

@@ -13,6 +13,7 @@ from specdec.proposers.branches import HeldBranch
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_sequences import Chunk, Drafting
+from specdec.proposers.hidden import PrefixStates
 from specdec.proposers.tree_loop import ReadNodes, TreeDraftLoop
 from specdec.sampling.sampler import Sampler
 from specdec.tree.growth import GrowingTree, TreeShape
@@ -39,6 +40,8 @@ class TreeDraftProposer(DraftModelProposer):
         idle_work: Sequence[IdleWork] = (),
         prefix_caching: bool = True,
         rotary: RotaryRule | None = None,
+        name: str = "draft_model",
+        states: PrefixStates | None = None,
     ) -> None:
         """Draft trees of `shape`; for everything else see `DraftModelProposer`."""
         sampling = sampling.for_trees(shape)
@@ -53,6 +56,8 @@ class TreeDraftProposer(DraftModelProposer):
             idle_work=idle_work,
             prefix_caching=prefix_caching,
             rotary=rotary,
+            name=name,
+            states=states,
         )
         self._shape = shape
         self._loop = TreeDraftLoop(
@@ -74,7 +79,8 @@ class TreeDraftProposer(DraftModelProposer):
         for chunk, drafted in zip(chunks, self._loop.draft(starts, growths), strict=True):
             drafting, read = chunk.drafting, ReadNodes()
             if drafted is not None:
-                drafting.tree, read = drafted, drafted.read
+                drafting.tree = drafted
+                read = drafted.read if self._states is None else read
                 drafting.token_ids = list(drafted.tree.token_ids)
             self._sequences.note_read(drafting, chunk.num_tokens, read.token_ids, read.parents)
 

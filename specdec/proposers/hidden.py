@@ -64,6 +64,37 @@ class ReceivedRows:
         return torch.cat(wanted[::-1])[row - begin :]
 
 
+class PrefixStates:
+    """What a draft model is given that reads the target's states: those of the prefixes of one call."""
+
+    def __init__(self, source: HiddenSource, layers: tuple[int, ...]) -> None:
+        """Take them, of `layers`, from `source`."""
+        self.layers = layers
+        self._source = source
+        self._rows: Mapping[RequestId, HiddenRows] = {}
+
+    def begin(self, sequences: Sequence[SequenceView]) -> list[SequenceView]:
+        """Begin a call; return the sequences that can be read.
+
+        Those are not whose rows have not come, or no longer reach back to the first.
+        """
+        self._rows = self._source.await_rows([one for one in sequences if one.committed_len > 1])
+        return [
+            one
+            for one in sequences
+            if (rows := self._rows.get(one.request_id)) is not None and rows.first_row == 0
+        ]
+
+    def before(self, request_id: RequestId, start: int, end: int) -> torch.Tensor:
+        """Return the rows one before tokens `start` .. `end` - 1; the first token of a sequence has none."""
+        first = max(start, 1) - 1
+        return self._rows[request_id].since(first)[: end - 1 - first]
+
+    def release(self, request_ids: Sequence[RequestId]) -> None:
+        """Forget these sequences."""
+        self._source.release(request_ids)
+
+
 class HiddenSource(Protocol):
     """Where a proposer gets them from: in a draft worker, or in the target's process."""
 

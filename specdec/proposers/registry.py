@@ -15,6 +15,7 @@ from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.proposers.suffix import SuffixProposer
 from specdec.proposers.target_facts import TargetFacts
+from specdec.proposers.tree_config import tree_shape
 from specdec.verification.registry import capabilities_of
 
 
@@ -92,6 +93,8 @@ def _create_heads(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
             noise_stream=rule.draft_stream,
             gives_q_rows=rule.needs_q_rows,
             hidden_layers=(-1,),  # or others: whoever has the weights knows
+            kv="own" if config.has_features else "none",
+            shape="chain" if tree_shape(config.tree) is None else "tree",
         )
     )
 
@@ -104,6 +107,9 @@ FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = 
     "self": _create_self,
     "medusa": _create_heads,
     "hydra": _create_heads,
+    "eagle": _create_heads,
+    "eagle3": _create_heads,
+    "mtp": _create_heads,
     "draft_model": _create_draft_model,
 }
 """Constructors by method."""

@@ -1,0 +1,268 @@
+"""EAGLE, EAGLE-3 and MTP by configuration: a folder as it is published, drafting beside the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.core.errors import ConfigError
+from specdec.core.sampling_params import SamplingParams
+from specdec.drafters.attention import CausalRows
+from specdec.drafters.base import FeatureDrafter, TargetParts
+from specdec.drafters.checkpoints.eagle import save_eagle
+from specdec.drafters.checkpoints.eagle3 import save_eagle3
+from specdec.drafters.checkpoints.mtp import save_mtp
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3, Eagle3Settings
+from specdec.drafters.mtp import Mtp
+from specdec.engine.engine import Engine
+from specdec.proposers.config import SpeculativeConfig
+from tests.rank_pool import Failure, Pools
+from tests.specdec.engine.linear_heads import hidden_of
+from tests.specdec.engine.test_heads import config_of, refusal, serve
+from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
+
+METHODS = ["eagle", "eagle3", "mtp"]
+Fitted = Callable[[str], FeatureDrafter]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(Models(tmp_path_factory.mktemp("models")))
+
+
+def fit(drafter: FeatureDrafter, bench: Bench, num_steps: int = 150) -> None:
+    """Fit it to texts of the target: the tokens behind every row, and the features that stand for its own."""
+    reference = bench.models.reference("llama")
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for kind in ("greedy", "plain"):
+        for prompt, stream in zip(PROMPTS, bench.alone("llama", kind), strict=True):
+            text = [*prompt, *stream]
+            rows.append((torch.tensor([text]), hidden_of(reference, text, drafter.hidden_layers)[None]))
+    parameters = [one for one in drafter.parameters() if one.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=3e-3)
+    for step in range(num_steps):
+        tokens, hidden = rows[step % len(rows)]
+        features = drafter.fuse(hidden)
+        made = drafter.step(
+            drafter.embed(tokens[:, 1:]),
+            features[:, :-1],
+            torch.arange(tokens.shape[1] - 1)[None],
+            CausalRows(),
+        )
+        guesses = drafter.logits(made.outputs[0, :-1])
+        loss = torch.nn.functional.cross_entropy(guesses, tokens[0, 2:])
+        loss = loss + torch.nn.functional.smooth_l1_loss(made.features, features[:, 1:].detach())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def fitted(bench: Bench) -> Fitted:
+    made: dict[str, FeatureDrafter] = {}
+    target = TargetParts.of(bench.models.reference("llama"))
+
+    def make(method: str) -> FeatureDrafter:
+        if method not in made:
+            torch.manual_seed(0)
+            drafter: FeatureDrafter
+            if method == "eagle":
+                drafter = Eagle(target, target.config)
+            elif method == "mtp":
+                drafter = Mtp(target)
+            else:
+                settings = Eagle3Settings(config=target.config, fused_layers=(0, 1), has_embeddings=True)
+                drafter = Eagle3(target, settings)
+            fit(drafter, bench)
+            made[method] = drafter.requires_grad_(requires_grad=False).eval()
+        return made[method]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def folder_of(
+    bench: Bench, fitted: Fitted, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(method: str) -> Path:
+        if method not in made:
+            made[method] = tmp_path_factory.mktemp(method)
+            if method == "mtp":  # lies beside the target's own files
+                copytree(bench.models.load("llama").path, made[method], dirs_exist_ok=True)
+            save: Any = {"eagle": save_eagle, "eagle3": save_eagle3, "mtp": save_mtp}[method]
+            save(fitted(method), made[method])
+        return made[method]
+
+    return make
+
+
+@torch.no_grad()
+def drafted(drafter: FeatureDrafter, states: torch.Tensor, token_ids: Sequence[int], num: int) -> list[int]:
+    """Return the greedy chain behind tokens, whose states before the last are `states`: no cache."""
+    features = drafter.fuse(states[None])
+    path: list[int] = []
+    while len(path) < num:
+        read = torch.tensor([[*token_ids, *path]])[:, 1:]
+        step = drafter.step(drafter.embed(read), features, torch.arange(read.shape[1])[None], CausalRows())
+        path.append(int(drafter.logits(step.outputs[0, -1]).argmax()))
+        features = torch.cat([features, step.features[:, -1:]], dim=1)
+    return path
+
+
+def predicted(bench: Bench, drafter: FeatureDrafter, k: int) -> tuple[int, int]:
+    """Return how many tokens are drafted and accepted, by the module alone on what transformers computes."""
+    num_drafted = num_accepted = 0
+    for prompt, stream in zip(PROMPTS, bench.alone("llama", "greedy"), strict=True):
+        text = [*prompt, *stream]
+        states = hidden_of(bench.models.reference("llama"), text, drafter.hidden_layers)
+        length = len(prompt) + 1
+        while length < len(text):
+            budget = min(k, len(text) - length - 1)
+            chain = drafted(drafter, states[: length - 1], text[:length], budget)
+            stands = 0
+            while stands < budget and chain[stands] == text[length + stands]:
+                stands += 1
+            num_drafted += budget
+            num_accepted += stands
+            length += stands + 1
+    return num_drafted, num_accepted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_acceptance_is_what_the_module_predicts(
+    bench: Bench, fitted: Fitted, folder_of: Callable[[str], Path], method: str
+) -> None:
+    """Chunked prompts, alone and in company: a state, position or K/V of elsewhere would cost acceptance."""
+    num_drafted, num_accepted = predicted(bench, fitted(method), 4)
+    assert num_accepted > 0.3 * num_drafted, "not fitted"
+    config = config_of(bench, folder_of(method), method, num_speculative_tokens=4)
+    with Engine(config) as engine:
+        alone = [engine.generate([one], GREEDY)[0].token_ids for one in PROMPTS]
+        metrics = engine.metrics()
+        counted = metrics.num_draft_tokens, metrics.num_accepted_tokens
+        results = engine.generate(PROMPTS, GREEDY)
+        metrics = engine.metrics()
+        engine.check_integrity()
+    assert alone == [one.token_ids for one in results] == bench.alone("llama", "greedy")
+    assert counted == (num_drafted, num_accepted)
+    # Where a step is full of other requests' tokens, fewer are drafted.
+    share = (metrics.num_accepted_tokens - num_accepted) / (metrics.num_draft_tokens - num_drafted)
+    assert share > 0.93 * num_accepted / num_drafted
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "more"),
+    [
+        pytest.param("eagle", "plain", {}, marks=pytest.mark.full),
+        ("mtp", "penalties", {}),
+        (
+            "eagle3",
+            "cut",
+            {"tree": {"shape": "dynamic", "top_k": 3, "depth": 4}, "num_speculative_tokens": 10},
+        ),
+        ("eagle", "greedy", {"tree": {"shape": "static", "widths": [3, 2]}, "num_speculative_tokens": 9}),
+        ("mtp", "plain", {"tree": {"shape": "dynamic", "top_k": 2, "depth": 4}, "num_speculative_tokens": 8}),
+        ("eagle3", "greedy", {"cache_blocks": 12}),
+    ],
+)
+def test_nothing_of_it_shows(
+    bench: Bench, folder_of: Callable[[str], Path], method: str, kind: str, more: dict[str, Any]
+) -> None:
+    """With preemptions of the target; and with a cache of the drafter's that does not hold all requests."""
+    more = dict(more)
+    cache = {"block_size": 4, "num_blocks": more.pop("cache_blocks", 200)}
+    speculative = config_of(bench, folder_of(method), method, **more).speculative_config.model_dump()
+    speculative["cache"] = cache
+    config = config_of(
+        bench, folder_of(method), method, cache={"block_size": 4, "num_blocks": 20}
+    ).model_copy(update={"speculative_config": SpeculativeConfig.model_validate(speculative)})
+    with Engine(config) as engine:
+        results = engine.generate(PROMPTS, KINDS[kind])
+        metrics = engine.metrics()
+        engine.check_integrity()
+    assert [one.token_ids for one in results] == bench.alone("llama", kind)
+    assert metrics.num_preemptions > 0
+    assert metrics.num_accepted_tokens > 10
+
+
+def test_a_cached_prefix_is_read_from_its_rows(bench: Bench, folder_of: Callable[[str], Path]) -> None:
+    """The target computes nothing of it, and the drafter drafts as behind a prefix that was computed."""
+    with Engine(config_of(bench, folder_of("eagle"), "eagle", num_speculative_tokens=4)) as engine:
+        prompt = PROMPTS[6]
+        engine.generate([prompt], GREEDY)
+        before = engine.metrics()
+        num_hits, num_accepted = before.prefix_cache_hits, before.num_accepted_tokens
+        engine.generate([prompt], GREEDY)
+        after = engine.metrics()
+    assert after.prefix_cache_hits > num_hits
+    # Only the token behind the cached blocks is computed, and drafted behind at once: rounds begin elsewhere.
+    assert after.num_accepted_tokens - num_accepted > 0.8 * num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    "rule", ["rejection", *(pytest.param(one, marks=pytest.mark.full) for one in ("block", "multi_round"))]
+)
+def test_rules_that_look_at_probabilities_get_them(
+    bench: Bench, folder_of: Callable[[str], Path], rule: str
+) -> None:
+    with Engine(config_of(bench, folder_of("eagle"), "eagle", rejection_sample_method=rule)) as engine:
+        results = engine.generate(PROMPTS, GREEDY)
+        assert [one.token_ids for one in results] == bench.alone("llama", "greedy")
+        before = engine.metrics().num_accepted_tokens
+        engine.generate(PROMPTS, SamplingParams(temperature=0.8, max_tokens=16, seed=3))
+        assert engine.metrics().num_accepted_tokens > before
+
+
+def test_eagle3_drafts_for_a_target_over_two_ranks(
+    bench: Bench, folder_of: Callable[[str], Path], rank_pool: Pools
+) -> None:
+    config = config_of(bench, folder_of("eagle3"), "eagle3", target={"tensor_parallel_size": 2})
+    streams, num_accepted = rank_pool(2).run(serve, config)[0]
+    assert streams == bench.alone("llama", "greedy")
+    assert num_accepted > 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_what_borrows_of_the_target_is_refused_over_ranks(
+    bench: Bench, folder_of: Callable[[str], Path], rank_pool: Pools, method: str
+) -> None:
+    config = config_of(bench, folder_of(method), method, target={"tensor_parallel_size": 2})
+    answers = rank_pool(2).run(refusal, config)
+    assert not any(isinstance(one, Failure) for one in answers)
+    assert all("does not go with target.tensor_parallel_size" in one for one in answers)
+
+
+def test_what_cannot_be_drafted_with_is_refused(
+    bench: Bench, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"method: eagle3, but .* holds Eagle: write method: eagle"):
+        Engine(config_of(bench, folder_of("eagle"), "eagle3"))
+    copytree(bench.models.load("llama").path, tmp_path, dirs_exist_ok=True)
+    save_mtp(Mtp(TargetParts.of(bench.models.reference("llama")), num_modules=2), tmp_path)
+    with pytest.raises(ConfigError, match="has 2, each for a depth of its own"):
+        Engine(config_of(bench, tmp_path, "mtp"))
+    for fields, message in (
+        ({"method": "eagle"}, "method eagle needs `model`"),
+        ({"method": "eagle", "model": "x", "cache": {"memory_fraction": 0.5}}, "cache.memory_fraction: 0.5"),
+        ({"method": "mtp", "device": "cuda"}, "device: heads run in the target's process"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpeculativeConfig.model_validate(fields)

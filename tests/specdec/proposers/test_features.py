@@ -1,0 +1,250 @@
+"""EAGLE, EAGLE-3 and MTP as proposers, over made-up hidden states.
+
+What they draft is compared with the same modules run over whole rows, from the beginning, without a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.attention.sdpa import SdpaAttention
+from specdec.core.sampling_params import SamplingParams
+from specdec.drafters.attention import CausalRows
+from specdec.drafters.base import FeatureDrafter, TargetParts
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3, Eagle3Settings
+from specdec.drafters.mtp import Mtp
+from specdec.drafters.vocabulary import DraftVocabulary
+from specdec.kv.config import CacheConfig
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
+from specdec.proposers.draft_trees import TreeDraftProposer
+from specdec.proposers.feature_runner import FeatureRunner
+from specdec.proposers.hidden import PrefixStates
+from specdec.proposers.tree_config import DynamicTreeConfig, StaticTreeConfig, tree_shape
+from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.sampler import Sampler, noisy_scores
+from specdec.tree.growth import TreeShape
+from specdec.verification.registry import capabilities_of
+from tests.specdec.drafters.conftest import randomize, tiny_config
+from tests.specdec.proposers.contract import ProposerContract, view
+from tests.specdec.proposers.test_heads import VOCAB, MadeUpSource, made_up_row
+
+KINDS = ["eagle3", *(pytest.param(one, marks=pytest.mark.full) for one in ("eagle", "eagle3.1", "mtp"))]
+KNOWN = torch.tensor([1, 2, 3, 5, 6, 8, 9, 11, 14, 15, 16, 20, 23])
+"""What EAGLE-3 has of the vocabulary."""
+SAMPLED, GREEDY = SamplingParams(), SamplingParams(temperature=0.0)
+STATIC = tree_shape(StaticTreeConfig(shape="static", widths=(3, 2, 1)))
+DYNAMIC = tree_shape(DynamicTreeConfig(shape="dynamic", top_k=3, depth=3))
+
+
+@cache
+def make_drafter(kind: str) -> FeatureDrafter:
+    model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=VOCAB))
+    randomize(model, seed=1)
+    target = TargetParts.of(model)
+    made: FeatureDrafter
+    if kind == "eagle":
+        made = Eagle(target, tiny_config(num_hidden_layers=2))
+    elif kind == "mtp":
+        made = Mtp(target)
+    else:
+        settings = Eagle3Settings(
+            config=tiny_config(num_hidden_layers=1, hidden_size=24),
+            fused_layers=(-1,),
+            has_embeddings=True,
+            fc_norm=kind == "eagle3.1",
+            norm_output=kind == "eagle3.1",
+        )
+        made = Eagle3(target, settings, DraftVocabulary.of_ids(KNOWN, VOCAB))
+    randomize(made, seed=5)
+    return made.eval()
+
+
+def make(
+    kind: str,
+    sampling: DraftSampling = SHARED_NOISE,
+    *,
+    shape: TreeShape | None = None,
+    missing: Sequence[str] = (),
+    num_blocks: int = 100,
+    max_read_tokens: int = 512,
+) -> DraftModelProposer:
+    drafter = make_drafter(kind)
+    runner = FeatureRunner(
+        drafter,
+        CacheConfig(block_size=4, num_blocks=num_blocks),
+        max_num_seqs=8,
+        max_model_len=64,
+        backend=SdpaAttention(),
+    )
+    states = PrefixStates(MadeUpSource(missing), drafter.hidden_layers)
+    if shape is not None:
+        return TreeDraftProposer(
+            runner,
+            Sampler(),
+            shape,
+            vocab_size=VOCAB,
+            max_read_tokens=max_read_tokens,
+            sampling=sampling,
+            prefix_caching=False,
+            name=kind,
+            states=states,
+        )
+    return DraftModelProposer(
+        runner,
+        Sampler(),
+        vocab_size=VOCAB,
+        max_read_tokens=max_read_tokens,
+        sampling=sampling,
+        prefix_caching=False,
+        name=kind,
+        states=states,
+    )
+
+
+@pytest.mark.full
+class TestEagle(ProposerContract):
+    def make_proposer(self) -> Proposer:
+        return make("eagle")
+
+
+class TestEagle3(ProposerContract):
+    def make_proposer(self) -> Proposer:
+        return make("eagle3")
+
+
+@pytest.mark.full
+class TestMtp(ProposerContract):
+    def make_proposer(self) -> Proposer:
+        return make("mtp")
+
+
+@pytest.mark.full
+class TestStaticTrees(ProposerContract):
+    def make_proposer(self) -> Proposer:
+        return make("eagle3.1", shape=STATIC)
+
+
+@pytest.mark.full
+class TestDynamicTrees(ProposerContract):
+    def make_proposer(self) -> Proposer:
+        return make("eagle", shape=DYNAMIC)
+
+
+@torch.no_grad()
+def logits_behind(drafter: FeatureDrafter, token_ids: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+    """What the drafter says behind committed tokens and a path of drafts, [V]: whole rows, no cache."""
+    states = torch.stack([made_up_row(token_ids[: at + 1]) for at in range(len(token_ids) - 1)])
+    features = drafter.fuse(states[None])
+    for depth in range(len(path) + 1):
+        read = torch.tensor([[*token_ids, *path[:depth]]])[:, 1:]
+        positions = torch.arange(read.shape[1])[None]
+        step = drafter.step(drafter.embed(read), features, positions, CausalRows())
+        features = torch.cat([features, step.features[:, -1:]], dim=1)
+    logits = drafter.logits(step.outputs[0, -1])
+    return logits if drafter.vocabulary is None else drafter.vocabulary.expand(logits)
+
+
+def best_of(logits: torch.Tensor, params: SamplingParams, seed: int, position: int, num: int) -> list[int]:
+    rows = SamplingRows.build([RowSpec(params, seed, position, 1)])
+    best: list[int] = noisy_scores(logits[None], rows)[0].topk(num).indices.tolist()
+    return best
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_a_chain_is_what_the_token_function_chooses_on_the_module(kind: str, params: SamplingParams) -> None:
+    """Also when the prefix has grown, by what was drafted or by something else, and in pieces."""
+    proposer, drafter = make(kind, max_read_tokens=4), make_drafter(kind)
+    tokens = [3, 9, 4, 11]
+    for kept in (0, 4, 2, 1, 0, 3):
+        one = view("a", tokens, params)
+        budgets = {one.request_id: 4}
+        while one.request_id not in (proposals := proposer.propose([one], budgets)):
+            pass
+        proposal = proposals[one.request_id]
+        expected: list[int] = []
+        for depth in range(4):
+            logits = logits_behind(drafter, tokens, expected)
+            expected += best_of(logits, params, one.seed, len(tokens) + depth, 1)
+        assert proposal.token_ids == tuple(expected)
+        assert proposal.method == kind
+        tokens = [*tokens, *expected[:kept], (expected[kept] + 5) % VOCAB if kept < 4 else 7]
+        proposer.check_integrity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_every_node_of_a_tree_is_among_the_best_behind_its_parent(kind: str, params: SamplingParams) -> None:
+    proposer, drafter = make(kind, shape=STATIC), make_drafter(kind)
+    tokens = [3, 9, 4, 11]
+    for step in range(4):
+        one = view("a", tokens, params)
+        proposal = proposer.propose([one], {one.request_id: 15})[one.request_id]
+        assert proposal.parents is not None
+        paths: dict[int, list[int]] = {-1: []}
+        children: dict[int, list[int]] = {}
+        for node, (token, parent) in enumerate(zip(proposal.token_ids, proposal.parents, strict=True)):
+            paths[node] = [*paths[parent], token]
+            children.setdefault(parent, []).append(token)
+        assert sorted(map(len, children.values())) == [1, 1, 1, 1, 1, 1, 2, 2, 2, 3]
+        for parent, its in children.items():
+            logits = logits_behind(drafter, tokens, paths[parent])
+            position = len(tokens) + len(paths[parent])
+            assert its == best_of(logits, params, one.seed, position, len(its))
+        tokens = [*tokens, *paths[14][:step], 7 + step]
+
+
+def test_a_part_of_the_vocabulary_is_drafted_from() -> None:
+    one = view("a", [3, 9, 4, 11], SamplingParams(temperature=5.0))
+    proposal = make("eagle3").propose([one], {one.request_id: 30})[one.request_id]
+    assert len(set(proposal.token_ids)) > 5
+    assert set(proposal.token_ids) <= set(KNOWN.tolist())
+
+
+def test_q_rows_are_those_that_tokens_were_drawn_from() -> None:
+    sampling = DraftSampling.under(capabilities_of("rejection"))
+    one = view("a", [3, 9, 4, 11], SAMPLED)
+    proposal = make("eagle3", sampling).propose([one], {one.request_id: 3})[one.request_id]
+    assert proposal.noise_stream == "draft"
+    assert proposal.q_rows is not None
+    assert len(proposal.q_rows) == 3
+    logits = logits_behind(make_drafter("eagle3"), one.token_ids, proposal.token_ids[:2])
+    row = proposal.q_rows[2]
+    expected = logits.softmax(-1)
+    found = torch.zeros(VOCAB)
+    token_ids = np.frombuffer(row.token_ids, np.uint32).astype(np.int64)
+    found[torch.from_numpy(token_ids)] = torch.from_numpy(np.frombuffer(row.probabilities, np.float32).copy())
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_a_request_does_to_logits_is_done_to_them() -> None:
+    shaped = SamplingParams(temperature=0.0, repetition_penalty=50.0)
+    one = view("a", [3, 9, 4, 11], shaped)
+    drafted = make("eagle").propose([one], {one.request_id: 6})[one.request_id].token_ids
+    assert len({*drafted, *one.token_ids}) == 10, "nothing is said twice"
+
+
+def test_who_has_no_hidden_states_has_no_proposal() -> None:
+    views = [view("a", [3, 9, 4]), view("b", [3, 9, 4]), view("c", [3])]
+    proposer = make("eagle", missing=["a"])
+    assert list(proposer.propose(views, {one.request_id: 2 for one in views})) == ["b"]
+
+
+def test_a_full_cache_costs_proposals_not_answers() -> None:
+    """Whoever was not asked for for longest gives way, and is read again when its turn comes."""
+    proposer = make("eagle", num_blocks=8)
+    views = [view(name, [3, 9, 4, 11, 5, 6, 7, 8, int(name)]) for name in "123"]
+    for _ in range(3):
+        for one in views:
+            expected = make("eagle").propose([one], {one.request_id: 3})
+            assert proposer.propose([one], {one.request_id: 3}) == expected
+            proposer.check_integrity()
