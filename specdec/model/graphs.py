@@ -144,8 +144,8 @@ class CompiledForward:
     ) -> None:
         """Prepare; nothing is compiled yet.
 
-        With `slots`, the runner has a part of a model: use `rank_graphs.compile_over_ranks`. `like` is that of
-        a model with the same weights: what it has packed is not packed again.
+        With `slots`, the runner has a part of a model: use `rank_graphs.compile_over_ranks`. `like` is
+        that of a model with the same weights: what it has packed is not packed again.
         """
         self._like = like
         self._slots = slots

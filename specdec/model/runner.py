@@ -176,8 +176,8 @@ class ModelRunner:
     def of_view(self, view: LoadedModel) -> ModelRunner:
         """Return a runner of a view of the model (`model.views`) on the pool of this one.
 
-        It reads and writes the same K/V, of the layers that it has, and keeps no hidden states. The two may run
-        in turn. It runs eagerly until it is given `graphs` of its own.
+        It reads and writes the same K/V, of the layers that it has, and keeps no hidden states. The two may
+        run in turn. It runs eagerly until it is given `graphs` of its own.
         """
         other = copy.copy(self)
         other.loaded = view

@@ -78,7 +78,8 @@ class SpeculativeConfig(StrictConfig):
     text and in what earlier requests generated); retrieval (what followed it in a corpus of yours);
     draft_model (a smaller model with the same tokenizer); self (the target itself, attending to the part of
     its K/V that `kv` selects); layerskip (the target's first `exit_layer` layers, on its K/V); quantized (the
-    target with weights of fewer bits, `quantization`, on its K/V); medusa, hydra (heads on the target's hidden states, in its process)."""
+    target with weights of fewer bits, `quantization`, on its K/V); medusa, hydra (heads on the target's
+    hidden states, in its process)."""
     model: str | None = None
     """Path of the folder of the draft model, or of the heads; required by draft_model, medusa and hydra."""
     exit_layer: int | None = Field(default=None, ge=1)
@@ -417,8 +418,9 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.kv.is_scored and not self.is_self_drafting:
             raise ValueError(
-                f"kv.policy: {self.kv.policy} needs method self, layerskip or quantized: it looks at what the target attends to, and "
-                "brings back blocks that a draft model would have freed; write policy: streaming"
+                f"kv.policy: {self.kv.policy} needs method self, layerskip or quantized: it looks at what "
+                "the target attends to, and brings back blocks that a draft model would have freed; write "
+                "policy: streaming"
             )
         if self.is_self_drafting and self.rejection_sample_method != "sample_and_match":
             raise ValueError(
@@ -426,6 +428,20 @@ class SpeculativeConfig(StrictConfig):
                 f"{self.method}, which drafts at the target's own noise: write sample_and_match"
             )
         self.kv.require_room(self.num_speculative_tokens)
+        return self
+
+    @model_validator(mode="after")
+    def _check_views(self) -> Self:
+        if (self.method == "layerskip") != (self.exit_layer is not None):
+            raise ValueError(
+                "method layerskip needs `exit_layer`, after how many of the target's layers drafts leave it; "
+                "no other method takes it"
+            )
+        if self.method == "quantized" and self.quantization is None:
+            raise ValueError(
+                "method quantized needs `quantization`, how the target's weights are quantized for drafting: "
+                "int4, say"
+            )
         return self
 
     @model_validator(mode="after")
@@ -463,16 +479,6 @@ class SpeculativeConfig(StrictConfig):
         if self.has_heads and (self.dtype, self.device) != ("auto", "auto"):
             key = "dtype" if self.dtype != "auto" else "device"
             raise ValueError(f"{key}: heads run in the target's process as the target does: leave it out")
-        if (self.method == "layerskip") != (self.exit_layer is not None):
-            raise ValueError(
-                "method layerskip needs `exit_layer`, after how many of the target's layers drafts leave it; no "
-                "other method takes it"
-            )
-        if self.method == "quantized" and self.quantization is None:
-            raise ValueError(
-                "method quantized needs `quantization`, how the target's weights are quantized for drafting: "
-                "int4, say"
-            )
         if self.method not in ("draft_model", "quantized") and self.quantization is not None:
             raise ValueError(f"method {self.method} has no weights to quantize: leave out quantization")
         if self.quantization is not None and self.draft_tensor_parallel_size > 1:

@@ -109,7 +109,7 @@ def drafting(method: str, folder: Path) -> dict[str, Any]:
     more: dict[str, dict[str, Any]] = {
         "ngram": {"prompt_lookup_min": 1},
         "draft_model": {"model": str(folder), "cache": {"num_blocks": 60, "block_size": 4}},
-        "layerskip": {"exit_layer": int(policy or 1)},
+        "layerskip": {"exit_layer": int(policy) if policy.isdecimal() else 1},
         "self": {"kv": {"policy": policy or "streaming", "budget": 16, "sink_tokens": 4}},
     }
     return {"method": method, **more.get(method, {})}
