@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from specdec.model import loader, quantization
+from specdec.model import loader, quantization, views
 from specdec.model.quantization import Scheme
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -30,6 +30,7 @@ def some_quantizer() -> Iterator[None]:
     """Within, models can be quantized: by torchao where it is installed, else by `nearest`."""
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_TORCHAO:
-            patch.setattr(loader, "require_torchao", lambda name: None)
+            for module in (loader, views):
+                patch.setattr(module, "require_torchao", lambda name: None)
             patch.setattr(quantization, "_quantized_rows", nearest)
         yield

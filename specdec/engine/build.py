@@ -174,6 +174,7 @@ def _build_whole_target(
 
     loaded = load_model(config.target, progress)
     heads = _heads_of(config, loaded)
+    view = _view_of(config, loaded)
     backend = attention_of(loaded, config.target.attention_backend)
     runner = ModelRunner(
         loaded,
@@ -188,14 +189,19 @@ def _build_whole_target(
     )
     _require_length(config, runner)
     graphs = accelerate(runner, config.target.compile)
+    idle_work = [graphs]
+    view_runner = None if view is None else runner.of_view(view)
+    if view_runner is not None:
+        idle_work.append(accelerate(view_runner, config.target.compile, like=graphs))
     sampler = Sampler(config.target.compile.cache_dir)
     sampler.warm_up()
     return LocalTarget(
         runner,
         sampler,
         rule=_rule_of(config),
-        idle_work=(graphs,),
+        idle_work=idle_work,
         self_drafting=_self_drafting_of(config),
+        view=view_runner,
         make_drafter=None if heads is None else heads.proposer,
     )
 
@@ -222,12 +228,16 @@ def build_target_part(
         heads = _heads_of(config, loaded)
         hidden_layers = () if heads is None else heads.hidden_layers
         places_of(loaded, hidden_layers)  # all ranks hear of layers that are not here
+        view = _view_of(config, loaded)
     if heads is not None:
         reserved_bytes += heads.later_bytes
     runner = _part_runner(loaded, config, reserved_bytes, hidden_layers)
     _require_length(config, runner)
     compile_over_ranks(runner, config.target.compile)
     settle(runner, config.target.compile)
+    view_runner = None if view is None else runner.of_view(view)
+    if view_runner is not None:
+        compile_over_ranks(view_runner, config.target.compile, like=runner.graphs)
     if loaded.stage is not None and not loaded.stage.is_last:
         return StageTarget(runner)
     return LocalTarget(
@@ -235,6 +245,7 @@ def build_target_part(
         _chooser(loaded, config),
         rule=_rule_of(config),
         self_drafting=_self_drafting_of(config),
+        view=view_runner,
         make_drafter=heads.proposer if heads is not None and ranks.rank == 0 else None,
     )
 
@@ -252,6 +263,22 @@ def _heads_of(config: EngineConfig, loaded: LoadedModel) -> LoadedDrafter | None
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         drafts_here=loaded.ranks is None or loaded.ranks.rank == 0,
     )
+
+
+def _view_of(config: EngineConfig, loaded: LoadedModel) -> LoadedModel | None:
+    """Return the form of the target that drafts for it; None: another drafts, or the target as it is."""
+    speculative = config.speculative_config
+    if speculative.method == "layerskip":
+        from specdec.model.views import early_exit
+
+        assert speculative.exit_layer is not None
+        return early_exit(loaded, speculative.exit_layer)
+    if speculative.method == "quantized":
+        from specdec.model.views import with_fewer_bits
+
+        assert speculative.quantization is not None
+        return with_fewer_bits(loaded, speculative.quantization)
+    return None
 
 
 def _part_runner(
@@ -306,7 +333,7 @@ def _rule_of(config: EngineConfig) -> VerificationRule:
 def _self_drafting_of(config: EngineConfig) -> KvSelection | None:
     """Return what the target's own drafts attend to; None: it makes none."""
     speculative = config.speculative_config
-    return speculative.kv.make(config.cache.block_size) if speculative.method == "self" else None
+    return speculative.kv.make(config.cache.block_size) if speculative.is_self_drafting else None
 
 
 def _require_length(config: EngineConfig, runner: ModelRunner) -> None:
@@ -470,7 +497,7 @@ def controller_for(
         max_rows=config.scheduler.max_num_batched_tokens,
         max_sequences=config.scheduler.max_num_seqs,
         kv_budgets=() if speculative.kv.policy == "full" else speculative.kv.budgets,
-        keeps_kv_budgets=speculative.method != "self",
+        keeps_kv_budgets=not speculative.is_self_drafting,
     )
     return GoodputController(settings, profile)
 
@@ -509,7 +536,7 @@ def _measured_budget(speculative: SpeculativeConfig) -> KvBudget | None:
     """Return what drafts attend to that nobody tells how much; None: everything."""
     if speculative.kv.policy == "full":
         return None
-    return speculative.kv.token_budget if speculative.method == "self" else speculative.largest_kv_budget
+    return speculative.kv.token_budget if speculative.is_self_drafting else speculative.largest_kv_budget
 
 
 def _profile_key(config: EngineConfig, description: TargetDescription) -> str:

@@ -45,10 +45,22 @@ class EngineConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_self_speculation(self) -> Self:
-        if self.speculative_config.method == "self" and self.target.pipeline_parallel_size > 1:
+        method, target = self.speculative_config.method, self.target
+        if self.speculative_config.is_self_drafting and target.pipeline_parallel_size > 1:
+            instead = "" if method == "quantized" else ", or use tensor_parallel_size"
             raise ValueError(
-                "speculative_config.method: self does not go with target.pipeline_parallel_size: "
-                f"{self.target.pipeline_parallel_size} yet: write 1, or use tensor_parallel_size"
+                f"speculative_config.method: {method} does not go with target.pipeline_parallel_size: "
+                f"{target.pipeline_parallel_size} yet: write 1{instead}"
+            )
+        if method == "quantized" and target.tensor_parallel_size > 1:
+            raise ValueError(
+                "speculative_config.method: quantized does not go with target.tensor_parallel_size: "
+                f"{target.tensor_parallel_size} yet: scales would depend on how the weights are cut"
+            )
+        if method == "quantized" and target.quantization is not None:
+            raise ValueError(
+                "speculative_config.method: quantized drafts with fewer bits than the target has, and "
+                f"target.quantization: {target.quantization} leaves none to take away: leave one of them out"
             )
         return self
 

@@ -96,13 +96,15 @@ class LocalTarget:
         rule: VerificationRule | None = None,
         idle_work: Sequence[IdleWork] = (),
         self_drafting: KvSelection | None = None,
+        view: ModelRunner | None = None,
         make_drafter: MakeDrafter | None = None,
     ) -> None:
         """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`).
 
         `rule` verifies drafts (None: sample_and_match, by whoever asked). With `self_drafting`, which says
-        what such drafts attend to, it drafts for itself where a work asks for it; with `make_drafter`,
-        another drafts there from the hidden states that `runner` keeps.
+        what such drafts attend to, it drafts for itself where a work asks for it, by `view`, a form of the
+        model on the same K/V (None: by the model); with `make_drafter`, another drafts there from the hidden
+        states that `runner` keeps.
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         rule = rule or SampleAndMatch()
@@ -112,7 +114,7 @@ class LocalTarget:
         self._self_drafter: SelfDrafter | None = None
         if self_drafting is not None:
             assert self._judge is None, "drafts at the noise of the target are for sample_and_match"
-            self._self_drafter = SelfDrafter(runner, sampler, self_drafting)
+            self._self_drafter = SelfDrafter(view or runner, sampler, self_drafting)
         self.hidden: KeptRows | None = None
         """Hidden states of its sequences, where the runner keeps some."""
         if runner.hidden is not None and runner.taps is not None:

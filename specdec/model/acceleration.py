@@ -46,8 +46,10 @@ class Acceleration(ForwardGraphs, IdleWork, Protocol):
     """What makes a runner faster once its work is done."""
 
 
-def accelerate(runner: ModelRunner, config: CompileConfig) -> Acceleration:
+def accelerate(runner: ModelRunner, config: CompileConfig, like: Acceleration | None = None) -> Acceleration:
     """Give the runner the form of its forward that suits its device; it is made while idle.
+
+    `like` is what another runner was given that has the same weights, in part at least.
 
     A batch-invariant one on a CPU is made here and now: eager and compiled forwards round differently, and a
     request must not see both.
@@ -65,7 +67,8 @@ def accelerate(runner: ModelRunner, config: CompileConfig) -> Acceleration:
             )
         made = CudaForward(runner, config)
     else:
-        made = compiled = CompiledForward(runner, config)
+        shared = like if isinstance(like, CompiledForward) else None
+        made = compiled = CompiledForward(runner, config, like=shared)
         if runner.loaded.invariant is not None:
             _compile_now(compiled, runner.loaded)
     runner.graphs = made

@@ -135,11 +135,19 @@ class CompiledForward:
     `run_next` and `try_run` are called from the runner's thread.
     """
 
-    def __init__(self, runner: ModelRunner, config: CompileConfig, slots: RankSlots | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: CompileConfig,
+        slots: RankSlots | None = None,
+        like: CompiledForward | None = None,
+    ) -> None:
         """Prepare; nothing is compiled yet.
 
-        With `slots`, the runner has a part of a model: use `rank_graphs.compile_over_ranks`.
+        With `slots`, the runner has a part of a model: use `rank_graphs.compile_over_ranks`. `like` is
+        that of a model with the same weights: what it has packed is not packed again.
         """
+        self._like = like
         self._slots = slots
         self._runner = runner
         self._config = config
@@ -315,7 +323,9 @@ class CompiledForward:
         rule = runner.loaded.rotary
         self._num_position_ids = runner.max_model_len if rule is None else rule.num_position_ids
         tables = position_tables(trace, of_positions, self._num_position_ids)
-        self._weights = weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
+        weights = None if self._like is None else self._like._weights
+        if weights is None:
+            self._weights = weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
         matrices = [weight for operation in operations for weight in weights_of(operation)]
         self._num_weights = len(matrices)
         for matrix in matrices:

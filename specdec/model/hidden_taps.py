@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from specdec.core.errors import ConfigError
-from specdec.model.layer_map import CONFIG_KEY, LayerMap
+from specdec.model.layer_map import LayerMap
 from specdec.model.loader import LoadedModel
 from specdec.model.parallel.plan import UnsupportedParallelism
 from specdec.model.parallel.stages import layer_stack
@@ -132,13 +132,7 @@ def places_of(loaded: LoadedModel, layers: Sequence[int]) -> list[int]:
     Raises:
         ConfigError: there is no such layer, or its state is in another rank.
     """
-    text_config: Any = loaded.config.get_text_config()
-    kept = LayerMap.from_config(
-        {
-            "num_hidden_layers": text_config.num_hidden_layers,
-            CONFIG_KEY: getattr(loaded.config, CONFIG_KEY, None),
-        }
-    )
+    kept = LayerMap.of_model(loaded.config)
     counted = resolve_layers(layers, kept.num_original_layers, loaded.path.name)
     places = [_place(layer, kept) for layer in counted]
     _require_here(loaded, counted, places)

@@ -42,6 +42,18 @@ class LayerMap:
             )
         return cls(num_layers=num_layers, positions=positions)
 
+    @classmethod
+    def of_model(cls, config: Any) -> LayerMap:
+        """Read the map from transformers' configuration of a model.
+
+        Raises:
+            ConfigError: as `from_config`.
+        """
+        num_layers = config.get_text_config().num_hidden_layers
+        return cls.from_config(
+            {"num_hidden_layers": num_layers, CONFIG_KEY: getattr(config, CONFIG_KEY, None)}
+        )
+
     @property
     def num_original_layers(self) -> int:
         """Layers that do something."""

@@ -8,13 +8,15 @@ from specdec.model.config import CompileConfig
 from specdec.model.graphs import CHECK_STAGE, CompiledForward, can_stay_compiled
 from specdec.model.parallel.grid import RankGrid
 from specdec.model.parallel.shared_slots import RankSlots
-from specdec.model.runner import ModelRunner
+from specdec.model.runner import ForwardGraphs, ModelRunner
 
 _FAILED = "failed "
 
 
-def compile_over_ranks(runner: ModelRunner, config: CompileConfig) -> None:
+def compile_over_ranks(runner: ModelRunner, config: CompileConfig, like: ForwardGraphs | None = None) -> None:
     """Let `runner`, which has this rank's part of a model, run compiled where that is possible.
+
+    `like` is what another runner was given that has the same weights, in part at least.
 
     Ranks of a stage hand each other rows within the forward; stages hand on hidden states between forwards.
     All ranks call it at the same time, before they run anything; what one of them cannot compile all run
@@ -29,7 +31,7 @@ def compile_over_ranks(runner: ModelRunner, config: CompileConfig) -> None:
     grid = runner.loaded.grid
     assert grid is not None
     slots = None if grid.tensor is None else RankSlots(grid.tensor)
-    compiled = CompiledForward(runner, config, slots)
+    compiled = CompiledForward(runner, config, slots, like if isinstance(like, CompiledForward) else None)
     while compiled.pending() and compiled.stage != CHECK_STAGE:
         compiled.run_next()
     _share_fate(compiled, grid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -170,6 +171,18 @@ class ModelRunner:
                 self.max_model_len,
                 loaded.max_model_len,
             )
+
+    def of_view(self, view: LoadedModel) -> ModelRunner:
+        """Return a runner of a view of the model (`model.views`) on the pool of this one.
+
+        It reads and writes the same K/V, of the layers that it has, and keeps no hidden states. The two may
+        run in turn. It runs eagerly until it is given `graphs` of its own.
+        """
+        other = copy.copy(self)
+        other.loaded = view
+        other._model = view.model if view.invariant is None else view.invariant.around(view.model)
+        other.taps = other.hidden = other.graphs = None
+        return other
 
     def forward(
         self, slices: Sequence[SequenceSlice], observation: Observation | None = None

@@ -27,8 +27,22 @@ _CACHE_BYTES = 256 << 20
 _LONG_TEXT = 1 << 15
 """Tokens."""
 Method = Literal[
-    "none", "ngram", "suffix", "retrieval", "draft_model", "self", "medusa", "hydra", "eagle", "eagle3", "mtp"
+    "none",
+    "ngram",
+    "suffix",
+    "retrieval",
+    "draft_model",
+    "self",
+    "layerskip",
+    "quantized",
+    "medusa",
+    "hydra",
+    "eagle",
+    "eagle3",
+    "mtp",
 ]
+SELF_METHODS: Final = frozenset({"self", "layerskip", "quantized"})
+"""The target drafts, or a view of it, on its own K/V."""
 FEATURE_METHODS: Final = frozenset({"eagle", "eagle3", "mtp"})
 """Of those below, what has K/V of its own."""
 HEAD_METHODS: Final = frozenset({"medusa", "hydra"}) | FEATURE_METHODS
@@ -68,11 +82,16 @@ class SpeculativeConfig(StrictConfig):
     """none; ngram (prompt lookup); suffix (what most often followed the longest match in the request's own
     text and in what earlier requests generated); retrieval (what followed it in a corpus of yours);
     draft_model (a smaller model with the same tokenizer); self (the target itself, attending to the part of
-    its K/V that `kv` selects); medusa, hydra (heads on the target's hidden states, in its process); eagle,
-    eagle3, mtp (a layer or more with K/V of its own on the target's hidden states, in its process)."""
+    its K/V that `kv` selects); layerskip (the target's first `exit_layer` layers, on its K/V); quantized (the
+    target with weights of fewer bits, `quantization`, on its K/V); medusa, hydra (heads on the target's
+    hidden states, in its process); eagle, eagle3, mtp (a layer or more with K/V of its own on the target's
+    hidden states, in its process)."""
     model: str | None = None
     """Path of the folder of the draft model, or of the heads; required by draft_model, medusa, hydra, eagle
     and eagle3; mtp without it: the target's own folder."""
+    exit_layer: int | None = Field(default=None, ge=1)
+    """layerskip: how many of the target's layers draft, less than it has; its final norm and its head read
+    what the last of these gives. layerskip needs it, no other method takes it."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MOST_DRAFT_TOKENS)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     tree: TreeConfig = ChainConfig()
@@ -101,7 +120,9 @@ class SpeculativeConfig(StrictConfig):
     dtype: Dtype = "auto"
     """Numbers that the draft model runs in; auto: the target's."""
     quantization: QuantizationName | None = None
-    """Quantize the draft model's weights, as `target.quantization` does the target's; independent of it."""
+    """Quantize the draft model's weights, as `target.quantization` does the target's; independent of it.
+    quantized, which needs it: how the target's weights are quantized for drafting, in a copy beside the ones
+    that verify."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix the draft model continues, in tokens; None: its own limit. With
     `kv.positions: in_cache`, the positions that it is given."""
@@ -161,6 +182,11 @@ class SpeculativeConfig(StrictConfig):
     def has_features(self) -> bool:
         """Whether these have K/V of their own."""
         return self.method in FEATURE_METHODS
+
+    @property
+    def is_self_drafting(self) -> bool:
+        """Whether the target drafts, or a view of it, on the target's own K/V."""
+        return self.method in SELF_METHODS
 
     @property
     def max_prefix_len(self) -> int | None:
@@ -388,7 +414,7 @@ class SpeculativeConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_kv(self) -> Self:
-        if self.kv.policy != "full" and self.method not in ("self", "draft_model"):
+        if self.kv.policy != "full" and self.method != "draft_model" and not self.is_self_drafting:
             raise ValueError(
                 f"kv.policy: {self.kv.policy} is about what a model attends to that drafts; method "
                 f"{self.method} has none: leave out kv"
@@ -403,17 +429,32 @@ class SpeculativeConfig(StrictConfig):
                 "kv.positions: in_cache counts what a window keeps, and kv.policy: full keeps everything: "
                 "write policy: streaming, or leave positions out"
             )
-        if self.kv.is_scored and self.method != "self":
+        if self.kv.is_scored and not self.is_self_drafting:
             raise ValueError(
-                f"kv.policy: {self.kv.policy} needs method self: it looks at what the target attends to, and "
-                "brings back blocks that a draft model would have freed; write policy: streaming"
+                f"kv.policy: {self.kv.policy} needs method self, layerskip or quantized: it looks at what "
+                "the target attends to, and brings back blocks that a draft model would have freed; write "
+                "policy: streaming"
             )
-        if self.method == "self" and self.rejection_sample_method != "sample_and_match":
+        if self.is_self_drafting and self.rejection_sample_method != "sample_and_match":
             raise ValueError(
-                f"rejection_sample_method: {self.rejection_sample_method} does not go with method self, "
-                "which drafts at the target's own noise: write sample_and_match"
+                f"rejection_sample_method: {self.rejection_sample_method} does not go with method "
+                f"{self.method}, which drafts at the target's own noise: write sample_and_match"
             )
         self.kv.require_room(self.num_speculative_tokens)
+        return self
+
+    @model_validator(mode="after")
+    def _check_views(self) -> Self:
+        if (self.method == "layerskip") != (self.exit_layer is not None):
+            raise ValueError(
+                "method layerskip needs `exit_layer`, after how many of the target's layers drafts leave it; "
+                "no other method takes it"
+            )
+        if self.method == "quantized" and self.quantization is None:
+            raise ValueError(
+                "method quantized needs `quantization`, how the target's weights are quantized for drafting: "
+                "int4, say"
+            )
         return self
 
     @model_validator(mode="after")
@@ -457,7 +498,7 @@ class SpeculativeConfig(StrictConfig):
         if self.has_heads and (self.dtype, self.device) != ("auto", "auto"):
             key = "dtype" if self.dtype != "auto" else "device"
             raise ValueError(f"{key}: heads run in the target's process as the target does: leave it out")
-        if self.method != "draft_model" and self.quantization is not None:
+        if self.method not in ("draft_model", "quantized") and self.quantization is not None:
             raise ValueError(f"method {self.method} has no weights to quantize: leave out quantization")
         if self.quantization is not None and self.draft_tensor_parallel_size > 1:
             raise ValueError(

@@ -51,7 +51,7 @@ def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 
 def _create_self(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
-    return SelfSpeculation()
+    return SelfSpeculation(config.method)
 
 
 def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
@@ -105,6 +105,8 @@ FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = 
     "suffix": _create_suffix,
     "retrieval": _create_retrieval,
     "self": _create_self,
+    "layerskip": _create_self,
+    "quantized": _create_self,
     "medusa": _create_heads,
     "hydra": _create_heads,
     "eagle": _create_heads,

@@ -1,4 +1,4 @@
-"""Self-speculation: the target drafts, with a part of its K/V, in the step that verifies."""
+"""Self-speculation: the target, or a view of it, drafts on the target's K/V, in the step that verifies."""
 
 from __future__ import annotations
 
@@ -9,4 +9,6 @@ from specdec.proposers.none import NoProposer
 class SelfSpeculation(NoProposer):
     """Stands for the target's own drafts where others propose: it says that there are such."""
 
-    capabilities = ProposerCapabilities(name="self", sampled=True, kv="target", at_target=True)
+    def __init__(self, method: str = "self") -> None:
+        """`method` is what such drafts are called."""
+        self.capabilities = ProposerCapabilities(name=method, sampled=True, kv="target", at_target=True)

@@ -56,7 +56,7 @@ MISTAKES = {
     "policy": Mistake("{method: self, kv: {policy: stream}}", "policy: input should be 'full'"),
     "a policy of the target": Mistake(
         "{method: draft_model, model: MODELS/draft, kv: {policy: snapkv}}",
-        r"kv\.policy: snapkv needs method self: .*write policy: streaming",
+        r"kv\.policy: snapkv needs method self, .*write policy: streaming",
     ),
     "scores that are none": Mistake(
         "{method: self, kv: {policy: streaming, rescore_every: 3}}",

@@ -103,12 +103,13 @@ def config_of(
 
 def drafting(method: str, folder: Path) -> dict[str, Any]:
     """The `speculative_config` of a method; a draft model is the target itself, and the name of a policy may
-    follow that of method self.
+    follow that of method self, the exit layer that of layerskip.
     """
     method, _, policy = method.partition(" ")
     more: dict[str, dict[str, Any]] = {
         "ngram": {"prompt_lookup_min": 1},
         "draft_model": {"model": str(folder), "cache": {"num_blocks": 60, "block_size": 4}},
+        "layerskip": {"exit_layer": int(policy) if policy.isdecimal() else 1},
         "self": {"kv": {"policy": policy or "streaming", "budget": 16, "sink_tokens": 4}},
     }
     return {"method": method, **more.get(method, {})}

@@ -150,7 +150,13 @@ def test_same_tokens_with_a_draft_model_of_one_rank(
 
 @pytest.mark.parametrize(
     ("architecture", "method"),
-    [("llama", "self"), ("phi3_longrope", "self"), ("llama", "self verified"), ("gemma2", "self snapkv")],
+    [
+        ("llama", "self"),
+        ("phi3_longrope", "self"),
+        ("llama", "self verified"),
+        ("gemma2", "self snapkv"),
+        ("llama", "layerskip 2"),
+    ],
 )
 def test_same_tokens_when_the_target_drafts_for_itself(
     rank_pool: Pools, folder_of: Callable[[str], Path], architecture: str, method: str

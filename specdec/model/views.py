@@ -1,0 +1,88 @@
+"""Views of a loaded model that draft for it: its first layers, or its weights with fewer bits.
+
+A view is a model of its own to whoever runs it, and shares what it can: every weight that it does not change,
+and, run by `ModelRunner.of_view`, the K/V pool. Layers keep their numbers, so that a view finds in the pool
+what the model has written, and what it writes lies where the model will write.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specdec.core.errors import ConfigError
+from specdec.model.config import QuantizationName
+from specdec.model.layer_map import LayerMap
+from specdec.model.loader import LoadedModel
+from specdec.model.parallel.plan import UnsupportedParallelism
+from specdec.model.parallel.stages import layer_stack
+from specdec.model.quantization import (
+    UnsupportedQuantization,
+    check_quantizable,
+    replace_layers,
+    require_torchao,
+)
+
+
+def early_exit(loaded: LoadedModel, exit_layer: int) -> LoadedModel:
+    """Return the first `exit_layer` layers of a model, with its final norm and its head behind them.
+
+    Layers are counted as in the original of a checkpoint with inserted do-nothing layers (`layer_map`).
+
+    Raises:
+        ConfigError: the model has not that many, or nothing would be left out, or its layers are not in one
+            list.
+    """
+    name = loaded.path.name
+    kept = LayerMap.of_model(loaded.config)
+    if not 1 <= exit_layer < kept.num_original_layers:
+        raise ConfigError(
+            f"speculative_config.exit_layer: {exit_layer} does not leave out any of the "
+            f"{kept.num_original_layers} layers of {name}: "
+            + (
+                f"write 1 to {kept.num_original_layers - 1}"
+                if kept.num_original_layers > 1
+                else "a model of one layer has no early exit"
+            )
+        )
+    num_layers = kept.exit_layers_for(exit_layer)
+    try:
+        stack_name, stack = layer_stack(loaded.model)
+    except UnsupportedParallelism as error:
+        raise ConfigError(f"speculative_config.method: layerskip does not go with {name}: {error}") from error
+    first_layers = torch.nn.ModuleList(list(stack)[:num_layers])
+    model = _with_module(loaded.model, stack_name, first_layers)
+    return replace(loaded, model=model)  # `layers` stay those of the pool
+
+
+def with_fewer_bits(loaded: LoadedModel, name: QuantizationName) -> LoadedModel:
+    """Return a model whose linear layers are quantized copies of this one's; all else is shared.
+
+    Raises:
+        ConfigError: torchao is missing, or the model cannot be quantized so.
+    """
+    require_torchao(name)
+    try:
+        check_quantizable(loaded.model, name)
+    except UnsupportedQuantization as error:
+        raise ConfigError(
+            f"speculative_config.quantization: {name} does not go with {loaded.path.name}: {error}"
+        ) from error
+    hf_model: Any = loaded.model
+    shared = {id(one): one for one in (*hf_model.parameters(), *hf_model.buffers(), loaded.config)}
+    model = copy.deepcopy(loaded.model, shared)
+    replace_layers(model, name, {})
+    # What is drafted may depend on the batch: it is verified by a forward that does not.
+    return replace(loaded, model=model, quantization=name, invariant=None)
+
+
+def _with_module(model: Any, name: str, module: torch.nn.Module) -> Any:
+    """Return a model that has `module` in the place of that name, and shares everything else."""
+    child, _, rest = name.partition(".")
+    other = copy.copy(model)
+    other._modules = dict(model._modules)
+    other._modules[child] = _with_module(model._modules[child], rest, module) if rest else module
+    return other

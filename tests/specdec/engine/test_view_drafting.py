@@ -1,0 +1,367 @@
+"""A view of the target drafts on the target's K/V: whatever it says, the target says what it says alone.
+
+That drafts are those of the view is seen in drafts themselves, beside what transformers makes of the same
+weights; that nothing of them stays, in the K/V after a round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+import transformers
+
+from specdec.core.errors import ConfigError
+from specdec.core.ids import RequestId
+from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.local_target import LocalTarget
+from specdec.engine.profiling import ProfilePlan, measure_profile
+from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.kv.config import CacheConfig
+from specdec.kv.selection import KvSelectionConfig
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.graphs import CompiledForward
+from specdec.model.loader import LoadedModel, load_model
+from specdec.model.quantized_linear import QuantizedLinear, QuantizedWeight
+from specdec.model.views import early_exit, with_fewer_bits
+from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.self_speculation import SelfSpeculation
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController
+from tests.architectures import ARCHITECTURES, make_tokenizer, with_layers
+from tests.quantizer import some_quantizer
+from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.test_self_speculation import (
+    BLOCK_SIZE,
+    FULL,
+    GREEDY,
+    KINDS,
+    LONG,
+    PROMPTS,
+    SelfSetting,
+    SharpModels,
+    Streams,
+    check,
+    selecting,
+    streaming,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with some_quantizer():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return SharpModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def streams(models: Models) -> Streams:
+    return Streams(models)
+
+
+@dataclass(frozen=True)
+class ViewSetting(SelfSetting):
+    view: str = "exit 2"
+
+    def engine(self, models: Models, architecture: str) -> Engine:
+        return Engine.from_parts(
+            target=self.target(models.load(architecture)),
+            proposer=SelfSpeculation("layerskip" if self.view.startswith("exit") else "quantized"),
+            tokenizer=HuggingFaceTokenizer(make_tokenizer()),
+            scheduler=SchedulerConfig(
+                max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
+            ),
+            controller=FixedController(self.num_draft_tokens),
+        )
+
+    def target(self, loaded: LoadedModel) -> LocalTarget:
+        runner = self.runner(loaded, self.num_blocks)
+        view = runner.of_view(view_of(loaded, self.view))
+        if self.compiled:
+            assert isinstance(runner.graphs, CompiledForward)
+            view.graphs = forward = CompiledForward(view, CompileConfig(), like=runner.graphs)
+            assert forward.warm_up() == "ready"
+        return LocalTarget(runner, self.sampler(), self_drafting=self.kv.make(BLOCK_SIZE), view=view)
+
+
+def view_of(loaded: LoadedModel, name: str) -> LoadedModel:
+    if name.startswith("exit"):
+        return early_exit(loaded, int(name.removeprefix("exit ")))
+    return with_fewer_bits(loaded, "int4" if name == "int4" else "int8")
+
+
+COVER = [
+    ("greedy", ViewSetting(view="exit 1", num_draft_tokens=1, batch=1)),
+    ("greedy", ViewSetting(view="exit 2", num_draft_tokens=4, batch=8, chunk=16, num_blocks=18)),
+    ("greedy", ViewSetting(view="int4", num_draft_tokens=7, batch=5, chunk=9, compiled=True)),
+    ("plain", ViewSetting(view="exit 1", num_draft_tokens=4, batch=8, chunk=9, num_blocks=18)),
+    ("plain", ViewSetting(view="int8", num_draft_tokens=4, batch=8, chunk=16, num_blocks=18)),
+    ("plain", ViewSetting(view="exit 2", num_draft_tokens=5, batch=5, kv=streaming(12), compiled=True)),
+    ("cut", ViewSetting(view="int4", num_draft_tokens=3, batch=5, kv=streaming(0.5))),
+    ("hot", ViewSetting(view="exit 2", num_draft_tokens=4, batch=8, kv=selecting("verified"), compiled=True)),
+    ("penalties", ViewSetting(view="exit 2", num_draft_tokens=4, batch=8, chunk=16, num_blocks=18)),
+    ("bad words", ViewSetting(view="int4", num_draft_tokens=6, batch=5, compiled=True)),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), COVER, ids=str)
+def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, setting: ViewSetting) -> None:
+    metrics = check(models, streams, setting, kind)
+    assert metrics.num_draft_tokens > 0
+    assert metrics.method == ("layerskip" if setting.view.startswith("exit") else "quantized")
+    if setting.num_blocks == 18 and setting.chunk == 16:
+        assert metrics.num_preemptions > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("view", ["exit 1", "exit 2", "int8", "int4"])
+@pytest.mark.parametrize("kv", [FULL, streaming(12), selecting("verified")], ids=str)
+@pytest.mark.parametrize(("batch", "chunk", "num_blocks"), [(1, 512, 200), (8, 16, 18), (5, 9, 200)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_says_what_it_says_alone_in_every_setting(
+    models: Models,
+    streams: Streams,
+    kind: str,
+    view: str,
+    kv: KvSelectionConfig,
+    batch: int,
+    chunk: int,
+    num_blocks: int,
+    compiled: bool,
+) -> None:
+    setting = ViewSetting(
+        num_draft_tokens=4,
+        batch=batch,
+        chunk=chunk,
+        num_blocks=num_blocks,
+        compiled=compiled,
+        kv=kv,
+        view=view,
+    )
+    check(models, streams, setting, kind)
+
+
+# ------------------------------------------------------------------------------- drafts are the view's
+
+
+def draft_behind(target: LocalTarget, num_tokens: int) -> tuple[int, ...]:
+    """What the target drafts behind `LONG`; its prompt is in the cache but for the last token."""
+    name, blocks = RequestId("a"), tuple(range(40, 20, -1))
+    prefill = TargetWork(name, tuple(LONG[:-1]), 0, 0, 0, blocks)
+    target.run(TargetStep(0, (prefill,), (AdmittedSequence(name, 12345, GREEDY),)))
+    work = TargetWork(name, (LONG[-1],), len(LONG) - 1, 1, len(blocks), (), num_self_drafted=num_tokens)
+    (answer,) = target.run(TargetStep(1, (work,))).results
+    return answer.drafted
+
+
+def reference_draft(models: Models, view: str, num_tokens: int) -> tuple[int, ...]:
+    """The same by transformers: K/V of the text are the whole model's, what follows is the view's."""
+    whole = copy.deepcopy(models.reference("llama"))
+    loaded = models.load("llama")
+    if view.startswith("exit"):
+        config = with_layers(ARCHITECTURES["llama"](), int(view.removeprefix("exit ")))
+        drafter: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+        assert not drafter.load_state_dict(whole.state_dict(), strict=False).missing_keys
+    else:
+        drafter = copy.deepcopy(whole)
+        for name, module in view_of(loaded, view).model.named_modules():
+            if isinstance(module, QuantizedLinear):
+                drafter.get_submodule(name).weight = torch.nn.Parameter(dequantized(module))
+    with torch.inference_mode():
+        past = whole(torch.tensor([LONG[:-1]]), use_cache=True).past_key_values
+        tokens = [LONG[-1]]
+        for _ in range(num_tokens):
+            output = drafter(torch.tensor([tokens[-1:]]), past_key_values=past, use_cache=True)
+            tokens.append(int(output.logits[0, -1].argmax()))
+    return tuple(tokens[1:])
+
+
+def dequantized(layer: QuantizedLinear) -> torch.Tensor:
+    weight = QuantizedWeight(
+        bits=layer.bits, num_columns=layer.out_features, panels=layer.panels, scales=layer.scales
+    )
+    values, scales = weight.rows(0, layer.panels.shape[0])
+    grouped = values.view(*scales.shape, -1).float() * scales.float()[..., None]
+    return grouped.view(values.shape)[: layer.out_features]
+
+
+@pytest.mark.parametrize("view", ["exit 1", "exit 2", "int8", "int4"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_drafts_are_what_the_view_says_behind_the_targets_own_text(
+    models: Models, view: str, compiled: bool
+) -> None:
+    setting = ViewSetting(view=view, compiled=compiled)
+    drafted = draft_behind(setting.target(models.load("llama")), 8)
+    assert drafted == reference_draft(models, view, 8)
+
+
+def test_control_each_view_says_something_else(models: Models) -> None:
+    assert len({reference_draft(models, view, 8) for view in ("exit 1", "exit 2", "int4")}) == 3
+
+
+# --------------------------------------------------------------------------------- nothing of it stays
+
+
+class Rounds:
+    """One sequence at a target, round by round, greedy."""
+
+    def __init__(self, target: LocalTarget) -> None:
+        self.target = target
+        self.tokens = list(LONG)
+        self.name, blocks = RequestId("a"), tuple(range(1, 41))
+        prefill = TargetWork(self.name, tuple(LONG[:-1]), 0, 0, 0, blocks)
+        target.run(TargetStep(0, (prefill,), (AdmittedSequence(self.name, 3, GREEDY),)))
+
+    def run(self, num_tokens: int, num_drafted: int) -> None:
+        while len(self.tokens) < len(LONG) + num_tokens:
+            work = TargetWork(
+                self.name,
+                (self.tokens[-1],),
+                len(self.tokens) - 1,
+                1,
+                40,
+                (),
+                num_self_drafted=num_drafted,
+            )
+            (answer,) = self.target.run(TargetStep(1, (work,))).results
+            for index, token in enumerate(answer.token_ids):
+                self.tokens.append(token)
+                if index < len(answer.drafted) and answer.drafted[index] != token:
+                    break
+
+    def kept(self, num_tokens: int) -> list[torch.Tensor]:
+        """K and V of the first tokens, layer by layer."""
+        pool = self.target.runner.pool
+        num_blocks, rest = divmod(len(LONG) - 1 + num_tokens, BLOCK_SIZE)
+        kept = []
+        for one in (*pool.keys, *pool.values):
+            rows = one[1 : 2 + num_blocks].transpose(1, 2).flatten(0, 1)
+            kept.append(rows[: num_blocks * BLOCK_SIZE + rest].clone())
+        return kept
+
+
+@pytest.mark.parametrize("view", ["exit 2", "int4"])
+@pytest.mark.parametrize("how", ["compiled", "invariant", "invariant bf16"])
+def test_kv_after_verification_are_bitwise_those_of_plain_decoding(
+    models: Models, view: str, how: str
+) -> None:
+    """Round by round, drafts that are wrong included, against one token after the other."""
+    loaded = models.load("llama")
+    if how != "compiled":
+        dtype: Any = "bfloat16" if "bf16" in how else "float32"
+        loaded = load_model(ModelConfig(model=str(loaded.path), dtype=dtype, batch_invariant=True))
+    setting = ViewSetting(view=view, compiled=True)
+    drafting, plain = (Rounds(setting.target(loaded)) for _ in range(2))
+    drafting.run(24, 5)
+    plain.run(24, 0)
+    assert drafting.tokens[: len(LONG) + 24] == plain.tokens[: len(LONG) + 24]
+    for mine, expected in zip(drafting.kept(23), plain.kept(23), strict=True):
+        assert torch.equal(mine, expected)
+
+
+# ------------------------------------------------------------------------------------------- as built
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        {"method": "layerskip", "exit_layer": 2},
+        {"method": "quantized", "quantization": "int4", "kv": {"policy": "streaming", "budget": 16}},
+    ],
+    ids=["layerskip", "quantized"],
+)
+def test_an_engine_from_a_configuration(models: Models, speculative: dict[str, Any]) -> None:
+    """Costs of drafts are measured, the goodput controller goes by them, and the text stays the same."""
+    folder = models.load("llama").path
+    profiles = {"profile_seconds": 0.5, "profile_dir": str(folder.parent / "profiles")}
+    texts = []
+    for block in ({"method": "none"}, {**speculative, **profiles}):
+        config = EngineConfig(
+            target=ModelConfig(model=str(folder), dtype="float32", compile=CompileConfig(mode="off")),
+            speculative_config=SpeculativeConfig.model_validate(block),
+            cache=CacheConfig(block_size=4, num_blocks=60),
+        )
+        with Engine(config) as engine:
+            texts.append([result.token_ids for result in engine.generate(PROMPTS, KINDS["cut"])])
+            assert engine.description.drafts_itself == (block["method"] != "none")
+    assert texts[0] == texts[1]
+
+
+def test_drafts_are_measured(models: Models) -> None:
+    """A view's are those of the view: an exit after one of three layers costs less than the target's own."""
+    loaded = models.load("llama")
+    plan = ProfilePlan(key="k", max_num_seqs=4, max_num_batched_tokens=8, max_draft_tokens=5, budget_s=1.0)
+    profile = measure_profile(ViewSetting(view="exit 1").target(loaded), SelfSpeculation("layerskip"), plan)
+    assert profile.fault() is None
+    assert all(point.seconds > 1e-6 for point in profile.draft)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"method": "layerskip"}, "method layerskip needs `exit_layer`"),
+        ({"method": "layerskip", "exit_layer": 0}, "exit_layer"),
+        ({"method": "self", "exit_layer": 2}, "no other method takes it"),
+        ({"method": "quantized"}, "method quantized needs `quantization`"),
+        ({"method": "self", "quantization": "int8"}, "method self has no weights to quantize"),
+        (
+            {"method": "layerskip", "exit_layer": 2, "rejection_sample_method": "block"},
+            "block does not go with method layerskip",
+        ),
+        (
+            {"method": "quantized", "quantization": "int8", "model": "draft"},
+            "method quantized takes no `model`",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(block: dict[str, object], message: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        SpeculativeConfig.model_validate(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "target", "message"),
+    [
+        (
+            {"method": "layerskip", "exit_layer": 2},
+            {"pipeline_parallel_size": 2},
+            "layerskip .*pipeline_para",
+        ),
+        (
+            {"method": "quantized", "quantization": "int8"},
+            {"tensor_parallel_size": 2},
+            "quantized .*tensor_para",
+        ),
+        ({"method": "quantized", "quantization": "int4"}, {"quantization": "int8"}, "leave one of them out"),
+    ],
+)
+def test_targets_that_a_view_does_not_go_with(
+    block: dict[str, object], target: dict[str, object], message: str
+) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        EngineConfig.model_validate({"target": {"model": "m", **target}, "speculative_config": block})
+
+
+def test_an_exit_behind_the_last_layer_is_refused_by_name(models: Models) -> None:
+    config = EngineConfig(
+        target=ModelConfig(model=str(models.load("llama").path)),
+        speculative_config=SpeculativeConfig(method="layerskip", exit_layer=3),
+        cache=CacheConfig(block_size=4, num_blocks=60),
+    )
+    with pytest.raises(ConfigError, match=r"speculative_config.exit_layer: 3 .* write 1 to 2"):
+        Engine(config)
