@@ -25,6 +25,7 @@ from specdec.engine.roster import Roster
 from specdec.engine.service import GRAMMAR_FAILED
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
+from specdec.engine.timed_controller import TimedController
 from specdec.proposers.base import AheadWish, AsksAhead, Proposer
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -100,7 +101,7 @@ class RoundLoop:
         self._roster = roster
         self._target = target
         self._proposer = proposer
-        self._controller = controller
+        self._controller = TimedController(controller, clock)
         self._metrics = metrics
         self._clock = clock
         self._max_branches = max_branches
@@ -523,13 +524,16 @@ class RoundLoop:
         metrics.draft_s += draft_s
         metrics.verify_s += verify_s
         target_s = result.forward_s + result.sample_s
+        thought_s = self._controller.take_thought_s()
+        if flight.mode != "lockstep" or self._flights:
+            thought_s = 0.0  # it may have thought while it would have waited
         self._note_overlap(flight, target_s or verify_s)
         metrics.target_forward_s += result.forward_s
         metrics.target_sample_s += result.sample_s
         self._controller.observe(
             RoundObservation(
                 mode=flight.mode,
-                num_rows=sum(len(work.token_ids) for work in works),
+                num_rows=sum(map(_num_rows, works, result.results)),
                 num_sequences=len(works),
                 num_committed=num_committed,
                 num_decoding=sum(work.num_sampled_rows > 0 for work in works),
@@ -540,7 +544,7 @@ class RoundLoop:
                 draft_ready_s=flight.draft_ready_s if result.draft_s == 0.0 else draft_s,
                 verify_s=verify_s,
                 target_s=target_s or None,
-                round_s=None if self._landed_s is None else verified_s - self._landed_s,
+                round_s=None if self._landed_s is None else verified_s - self._landed_s - thought_s,
                 num_elsewhere=sum(len(other.lives) for other in self._flights),
                 outcomes=landing.outcomes,
                 stand_ins=landing.stand_ins,
@@ -556,6 +560,11 @@ class RoundLoop:
         self._metrics.drafting_s += flight.drafting_s
         self._metrics.hidden_drafting_s += max(0.0, flight.drafting_s - exposed_s)
         self._target_done_s = max(self._target_done_s, flight.submitted_s) + target_s
+
+
+def _num_rows(work: TargetWork, answer: WorkResult) -> int:
+    """Return the rows that the target has run for a work: with drafts of its own, more than it was given."""
+    return len(work.token_ids) + len(answer.drafted)
 
 
 def _num_prompt_rows(step: TargetStep, lives: Sequence[LiveRequest]) -> int:

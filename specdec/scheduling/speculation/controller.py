@@ -44,8 +44,8 @@ class RoundObservation:
     """How this round was run; the first rounds after a change may be mixed, and count as the former mode."""
     round_s: float | None = None
     """From the end of the round before to the end of this one, where there was work all the time; None: not
-    known, or the engine was idle between. In ping_pong every cohort's round counts, so it is about half the
-    time between two rounds of one request."""
+    known, or the engine was idle between. In lockstep what the controller itself took is left out; in
+    ping_pong every cohort's round counts, so it is about half the time between two rounds of one request."""
     num_decoding: int | None = None
     """Sequences that got new tokens; None: all."""
     num_prompt_rows: int = 0

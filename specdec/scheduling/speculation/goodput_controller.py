@@ -57,7 +57,7 @@ without it are not yet alone."""
 _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
 _PIPELINED_PROBE_ROUNDS = 10
-_AUDIT_ROUNDS = 3
+_FEWEST_AUDIT_ROUNDS, _MOST_AUDIT_ROUNDS = 3, 24
 _STRETCH = 1.5
 """How much longer the drafts of a stretch are."""
 _STRETCH_ROUNDS = TrialLength(2, 6)
@@ -441,8 +441,8 @@ class GoodputController:
             loss_s = _loss_s(longer.tokens, longer.rate * factor, rates[usual.kind])
             trials.begin("stretching", _STRETCH_ROUNDS, loss_s)
         if self._kind != "plain":
-            num_rounds = _AUDIT_ROUNDS + (_ROUNDS_TO_CALM_DOWN if self._kind != "lockstep" else 0)
-            length = TrialLength(num_rounds, num_rounds)
+            fewest = _FEWEST_AUDIT_ROUNDS + (_ROUNDS_TO_CALM_DOWN if self._kind != "lockstep" else 0)
+            length = TrialLength(fewest, _MOST_AUDIT_ROUNDS)
             trials.begin("auditing", length, _loss_s(plain.tokens, rates["plain"], rates[usual.kind]))
         if tried is not None:
             num_probed = _num_probed(num_sequences)
@@ -590,7 +590,7 @@ class GoodputController:
         self._unheard_s += round_s
         lost_s = 0.0
         if is_to_be_heard:
-            if self._is_as_it_seems:
+            if self._is_as_it_seems and self._num_alike >= _TRANSIENT_ROUNDS[kind]:
                 self._note_costs(observation, decision)
             if round_s > 0.0:
                 lost_s = self._note_goodput(observation, decision, kind, round_s)

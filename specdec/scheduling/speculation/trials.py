@@ -6,6 +6,10 @@ drafts than those that are thought best: stretches make them longer for a few ro
 there is an allowance: a small share of all time that passes. A trial begins when the allowance covers what it
 is expected to lose, and pays what it has really lost. After each one that changed nothing, the next one of
 its kind waits twice as long.
+
+An audit asks whether nobody is worse off than without speculation. What it is expected to lose is just what
+is in doubt, so that the last one's real loss has a say in it; and while it loses nothing it goes on, because
+then what is believed is wrong.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ _FIRST_ALLOWANCE = 2.0
 """Rounds whose time may be lost before any time has passed."""
 _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {"probing": 48, "auditing": 48, "stretching": 96}
 _MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6}
+_CLEAR_GAIN = 0.02
+"""An audit that has gained so much, as a share of its time, is soon followed by another one."""
 
 
 class TrialLength(NamedTuple):
-    """How many rounds a trial takes: as many as the allowance covers, but neither less nor more than
-    these.
+    """How many rounds a trial takes: as many as the allowance covers (an audit: as lose nothing), but neither
+    less nor more than these.
     """
 
     fewest: int
@@ -40,7 +46,12 @@ class Trials:
         """Let trials lose up to `share` of the time."""
         self._share = share
         self._allowance_s: float | None = None
-        self._rounds_left = 0
+        self._rounds_left = self._fewest = 0
+        self._num_done = 0
+        self._lost_s = self._spent_s = 0.0
+        """By the trial that is on, as the number of its rounds."""
+        self._audit_loss_s: float | None = None
+        """What a round of the last audit has lost."""
         self._num_rounds_since = 0
         self._num_ended: Counter[Trial] = Counter()
         """Trials that have changed nothing."""
@@ -58,13 +69,18 @@ class Trials:
         """Begin a trial for some rounds, if it is time for it, given what each is expected to lose."""
         if self._allowance_s is None or not self.is_due(trial):
             return
+        if trial == "auditing" and self._audit_loss_s is not None:
+            loss_s = min(loss_s, self._audit_loss_s)
         if self._allowance_s <= loss_s * length.fewest:
             return
-        # What a stretch is expected to lose is what is in doubt: it goes on until too much is really lost.
-        is_in_doubt = loss_s <= 0.0 or trial == "stretching"
+        # What these are expected to lose is what is in doubt: they go on until too much is really lost.
+        is_in_doubt = loss_s <= 0.0 or trial != "probing"
         affordable = length.most if is_in_doubt else int(self._allowance_s / loss_s)
         self.current = trial
         self._rounds_left = min(length.most, affordable)
+        self._fewest = length.fewest
+        self._num_done = 0
+        self._lost_s = self._spent_s = 0.0
         self._num_rounds_since = 0
 
     def note_round(self, round_s: float, lost_s: float) -> bool:
@@ -87,11 +103,22 @@ class Trials:
         self._allowance_s -= max(lost_s, 0.0)
         self.num_rounds[self.current] += 1
         self._rounds_left -= 1
-        if self._rounds_left > 0 and self._allowance_s > 0.0:
+        self._num_done += 1
+        self._lost_s += lost_s
+        self._spent_s += round_s
+        loses = self.current == "auditing" and self._num_done >= self._fewest and self._lost_s > 0.0
+        if self._rounds_left > 0 and self._allowance_s > 0.0 and not loses:
             return False
-        self._num_ended[self.current] += 1
-        self.current = None
+        self._end(self.current)
         return True
+
+    def _end(self, trial: Trial) -> None:
+        self.current = None
+        if trial == "auditing":
+            self._audit_loss_s = self._lost_s / self._num_done
+            if self._lost_s < -_CLEAR_GAIN * self._spent_s:
+                return
+        self._num_ended[trial] += 1
 
     def cancel(self) -> None:
         """End a trial: the batch has changed too much."""

@@ -6,6 +6,7 @@ import pytest
 
 from specdec.core.request import Request
 from specdec.engine.remote_proposer import RemoteProposer
+from specdec.engine.timed_controller import TimedController
 from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
@@ -109,7 +110,7 @@ def test_each_flight_is_told_its_own_time() -> None:
 
     cluster = cluster_of(BUSY_S)
     listener = _Listener()
-    cluster.engine._rounds._controller = listener
+    cluster.engine._rounds._controller = TimedController(listener, cluster.clock)
     (drafter,) = cluster.drafters.values()
     requests: list[Request] = [a_request(f"r{index}", random.Random(index)) for index in range(4)]
     asked: list[float] = []

@@ -17,6 +17,7 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.metrics import EngineMetrics
+from specdec.engine.timed_controller import TimedController
 from specdec.engine.toy_target import ToyModel
 from specdec.proposers.base import Proposer
 from specdec.proposers.fallback import FallbackProposer
@@ -172,7 +173,7 @@ class Watching(FixedController):
 def test_the_controller_and_the_metrics_tell_them_apart(mode: OverlapMode) -> None:
     cluster = Cluster(Faults(loss=0.2), mode=mode, fallback=ngram())
     controller = Watching(mode)
-    cluster.engine._rounds._controller = controller
+    cluster.engine._rounds._controller = TimedController(controller, cluster.clock)
     rng = random.Random(4)
     cluster.run([repetitive(f"r{index}", rng) for index in range(8)])
     by_method = cluster.engine.metrics().by_method()

@@ -30,6 +30,7 @@ from specdec.engine.profiling import ProfilePlan, measure_profile
 from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.self_drafter import SelfDrafter
 from specdec.engine.target_server import TargetServer
+from specdec.engine.timed_controller import TimedController
 from specdec.engine.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvPolicyName, KvSelectionConfig
@@ -41,7 +42,7 @@ from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows
 from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.speculation.controller import FixedController
+from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.transport.base import PeerId
 from specdec.transport.memory import MemoryNetwork
 from tests.architectures import CORE_ARCHITECTURES, make_tokenizer
@@ -396,6 +397,29 @@ def test_mixed_wishes(models: Models, streams: Streams) -> None:
     for index, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
         mine = [output for output in outputs if output.request_id == request.request_id]
         assert tuple(tokens_of(mine)) == streams.alone("llama", kind, KINDS[kind])[index]
+
+
+class Hearing(FixedController):
+    """Keeps what it is told."""
+
+    heard: list[RoundObservation]
+
+    def observe(self, observation: RoundObservation) -> None:
+        self.heard.append(observation)
+
+
+def test_controllers_are_told_of_rows_that_the_target_has_drafted(models: Models) -> None:
+    """Else what these cost is taken for what rounds without drafts cost."""
+    with SelfSetting(num_draft_tokens=4, batch=2, kv=streaming(12)).engine(models, "llama") as engine:
+        controller = Hearing(4)
+        controller.heard = []
+        engine._rounds._controller = TimedController(controller, engine._clock)
+        engine.generate(PROMPTS[:2], KINDS["greedy"])
+    drafted = [one for one in controller.heard if one.outcomes]
+    assert len(drafted) > 3
+    for one in drafted:
+        rows = one.num_sequences + sum(outcome.num_drafted for outcome in one.outcomes)
+        assert one.num_rows == rows > one.num_sequences
 
 
 def test_prefix_cache_keeps_nothing_of_drafts(models: Models, streams: Streams) -> None:

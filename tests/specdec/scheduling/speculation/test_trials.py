@@ -1,0 +1,75 @@
+"""When trials begin, how long they go on, and when the next one may."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.scheduling.speculation.trials import TrialLength, Trials
+
+LENGTH = TrialLength(3, 24)
+ROUND_S = 0.01
+
+
+def rounds(trials: Trials, number: int) -> None:
+    for _ in range(number):
+        assert trials.current is None
+        trials.note_round(ROUND_S, 0.0)
+
+
+def audit(trials: Trials, lost_s: float) -> int:
+    """Go through an audit whose rounds lose so much each; return how many there were."""
+    assert trials.current == "auditing"
+    number = 1
+    while not trials.note_round(ROUND_S, lost_s):
+        number += 1
+    return number
+
+
+def begun(trials: Trials, expected_loss_s: float) -> bool:
+    trials.begin("auditing", LENGTH, expected_loss_s)
+    return trials.current == "auditing"
+
+
+def test_an_audit_ends_where_it_loses_and_goes_on_where_it_does_not() -> None:
+    for lost_s, expected in ((0.001, 3), (-0.001, 24), (0.0, 24)):
+        trials = Trials(0.01)
+        rounds(trials, 60)
+        assert begun(trials, 0.001)
+        assert audit(trials, lost_s) == expected
+
+
+def test_an_audit_that_gains_is_soon_followed_by_another() -> None:
+    """One that does not waits twice as long each time."""
+    for lost_s, is_due in ((-0.002, True), (0.0001, False)):
+        trials = Trials(0.01)
+        rounds(trials, 60)
+        assert begun(trials, 0.0001)
+        audit(trials, lost_s)
+        rounds(trials, 50)
+        assert trials.is_due("auditing") == is_due
+        rounds(trials, 50)
+        assert trials.is_due("auditing")
+
+
+@pytest.mark.parametrize("real_loss_s", [-0.001, 0.0])
+def test_what_the_last_audit_lost_counts_more_than_what_is_feared(real_loss_s: float) -> None:
+    """A model that is wrong about plain decoding must not keep anyone from looking."""
+    trials = Trials(0.004)
+    rounds(trials, 60)
+    assert not begun(trials, 10 * ROUND_S)
+    assert begun(trials, 0.0)
+    audit(trials, real_loss_s)
+    rounds(trials, 100)
+    assert begun(trials, 10 * ROUND_S)
+
+
+def test_audits_that_lose_cost_their_share_of_the_time() -> None:
+    trials, lost_s, spent_s = Trials(0.01), 0.0, 0.0
+    for _ in range(20_000):
+        begun(trials, 0.002)
+        lost = 0.002 if trials.current == "auditing" else 0.0
+        trials.note_change()  # so that they are due as often as can be
+        trials.note_round(ROUND_S, lost)
+        lost_s += lost
+        spent_s += ROUND_S
+    assert 0.005 * spent_s < lost_s < 0.012 * spent_s
