@@ -246,6 +246,20 @@ ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
 
 CORE_ARCHITECTURES = ("llama", "qwen3", "mistral", "gpt_neox")
 
+VARIED_ARCHITECTURES = (
+    "llama",
+    "qwen2",  # biases
+    "gpt2",  # learned positions, transposed weights, layer norms
+    "gpt_neox",  # one matrix for queries, keys and values; attention and MLP side by side
+    "gemma2",  # logits and scores are capped, windows in some layers
+    "gemma3",  # two rotary tables, normed queries and keys
+    "mixtral",  # experts
+    "olmo2",  # norms behind what they norm
+    "phi3_longrope",  # rotary tables by length
+    "falcon",  # few key/value heads in one matrix with the queries
+)
+"""Few in which whatever architectures differ in occurs: for what is costly and depends little on them."""
+
 
 def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     """Return the same configuration with so many layers; which of them have windows is up to its class."""

@@ -1,4 +1,4 @@
-"""What every test stands on: threads, seeds, no network, hypothesis profiles, skipping of GPU tests.
+"""What every test stands on: threads, seeds, no network, hypothesis profiles, what is left to the full run.
 
 Markers and the rule that warnings are errors are in pyproject.toml.
 """
@@ -15,6 +15,8 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+
+from tests.pairwise import chosen_cover
 
 SEED = 0x5EED
 STARTING_RAY = (
@@ -74,7 +76,29 @@ def _seeded() -> None:
         torch.manual_seed(SEED)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    _leave_most_to_the_full_run(items)
+    _skip_without_gpu(items)
+
+
+def _leave_most_to_the_full_run(items: Sequence[pytest.Item]) -> None:
+    """`cover(ways)`: of the cases of a test, those beyond a cover of its values are marked `full`."""
+    cases_of: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "cover" in markers and "full" not in markers:
+            cases_of.setdefault((item.parent.nodeid, item.originalname), []).append(item)
+    for cases in cases_of.values():
+        marker = cases[0].get_closest_marker("cover")
+        assert marker is not None
+        chosen = set(chosen_cover([case.callspec.params for case in cases], *marker.args))
+        for index, case in enumerate(cases):
+            if index not in chosen:
+                case.add_marker(pytest.mark.full)
+
+
+def _skip_without_gpu(items: Sequence[pytest.Item]) -> None:
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needing_gpu:
         return

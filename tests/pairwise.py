@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
 
 Case = dict[str, Hashable]
 _NUM_TRIES = 60
@@ -40,6 +45,11 @@ def pairwise_cover(
     return cases
 
 
+def mostly_full(values: Iterable[Any], always: Container[Any]) -> list[Any]:
+    """Return parameters: those that are not `always` run are for the full run."""
+    return [pytest.param(one, marks=[] if one in always else [pytest.mark.full]) for one in values]
+
+
 def _draw(axes: Mapping[str, Sequence[Hashable]], fixed: Case, rng: random.Random) -> list[Case]:
     drawn = [{name: rng.choice(values) for name, values in axes.items()} for _ in range(_NUM_TRIES)]
     return [{**case, **fixed} for case in drawn]
@@ -47,3 +57,47 @@ def _draw(axes: Mapping[str, Sequence[Hashable]], fixed: Case, rng: random.Rando
 
 def _pairs(case: Case) -> set[tuple[tuple[str, Hashable], tuple[str, Hashable]]]:
     return set(itertools.combinations(case.items(), 2))
+
+
+def chosen_cover(cases: Sequence[Mapping[str, Any]], ways: int, *names: str) -> list[int]:
+    """Return the indices of few cases in which all values (pairs if two `ways`, ...) of all of them occur.
+
+    With `names`, values of those parameters only. Fields of dataclasses and mappings are values of their own
+    (`parameter.field`). Greedy; of cases that bring as much, the first
+    whose values were chosen least: always the same ones.
+    """
+    values_of = [
+        [value for value in _values(case) if not names or value[0].startswith(names)] for case in cases
+    ]
+    missing_of = [set(itertools.combinations(values, min(ways, len(values)))) for values in values_of]
+    num_uses: Counter[Hashable] = Counter()
+    chosen: list[int] = []
+    while any(missing_of):
+        best = max(
+            range(len(cases)),
+            key=lambda index: (len(missing_of[index]), -sum(num_uses[value] for value in values_of[index])),
+        )
+        chosen.append(best)
+        num_uses.update(values_of[best])
+        found = set(missing_of[best])
+        for missing in missing_of:
+            missing -= found
+    return sorted(chosen)
+
+
+def _values(case: Mapping[str, Any]) -> list[tuple[str, type, Hashable]]:
+    return [
+        (name, type(value), value if isinstance(value, Hashable) else id(value))
+        for name, value in sorted(_fields(case), key=lambda field: field[0])
+    ]
+
+
+def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inner = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            yield from _fields(inner, f"{prefix}{name}.")
+        elif isinstance(value, Mapping):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,7 +1,7 @@
 """Processes that form groups of ranks and run functions of the tests, group after group of calls.
 
-Starting a process costs seconds (torch, transformers), so all pools of a session take the same ones: those of
-three ranks the first three. A group in which a rank was killed, or a function has raised, is of no use after
+Starting a process costs seconds (torch, transformers), so they are forked from one that has imported all that,
+and all pools of a session take the same ones: those of three ranks the first three. A group in which a rank was killed, or a function has raised, is of no use after
 that; the processes that outlive it are: such tests take a pool that only they have.
 """
 
@@ -123,7 +123,9 @@ class _Process:
     """Does what it is told through a pipe, one thing after the other."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # What fails to be imported there is imported later: it only takes longer.
+        context.set_forkserver_preload(["tests.specdec.engine.ranked_engines"])
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()

@@ -13,7 +13,7 @@ from specdec.proposers.config import SpeculativeConfig
 from tests.cluster.conftest import deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 
 APP = "drafthouse-rules"
 

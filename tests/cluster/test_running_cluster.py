@@ -227,6 +227,7 @@ def test_streams_outlive_the_target_worker(
     with_service(cluster_config, scenario)
 
 
+@pytest.mark.full
 def test_an_idle_coordinator_replaces_its_target_worker_too(
     deployed: None, cluster_config: ClusterConfig, alone: Plain
 ) -> None:
@@ -437,6 +438,7 @@ def test_a_worker_that_cannot_load_says_so_in_the_user_s_words(
         WorkerHandle(actor, "target worker").await_address(60)
 
 
+@pytest.mark.full
 def test_a_worker_compiles_before_it_is_ready_and_what_is_left_while_idle(
     ray_cluster: None, engine_config: EngineConfig, cluster_config: ClusterConfig
 ) -> None:

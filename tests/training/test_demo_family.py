@@ -102,6 +102,7 @@ def test_demo_mtp_module_loads(demo_models: Path) -> None:
     assert torch.equal(embedding.float(), target.model.embed_tokens.weight)
 
 
+@pytest.mark.full
 def test_demo_target_writes_python_and_the_draft_follows(demo_models: Path) -> None:
     tokenizer = load_tokenizer(demo_models / "target")
     target, draft = (

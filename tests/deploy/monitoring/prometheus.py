@@ -33,10 +33,11 @@ class Prometheus:
     """One that runs."""
 
     url: str
+    client: httpx.Client
 
     def get(self, path: str, **params: str) -> Any:
         """Return the data of an answer of its API."""
-        response = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=10)
+        response = self.client.get(f"{self.url}/api/v1/{path}", params=params, timeout=10)
         body = response.json()
         assert body["status"] == "success", f"{params}: {body.get('error')}"
         return body["data"]
@@ -78,7 +79,8 @@ scrape_configs:
     with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             _wait_ready(process, address, folder / "log")
-            yield Prometheus(f"http://{address}")
+            with httpx.Client() as client:  # one for all: each loads the certificates of this machine
+                yield Prometheus(f"http://{address}", client)
         finally:
             process.terminate()
 

@@ -30,6 +30,12 @@ def door() -> Door:
     return Door()
 
 
+@pytest.fixture(scope="module")
+def refusing_door() -> Door:
+    """For requests of which none gets in."""
+    return Door()
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -118,18 +124,18 @@ def door() -> Door:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_completion_field(door: Door, fields: dict[str, Any], param: str, stream: bool) -> None:
+def test_bad_completion_field(refusing_door: Door, fields: dict[str, Any], param: str, stream: bool) -> None:
     body = {"prompt": "abc", "stream": stream} | fields
     if fields.keys() & {"stream_options"} and "stream" not in fields:
         body.pop("stream")
     # httpx refuses to write NaN, Python's json does not.
-    response = door.post("/v1/completions", content=json.dumps(body))
+    response = refusing_door.post("/v1/completions", content=json.dumps(body))
     assert response.status_code == 400
     error = error_of(response)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert param in error["message"]
-    assert door.service.requests == []
+    assert refusing_door.service.requests == []
 
 
 @pytest.mark.parametrize(
@@ -181,12 +187,12 @@ def test_bad_completion_field(door: Door, fields: dict[str, Any], param: str, st
         ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
     ],
 )
-def test_bad_chat_field(door: Door, fields: dict[str, Any], param: str) -> None:
-    response = door.chat(**fields)
+def test_bad_chat_field(refusing_door: Door, fields: dict[str, Any], param: str) -> None:
+    response = refusing_door.chat(**fields)
     assert response.status_code == 400
     error = error_of(response)
     assert error["param"] == param
-    assert door.service.requests == []
+    assert refusing_door.service.requests == []
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def run_random_schedule(seed: int, mode: OverlapMode, *, in_cache: bool) -> tupl
     return num_accepted, num_reread
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("in_cache", [False, True])
 def test_random_schedules_never_change_a_token(mode: OverlapMode, in_cache: bool) -> None:

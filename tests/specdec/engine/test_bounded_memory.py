@@ -111,6 +111,7 @@ def most_held(length: int) -> int:
     return most * runner.pool.num_bytes // runner.num_blocks
 
 
+@pytest.mark.full
 def test_32_long_texts_take_what_32_short_ones_take() -> None:
     short, long = most_held(192), most_held(1200)
     assert 0 < long <= short

@@ -183,7 +183,7 @@ def test_costs_are_measured_once_and_kept(
     monkeypatch.setattr("specdec.engine.build.measure_profile", measure)
 
     def start(name: str, max_num_seqs: int = 4) -> None:
-        speculative = {"controller": "goodput", "profile_dir": str(tmp_path / name), "profile_seconds": 3.0}
+        speculative = {"controller": "goodput", "profile_dir": str(tmp_path / name), "profile_seconds": 0.5}
         data = config(folder, method="draft_model", model=str(folder), **speculative).model_dump()
         data["scheduler"]["max_num_seqs"] = max_num_seqs
         with Engine(EngineConfig.model_validate(data)) as engine:

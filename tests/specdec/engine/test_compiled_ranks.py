@@ -92,6 +92,7 @@ def test_same_tokens(
     assert (answer.num_accepted > 50) == (method == "draft_model")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_engine_whose_models_both_run_compiled_over_ranks(
     rank_pool: Pools, folder_of: Callable[[str], Path]

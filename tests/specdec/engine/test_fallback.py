@@ -67,6 +67,7 @@ def test_random_schedules_never_change_a_token(block: int, mode: OverlapMode) ->
     assert num_drafted > 100
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_first", [False, True], ids=["stands in", "goes first"])
 def test_lookups_that_remember_never_change_a_token(mode: OverlapMode, is_first: bool) -> None:
@@ -248,6 +249,7 @@ def test_what_comes_out_is_distributed_as_the_target(rule: str) -> None:
     assert p_value_with(Counting(prompt_lookup_min=1, prompt_lookup_max=3), rule) > 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_control_a_lookup_is_no_sample() -> None:
     assert p_value_with(Pretending(prompt_lookup_min=1, prompt_lookup_max=3), "rejection") < 1e-8

@@ -100,6 +100,7 @@ COVER = [
 ]
 
 
+@pytest.mark.cover(1, "kind", "drafter")
 @pytest.mark.parametrize(("kind", "drafter", "num_draft_tokens", "fields"), COVER)
 def test_same_tokens_under_speculation(
     models: GrammarModels, kind: str, drafter: str, num_draft_tokens: int, fields: dict[str, Any]
@@ -495,7 +496,13 @@ def check_random_schemas(models: GrammarModels, first: int, count: int, drafter:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "drafter"), [(0, "ngram"), (1, "other model"), (2, "none")])
+@pytest.mark.parametrize(
+    ("first", "drafter"),
+    [
+        (0, "ngram"),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, "other model"), (2, "none"))),
+    ],
+)
 def test_every_output_is_valid_for_random_schemas(models: GrammarModels, first: int, drafter: str) -> None:
     check_random_schemas(models, first, 25, drafter, 2)
 

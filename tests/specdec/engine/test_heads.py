@@ -21,6 +21,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.rank_follower import follow
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
+from tests.pairwise import mostly_full
 from tests.rank_pool import Failure, Pools
 from tests.specdec.engine.ranked_engines import leading_engine
 from tests.specdec.engine.test_identity import Models
@@ -90,6 +91,7 @@ def config_of(bench: Bench, folder: Path, method: str = "medusa", **more: Any) -
     )
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 @pytest.mark.parametrize("kind", ["greedy", "plain", pytest.param("penalties", marks=pytest.mark.full)])
 def test_heads_of_a_folder_draft_and_nothing_shows(
@@ -115,7 +117,7 @@ def test_the_controller_measures_what_heads_cost(bench: Bench, folder_of: Folder
     assert list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "multi_round"])
+@pytest.mark.parametrize("rule", mostly_full(["rejection", "block", "multi_round"], ["rejection"]))
 def test_rules_that_look_at_probabilities_get_them(bench: Bench, folder_of: FolderOf, rule: str) -> None:
     """They stay in the process. Greedy tokens are the same by every rule; what is sampled is accepted."""
     with Engine(config_of(bench, folder_of("medusa"), rejection_sample_method=rule)) as engine:

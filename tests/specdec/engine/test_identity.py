@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from tests.architectures import (
     ARCHITECTURES,
     CORE_ARCHITECTURES,
     ORIGINAL_POSITIONS,
+    VARIED_ARCHITECTURES,
     VOCAB_SIZE,
     make_tokenizer,
     save_model,
@@ -197,10 +198,18 @@ def check_greedy(models: Models, architecture: str, setting: Setting) -> Engine:
     return engine
 
 
-def taking_turns(architectures: Sequence[str], settings: Sequence[Setting]) -> list[Any]:
-    """Every pair; by default every setting with half of the architectures, and the other way around."""
+def taking_turns(
+    architectures: Sequence[str], settings: Sequence[Setting], always: Container[str] = ARCHITECTURES
+) -> list[Any]:
+    """Every pair; by default every setting with half of the architectures that `always` run, and the other
+    way around.
+    """
     return [
-        pytest.param(architecture, setting, marks=[] if (one + other) % 2 == 0 else [pytest.mark.full])
+        pytest.param(
+            architecture,
+            setting,
+            marks=[] if architecture in always and (one + other) % 2 == 0 else [pytest.mark.full],
+        )
         for one, architecture in enumerate(architectures)
         for other, setting in enumerate(settings)
     ]
@@ -224,6 +233,7 @@ COVER = [
 ]
 
 
+@pytest.mark.cover(1, "architecture", "setting.drafter", "setting.compiled", "setting.num_blocks")
 @pytest.mark.parametrize(("architecture", "setting"), taking_turns(CORE_ARCHITECTURES, COVER), ids=str)
 def test_greedy_equals_transformers(models: Models, architecture: str, setting: Setting) -> None:
     engine = check_greedy(models, architecture, setting)
@@ -284,7 +294,9 @@ EVERYTHING_AT_ONCE = [
 
 
 @pytest.mark.parametrize(
-    ("architecture", "setting"), taking_turns(OTHER_ARCHITECTURES, EVERYTHING_AT_ONCE), ids=str
+    ("architecture", "setting"),
+    taking_turns(OTHER_ARCHITECTURES, EVERYTHING_AT_ONCE, VARIED_ARCHITECTURES),
+    ids=str,
 )
 def test_greedy_equals_transformers_for_every_architecture(
     models: Models, architecture: str, setting: Setting
@@ -376,6 +388,7 @@ SEEDED_COVER = [
 ]
 
 
+@pytest.mark.cover(1, "kind", "setting.drafter", "setting.compiled", "setting.num_blocks")
 @pytest.mark.parametrize(("kind", "setting"), SEEDED_COVER, ids=str)
 def test_same_seed_same_tokens(models: Models, kind: str, setting: Setting) -> None:
     check_sampled(models, "llama", setting, SAMPLING[kind])
@@ -411,6 +424,7 @@ SHAPED_COVER = [
 ]
 
 
+@pytest.mark.cover(1, "kind", "setting.drafter", "setting.compiled", "setting.num_blocks")
 @pytest.mark.parametrize(("kind", "setting"), SHAPED_COVER, ids=str)
 def test_same_tokens_with_shaped_logits(models: Models, kind: str, setting: Setting) -> None:
     check_sampled(models, "llama", setting, SHAPING[kind])

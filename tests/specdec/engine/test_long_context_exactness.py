@@ -225,6 +225,7 @@ def name_of(case: Case) -> str:
     )
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("case", FEWER, ids=name_of)
 def test_says_what_it_says_alone_in_few_settings(case: Case, folders: Folders, alone: Alone) -> None:
     check(case, folders, alone)
@@ -278,7 +279,7 @@ def serve(group: RankGroup, config: EngineConfig, prompts: Any, params: Any) -> 
     [
         pytest.param("self", "budget", "absolute", "llama", marks=pytest.mark.full),
         pytest.param("self", "share", "absolute", "llama_yarn", marks=pytest.mark.full),
-        ("self", "verified", "absolute", "llama3_rope"),
+        pytest.param("self", "verified", "absolute", "llama3_rope", marks=pytest.mark.full),
         pytest.param("same model", "share", "absolute", "llama_linear_rope", marks=pytest.mark.full),
         ("same model", "budget", "in_cache", "llama"),
         pytest.param("other model", "no sink", "in_cache", "llama_dynamic_ntk", marks=pytest.mark.full),
@@ -318,7 +319,7 @@ def test_over_two_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["absolute", "in_cache"])
+@pytest.mark.parametrize("positions", [pytest.param("absolute", marks=pytest.mark.full), "in_cache"])
 def test_a_draft_model_of_two_ranks_with_bounded_memory(
     folders: Folders, alone: Alone, positions: str
 ) -> None:

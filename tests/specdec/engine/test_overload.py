@@ -40,7 +40,7 @@ def goodput(load: float, *, refuse_late: bool = True, seed: int = 1) -> tuple[fl
         clock=clock,
         prefix_caching=False,
     )
-    duration_s, ramp_s = 120.0, 20.0
+    duration_s, ramp_s = 70.0, 15.0
     next_s, number = 0.0, 0
     arrived_s: dict[str, float] = {}
     outcomes: Counter[str] = Counter()

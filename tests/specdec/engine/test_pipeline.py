@@ -60,6 +60,8 @@ COVER = tuple((name, *setting) for name, setting in zip(ARCHITECTURES, cycle(SET
 """Every architecture in one setting, and every setting."""
 NUM_SETTINGS = len(SETTINGS)
 """So many of them have every setting. Logits of every architecture are compared without engines, too."""
+QUICK = (COVER[0], COVER[4], COVER[8])
+"""Every grid and every method."""
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +77,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.mark.parametrize(
     ("architecture", "grid", "method"),
-    [*COVER[:NUM_SETTINGS], *(pytest.param(*one, marks=pytest.mark.full) for one in COVER[NUM_SETTINGS:])],
+    [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.full]) for one in COVER],
 )
 def test_same_tokens_over_stages(
     rank_pool: Pools, folder_of: Folders, architecture: str, grid: str, method: str
@@ -87,6 +89,8 @@ def test_same_tokens_over_stages(
 
 def test_the_cover_has_every_setting() -> None:
     assert {(grid, method) for _, grid, method in COVER[:NUM_SETTINGS]} == set(SETTINGS)
+    assert {grid for _, grid, _ in QUICK} == set(GRIDS)
+    assert {method for _, _, method in QUICK} == set(METHODS)
     assert {architecture for architecture, *_ in COVER} == set(ARCHITECTURES)
 
 
@@ -108,7 +112,7 @@ def test_same_tokens_with_shaped_logits(rank_pool: Pools, folder_of: Folders, gr
     check(rank_pool(size), folder_of("llama"), params, method=method, stages=stages, max_excused=0)
 
 
-@pytest.mark.parametrize("grid", ["4", "2x2"])
+@pytest.mark.parametrize("grid", [pytest.param("4", marks=pytest.mark.full), "2x2"])
 def test_rules_decide_the_same_over_stages(
     rank_pool: Pools, folder_of: Folders, tmp_path: Path, grid: str
 ) -> None:
@@ -137,6 +141,7 @@ def test_same_tokens_when_sequences_are_preempted(rank_pool: Pools, folder_of: F
     assert answer.num_preemptions > 0
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_logprobs_over_stages(rank_pool: Pools, folder_of: Folders, grid: str, mode: LogprobsMode) -> None:
@@ -223,7 +228,7 @@ def test_a_draft_that_spoils_a_round_is_left_out_by_all_stages(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", ["2", "2x2"])
+@pytest.mark.parametrize("grid", ["2", pytest.param("2x2", marks=pytest.mark.full)])
 def test_an_engine_starts_its_stages(folder_of: Folders, grid: str) -> None:
     size, stages = GRIDS[grid]
     folder = folder_of("llama")

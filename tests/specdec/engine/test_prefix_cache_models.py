@@ -118,6 +118,7 @@ def streams(engine: Engine) -> list[tuple[int, ...]]:
     return tokens
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("architecture", "dtype", "compiled"),
     [

@@ -79,6 +79,7 @@ QUANTIZED = [
 ]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("dtype", "target", "draft"), QUANTIZED)
 def test_same_tokens_whatever_drafts(
     tmp_path: Path, dtype: str, target: str | None, draft: str | None
@@ -93,7 +94,7 @@ def test_same_tokens_whatever_drafts(
         assert streams(unquantized, PLAIN, SAMPLED) != expected
 
 
-@pytest.mark.parametrize("target", ["int8", "int4"])
+@pytest.mark.parametrize("target", ["int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_eager_forwards_say_the_same_in_fp32(tmp_path: Path, target: str) -> None:
     models = QuantizedModels(tmp_path, "float32", target, "int4")
     expected = streams(models, PLAIN, SAMPLED)

@@ -23,7 +23,8 @@ from specdec.model import pool_sizing
 from specdec.model.loader import load_model
 from specdec.model.parallel.group import RankGroup
 from specdec.model.runner import ModelRunner
-from tests.architectures import ARCHITECTURES, save_model
+from tests.architectures import ARCHITECTURES, VARIED_ARCHITECTURES, save_model
+from tests.pairwise import mostly_full
 from tests.rank_pool import BreakablePools, Pools
 from tests.specdec.engine.grammar_models import save_byte_level_model
 from tests.specdec.engine.ranked_engines import (
@@ -86,7 +87,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return make
 
 
-@pytest.mark.parametrize("architecture", COVER)
+@pytest.mark.parametrize("architecture", mostly_full(COVER, VARIED_ARCHITECTURES))
 def test_same_tokens_over_ranks(
     rank_pool: Pools, folder_of: Callable[[str], Path], architecture: str
 ) -> None:
@@ -140,7 +141,7 @@ def test_ranks_measure_together_and_agree(rank_pool: Pools, folder_of: Callable[
     assert "not one request fits" in second
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "olmo2"])
+@pytest.mark.parametrize("architecture", mostly_full(["llama", "gpt2", "olmo2"], ["gpt2", "olmo2"]))
 def test_same_tokens_with_a_draft_model_of_one_rank(
     rank_pool: Pools, folder_of: Callable[[str], Path], architecture: str
 ) -> None:
@@ -151,8 +152,8 @@ def test_same_tokens_with_a_draft_model_of_one_rank(
 @pytest.mark.parametrize(
     ("architecture", "method"),
     [
-        ("llama", "self"),
-        ("phi3_longrope", "self"),
+        pytest.param("llama", "self", marks=pytest.mark.full),
+        pytest.param("phi3_longrope", "self", marks=pytest.mark.full),
         ("llama", "self verified"),
         ("gemma2", "self snapkv"),
         ("llama", "layerskip 2"),
@@ -178,7 +179,7 @@ def test_same_tokens_with_shaped_logits(
     assert answer.num_accepted > (50 if method == "draft_model" else 0)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@pytest.mark.parametrize("rule", mostly_full(["rejection", "block", "typical"], ["block"]))
 def test_rules_decide_the_same_over_ranks(
     rank_pool: Pools, folder_of: Callable[[str], Path], tmp_path: Path, rule: str
 ) -> None:
@@ -238,7 +239,10 @@ def test_a_clear_choice_is_not_excused(rank_pool: Pools, folder_of: Callable[[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target_size", "draft_size"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("target_size", "draft_size"),
+    [(1, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (2, 2)))],
+)
 def test_an_engine_starts_its_ranks(
     folder_of: Callable[[str], Path], target_size: int, draft_size: int
 ) -> None:
@@ -256,6 +260,7 @@ def test_an_engine_starts_its_ranks(
         assert engine.metrics().num_accepted_tokens > 50
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_grammar_with_a_draft_model_over_ranks(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")

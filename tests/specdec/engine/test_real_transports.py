@@ -220,7 +220,7 @@ def run_schedules(transport: str, seeds: Sequence[int], *, has_trees: bool = Fal
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_random_schedules_never_change_a_token(transport: str) -> None:
     # Linking by Gloo takes its time.
-    num_schedules = 8 if transport == "torch_dist" else 24
+    num_schedules = 6 if transport == "torch_dist" else 12
     num_accepted, num_lost = run_schedules(transport, range(num_schedules))
     assert num_accepted > 30, "the drafters hardly ever helped: these schedules prove nothing"
     assert num_lost > 0

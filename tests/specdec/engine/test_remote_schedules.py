@@ -100,6 +100,7 @@ def assert_nothing_is_left(cluster: Cluster) -> None:
         assert not any(client.mirrors or client.wishes for client in server._clients.values())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", range(8))
 def test_random_schedules_never_change_a_token(block: int, mode: OverlapMode) -> None:

@@ -91,6 +91,7 @@ COVER = [
 ]
 
 
+@pytest.mark.cover(1, "kind", "setting.compiled", "setting.kv.policy", "setting.num_blocks")
 @pytest.mark.parametrize(("kind", "setting"), COVER, ids=str)
 def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, setting: SelfSetting) -> None:
     metrics = check(models, streams, setting, kind)
@@ -99,6 +100,7 @@ def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, se
         assert metrics.num_preemptions > 0
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("architecture", ["llama", "mistral", *POSITIONS_OF_OTHER_KINDS])
 @pytest.mark.parametrize(("compiled", "policy"), [(False, "snapkv"), (True, "verified")])
 def test_every_kind_of_position(
@@ -346,6 +348,7 @@ def accepted_on_demo(policy: KvPolicyName, prompts: Sequence[Sequence[int]]) -> 
     return metrics.num_accepted_tokens, metrics.num_draft_tokens, texts
 
 
+@pytest.mark.full
 def test_verified_is_right_more_often_on_long_texts() -> None:
     """At the same budget, on the demo model: numbers of tokens, not times."""
     tokenizer = build_tokenizer(EngineConfig(target=ModelConfig(model=str(DEMO))))

@@ -162,6 +162,7 @@ COVER = [
 ]
 
 
+@pytest.mark.cover(1, "kind", "setting.compiled", "setting.kv", "setting.num_blocks")
 @pytest.mark.parametrize(("kind", "setting"), COVER, ids=str)
 def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, setting: SelfSetting) -> None:
     metrics = check(models, streams, setting, kind)
@@ -198,6 +199,7 @@ def test_says_what_it_says_alone_in_every_setting(
     check(models, streams, setting, kind)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("architecture", [*CORE_ARCHITECTURES, *POSITIONS_OF_OTHER_KINDS])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_kind_of_position(models: Models, streams: Streams, architecture: str, compiled: bool) -> None:
@@ -219,6 +221,7 @@ UNENDING = {
 """Nothing is drafted in vain behind the end of a text."""
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "kv", [FULL, EVERYTHING, streaming(1.0)], ids=["full", "large budget", "whole share"]
 )

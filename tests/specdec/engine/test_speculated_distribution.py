@@ -238,10 +238,15 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
 COVER = [
     (kind, ("draft_model", "ngram")[number % 2], 1 + (3 * number) % 4) for number, kind in enumerate(KINDS)
 ]
+QUICK_KINDS = ("presence_penalty", "min_p", "grammar")
+"""Of each way in which logits are changed, or the choice limited."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "drafter", "num_draft_tokens"), COVER)
+@pytest.mark.parametrize(
+    ("kind", "drafter", "num_draft_tokens"),
+    [pytest.param(*one, marks=[] if one[0] in QUICK_KINDS else [pytest.mark.full]) for one in COVER],
+)
 def test_delivered_under_speculation_as_p_says(kind: str, drafter: str, num_draft_tokens: int) -> None:
     params = params_of(kind)
     assert p_value(delivered(drafter, num_draft_tokens, params), enumerated(params)) > 1e-4
@@ -254,7 +259,7 @@ def test_delivered_under_speculation_as_p_says(kind: str, drafter: str, num_draf
         ("rejection", "blind"),
         pytest.param("block", "blind", marks=pytest.mark.full),
         pytest.param("rejection", "draft_model", marks=pytest.mark.full),
-        ("block", "ngram"),
+        pytest.param("block", "ngram", marks=pytest.mark.full),
     ],
 )
 def test_grammars_under_other_rules(rule: str, drafter: str) -> None:
@@ -263,6 +268,7 @@ def test_grammars_under_other_rules(rule: str, drafter: str) -> None:
     assert p_value(delivered(drafter, 2, params, rule), enumerated(params)) > 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_control_a_sampled_draft_that_is_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     constrain = GrammarState.constrain
@@ -288,10 +294,9 @@ def test_delivered_under_speculation_as_p_says_in_every_setting(
     test_delivered_under_speculation_as_p_says(kind, drafter, num_draft_tokens)
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["presence_penalty", pytest.param("frequency_penalty", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("kind", ["presence_penalty", "frequency_penalty"])
 def test_control_penalties_without_the_draft_are_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = params_of(kind)
     expected = enumerated(params)
@@ -318,14 +323,9 @@ def test_control_masks_without_the_draft_are_noticed(monkeypatch: pytest.MonkeyP
     assert counts.keys() - expected.keys() or p_value(counts, expected) < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "repetition_penalty",
-        *(pytest.param(one, marks=pytest.mark.full) for one in ("logit_bias", "top_p", "temperature")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["repetition_penalty", "logit_bias", "top_p", "temperature"])
 def test_control_a_parameter_left_out_is_noticed(kind: str) -> None:
     plain = SamplingParams(max_tokens=NUM_TOKENS)
     counts = delivered("ngram", 2, plain)
@@ -333,6 +333,7 @@ def test_control_a_parameter_left_out_is_noticed(kind: str) -> None:
     assert counts.keys() - expected.keys() or p_value(counts, expected) < 1e-6
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
 def test_drafts_are_both_right_and_wrong(kind: str, drafter: str) -> None:

@@ -168,6 +168,7 @@ COVER = [
 ]
 
 
+@pytest.mark.cover(1, "kind", "setting.compiled", "setting.tree", "setting.num_blocks")
 @pytest.mark.parametrize(("kind", "setting"), COVER, ids=str)
 def test_says_what_it_says_alone(bench: Bench, kind: str, setting: HeadSetting) -> None:
     metrics, _ = check(bench, setting, kind)

@@ -118,6 +118,7 @@ COVER = [
 ]
 
 
+@pytest.mark.cover(1, "kind", "setting.compiled", "setting.view", "setting.num_blocks")
 @pytest.mark.parametrize(("kind", "setting"), COVER, ids=str)
 def test_says_what_it_says_alone(models: Models, streams: Streams, kind: str, setting: ViewSetting) -> None:
     metrics = check(models, streams, setting, kind)
@@ -200,6 +201,7 @@ def dequantized(layer: QuantizedLinear) -> torch.Tensor:
     return grouped.view(values.shape)[: layer.out_features]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("view", ["exit 1", "exit 2", "int8", "int4"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_drafts_are_what_the_view_says_behind_the_targets_own_text(
@@ -255,6 +257,7 @@ class Rounds:
         return kept
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("view", ["exit 2", "int4"])
 @pytest.mark.parametrize("how", ["compiled", "invariant", "invariant bf16"])
 def test_kv_after_verification_are_bitwise_those_of_plain_decoding(

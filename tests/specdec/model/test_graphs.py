@@ -118,6 +118,7 @@ def run(runner: ModelRunner, batches: Sequence[Sequence[SequenceSlice]]) -> list
     return [runner.forward(batch).clone() for batch in batches]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("architecture", LOWERED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_those_of_the_eager_forward(loaded_of: LoadedOf, architecture: str, dtype: str) -> None:

@@ -109,6 +109,7 @@ def logits_of_prompt(loaded: LoadedModel, runner: Any) -> tuple[list[int], torch
     return list(first[0].token_ids), run(runner, [first])[0][0]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("architecture", QUANTIZABLE)
 def test_logits_are_those_of_the_rounded_weights(loaded_of: LoadedOf, architecture: str, name: str) -> None:
@@ -168,6 +169,7 @@ def test_the_stand_in_for_torchao_does_as_it_does(name: Any, dtype: torch.dtype)
     assert (ours != values).float().mean() < 0.01
 
 
+@pytest.mark.cover(1)
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.model.views import early_exit, with_fewer_bits
 from tests.architectures import ARCHITECTURES, make_model, save_model, with_layers
+from tests.pairwise import mostly_full
 from tests.quantizer import some_quantizer
 from tests.specdec.model.test_graphs import compiled_runner, make_batches, make_runner, run
 
@@ -75,10 +75,6 @@ def compile_view(view: ModelRunner, of: ModelRunner) -> CompiledForward:
 def assert_close(mine: torch.Tensor, expected: torch.Tensor) -> None:
     scale = float(expected.abs().max()) if expected.numel() else 1.0
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-4 * scale)
-
-
-def mostly_full(architectures: Sequence[str], always: Sequence[str]) -> list[Any]:
-    return [pytest.param(one, marks=[] if one in always else [pytest.mark.full]) for one in architectures]
 
 
 @pytest.mark.parametrize("architecture", mostly_full(tuple(ARCHITECTURES), ("llama", "gemma3", "gpt2")))

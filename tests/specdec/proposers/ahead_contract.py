@@ -20,6 +20,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
 from specdec.proposers.base import AheadWish
 from specdec.proposers.draft_model import DraftModelProposer
+from tests.pairwise import mostly_full
 from tests.specdec.proposers.contract import GREEDY, SAMPLED, FrozenView, view
 
 VOCAB_SIZE = 24
@@ -153,7 +154,7 @@ class AheadContract(ABC):
         assert proposal.q_rows == expected.q_rows
         assert proposal.method == expected.method
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", mostly_full(range(3), [0]))
     def test_random_life(self, seed: int, fresh: Fresh) -> None:
         """Wishes of all kinds, verdicts of all kinds, names that are released and used again."""
         rng = random.Random(seed)

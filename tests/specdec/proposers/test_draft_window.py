@@ -174,7 +174,7 @@ class Streams:
         self.tokens[name] += [*kept, self.rng.randrange(VOCAB_SIZE)]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_memory_of_many_long_texts_is_that_of_short_ones(prefix_caching: bool) -> None:
     """32 texts of some thousand tokens in a pool that holds 32 of 64 tokens."""
     its, k = window(32, piece=8, most=4), 4

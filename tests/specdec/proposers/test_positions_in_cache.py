@@ -199,6 +199,7 @@ def test_what_was_renewed_goes_on_as_if_it_had_begun_there() -> None:
     assert old.counters["draft_windows_reread"] > 5
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("num_blocks", [24, 40, 400])
 @pytest.mark.parametrize("seed", range(3))
 def test_books_are_right_whatever_is_asked(num_blocks: int, seed: int) -> None:

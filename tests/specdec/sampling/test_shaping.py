@@ -74,6 +74,7 @@ def shaper_of(params: SamplingParams, prompt: Sequence[int]) -> LogitShaper:
     return shaper
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shard", [(0, VOCAB), (0, 7), (7, VOCAB)], ids=str)
 def test_equals_the_definition_at_every_position(kind: str, shard: tuple[int, int]) -> None:

@@ -169,6 +169,7 @@ def test_rounds_are_exact() -> None:
     assert p_value_of_rounds(CounterChance, keyed_by_round=True) > 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_control_draft_noise_used_again_in_the_next_round() -> None:
     """What was drafted behind the kept prefix had a part in its being cut there: it is no fresh noise."""

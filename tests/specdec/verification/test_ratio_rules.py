@@ -89,6 +89,7 @@ def test_a_single_draft_is_accepted_as_often_as_theory_says(rule: VerificationRu
     assert accepted == pytest.approx(overlap, abs=EXACT)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("rule", "oracle"),
     [(RULES[0], rejection_round), (RULES[1], block_round), (RULES[2], multi_round_of_a_chain)],

@@ -81,13 +81,13 @@ def p_value_of_counter_noise(stream: NoiseStream, *, shared: bool, with_q: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_q", [True, False])
+@pytest.mark.parametrize("with_q", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_counter_noise_is_exact(with_q: bool) -> None:
     assert p_value_of_counter_noise("draft", shared=False, with_q=with_q) > 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_q", [True, False])
+@pytest.mark.parametrize("with_q", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_control_noise_shared_with_the_drafter(with_q: bool) -> None:
     assert p_value_of_counter_noise("draft", shared=True, with_q=with_q) < 1e-10
 

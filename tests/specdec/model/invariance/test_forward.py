@@ -22,7 +22,14 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.invariance.native import NativeOperations
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
-from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model, save_wide_model
+from tests.architectures import (
+    ARCHITECTURES,
+    VARIED_ARCHITECTURES,
+    VOCAB_SIZE,
+    save_model,
+    save_wide_model,
+)
+from tests.pairwise import mostly_full
 from tests.quantizer import some_quantizer
 
 DTYPES = ("float32", "bfloat16")
@@ -137,8 +144,9 @@ def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> 
     return all(map(torch.equal, first, second))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, WIDE])
+@pytest.mark.parametrize("architecture", mostly_full([*ARCHITECTURES, WIDE], [*VARIED_ARCHITECTURES, WIDE]))
 def test_every_architecture(load: Load, architecture: str, dtype: str) -> None:
     first, *others = in_many_ways(make_runner(load(architecture, dtype)))
     for other in others:

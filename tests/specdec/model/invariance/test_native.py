@@ -100,6 +100,7 @@ def depends_on_the_batch(
     return not torch.equal(run(mode, operation, x[order].clone()), everything[order])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_any_rows_in_any_order(forward: InvariantForward, name: str, dtype: str) -> None:

@@ -30,7 +30,7 @@ from specdec.model.pipeline import StageRunner
 from specdec.model.rank_graphs import compile_over_ranks
 from specdec.model.recording import CannotLower
 from specdec.model.runner import ModelRunner
-from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model
+from tests.architectures import ARCHITECTURES, VARIED_ARCHITECTURES, VOCAB_SIZE, save_model
 from tests.rank_pool import Pools
 
 Folders = Callable[[str], Path]
@@ -161,7 +161,10 @@ def check(rank_pool: Pools, folder: Path, grid: str, dtype: str) -> None:
     assert torch.equal(whole(parts), undivided(rank_pool, folder, width, dtype))
 
 
-@pytest.mark.parametrize(("architecture", "grid", "dtype"), COVER)
+@pytest.mark.parametrize(
+    ("architecture", "grid", "dtype"),
+    [pytest.param(*one, marks=[] if one[0] in VARIED_ARCHITECTURES else [pytest.mark.full]) for one in COVER],
+)
 def test_the_bits_of_the_whole_model(
     rank_pool: Pools, folder_of: Folders, architecture: str, grid: str, dtype: str
 ) -> None:

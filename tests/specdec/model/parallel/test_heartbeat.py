@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from specdec.model.parallel import heartbeat
 from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.heartbeat import HeartbeatWatch, beating
 from tests.architectures import save_model
-from tests.rank_pool import Pools, RankProcesses
+from tests.rank_pool import BreakablePools, Pools
 from tests.specdec.engine.ranked_engines import GREEDY, PROMPTS, config_of, generate
 
 INTERVAL_S = 0.1
@@ -54,7 +53,7 @@ def stop_itself(group: RankGroup) -> None:
     time.sleep(5 * INTERVAL_S)
     if group.rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(30)
+    be_slow(group)
 
 
 def be_slow(group: RankGroup) -> None:
@@ -66,11 +65,11 @@ def be_done(group: RankGroup) -> None:
     """End at once, and stay alive for the rest of the test."""
 
 
-def test_a_stopped_rank_is_noticed() -> None:
-    with contextlib.closing(RankProcesses()) as processes:  # one of them can only be killed
-        pool = processes.pool(3)
+def test_a_stopped_rank_is_noticed(breakable_pool: BreakablePools) -> None:
+    with breakable_pool(3) as pool:
         pool.send(follow_or_watch, stop_itself, 30)
         assert pool.receive(0) == [2]
+        pool.kill(2)  # which is all that a stopped process is good for
 
 
 @pytest.mark.parametrize("follow", [be_slow, be_done])

@@ -79,6 +79,7 @@ def logits(group: RankGroup | None, folder: Path, size: int = 1) -> torch.Tensor
     return torch.cat([runner.forward([piece]).clone() for piece in (head, tail)])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_the_whole(rank_pool: Pools, tmp_path: Path, name: str, size: int) -> None:

@@ -48,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("number", [1, 4, 16])
 @pytest.mark.parametrize("name", LONG_COSTS)
 @pytest.mark.parametrize("case", CASES)

@@ -32,6 +32,7 @@ from specdec.scheduling.speculation.explanation import Reason
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settings import ControllerSettings
+from tests.pairwise import mostly_full
 from tests.specdec.scheduling.simulation import fake_request
 from tests.specdec.scheduling.speculation.world import COSTS, LONG_COSTS, Costs, World, profile_of
 
@@ -79,17 +80,10 @@ def fixed_rates(
 
 
 GRID = list(itertools.product(COSTS, (1, 4, 16, 64), (128, 1024, 4096), (0.2, 0.5, 0.8, 0.95)))
-EVERY_NTH = 19
-"""Coprime to the length of every axis: all values are among the cells of the default run."""
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "context", "chance"),
-    [
-        pytest.param(*cell, marks=[] if index % EVERY_NTH == 0 else [pytest.mark.full])
-        for index, cell in enumerate(GRID)
-    ],
-)
+@pytest.mark.cover(1)
+@pytest.mark.parametrize(("name", "number", "context", "chance"), GRID)
 def test_never_slower_and_nearly_the_best(name: str, number: int, context: int, chance: float) -> None:
     """Beside the best, where the first world fails two more are asked, and most of the three have to hold:
     modes within a few percent of each other may be taken for one another for a while.
@@ -119,7 +113,6 @@ LONG_GRID = [
     )
     if len(cell[2]) <= cell[1]
 ]
-EVERY_NTH_LONG = 17
 
 
 @functools.cache
@@ -133,13 +126,8 @@ def long_rates(name: str, number: int, contexts: tuple[int, ...], budget: int, c
     return rates
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "contexts", "budget", "chance"),
-    [
-        pytest.param(*cell, marks=[] if index % EVERY_NTH_LONG == 0 else [pytest.mark.full])
-        for index, cell in enumerate(LONG_GRID)
-    ],
-)
+@pytest.mark.cover(1)
+@pytest.mark.parametrize(("name", "number", "contexts", "budget", "chance"), LONG_GRID)
 def test_long_contexts_and_budgets(
     name: str, number: int, contexts: tuple[int, ...], budget: int, chance: float
 ) -> None:
@@ -167,6 +155,7 @@ def test_a_mixed_batch_does_better_than_any_one_k() -> None:
     assert rate > max(rates)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("seed", [3, 4])
 def test_lockstep_alone(name: str, seed: int) -> None:
@@ -180,6 +169,7 @@ def test_lockstep_alone(name: str, seed: int) -> None:
         assert world.run(controller, 600).rate >= FLOOR * max(rates.values())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize(("number", "chance"), [(1, 0.2), (1, 0.6), (4, 0.4), (16, 0.5), (16, 0.8)])
 def test_groups_that_slow_each_other_down(name: str, number: int, chance: float) -> None:
@@ -214,7 +204,7 @@ def test_what_admission_takes_is_not_held_against_drafts() -> None:
     assert controller.state.round_s < 1.3 * (drafting_s + costs.verify(4, 512, 12) + costs.overhead(4))
 
 
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("name", mostly_full(COSTS, ["cpu"]))
 def test_without_a_profile_it_learns_what_it_needs(name: str) -> None:
     rates = fixed_rates(name, 4, 128, 0.8, MODES)
     controller = controller_of(assumed_profile())
@@ -228,7 +218,7 @@ def test_without_a_profile_it_learns_what_it_needs(name: str) -> None:
 # ------------------------------------------------------------------------------------- things that change
 
 
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("name", mostly_full(COSTS, ["gpu"]))
 def test_load_steps(name: str) -> None:
     """From 1 to 64 requests and back: no window of 40 rounds collapses, and soon all is as it should be."""
     controller = controller_of(profile_of(COSTS[name]))
@@ -305,6 +295,7 @@ def test_long_rounds_are_not_heard_more_often_than_others(monkeypatch: pytest.Mo
     assert sum(seconds > 0.01 for seconds in heard) < 0.15 * len(heard)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("number", [1, 16])
 def test_a_sudden_drop_of_acceptance(name: str, number: int) -> None:
@@ -319,6 +310,7 @@ def test_a_sudden_drop_of_acceptance(name: str, number: int) -> None:
     assert later >= FLOOR * rates["lockstep", 0]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("number", [1, 16])
 def test_acceptance_that_comes_back_is_noticed(name: str, number: int) -> None:
@@ -380,6 +372,7 @@ def test_a_drafter_that_gets_slower(seed: int) -> None:
 # --------------------------------------------------------------------------------------- things that lie
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("number", [1, 16])
 def test_pauses_move_no_decisions(name: str, number: int) -> None:
