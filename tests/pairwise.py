@@ -97,7 +97,7 @@ def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             inner = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             yield from _fields(inner, f"{prefix}{name}.")
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and value:
             yield from _fields(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

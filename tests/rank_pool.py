@@ -1,8 +1,9 @@
 """Processes that form groups of ranks and run functions of the tests, group after group of calls.
 
-Starting a process costs seconds (torch, transformers), so they are forked from one that has imported all that,
-and all pools of a session take the same ones: those of three ranks the first three. A group in which a rank was killed, or a function has raised, is of no use after
-that; the processes that outlive it are: such tests take a pool that only they have.
+Starting a process costs seconds (torch, transformers), so they are forked from one that has imported all
+that, and all pools of a session take the same ones: those of three ranks the first three. A group in which a
+rank was killed, or a function has raised, is of no use after that; the processes that outlive it are: such
+tests take a pool that only they have.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def render(values: Values, chart: Path = CHART, name: str = "llm") -> list[dict[
         manifest
         for file, text in sorted(texts.items())
         if not file.endswith(".txt")
-        for manifest in yaml.safe_load_all(text)
+        for manifest in yaml.load_all(text, Loader=yaml.CSafeLoader)
         if manifest
     ]
 

@@ -113,6 +113,7 @@ def write(folder: Path, models: Path, speculative: str, target: str = "") -> Pat
     return file
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.parametrize("command", ["config validate", "serve", "generate hello -c"])
 def test_mistakes_are_refused_before_anything_starts(

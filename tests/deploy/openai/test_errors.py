@@ -36,6 +36,7 @@ def refusing_door() -> Door:
     return Door()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -367,6 +368,7 @@ def test_api_keys_keep_cached_prompts_apart(shares: bool, num_salts: int) -> Non
     assert not any("one" in (salt or "") for salt in salts)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("refusal", "status", "code"),

@@ -142,6 +142,7 @@ BODIES = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("remembers", [True, False], ids=["remembered", "replayed"])
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_stream_goes_on_behind_any_event(served: Served, kind: str, remembers: bool) -> None:

@@ -136,6 +136,7 @@ def run(engine: Engine, changes: dict[int, BudgetAmount] | None = None) -> dict[
     return got
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize(
     ("compiled", "num_blocks"), [(True, 200), (True, 40), pytest.param(False, 40, marks=pytest.mark.full)]
@@ -277,6 +278,7 @@ def goodput_controller() -> GoodputController:
     return GoodputController(settings, cheap_drafts())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("make", [Restless, goodput_controller])
 def test_what_a_controller_picks_says_the_same(

@@ -79,7 +79,7 @@ QUANTIZED = [
 ]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(1, "target", "draft")
 @pytest.mark.parametrize(("dtype", "target", "draft"), QUANTIZED)
 def test_same_tokens_whatever_drafts(
     tmp_path: Path, dtype: str, target: str | None, draft: str | None

@@ -307,6 +307,7 @@ def reference_draft(
     return tuple(tokens[len(LONG) :])
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("kind", ["greedy", "plain", "cut"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(

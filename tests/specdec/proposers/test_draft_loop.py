@@ -147,6 +147,7 @@ class Sequences:
                 self.tokens[number], self.num_read[number] = self.random_tokens(3), 0
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "poisoned"])
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 90, 10 * VOCAB_SIZE])
 def test_chains_are_those_of_the_stepwise_loop(

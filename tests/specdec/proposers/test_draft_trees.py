@@ -293,8 +293,10 @@ def only_the_likeliest(proposal: Proposal) -> Proposal:
 
 @pytest.mark.parametrize(
     "shape",
-    [StaticTree.of_widths([3, 2], (0.5, 0.2)), DynamicTree(top_k=2, depth=2)],
-    ids=["static", "dynamic"],
+    [
+        pytest.param(StaticTree.of_widths([3, 2], (0.5, 0.2)), id="static", marks=pytest.mark.full),
+        pytest.param(DynamicTree(top_k=2, depth=2), id="dynamic"),
+    ],
 )
 def test_what_multi_round_makes_of_trees_is_distributed_as_the_target(shape: TreeShape) -> None:
     assert p_value(shape) > 1e-4

@@ -278,6 +278,7 @@ KINDS_OF_POSITION = (
 """Rotary of every kind, one that turns a part of the head alone, learned positions, windows of their own."""
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("architecture", KINDS_OF_POSITION)
 def test_every_kind_of_position(architecture: str, compiled: bool, tmp_path: Path) -> None:

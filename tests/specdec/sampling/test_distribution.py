@@ -62,6 +62,7 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return target_distribution(logits[None], SamplingRows.build([RowSpec(params, 0, 0, 1)]))[0]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("place", PLACES)
 def test_draws_follow_p(ready: Sampler, params: SamplingParams, place: str) -> None:

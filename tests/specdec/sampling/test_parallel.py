@@ -65,6 +65,7 @@ def check(pool: RankPool, logits: torch.Tensor, rows: SamplingRows, vocab_size: 
     return int(results[0][2])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rounded", [False, True], ids=["fp32", "bf16"])

@@ -314,6 +314,7 @@ def test_noisy_scores_rank_the_choice_first() -> None:
     assert torch.equal(greedy.argsort(stable=True, dim=-1), logits.argsort(stable=True, dim=-1))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("stream", ["target", "draft", None])
 @pytest.mark.parametrize("params", PARAMS)
 def test_ranked_tokens_are_in_the_order_of_their_scores(

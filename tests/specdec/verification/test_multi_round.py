@@ -48,6 +48,7 @@ RULE = MultiRound()
 SIBLINGS = Topology.from_parents((ROOT, ROOT))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("topology", [*SMALL_TREES, *CHAINS[4:]], ids=lambda tree: str(tree.parents))
 @pytest.mark.parametrize("drafter", [without_replacement, with_replacement])
 @pytest.mark.parametrize("holes", [False, True])
@@ -68,6 +69,7 @@ def test_sampled_drafts_of_all_trees_are_exact(topology: Topology, drafter: Draf
     assert distance(target, topology, emitted_by(RULE, target, model, topology, drafter)) < EXACT
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "topology", [*SMALL_TREES, *trees(4), *CHAINS[4:]], ids=lambda tree: str(tree.parents)
 )

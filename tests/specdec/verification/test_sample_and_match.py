@@ -160,6 +160,7 @@ def decode_alone(target: Stream) -> Tokens:
 SHAPES = [*[chain(k) for k in range(5)], *random.Random(0).sample(TREES, 8)]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("topology", SHAPES, ids=lambda tree: str(tree.parents))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_are_those_of_the_target_alone(topology: Topology, temperature: float) -> None:

@@ -77,6 +77,7 @@ def lockstep_rate(batch: Batch, chosen: Sequence[int], name: str = "cpu") -> flo
     return tokens / (draft_s + verify_s + OVERHEADS["lockstep"])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_the_best_of_all(name: str, seed: int) -> None:
@@ -95,6 +96,7 @@ def test_the_choice_is_the_best_of_all(name: str, seed: int) -> None:
     assert found.rate == pytest.approx(lockstep_rate(batch, found.num_draft_tokens.tolist(), name), rel=0.02)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("budget", [None, 512])

@@ -610,7 +610,7 @@ def ahead_with(stand_ins: float | None, *, is_told_apart: bool = True) -> tuple[
     return controller, world
 
 
-@pytest.mark.parametrize("stand_ins", [0.05, 0.95])
+@pytest.mark.parametrize("stand_ins", [pytest.param(0.05, marks=pytest.mark.full), 0.95])
 def test_what_stands_in_tells_nothing_of_the_drafter(stand_ins: float) -> None:
     # It is 0.8; not every verdict is looked at.
     assert ahead_with(None)[0].state.acceptance[0] == pytest.approx(0.8, abs=0.08)
