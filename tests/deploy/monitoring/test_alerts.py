@@ -111,7 +111,7 @@ VARIED = (
     "DrafthouseAcceptanceFell",
     "DrafthouseCompilePending",
 )
-"""One of each kind: nothing is scraped, a share of answers, late ones, two series at once, a fall, a state."""
+"""One of each kind: nothing scraped, a share of answers, late ones, two series at once, a fall, a state."""
 
 
 def promtool(*arguments: object) -> str:
