@@ -249,8 +249,9 @@ def test_the_last_stage_chooses_in_one_call_with_its_forward(rank_pool: Pools, f
 # -------------------------------------------------------------------------------------- life and death
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", ["2", pytest.param("2x2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("grid", ["2", "2x2"])
 def test_an_engine_starts_its_stages(rank_pool: Pools, folder_of: Folders, grid: str) -> None:
     size, stages = GRIDS[grid]
     folder = folder_of("llama")

@@ -241,10 +241,9 @@ def p_value_with(fallback: Counting, rule: str) -> float:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule", [LOSSLESS[0], *(pytest.param(rule, marks=pytest.mark.full) for rule in LOSSLESS[1:])]
-)
+@pytest.mark.parametrize("rule", LOSSLESS)
 def test_what_comes_out_is_distributed_as_the_target(rule: str) -> None:
     assert p_value_with(Counting(prompt_lookup_min=1, prompt_lookup_max=3), rule) > 1e-4
 

@@ -318,8 +318,9 @@ def test_over_two_ranks(
         assert num_accepted > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [pytest.param("absolute", marks=pytest.mark.full), "in_cache"])
+@pytest.mark.parametrize("positions", ["absolute", "in_cache"])
 def test_a_draft_model_of_two_ranks_with_bounded_memory(
     folders: Folders, alone: Alone, positions: str
 ) -> None:

@@ -176,6 +176,7 @@ def test_control_draft_noise_used_again_in_the_next_round() -> None:
     assert p_value_of_rounds(CounterChance, keyed_by_round=False) < 1e-10
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_control_uniforms_used_again_in_the_next_round() -> None:
     assert p_value_of_rounds(UniformsByPosition, keyed_by_round=True) < 1e-10

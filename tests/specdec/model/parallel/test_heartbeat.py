@@ -85,6 +85,7 @@ def test_silence_is_counted_in_looks_and_ends_with_a_new_number() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_stopped_process_ends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an engine that has started its ranks: the round in which it is stopped does not end otherwise."""
