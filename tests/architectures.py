@@ -248,15 +248,13 @@ CORE_ARCHITECTURES = ("llama", "qwen3", "mistral", "gpt_neox")
 
 VARIED_ARCHITECTURES = (
     "llama",
-    "qwen2",  # biases
-    "gpt2",  # learned positions, transposed weights, layer norms
-    "gpt_neox",  # one matrix for queries, keys and values; attention and MLP side by side
+    "gpt2",  # learned positions, biases, transposed weights, layer norms
     "gemma2",  # logits and scores are capped, windows in some layers
     "gemma3",  # two rotary tables, normed queries and keys
     "mixtral",  # experts
     "olmo2",  # norms behind what they norm
     "phi3_longrope",  # rotary tables by length
-    "falcon",  # few key/value heads in one matrix with the queries
+    "falcon",  # one matrix for queries and few keys and values; attention and MLP side by side
 )
 """Few in which whatever architectures differ in occurs: for what is costly and depends little on them."""
 

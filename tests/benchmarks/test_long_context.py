@@ -182,6 +182,7 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_one_thread")
 def test_a_cell_is_measured(tmp_path: Path) -> None:
     """Two drafters of the demo family, for a moment: rounds and tokens are those of every sequence."""

@@ -289,7 +289,7 @@ def run_random_schedule(seed: int) -> int:
     return sum(ingress.book.counters["failovers"] for ingress in ingresses)
 
 
-@pytest.mark.parametrize("block", mostly_full(range(6), range(2)))
+@pytest.mark.parametrize("block", mostly_full(range(6), [0]))
 def test_random_schedules(block: int) -> None:
     num_failovers = sum(run_random_schedule(seed) for seed in range(25 * block, 25 * block + 25))
     assert num_failovers > 20, "hardly anything failed: these schedules prove nothing"

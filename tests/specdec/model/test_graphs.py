@@ -27,7 +27,14 @@ from specdec.model.loader import LoadedModel, load_model
 from specdec.model.lowering import Norm, Operation
 from specdec.model.runner import ForwardInputs, ModelRunner
 from specdec.model.trace import Value
-from tests.architectures import ARCHITECTURES, CORE_ARCHITECTURES, VOCAB_SIZE, save_model
+from tests.architectures import (
+    ARCHITECTURES,
+    CORE_ARCHITECTURES,
+    VARIED_ARCHITECTURES,
+    VOCAB_SIZE,
+    save_model,
+)
+from tests.pairwise import mostly_full
 
 LoadedOf = Callable[..., LoadedModel]
 LOWERED = tuple(ARCHITECTURES)
@@ -119,7 +126,7 @@ def run(runner: ModelRunner, batches: Sequence[Sequence[SequenceSlice]]) -> list
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("architecture", LOWERED)
+@pytest.mark.parametrize("architecture", mostly_full(LOWERED, VARIED_ARCHITECTURES))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_those_of_the_eager_forward(loaded_of: LoadedOf, architecture: str, dtype: str) -> None:
     loaded = loaded_of(architecture, dtype)

@@ -20,6 +20,7 @@ from specdec.proposers.draft_window import DraftWindow
 from specdec.sampling.noise import MASK_64
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import Sampler
+from tests.pairwise import mostly_full
 from tests.specdec.proposers.ahead_contract import EOS, AheadContract, assumed_of
 from tests.specdec.proposers.ahead_contract import VOCAB_SIZE as AHEAD_VOCAB_SIZE
 from tests.specdec.proposers.contract import GREEDY, SAMPLED, FrozenView, ProposerContract, view
@@ -279,7 +280,7 @@ def test_what_a_prompt_shares_is_not_freed_from_under_others() -> None:
     assert drafted(proposer, short) == drafted(make(None), short)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("block_size", mostly_full([1, 3, 16], [3]))
 def test_what_is_held_stays_within_the_plan(block_size: int) -> None:
     for budget, sink, piece, k in itertools.product((8, 33), (0, 5), (4, 20), (1, 6)):
         its = window(budget, sink=sink, block_size=block_size, piece=piece, most=k)

@@ -24,6 +24,7 @@ from specdec.proposers.draft_sequences import Chunk
 from specdec.sampling.noise import gumbel
 from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
+from tests.pairwise import mostly_full
 from tests.specdec.proposers.ahead_contract import (
     EOS,
     SHAPING,
@@ -43,7 +44,7 @@ def make(runner: ToyRunner | None = None, **options: object) -> DraftModelPropos
     return DraftModelProposer(runner or ToyRunner(MODEL), Sampler(), **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4, 7, 64])
+@pytest.mark.parametrize("block_size", mostly_full([1, 2, 4, 7, 64], [1, 7, 64]))
 class TestBlocks(AheadContract):
     """Borders of blocks in all places."""
 

@@ -86,8 +86,9 @@ def test_counter_noise_is_exact(with_q: bool) -> None:
     assert p_value_of_counter_noise("draft", shared=False, with_q=with_q) > 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("with_q", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("with_q", [True, False])
 def test_control_noise_shared_with_the_drafter(with_q: bool) -> None:
     assert p_value_of_counter_noise("draft", shared=True, with_q=with_q) < 1e-10
 

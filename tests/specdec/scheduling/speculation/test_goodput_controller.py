@@ -311,7 +311,7 @@ def test_a_sudden_drop_of_acceptance(name: str, number: int) -> None:
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("name", mostly_full(COSTS, ["gpu"]))
 @pytest.mark.parametrize("number", [1, 16])
 def test_acceptance_that_comes_back_is_noticed(name: str, number: int) -> None:
     """Off for 1000 rounds, as nothing was accepted; then nearly everything is."""
