@@ -2,7 +2,7 @@
 
 ip netns exec NAME-1 python tests/cluster/partition.py NAME TEMP TARGET_FOLDER DRAFT_FOLDER SCENARIO...
 
-NAME is a `Network` of four hosts: the head with the door, two with a target group each, one with the draft worker.
+NAME is a `Network` of four hosts: head and door, two with a target group each, one with the draft worker.
 Streams run all the time; every one must be, token by token, what the target alone generates.
 """
 
