@@ -229,8 +229,8 @@ def _deployment(
         "placement_group_bundles": list(placement.bundles),
         "placement_group_strategy": placement.strategy,
         "max_ongoing_requests": _MAX_ONGOING_CALLS,
-        "health_check_period_s": 2.0,
-        "health_check_timeout_s": 30.0,
+        "health_check_period_s": cluster.health_checks.period_s,
+        "health_check_timeout_s": cluster.health_checks.timeout_s,
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": cluster.drain_timeout_s + 10.0,
         # A model that cannot be loaded will not load at the twentieth attempt either.

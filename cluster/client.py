@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
 from cluster.directory_actor import DirectoryLink
 from cluster.group_metrics import GroupMetrics
+from cluster.handover import Turn
 from cluster.runtime import bind_host, channel_options, new_peer_id
 from cluster.status import service_status
 from cluster.stream_book import StreamBook
@@ -146,14 +148,19 @@ class ClusterService:
         Returns at once where nobody is there, or somebody of the own generation.
         """
         await self._has_seen_members.wait()
-        while self._book.description is None and self._others:
+        turn = Turn(patience_s=2 * self._cluster.membership.lease_s)
+        while not turn.has_come(
+            has_own=self._book.description is not None,
+            has_others=self._has_others,
+            now_s=time.monotonic(),
+        ):
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
                     await self._changed.wait()
 
     @property
-    def _others(self) -> bool:
+    def _has_others(self) -> bool:
         return any(member.role == "coordinator" and not self._is_partner(member) for member in self._members)
 
     def _is_partner(self, member: Member) -> bool:

@@ -168,6 +168,16 @@ class MembershipConfig(StrictConfig):
         return self
 
 
+class HealthCheckConfig(StrictConfig):
+    """How Ray Serve finds out that an ingress, a coordinator, or who looks after a draft worker, hangs."""
+
+    period_s: float = Field(default=2.0, gt=0)
+    """Seconds between checks of a replica that answers."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """A check that has no answer after so many seconds has failed. A replica that fails three in a row is
+    replaced; one that has ended is replaced at the next check."""
+
+
 class ClusterConfig(StrictConfig):
     """Everything about the cluster that is not the engine's own business."""
 
@@ -179,6 +189,8 @@ class ClusterConfig(StrictConfig):
     """Draft workers."""
     membership: MembershipConfig = MembershipConfig()
     """Leases."""
+    health_checks: HealthCheckConfig = HealthCheckConfig()
+    """Serve's looks at its replicas."""
     channels: ChannelConfig = ChannelConfig()
     """Sockets."""
     routing: RoutingConfig = RoutingConfig()

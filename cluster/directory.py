@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Generic, Literal, NamedTuple, TypeVar, get_args
@@ -78,6 +79,7 @@ class DirectoryState:
 
     def __init__(self, *, lease_s: float, incarnation: int) -> None:
         self._lease_s = lease_s
+        self._called_s = math.inf
         self._incarnation = incarnation
         self._changes = 0
         self._members: dict[PeerId, Member] = {}
@@ -85,6 +87,7 @@ class DirectoryState:
 
     def announce(self, member: Member, now_s: float) -> None:
         """Register a member, or renew its lease."""
+        self._forgive_standstill(now_s)
         if self._members.get(member.peer_id) != member:
             self._members[member.peer_id] = member
             self._changes += 1
@@ -98,11 +101,25 @@ class DirectoryState:
 
     def snapshot(self, now_s: float) -> DirectorySnapshot:
         """Drop those whose lease is over and return the rest."""
+        self._forgive_standstill(now_s)
         for peer_id in [peer_id for peer_id, until_s in self._expiry_s.items() if until_s <= now_s]:
             self.leave(peer_id)
         return DirectorySnapshot(
             version=DirectoryVersion(self._incarnation, self._changes), members=tuple(self._members.values())
         )
+
+    def _forgive_standstill(self, now_s: float) -> None:
+        """Leave out of all leases a time in which nobody was heard, because nobody could be.
+
+        This process was stopped, starved or cut off. The renewals of its members are among the calls that it
+        takes in next, but not before the first of them, which would find nobody left.
+        """
+        standstill_s = now_s - self._called_s
+        self._called_s = now_s
+        # Who renews every third of a lease has so much of it left at any time.
+        if standstill_s > self._lease_s * 2 / 3:
+            for peer_id in self._expiry_s:
+                self._expiry_s[peer_id] += standstill_s
 
 
 class Reports(Generic[ReportT]):

@@ -109,7 +109,7 @@ def current_members(namespace: str) -> tuple[Member, ...]:
 class DirectoryLink:
     """Announces this process's members and reports changes, in a thread of its own.
 
-    `on_change` is called from that thread, first with what is there at the start. While the directory
+    `on_change` is called from that thread, first with what the directory says at its first answer. While it
     cannot be reached, the last view stands.
     """
 
@@ -169,12 +169,12 @@ class DirectoryLink:
             self._thread.join(timeout=_CALL_TIMEOUT_S)
 
     def _run(self) -> None:
-        is_first = True
         while not self._stopping:
             self._wake.clear()
             snapshot = self._exchange()
+            # No answer is not the answer that nobody is there.
+            is_first = self._view.version is None and snapshot is not None
             if self._view.take(snapshot, time.monotonic()) or is_first:
-                is_first = False
                 try:
                     self._on_change(self._view.members)
                 except Exception:  # a border: the thread must go on announcing whatever its user does

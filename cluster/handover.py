@@ -1,7 +1,8 @@
-"""When a coordinator that is being replaced may stop to take requests."""
+"""When a coordinator that is being replaced may stop to take requests, and a new door may open."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from cluster.directory import Member
@@ -21,3 +22,22 @@ def may_refuse(leaving: Member, members: Iterable[Member]) -> bool:
     has_doors = any(member.role == "ingress" for member in kin)
     has_others = any(member.role == "coordinator" and not member.is_leaving for member in kin)
     return has_others or not has_doors
+
+
+class Turn:
+    """When a door may open: it takes the place of one whose coordinators serve.
+
+    It waits for a coordinator of its own generation, unless nobody serves whose place it could take. Those
+    that have only been late to renew their leases are there again soon, so they have to be gone for a while.
+    """
+
+    def __init__(self, *, patience_s: float) -> None:
+        """`patience_s`: how long coordinators of others have to be gone."""
+        self._patience_s = patience_s
+        self._others_until_s = -math.inf
+
+    def has_come(self, *, has_own: bool, has_others: bool, now_s: float) -> bool:
+        """Whether it may open now; `has_own`, `has_others`: whether coordinators are there."""
+        if has_others:
+            self._others_until_s = now_s + self._patience_s
+        return has_own or now_s >= self._others_until_s

@@ -8,6 +8,7 @@ output with a finish reason, or, before its first output, in one exception.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class _Stream:
     """Nonce of the first ping sent after the submission."""
     homeless_since_s: float = 0.0
     not_before_s: float = 0.0
+    give_up_s: float = math.inf
+    """Until when it waits for a first coordinator, where none is there."""
     refused_by: set[PeerId] = field(default_factory=set)
     prefix: Sequence[BlockKey] | None = None
     """Names of its prompt's blocks, once anybody has asked."""
@@ -98,7 +101,11 @@ class StreamBook:
         routing: RoutingConfig | None = None,
         may_be_none: bool = False,
     ) -> None:
-        """With `may_be_none`, streams wait for a coordinator where there is none: one is started for them."""
+        """With `may_be_none`, streams wait for a coordinator where there is none: one is started for them.
+
+        Elsewhere new ones wait, too, but only for a lease's time after one was lost: it may only have been
+        late to answer, or to renew its lease.
+        """
         self._routing = routing or RoutingConfig()
         self._routes = PrefixRoutes(self._routing)
         self._send = send
@@ -108,6 +115,8 @@ class StreamBook:
         self._coordinators: dict[PeerId, _Coordinator] = {}
         self._streams: dict[RequestId, _Stream] = {}
         self._is_closing = False
+        self._doubtful_until_s = -math.inf
+        """Until then, whoever was lost last may turn out to be there."""
         self._may_be_none = may_be_none
         self._last_description: TargetDescription | None = None
         self._next_nonce = 1
@@ -127,7 +136,11 @@ class StreamBook:
 
     @property
     def _may_wait(self) -> bool:
-        return self._may_be_none and not self._is_closing
+        return (self._may_be_none or self._is_in_doubt) and not self._is_closing
+
+    @property
+    def _is_in_doubt(self) -> bool:
+        return self._clock.now_s() < self._doubtful_until_s
 
     @property
     def has_homeless(self) -> bool:
@@ -153,7 +166,7 @@ class StreamBook:
         """Use exactly these coordinators; the caller has connected to them."""
         present = {member.peer_id: member for member in members}
         for peer_id in [peer_id for peer_id in self._coordinators if peer_id not in present]:
-            del self._coordinators[peer_id]
+            self._doubt(self._coordinators.pop(peer_id))
             self._routes.forget(peer_id)
             self._lose(peer_id)
         for peer_id, member in present.items():
@@ -178,6 +191,8 @@ class StreamBook:
         self._streams[request.request_id] = stream
         if route is None:
             stream.homeless_since_s = self._clock.now_s()
+            if not self._may_be_none:
+                stream.give_up_s = self._doubtful_until_s
         else:
             self._submit(stream, route)
 
@@ -243,7 +258,11 @@ class StreamBook:
         self._next_nonce += 1
         self._place_homeless()
         for stream in list(self._streams.values()):
-            if stream.coordinator is None and now_s - stream.homeless_since_s > self._failover_timeout_s:
+            if stream.coordinator is not None:
+                continue
+            if now_s >= stream.give_up_s:
+                self._reject(stream, self._not_ready())
+            elif now_s - stream.homeless_since_s > self._failover_timeout_s:
                 self.counters["lost_streams"] += 1
                 if not stream.was_admitted:
                     self._reject(stream, self._not_ready())
@@ -291,8 +310,10 @@ class StreamBook:
                 self._reject(stream, InputError(refused.message, param=refused.param))
             return
         if refused.kind == "draining" and not is_replay and self._route(stream) is None:
-            self._reject(stream, self._not_ready())
-            return
+            if not self._is_in_doubt:
+                self._reject(stream, self._not_ready())
+                return
+            stream.give_up_s = self._doubtful_until_s
         if refused.kind in ("capacity", "late"):
             kind = LateError if refused.kind == "late" else CapacityError
             refusal = kind(refused.message, retry_after_s=refused.retry_after_s or _RETRY_AFTER_S)
@@ -335,8 +356,14 @@ class StreamBook:
 
     def _mark_unreachable(self, coordinator: _Coordinator) -> None:
         if coordinator.is_reachable:
+            self._doubt(coordinator)
             coordinator.is_reachable = False
             self._lose(coordinator.member.peer_id)
+
+    def _doubt(self, lost: _Coordinator) -> None:
+        """Give a coordinator that is not there any more, and has not said that it goes, time to come back."""
+        if lost.takes_requests:
+            self._doubtful_until_s = self._clock.now_s() + self._lease_s
 
     def _lose(self, peer_id: PeerId) -> None:
         for stream in list(self._streams.values()):
@@ -430,6 +457,7 @@ class StreamBook:
             self.counters["routed_prefix_tokens"] += route.num_known_blocks * self._routing.block_tokens
         coordinator = self._coordinators[route.group]
         stream.coordinator = route.group
+        stream.give_up_s = math.inf
         stream.model_revision = coordinator.member.model_revision
         stream.submitted_before = self._next_nonce
         stream.is_in_flight, stream.num_outputs = False, 0

@@ -93,8 +93,8 @@ def _ingress(cluster: ClusterConfig, num_replicas: int) -> serve.Deployment:
         max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        health_check_period_s=2.0,
-        health_check_timeout_s=30.0,
+        health_check_period_s=cluster.health_checks.period_s,
+        health_check_timeout_s=cluster.health_checks.timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         # Longer than the coordinators serve on: it carries their last tokens.
         graceful_shutdown_timeout_s=cluster.drain_timeout_s + 5.0,

@@ -27,6 +27,8 @@ _ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_CALLBACK,
     # A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+    # Who hangs will not drain: the time that it is given would pass before its place is free again.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",

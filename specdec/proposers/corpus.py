@@ -145,14 +145,19 @@ def _load(folder: Path) -> Corpus | None:
 
 
 def _keep(corpus: Corpus, folder: Path) -> None:
-    """Write an index; it appears as a whole, and may be written by several processes."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
+    """Write an index; it appears as a whole, and may be written by several processes.
+
+    A folder that cannot be written to costs a line in the log, no more.
+    """
+    written: Path | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
         np.save(written / "token_ids.npy", corpus.token_ids)
         np.save(written / "suffixes.npy", corpus.suffixes)
         shutil.rmtree(folder, ignore_errors=True)
         written.rename(folder)
     except OSError as error:
         logger.warning("the index of the corpus cannot be kept in %s: %s", folder, error)
-        shutil.rmtree(written, ignore_errors=True)
+        if written is not None:
+            shutil.rmtree(written, ignore_errors=True)

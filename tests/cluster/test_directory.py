@@ -25,6 +25,22 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert state.snapshot(5.0).members == ()
 
 
+@pytest.mark.parametrize("is_first_to_ask", [True, False])
+def test_a_directory_that_stood_still_takes_nobody_for_dead(is_first_to_ask: bool) -> None:
+    """Renewals wait to be taken in as well, behind whoever asks first."""
+    state = DirectoryState(lease_s=3.0, incarnation=1)
+    for now_s in (0.0, 1.0, 2.0):
+        state.announce(A, now_s)
+        state.announce(B, now_s)
+    if is_first_to_ask:
+        assert state.snapshot(60.0).members == (A, B)
+    state.announce(B, 60.1)
+    assert state.snapshot(60.1).members == (A, B)
+    for now_s in (61.0, 62.0, 63.0):
+        state.announce(B, now_s)
+    assert state.snapshot(63.2).members == (B,), "A did end meanwhile"
+
+
 def test_the_version_changes_with_the_members_only() -> None:
     state = DirectoryState(lease_s=3.0, incarnation=7)
     versions = [state.snapshot(0.0).version]

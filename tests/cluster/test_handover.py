@@ -8,7 +8,7 @@ import pytest
 
 from cluster.directory import Member, Role
 from cluster.generation import draft_generation, target_generation
-from cluster.handover import may_refuse
+from cluster.handover import Turn, may_refuse
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
 
@@ -37,6 +37,19 @@ DOOR = member("door", "ingress")
 )
 def test_the_last_of_a_generation_serves_until_its_doors_close(others: list[Member], may: bool) -> None:
     assert may_refuse(LEAVING, [LEAVING, *others]) == may
+
+
+def test_a_door_opens_at_once_where_it_takes_nobody_s_place() -> None:
+    assert Turn(patience_s=12.0).has_come(has_own=False, has_others=False, now_s=0.0)
+    assert Turn(patience_s=12.0).has_come(has_own=True, has_others=True, now_s=0.0)
+
+
+def test_a_door_waits_for_its_own_while_others_are_there_or_only_late() -> None:
+    turn = Turn(patience_s=12.0)
+    seen = [(0.0, True), (5.0, True), (5.5, False), (11.0, False), (12.0, True), (23.9, False)]
+    for now_s, has_others in seen:
+        assert not turn.has_come(has_own=False, has_others=has_others, now_s=now_s)
+    assert turn.has_come(has_own=False, has_others=False, now_s=24.0), "they are gone"
 
 
 def engine(**parts: Any) -> EngineConfig:

@@ -98,8 +98,31 @@ def test_elsewhere_nobody_there_is_said_at_once() -> None:
     sim, ingress = simple()
     sim.crash(sim.coordinators[0], told_after_s=0.0)
     sim.network.run_for(1.0)
+    assert ingress.book.description is not None, "it may be back in a moment"
+    early = a_request("early", random.Random(1))
+    ingress.open(early)
+    assert early.request_id not in ingress.last
+    sim.network.run_for(LEASE_S)
+    assert isinstance(ingress.last[early.request_id], NotReadyError)
+    assert ingress.book.description is None
     with pytest.raises(NotReadyError):
         ingress.open(a_request("r", random.Random(1)))
+
+
+def test_nobody_is_refused_because_the_only_coordinator_was_late_to_renew_its_lease() -> None:
+    sim, ingress = simple()
+    sim.network.run_for(1.0)
+    (late,) = sim.coordinators
+    sim.coordinators.remove(late)
+    sim.tell()
+    assert ingress.book.is_deserted
+    request = a_request("r", random.Random(1))
+    ingress.open(request)
+    sim.network.run_for(LEASE_S / 2)
+    sim.coordinators.append(late)
+    sim.tell()
+    sim.run_until_done()
+    assert_right(ingress, [request])
 
 
 def test_what_ran_when_its_target_was_lost_is_not_refused_for_being_late() -> None:

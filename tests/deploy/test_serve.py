@@ -9,9 +9,9 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -31,6 +31,7 @@ from deploy.config_file import load_config
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
 from tests.architectures import make_model, save_model
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 _MARK = "DRAFTHOUSE_TEST_RUN"
@@ -89,11 +90,7 @@ def start(folder: Path, controller: str = "fixed") -> Server:
     """Start the command on tiny models and wait until it prints its URL."""
     save_model(folder / "target", seed=1)
     save_model(folder / "draft", seed=1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    config = folder / "config.yaml"
-    config.write_text(
-        f"""\
+    text = f"""\
 target: {{model: target, dtype: float32, device: cpu, num_threads: 1, compile: {{mode: "off"}}}}
 speculative_config:
   method: draft_model
@@ -104,13 +101,17 @@ speculative_config:
   compile: {{mode: "off"}}
 cache: {{num_blocks: 128, block_size: 8}}
 cluster: {{drain_timeout_s: 3}}
-http: {{port: {port}, served_model_name: tiny}}
+http: {{port: {free_port()}, served_model_name: tiny}}
 """
-    )
-    mark, log = uuid.uuid4().hex, folder / "log"
     # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
-    ray_folder = Path(f"/tmp/dh-{mark[:8]}")
-    ray_folder.mkdir()
+    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")))
+
+
+def launch(folder: Path, text: str, ray_folder: Path) -> Server:
+    """Start the command with a configuration and wait until it prints its URL."""
+    config = folder / "config.yaml"
+    config.write_text(text)
+    mark, log = uuid.uuid4().hex, folder / "log"
     environment = os.environ | {_MARK: mark, "RAY_TMPDIR": str(ray_folder), "RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, "-c", "from deploy.cli import main; main()", "serve"]
     with log.open("w") as log_stream:

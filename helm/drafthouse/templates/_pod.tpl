@@ -93,6 +93,8 @@ spec:
         - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.openai.slow_readers:proxy_middlewares"}
         # A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
         - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "2"}
+        # A replica that hangs will not drain: the time that it is given would pass before its place is free.
+        - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
         {{- if ne $values.logFormat "text" }}
         - {name: DRAFTHOUSE_LOG_FORMAT, value: {{ $values.logFormat }}}
         {{- end }}

@@ -106,11 +106,15 @@ class ProfileStore:
     def save(self, profile: CostProfile) -> None:
         """Keep a profile. A folder that cannot be written to costs a line in the log, no more."""
         path = self.path_of(profile.key)
+        written: Path | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            written = Path(name)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(profile)))
-            os.replace(name, path)
+            os.replace(written, path)
         except OSError as error:
             logger.warning("the cost profile cannot be kept in %s: %s", path.parent, error)
+            if written is not None:
+                written.unlink(missing_ok=True)

@@ -145,6 +145,17 @@ def test_an_index_that_cannot_be_read_is_made_anew(
     assert open_corpus(config_for(path), model).suffixes.tolist() == made.suffixes.tolist()
 
 
+def test_an_index_that_cannot_be_kept_costs_a_line(
+    tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "corpus.txt"
+    path.write_text("hello world")
+    (tmp_path / "file").write_text("in the way")
+    made = open_corpus(config_for(path, cache_dir=str(tmp_path / "file")), model)
+    assert "cannot be kept" in caplog.text
+    assert open_corpus(config_for(path), model).suffixes.tolist() == made.suffixes.tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

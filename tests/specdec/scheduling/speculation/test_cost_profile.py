@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -66,6 +68,19 @@ def test_files_that_are_no_profiles(
     with caplog.at_level(logging.WARNING):
         assert store.load(KEY) is None
     assert len(caplog.records) == 1
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", is_full)
+    with caplog.at_level(logging.WARNING):
+        ProfileStore(tmp_path).save(profile_of(COSTS["cpu"]))
+    assert "No space left" in caplog.text
+    assert list(tmp_path.rglob("*.tmp")) == []
 
 
 def test_a_folder_that_cannot_be_written_to_costs_a_line(
