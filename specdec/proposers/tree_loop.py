@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -46,12 +46,15 @@ class DraftedTree(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Sprout:
+class Sprout:
     """One tree on its way."""
 
+    number: int
+    """Of its start, among those that are read together."""
     start: ChainStart
     growth: GrowingTree
     asked: Sequence[int] = (ROOT,)
+    """Nodes behind which children are looked up next; all are as deep."""
     read: list[int] = field(default_factory=list)
     """Nodes by place."""
     depths: dict[int, int] = field(default_factory=lambda: {ROOT: 0})
@@ -96,26 +99,57 @@ class _Sprout:
         return DraftedTree(tree, q_rows, self.read_nodes)
 
 
+class NodeReader(Protocol):
+    """What says, for a loop, what may come next: logits [R, V], fp32, in the order of what was asked."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it has logits of."""
+        ...
+
+    def read_prefixes(self, starts: Sequence[ChainStart]) -> torch.Tensor:
+        """Begin a call of the loop: return logits behind the starts that have a budget."""
+        ...
+
+    def read_nodes(self, sprouts: Sequence[Sprout]) -> torch.Tensor:
+        """Return logits behind the nodes that sprouts have `asked` about, all at the same depth."""
+        ...
+
+
+class RunnerNodes:
+    """Implements `NodeReader` with a model that reads tokens: one forward for all."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.vocab_size = runner.vocab_size
+
+    def read_prefixes(self, starts: Sequence[ChainStart]) -> torch.Tensor:
+        return self._runner.forward([start.first_slice() for start in starts])
+
+    def read_nodes(self, sprouts: Sequence[Sprout]) -> torch.Tensor:
+        return self._runner.forward([sprout.slice() for sprout in sprouts])
+
+
 class TreeDraftLoop:
-    """Drafts trees on any runner."""
+    """Drafts trees with whatever can be asked about nodes."""
 
     def __init__(
         self,
-        runner: Runner,
+        reader: NodeReader,
         sampler: Sampler,
         vocab_size: int,
         sampling: DraftSampling,
         *,
         uses_confidence: bool,
     ) -> None:
-        """Draft with `runner`; tokens from `vocab_size` on are never drafted.
+        """Draft with `reader`; tokens from `vocab_size` on are never drafted.
 
         Children of a node are, in this order, the tokens of highest noisy score where the noise is the
         target's, draws without replacement where `sampling` gives q rows, and else the likeliest tokens.
         """
-        self._runner = runner
+        self._reader = reader
         self._sampler = sampler
-        self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._vocab_size = min(vocab_size, reader.vocab_size)
         self._gives_q_rows = sampling.gives_q_rows
         self._stream: NoiseStream | None = None if sampling.is_deterministic else sampling.noise_stream
         self._uses_confidence = uses_confidence
@@ -125,21 +159,20 @@ class TreeDraftLoop:
     ) -> list[DraftedTree | None]:
         """Read what each start says, and grow its tree behind it, where there is one."""
         sprouts = [
-            None if growth is None else _Sprout(start, growth)
-            for start, growth in zip(starts, growths, strict=True)
+            None if growth is None else Sprout(number, start, growth)
+            for number, (start, growth) in enumerate(zip(starts, growths, strict=True))
         ]
         active = [sprout for sprout in sprouts if sprout is not None]
-        slices = [start.first_slice() for start in starts]
-        while slices:
-            logits_RV = self._runner.forward(slices)
+        logits_RV = self._reader.read_prefixes(starts)
+        while active:
+            active = self._grow(active, logits_RV[:, : self._vocab_size])
             if active:
-                active = self._grow(active, logits_RV[:, : self._vocab_size])
-            slices = [sprout.slice() for sprout in active]
+                logits_RV = self._reader.read_nodes(active)
         return [
             None if sprout is None else sprout.drafted(has_q_rows=self._gives_q_rows) for sprout in sprouts
         ]
 
-    def _grow(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> list[_Sprout]:
+    def _grow(self, sprouts: Sequence[Sprout], logits_RV: torch.Tensor) -> list[Sprout]:
         """Hand every tree its new children; return those that go on."""
         rows = SamplingRows.build(
             [
@@ -155,7 +188,7 @@ class TreeDraftLoop:
             logits_RV.device,
         )
         children = iter(self._children(self._shaped(sprouts, logits_RV), rows, sprouts))
-        left: list[_Sprout] = []
+        left: list[Sprout] = []
         for sprout in sprouts:
             asked = sprout.growth.grow([next(children) for _ in sprout.asked])
             if asked:
@@ -163,7 +196,7 @@ class TreeDraftLoop:
                 left.append(sprout)
         return left
 
-    def _shaped(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> torch.Tensor:
+    def _shaped(self, sprouts: Sequence[Sprout], logits_RV: torch.Tensor) -> torch.Tensor:
         """Return the logits as the requests want them changed behind each row's own path."""
         if not any(sprout.start.changes_logits for sprout in sprouts):
             return logits_RV
@@ -183,7 +216,7 @@ class TreeDraftLoop:
         return logits_RV
 
     def _children(
-        self, logits_RV: torch.Tensor, rows: SamplingRows, sprouts: Sequence[_Sprout]
+        self, logits_RV: torch.Tensor, rows: SamplingRows, sprouts: Sequence[Sprout]
     ) -> list[list[Child]]:
         """Return, for every row, what may come next."""
         num = max(sprout.growth.num_children for sprout in sprouts)
@@ -201,7 +234,7 @@ class TreeDraftLoop:
         ranked: Sequence[Sequence[int]],
         logits_RV: torch.Tensor,
         rows: SamplingRows,
-        sprouts: Sequence[_Sprout],
+        sprouts: Sequence[Sprout],
     ) -> list[list[int]]:
         """Take tokens ranked by noise of their own as drawn one after the other; keep what from.
 
