@@ -95,7 +95,8 @@ class SpeculativeConfig(StrictConfig):
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     tree: TreeConfig = ChainConfig()
     """draft_model, and what drafts from hidden states (medusa, eagle, ...): which trees it drafts, of
-    `num_speculative_tokens` nodes at most; `shape: chain`: none."""
+    `num_speculative_tokens` nodes at most; self, layerskip, quantized: which static ones. `shape: chain`:
+    none."""
     controller: Literal["goodput", "fixed"] = "goodput"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
     what rounds cost and bring, so that speculation costs nobody anything; fixed: always
@@ -309,9 +310,15 @@ class SpeculativeConfig(StrictConfig):
         shape, name = tree_shape(self.tree), f"tree.shape: {self.tree.shape}"
         if shape is None:
             return self
-        if self.method != "draft_model" and not self.has_heads:
+        if self.method != "draft_model" and not self.has_heads and not self.is_self_drafting:
             raise ValueError(
-                f"{name} is about what a draft model drafts; method {self.method} has none: leave out tree"
+                f"{name} is about what a model or heads draft; method {self.method} has neither: leave out "
+                "tree"
+            )
+        if self.is_self_drafting and self.tree.shape == "dynamic":
+            raise ValueError(
+                f"{name} may read more nodes than it proposes, for which method {self.method} has no "
+                "room in the target's K/V: write shape: static"
             )
         if not capabilities_of(self.rejection_sample_method).takes_trees:
             raise ValueError(
@@ -331,7 +338,7 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.overlap == "draft_ahead":
             raise ValueError(f"{name} is not drafted ahead: write overlap: ping_pong, or leave it out")
-        if self.kv.policy != "full":
+        if self.kv.policy != "full" and not self.is_self_drafting:
             raise ValueError(f"{name} does not go with kv.policy: {self.kv.policy} yet: leave one out")
         if self.draft_tensor_parallel_size > 1:
             raise ValueError(f"{name} does not go with draft_tensor_parallel_size yet: leave one out")

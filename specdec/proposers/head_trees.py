@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from specdec.drafters.base import SequentialHeads
 from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.head_rows import HeadRows
@@ -27,6 +28,7 @@ class HeadNodes:
     def __init__(self, heads: Heads) -> None:
         self._heads = heads
         self.vocab_size = heads.target.vocab_size
+        self.sees_paths = isinstance(heads, SequentialHeads)
         self._logits: HeadLogits | None = None
 
     def read_prefixes(self, starts: Sequence[ChainStart]) -> torch.Tensor:
@@ -36,7 +38,7 @@ class HeadNodes:
 
     def read_nodes(self, sprouts: Sequence[Sprout]) -> torch.Tensor:
         assert self._logits is not None, "prefixes are read first"
-        nodes = [(sprout, node) for sprout in sprouts for node in sprout.asked]
+        nodes = [(sprout, node) for sprout in sprouts for node in sprout.rows]
         return self._logits.behind(
             [sprout.number for sprout, _ in nodes], [sprout.paths[node] for sprout, node in nodes]
         )

@@ -51,7 +51,7 @@ def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 
 def _create_self(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
-    return SelfSpeculation(config.method)
+    return SelfSpeculation(config.method, "chain" if tree_shape(config.tree) is None else "tree")
 
 
 def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:

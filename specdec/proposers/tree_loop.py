@@ -20,7 +20,7 @@ from specdec.proposers.draft_loop import ChainStart, shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.sampling.noise_rows import gumbel_tokens, row_keys
 from specdec.sampling.rows import RowSpec, SamplingRows
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import TokenChooser
 from specdec.tree.growth import Child, GrowingTree, TokenTree
 from specdec.tree.topology import ROOT
 from specdec.verification.draft_rows import pack_rows
@@ -53,6 +53,8 @@ class Sprout:
     """Of its start, among those that are read together."""
     start: ChainStart
     growth: GrowingTree
+    sees_paths: bool = True
+    """Whether nodes of one depth may have different children."""
     asked: Sequence[int] = (ROOT,)
     """Nodes behind which children are looked up next; all are as deep."""
     read: list[int] = field(default_factory=list)
@@ -61,6 +63,11 @@ class Sprout:
     paths: dict[int, tuple[int, ...]] = field(default_factory=lambda: {ROOT: ()})
     q_rows: dict[tuple[int, int], TokenDistribution] = field(default_factory=dict)
     """By parent and token."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Of these nodes, those that logits are wanted of: one, where it stands for all."""
+        return self.asked if self.sees_paths else self.asked[:1]
 
     def read_on(self, asked: Sequence[int]) -> None:
         self.asked = asked
@@ -84,7 +91,7 @@ class Sprout:
             token_ids=read.token_ids,
             start=start.end - start.num_dropped,
             block_table=start.block_table,
-            num_logit_rows=len(self.asked),
+            num_logit_rows=len(self.rows),
             parents=read.parents,
             shift=start.shift,
             num_dropped=start.num_dropped,
@@ -107,17 +114,24 @@ class NodeReader(Protocol):
         """Tokens that it has logits of."""
         ...
 
+    @property
+    def sees_paths(self) -> bool:
+        """Whether what it says of a node depends on more than the prefix and the depth."""
+        ...
+
     def read_prefixes(self, starts: Sequence[ChainStart]) -> torch.Tensor:
         """Begin a call of the loop: return logits behind the starts that have a budget."""
         ...
 
     def read_nodes(self, sprouts: Sequence[Sprout]) -> torch.Tensor:
-        """Return logits behind the nodes that sprouts have `asked` about, all at the same depth."""
+        """Return logits behind the nodes that are `rows` of sprouts, all at the same depth."""
         ...
 
 
 class RunnerNodes:
     """Implements `NodeReader` with a model that reads tokens: one forward for all."""
+
+    sees_paths = True
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -136,7 +150,7 @@ class TreeDraftLoop:
     def __init__(
         self,
         reader: NodeReader,
-        sampler: Sampler,
+        sampler: TokenChooser,
         vocab_size: int,
         sampling: DraftSampling,
         *,
@@ -159,7 +173,7 @@ class TreeDraftLoop:
     ) -> list[DraftedTree | None]:
         """Read what each start says, and grow its tree behind it, where there is one."""
         sprouts = [
-            None if growth is None else Sprout(number, start, growth)
+            None if growth is None else Sprout(number, start, growth, self._sees_paths(start))
             for number, (start, growth) in enumerate(zip(starts, growths, strict=True))
         ]
         active = [sprout for sprout in sprouts if sprout is not None]
@@ -172,6 +186,10 @@ class TreeDraftLoop:
             None if sprout is None else sprout.drafted(has_q_rows=self._gives_q_rows) for sprout in sprouts
         ]
 
+    def _sees_paths(self, start: ChainStart) -> bool:
+        """Whether children depend on paths; draws are shown node by node, whatever they come from."""
+        return self._reader.sees_paths or self._gives_q_rows or start.changes_logits
+
     def _grow(self, sprouts: Sequence[Sprout], logits_RV: torch.Tensor) -> list[Sprout]:
         """Hand every tree its new children; return those that go on."""
         rows = SamplingRows.build(
@@ -180,8 +198,8 @@ class TreeDraftLoop:
                     sprout.start.params,
                     sprout.start.seed,
                     sprout.start.end,
-                    len(sprout.asked),
-                    [sprout.depths[node] for node in sprout.asked],
+                    len(sprout.rows),
+                    [sprout.depths[node] for node in sprout.rows],
                 )
                 for sprout in sprouts
             ],
@@ -190,7 +208,10 @@ class TreeDraftLoop:
         children = iter(self._children(self._shaped(sprouts, logits_RV), rows, sprouts))
         left: list[Sprout] = []
         for sprout in sprouts:
-            asked = sprout.growth.grow([next(children) for _ in sprout.asked])
+            its_children = [next(children) for _ in sprout.rows]
+            asked = sprout.growth.grow(
+                its_children if sprout.sees_paths else its_children * len(sprout.asked)
+            )
             if asked:
                 sprout.read_on(asked)
                 left.append(sprout)
@@ -203,8 +224,8 @@ class TreeDraftLoop:
         logits_RV = logits_RV.clone()
         first = 0
         for sprout in sprouts:
-            end = first + len(sprout.asked)
-            paths = [sprout.paths[node] for node in sprout.asked]
+            end = first + len(sprout.rows)
+            paths = [sprout.paths[node] for node in sprout.rows]
             shape_rows(
                 logits_RV[first:end],
                 sprout.start.shaper,
@@ -242,7 +263,7 @@ class TreeDraftLoop:
         when those before are taken out.
         """
         q_RV = self._sampler.distributions(logits_RV, rows)
-        nodes = [(sprout, node) for sprout in sprouts for node in sprout.asked]
+        nodes = [(sprout, node) for sprout in sprouts for node in sprout.rows]
         drawn: list[list[int]] = []
         for (sprout, node), its_ranked, q_V in zip(nodes, ranked, q_RV, strict=True):
             if sprout.start.params.is_greedy:
