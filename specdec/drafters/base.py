@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -67,6 +67,10 @@ class TargetParts:
         )
 
 
+Borrowed = Literal["embeddings", "head"]
+"""Parts of a target that a drafter may compute with, beside its final norm."""
+
+
 class Drafter(nn.Module, ABC):
     """Weights that draft, beside a target, whose parts it borrows: they are no parameters of it."""
 
@@ -81,6 +85,11 @@ class Drafter(nn.Module, ABC):
 
         `FINAL_NORM` is the state behind the final norm.
         """
+
+    @property
+    @abstractmethod
+    def borrowed(self) -> frozenset[Borrowed]:
+        """What it computes with of the target's."""
 
     @property
     def max_depth(self) -> int | None:
@@ -112,11 +121,6 @@ class FeatureDrafter(Drafter):
     @abstractmethod
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         """Its layers with K/V of their own: what a pool is made for, and `PagedBatch.layers`."""
-
-    @property
-    @abstractmethod
-    def borrows_weights(self) -> bool:
-        """Whether it computes with the target's embeddings or LM head."""
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Make features [B, T, H] of the target's hidden states [B, T, F]. They are the same, by default."""

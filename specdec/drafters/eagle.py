@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from specdec.attention.base import LayerAttention
 from specdec.drafters.attention import Attends
-from specdec.drafters.base import FINAL_NORM, FeatureDrafter, FeatureStep, TargetParts
+from specdec.drafters.base import FINAL_NORM, Borrowed, FeatureDrafter, FeatureStep, TargetParts
 from specdec.drafters.blocks import block_family, probe_layers, run_block
 
 
@@ -53,8 +53,8 @@ class Eagle(FeatureDrafter):
         return self._attention_layers
 
     @property
-    def borrows_weights(self) -> bool:
-        return True  # the LM head
+    def borrowed(self) -> frozenset[Borrowed]:
+        return frozenset({"head", "embeddings"} if self.embed_tokens is None else {"head"})
 
     def step(
         self,

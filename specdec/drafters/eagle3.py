@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from specdec.attention.base import LayerAttention
 from specdec.drafters.attention import Attends
-from specdec.drafters.base import FeatureDrafter, FeatureStep, TargetParts
+from specdec.drafters.base import Borrowed, FeatureDrafter, FeatureStep, TargetParts
 from specdec.drafters.blocks import BlockFamily, block_family, probe_layers
 from specdec.drafters.vocabulary import DraftVocabulary
 
@@ -128,8 +128,8 @@ class Eagle3(FeatureDrafter):
         return self._attention_layers
 
     @property
-    def borrows_weights(self) -> bool:
-        return self.embed_tokens is None
+    def borrowed(self) -> frozenset[Borrowed]:
+        return frozenset({"embeddings"} if self.embed_tokens is None else ())
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.input_norm is not None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from specdec.attention.base import LayerAttention
 from specdec.drafters.attention import Attends
-from specdec.drafters.base import FINAL_NORM, SequentialHeads, TargetParts
+from specdec.drafters.base import FINAL_NORM, Borrowed, SequentialHeads, TargetParts
 from specdec.drafters.blocks import block_family, probe_layers, run_block
 
 
@@ -84,6 +84,10 @@ class Hydra(SequentialHeads):
         if self.hidden_state_offset == 0:
             return (FINAL_NORM,)
         return (self.target.num_layers - self.hidden_state_offset,)
+
+    @property
+    def borrowed(self) -> frozenset[Borrowed]:
+        return frozenset({"embeddings"} if self.is_grounded else ())
 
     @property
     def max_depth(self) -> int:

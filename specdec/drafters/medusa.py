@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from specdec.drafters.base import FINAL_NORM, IndependentHeads, TargetParts
+from specdec.drafters.base import FINAL_NORM, Borrowed, IndependentHeads, TargetParts
 
 
 class ResidualBlock(nn.Module):
@@ -44,6 +44,10 @@ class Medusa(IndependentHeads):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return (FINAL_NORM,)
+
+    @property
+    def borrowed(self) -> frozenset[Borrowed]:
+        return frozenset()
 
     @property
     def max_depth(self) -> int:

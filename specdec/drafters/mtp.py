@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from specdec.attention.base import LayerAttention
 from specdec.drafters.attention import Attends
-from specdec.drafters.base import FINAL_NORM, FeatureDrafter, FeatureStep, TargetParts
+from specdec.drafters.base import FINAL_NORM, Borrowed, FeatureDrafter, FeatureStep, TargetParts
 from specdec.drafters.blocks import BlockFamily, block_family, probe_layers, run_block
 
 
@@ -75,8 +75,9 @@ class Mtp(FeatureDrafter):
         return self._attention_layers
 
     @property
-    def borrows_weights(self) -> bool:
-        return self.embed_tokens is None or self.head is None
+    def borrowed(self) -> frozenset[Borrowed]:
+        own: dict[Borrowed, nn.Module | None] = {"embeddings": self.embed_tokens, "head": self.head}
+        return frozenset(name for name, module in own.items() if module is None)
 
     def step(
         self,

@@ -13,7 +13,7 @@ from torch import nn
 
 from specdec.attention.base import LayerAttention
 from specdec.drafters.attention import Attends
-from specdec.drafters.base import IndependentHeads, TargetParts
+from specdec.drafters.base import Borrowed, IndependentHeads, TargetParts
 from specdec.drafters.blocks import block_family, probe_layers, run_block
 
 
@@ -31,6 +31,10 @@ class ParallelHeads(IndependentHeads):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return (self.target.num_layers - 1,)
+
+    @property
+    def borrowed(self) -> frozenset[Borrowed]:
+        return frozenset({"head"})
 
     @property
     def max_depth(self) -> int:

@@ -2,19 +2,21 @@
 
 Which draft tokens stand is known only after the forward, so all rows are observed, each by itself, and those
 of rejected drafts are left out afterwards: a token that is not part of the text must not say what matters to
-it. A tree is not observed.
+it. Of a tree those on the path that stands are left; what they attend to in each other counts where it lay
+then, at the very end, which is selected anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 from specdec.attention.observation import Observation
 from specdec.core.plan import TargetWork, WorkResult
+from specdec.engine.work_rows import node_parents, num_drafted
 from specdec.kv.block_scores import BlockScores
 from specdec.kv.block_table import num_blocks_for
 from specdec.model.runner import ModelRunner
+from specdec.verification.answers import verdict_of
 
 
 class AttentionWatch:
@@ -70,10 +72,12 @@ class AttentionWatch:
         ):
             if count and result.token_ids:
                 assert of_sequence is not None
-                num_rejected = _num_rejected(work, result)
-                end = _end(work) - num_rejected
+                standing = _standing_rows(work, result)
+                end = _end(work) - work.num_sampled_rows + len(standing)
                 num_blocks = num_blocks_for(end, self._block_size)
-                of_sequence.learn(masses[first : first + count - num_rejected, :num_blocks], end)
+                first_sampled = first + count - work.num_sampled_rows
+                rows = [*range(first, first_sampled), *(first_sampled + row for row in standing)]
+                of_sequence.learn(masses[rows, :num_blocks], end)
             first += count
 
 
@@ -82,15 +86,14 @@ def _end(work: TargetWork) -> int:
 
 
 def _num_wanted(work: TargetWork, scores: BlockScores) -> int:
-    if work.num_sampled_rows == 0 or work.parents is not None:
+    if work.num_sampled_rows == 0:
         return 0
     num_wanted = scores.num_wanted(work.start, len(work.token_ids))
     return max(num_wanted, work.num_sampled_rows) if num_wanted else 0
 
 
-def _num_rejected(work: TargetWork, result: WorkResult) -> int:
-    """Draft tokens of a work that the target contradicts, and those behind them."""
-    num_drafted = work.num_sampled_rows - 1
-    drafted = work.token_ids[len(work.token_ids) - num_drafted :]
-    agreeing = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, result.token_ids, strict=False))
-    return num_drafted - sum(1 for _ in agreeing)
+def _standing_rows(work: TargetWork, result: WorkResult) -> Sequence[int]:
+    """Return the sampled rows of committed tokens: the first, and those of draft tokens that stand."""
+    drafted = work.token_ids[len(work.token_ids) - num_drafted(work) :]
+    verdict = verdict_of(drafted, node_parents(work), result.token_ids)
+    return (0, *(node + 1 for node in verdict.accepted_nodes))

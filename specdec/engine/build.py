@@ -23,6 +23,7 @@ from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_proposer, with_fallback
 from specdec.proposers.target_facts import TargetFacts
+from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
@@ -201,6 +202,7 @@ def _build_whole_target(
         rule=_rule_of(config),
         idle_work=idle_work,
         self_drafting=_self_drafting_of(config),
+        self_tree=tree_shape(config.speculative_config.tree),
         view=view_runner,
         make_drafter=None if heads is None else heads.proposer,
     )
@@ -245,6 +247,7 @@ def build_target_part(
         _chooser(loaded, config),
         rule=_rule_of(config),
         self_drafting=_self_drafting_of(config),
+        self_tree=tree_shape(config.speculative_config.tree),
         view=view_runner,
         make_drafter=heads.proposer if heads is not None and ranks.rank == 0 else None,
     )

@@ -65,16 +65,6 @@ class EngineConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_heads(self) -> Self:
-        if self.speculative_config.has_heads and self.target.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"speculative_config.method: {self.speculative_config.method} does not go with "
-                f"target.pipeline_parallel_size: {self.target.pipeline_parallel_size} yet: write 1, or use "
-                "tensor_parallel_size"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_attention(self) -> Self:
         target, draft = self.target, self.speculative_config
         dtype = target.dtype if draft.dtype == "auto" else draft.dtype

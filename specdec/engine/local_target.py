@@ -21,7 +21,7 @@ from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetS
 from specdec.engine.attention_watch import AttentionWatch
 from specdec.engine.judge import Judge
 from specdec.engine.kept_rows import KeptRows
-from specdec.engine.self_drafter import SelfDrafter
+from specdec.engine.self_drafter import SelfDraft, SelfDrafter
 from specdec.engine.target_drafting import DraftedStep, TargetDrafting, with_draft, with_told_drafts
 from specdec.engine.work_rows import (
     node_parents,
@@ -30,6 +30,7 @@ from specdec.engine.work_rows import (
     row_parents,
     row_topology,
     rows_of_answer,
+    with_drafted,
 )
 from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
@@ -40,6 +41,7 @@ from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.hidden import HiddenSource
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
 from specdec.sampling.shaping import LogitShaper, apply_masks, shaper_for
+from specdec.tree.growth import TreeShape
 from specdec.verification.answers import verdict_of
 from specdec.verification.base import VerificationRule
 from specdec.verification.sample_and_match import SampleAndMatch
@@ -96,15 +98,16 @@ class LocalTarget:
         rule: VerificationRule | None = None,
         idle_work: Sequence[IdleWork] = (),
         self_drafting: KvSelection | None = None,
+        self_tree: TreeShape | None = None,
         view: ModelRunner | None = None,
         make_drafter: MakeDrafter | None = None,
     ) -> None:
         """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`).
 
         `rule` verifies drafts (None: sample_and_match, by whoever asked). With `self_drafting`, which says
-        what such drafts attend to, it drafts for itself where a work asks for it, by `view`, a form of the
-        model on the same K/V (None: by the model); with `make_drafter`, another drafts there from the hidden
-        states that `runner` keeps.
+        what such drafts attend to, it drafts for itself where a work asks for it, trees of the shape
+        `self_tree` (None: chains), by `view`, a form of the model on the same K/V (None: by the model). With
+        `make_drafter`, another drafts there from the hidden states that `runner` keeps.
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         rule = rule or SampleAndMatch()
@@ -114,7 +117,7 @@ class LocalTarget:
         self._self_drafter: SelfDrafter | None = None
         if self_drafting is not None:
             assert self._judge is None, "drafts at the noise of the target are for sample_and_match"
-            self._self_drafter = SelfDrafter(view or runner, sampler, self_drafting)
+            self._self_drafter = SelfDrafter(view or runner, sampler, self_drafting, self_tree)
         self.hidden: KeptRows | None = None
         """Hidden states of its sequences, where the runner keeps some."""
         if runner.hidden is not None and runner.taps is not None:
@@ -238,14 +241,19 @@ class LocalTarget:
         drafting = [work for work in step.works if work.num_self_drafted]
         budgets = [work.kv_budget for work in drafting]
         starts = [self._start(work) for work in drafting]
-        chains = iter(drafter.draft(starts, self._scores_of(drafting), budgets))
-        drafts = [tuple(next(chains)) if work.num_self_drafted else () for work in step.works]
-        works = tuple(map(_with_draft, step.works, drafts))
+        made = iter(drafter.draft(starts, self._scores_of(drafting), budgets))
+        drafts = [next(made) if work.num_self_drafted else SelfDraft() for work in step.works]
+        works = tuple(
+            with_drafted(work, *draft) if work.num_self_drafted else work
+            for work, draft in zip(step.works, drafts, strict=True)
+        )
         draft_s = time.perf_counter() - started_s
         result = self._run(msgspec.structs.replace(step, works=works))
         results = tuple(
-            msgspec.structs.replace(answer, drafted=drafted) if drafted else answer
-            for answer, drafted in zip(result.results, drafts, strict=True)
+            msgspec.structs.replace(answer, drafted=draft.token_ids, drafted_parents=draft.parents)
+            if draft.token_ids
+            else answer
+            for answer, draft in zip(result.results, drafts, strict=True)
         )
         return msgspec.structs.replace(result, results=results, draft_s=draft_s)
 
@@ -480,18 +488,6 @@ def _tell_shaper(shaper: LogitShaper, state: _SequenceState, work: TargetWork) -
     state.token_ids[work.start :] = work.token_ids
     num_committed = work.start + len(work.token_ids) - num_drafted(work)
     shaper.commit(state.token_ids[shaper.num_committed : num_committed])
-
-
-def _with_draft(work: TargetWork, drafted: tuple[int, ...]) -> TargetWork:
-    """Return the work of verifying what was drafted behind a work."""
-    if not work.num_self_drafted:
-        return work
-    return msgspec.structs.replace(
-        work,
-        token_ids=(*work.token_ids, *drafted),
-        num_sampled_rows=1 + len(drafted),
-        num_self_drafted=0,
-    )
 
 
 def _num_logit_rows(work: TargetWork) -> int:

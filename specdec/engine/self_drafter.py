@@ -4,39 +4,79 @@ What is drafted is what the token function chooses, at the same noise, on logits
 the selected blocks only. K/V of drafted tokens are written where those of the verification will be, and the
 verification, which runs in the same step, overwrites them all: nothing that is kept was computed from a
 selection. (MagicDec, Chen et al., arXiv 2408.11049; the block-table form is ours.)
+
+Of a tree, nodes that have children are read, in an order of their own: never more of them than are
+verified, so that they lie where rows of the verification will.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import GeneratingRunner
 from specdec.proposers.draft_loop import ChainStart, NativeDraftLoop, StepwiseDraftLoop
+from specdec.proposers.draft_sampling import SHARED_NOISE
+from specdec.proposers.tree_loop import RunnerNodes, TreeDraftLoop
 from specdec.sampling.sampler import TokenChooser
+from specdec.tree.growth import TreeShape
+from specdec.tree.topology import topology_of
+
+
+class SelfDraft(NamedTuple):
+    """Draft tokens behind one work."""
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    """As `Proposal.parents`."""
 
 
 class SelfDrafter:
     """Drafts behind committed tokens through selected block tables."""
 
-    def __init__(self, runner: GeneratingRunner, sampler: TokenChooser, selection: KvSelection) -> None:
-        """Draft with the target's own `runner` and `sampler`."""
+    def __init__(
+        self,
+        runner: GeneratingRunner,
+        sampler: TokenChooser,
+        selection: KvSelection,
+        shape: TreeShape | None = None,
+    ) -> None:
+        """Draft with the target's own `runner` and `sampler`, trees of `shape` where there is one."""
+        assert shape is None or not shape.uses_confidence, "it may read more nodes than are verified"
         self._selection = selection
+        self._shape = shape
         self._fused = NativeDraftLoop(runner, sampler, runner.vocab_size)
         self._stepwise = StepwiseDraftLoop(runner, sampler, runner.vocab_size)
+        self._trees = TreeDraftLoop(
+            RunnerNodes(runner), sampler, runner.vocab_size, SHARED_NOISE, uses_confidence=False
+        )
 
     def draft(
         self, starts: Sequence[ChainStart], scores: Sequence[BlockScores | None], budgets: Sequence[int]
-    ) -> list[list[int]]:
-        """Return the chain of each start, given as for a draft that attends to everything.
+    ) -> list[SelfDraft]:
+        """Return what is drafted behind each start, given as for a draft that attends to everything.
 
         `scores` are those of the sequences, as the selection has made them; `budgets` tokens that they may
         attend to, 0: as configured.
         """
         selected = [self._select(*one) for one in zip(starts, scores, budgets, strict=True)]
+        if self._shape is not None:
+            return self._draft_trees(selected, self._shape)
         chains = self._fused.try_draft(selected)
-        return self._stepwise.draft(selected) if chains is None else chains
+        chains = self._stepwise.draft(selected) if chains is None else chains
+        return [SelfDraft(tuple(chain)) for chain in chains]
+
+    def _draft_trees(self, starts: Sequence[ChainStart], shape: TreeShape) -> list[SelfDraft]:
+        growths = [shape.begin(min(start.budget, shape.max_nodes)) for start in starts]
+        drafts: list[SelfDraft] = []
+        for drafted in self._trees.draft(starts, growths):
+            assert drafted is not None, "every start has a budget"
+            token_ids, parents, _ = drafted.tree
+            is_chain = topology_of(len(token_ids), parents).is_chain
+            drafts.append(SelfDraft(token_ids, None if is_chain else parents))
+        return drafts
 
     def _select(self, start: ChainStart, scores: BlockScores | None, budget: int) -> ChainStart:
         selection = self._selection.select(start.start, scores, budget)

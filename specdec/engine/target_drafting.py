@@ -20,7 +20,7 @@ from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.proposal_check import ProposalCheck, plainly
-from specdec.engine.work_rows import node_parents, num_drafted
+from specdec.engine.work_rows import node_parents, num_drafted, with_drafted
 from specdec.proposers.base import Proposer
 from specdec.verification.answers import verdict_of
 from specdec.verification.base import RuleCapabilities
@@ -121,17 +121,8 @@ def with_draft(work: TargetWork, draft: Proposal | None) -> TargetWork:
         return work
     if draft is None:
         return msgspec.structs.replace(work, num_self_drafted=0)
-    num_committed = len(work.token_ids)
-    parents = draft.parents
-    return msgspec.structs.replace(
-        work,
-        token_ids=(*work.token_ids, *draft.token_ids),
-        num_sampled_rows=1 + draft.num_tokens,
-        num_self_drafted=0,
-        parents=None if parents is None else tuple(num_committed + parent for parent in parents),
-        noise_stream=draft.noise_stream,
-        q_rows=draft.q_rows,
-    )
+    verified = with_drafted(work, draft.token_ids, draft.parents)
+    return msgspec.structs.replace(verified, noise_stream=draft.noise_stream, q_rows=draft.q_rows)
 
 
 def with_told_drafts(

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from specdec.core.plan import TargetWork
 from specdec.tree.topology import Topology, path_of_tokens, topology_of, tree
+
+
+def with_drafted(
+    work: TargetWork, token_ids: tuple[int, ...], parents: tuple[int, ...] | None = None
+) -> TargetWork:
+    """Return the work of verifying a draft behind committed tokens; `parents` as in `Proposal`."""
+    num_committed = len(work.token_ids)
+    return msgspec.structs.replace(
+        work,
+        token_ids=(*work.token_ids, *token_ids),
+        num_sampled_rows=1 + len(token_ids),
+        num_self_drafted=0,
+        parents=None if parents is None else tuple(num_committed + parent for parent in parents),
+    )
 
 
 def num_drafted(work: TargetWork) -> int:

@@ -81,13 +81,17 @@ class Generated(NamedTuple):
     choose_s: float
 
 
-class Runner(Protocol):
-    """A model with its own paged KV pool."""
+class PagedModel(Protocol):
+    """A model with its own paged KV pool, for whoever shares the pool out."""
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
     block_size: int
+
+
+class Runner(PagedModel, Protocol):
+    """One that is run on slices of sequences."""
 
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Run one flat batch; return logits [sum of num_logit_rows, vocab] in slice order, fp32.

@@ -40,12 +40,11 @@ Method = Literal[
     "eagle",
     "eagle3",
     "mtp",
+    "parallel_heads",
 ]
 SELF_METHODS: Final = frozenset({"self", "layerskip", "quantized"})
 """The target drafts, or a view of it, on its own K/V."""
-FEATURE_METHODS: Final = frozenset({"eagle", "eagle3", "mtp"})
-"""Of those below, what has K/V of its own."""
-HEAD_METHODS: Final = frozenset({"medusa", "hydra"}) | FEATURE_METHODS
+HEAD_METHODS: Final = frozenset({"medusa", "hydra", "eagle", "eagle3", "mtp", "parallel_heads"})
 """Draft from hidden states of the target, in its process, with weights of their own."""
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
@@ -83,20 +82,21 @@ class SpeculativeConfig(StrictConfig):
     text and in what earlier requests generated); retrieval (what followed it in a corpus of yours);
     draft_model (a smaller model with the same tokenizer); self (the target itself, attending to the part of
     its K/V that `kv` selects); layerskip (the target's first `exit_layer` layers, on its K/V); quantized (the
-    target with weights of fewer bits, `quantization`, on its K/V); medusa, hydra (heads on the target's
-    hidden states, in its process); eagle, eagle3, mtp (a layer or more with K/V of its own on the target's
-    hidden states, in its process)."""
+    target with weights of fewer bits, `quantization`, on its K/V); medusa, hydra, parallel_heads (a head
+    for each token to come on the target's hidden states, in its process); eagle, eagle3, mtp (a layer or more
+    that goes on behind its own drafts, on the target's hidden states, in its process)."""
     model: str | None = None
-    """Path of the folder of the draft model, or of the heads; required by draft_model, medusa, hydra, eagle
-    and eagle3; mtp without it: the target's own folder."""
+    """Path of the folder of the draft model, or of the heads; required by draft_model, medusa, hydra,
+    parallel_heads, eagle and eagle3; mtp without it: the target's own folder."""
     exit_layer: int | None = Field(default=None, ge=1)
     """layerskip: how many of the target's layers draft, less than it has; its final norm and its head read
     what the last of these gives. layerskip needs it, no other method takes it."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MOST_DRAFT_TOKENS)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     tree: TreeConfig = ChainConfig()
-    """draft_model, eagle, eagle3, mtp: which trees it drafts, of `num_speculative_tokens` nodes at most;
-    `shape: chain`: none."""
+    """draft_model, and what drafts from hidden states (medusa, eagle, ...): which trees it drafts, of
+    `num_speculative_tokens` nodes at most; self, layerskip, quantized: which static ones. `shape: chain`:
+    none."""
     controller: Literal["goodput", "fixed"] = "goodput"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
     what rounds cost and bring, so that speculation costs nobody anything; fixed: always
@@ -168,7 +168,8 @@ class SpeculativeConfig(StrictConfig):
     synthetic_acceptance: SyntheticAcceptance | None = None
     """For benchmarks alone: tokens are made up so that drafts stand this often. Nothing else takes it."""
     cache: CacheConfig = CacheConfig(memory_bytes=_CACHE_BYTES)
-    """The KV cache of the draft model, or of eagle, eagle3 and mtp; 256 MiB unless a size is given."""
+    """The KV cache of the draft model, or of heads that have K/V of their own (all but medusa, and hydra
+    without a prefix layer); 256 MiB unless a size is given."""
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
@@ -177,11 +178,6 @@ class SpeculativeConfig(StrictConfig):
     def has_heads(self) -> bool:
         """Whether heads draft, in the target's process."""
         return self.method in HEAD_METHODS
-
-    @property
-    def has_features(self) -> bool:
-        """Whether these have K/V of their own."""
-        return self.method in FEATURE_METHODS
 
     @property
     def is_self_drafting(self) -> bool:
@@ -314,9 +310,15 @@ class SpeculativeConfig(StrictConfig):
         shape, name = tree_shape(self.tree), f"tree.shape: {self.tree.shape}"
         if shape is None:
             return self
-        if self.method != "draft_model" and not self.has_features:
+        if self.method != "draft_model" and not self.has_heads and not self.is_self_drafting:
             raise ValueError(
-                f"{name} is about what a draft model drafts; method {self.method} has none: leave out tree"
+                f"{name} is about what a model or heads draft; method {self.method} has neither: leave out "
+                "tree"
+            )
+        if self.is_self_drafting and self.tree.shape == "dynamic":
+            raise ValueError(
+                f"{name} may read more nodes than it proposes, for which method {self.method} has no "
+                "room in the target's K/V: write shape: static"
             )
         if not capabilities_of(self.rejection_sample_method).takes_trees:
             raise ValueError(
@@ -336,7 +338,7 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.overlap == "draft_ahead":
             raise ValueError(f"{name} is not drafted ahead: write overlap: ping_pong, or leave it out")
-        if self.kv.policy != "full":
+        if self.kv.policy != "full" and not self.is_self_drafting:
             raise ValueError(f"{name} does not go with kv.policy: {self.kv.policy} yet: leave one out")
         if self.draft_tensor_parallel_size > 1:
             raise ValueError(f"{name} does not go with draft_tensor_parallel_size yet: leave one out")
@@ -489,7 +491,7 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.method != "draft_model" and self.attention_backend != "auto":
             raise ValueError(f"method {self.method} runs no model: leave out attention_backend")
-        if self.has_features and self.cache.memory_fraction is not None:
+        if self.has_heads and self.cache.memory_fraction is not None:
             raise ValueError(
                 f"cache.memory_fraction: {self.cache.memory_fraction} is of a draft model's own "
                 f"memory; method {self.method} runs beside the target: write cache.memory_bytes or "

@@ -16,7 +16,7 @@ from specdec.kv.block_allocator import BlockAllocator
 from specdec.kv.block_table import BlockTable, num_blocks_for
 from specdec.kv.moves import moves_of_path
 from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
-from specdec.model.batch import PositionShift, Runner
+from specdec.model.batch import PagedModel, PositionShift
 from specdec.proposers.bonus import Outlook
 from specdec.proposers.branches import BranchStore
 from specdec.proposers.draft_window import AT_THE_BEGINNING, DraftWindow, Origin
@@ -156,7 +156,7 @@ class DraftSequences:
 
     def __init__(
         self,
-        runner: Runner,
+        model: PagedModel,
         *,
         max_read_tokens: int,
         max_context: int,
@@ -169,20 +169,20 @@ class DraftSequences:
         self._window = window
         self._most_budget = 0
         if window is not None:
-            self._most_budget = window.most_budget(max_context, runner.num_blocks - 1, runner.block_size)
-        self._vocab_size = runner.vocab_size
-        self._block_size = runner.block_size
+            self._most_budget = window.most_budget(max_context, model.num_blocks - 1, model.block_size)
+        self._vocab_size = model.vocab_size
+        self._block_size = model.block_size
         self._max_read_tokens = max_read_tokens
         self._max_context = max_context
-        self._cache = PrefixCache(runner.num_blocks, runner.block_size) if prefix_caching else None
-        self._allocator = BlockAllocator(runner.num_blocks) if self._cache is None else self._cache.allocator
+        self._cache = PrefixCache(model.num_blocks, model.block_size) if prefix_caching else None
+        self._allocator = BlockAllocator(model.num_blocks) if self._cache is None else self._cache.allocator
         self._states: OrderedDict[RequestId, DraftSequence] = OrderedDict()
         self._opened: set[RequestId] = set()
         """In the last call."""
         self._crowded_out: list[RequestId] = []
         """In the last call."""
         self._moves: list[SlotMove] = []
-        self.branches = BranchStore(self._allocator, runner.block_size)
+        self.branches = BranchStore(self._allocator, model.block_size)
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
         self._num_new_origins = 0

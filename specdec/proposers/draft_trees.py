@@ -14,7 +14,7 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_sequences import Chunk, Drafting
 from specdec.proposers.hidden import PrefixStates
-from specdec.proposers.tree_loop import ReadNodes, TreeDraftLoop
+from specdec.proposers.tree_loop import ReadNodes, RunnerNodes, TreeDraftLoop
 from specdec.sampling.sampler import Sampler
 from specdec.tree.growth import GrowingTree, TreeShape
 
@@ -61,7 +61,7 @@ class TreeDraftProposer(DraftModelProposer):
         )
         self._shape = shape
         self._loop = TreeDraftLoop(
-            runner, sampler, vocab_size, sampling, uses_confidence=shape.uses_confidence
+            RunnerNodes(runner), sampler, vocab_size, sampling, uses_confidence=shape.uses_confidence
         )
         self.capabilities = replace(
             self.capabilities, shape="tree", sampled=not sampling.is_deterministic, looks_ahead=False

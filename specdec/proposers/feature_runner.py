@@ -14,14 +14,13 @@ from itertools import chain
 
 import torch
 
-from specdec.attention.base import AttentionBackend, PagedBatch
-from specdec.attention.metadata import build_metadata
+from specdec.attention.base import AttentionBackend
 from specdec.core.plan import SlotMove
 from specdec.drafters.base import FeatureDrafter
 from specdec.kv.config import CacheConfig
 from specdec.kv.hidden_pool import HiddenPool
-from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape, plan_num_blocks
 from specdec.model.batch import SequenceSlice, logit_rows
+from specdec.proposers.drafter_pool import DrafterPool
 from specdec.tree.topology import ROOT
 
 
@@ -43,69 +42,50 @@ class FeatureRunner:
             ResourceError: the memory does not hold a single block.
         """
         weight = next(drafter.parameters())
-        target = drafter.target
-        row = weight.new_zeros(1, 1, len(drafter.hidden_layers) * target.hidden_size)
+        row = weight.new_zeros(1, 1, len(drafter.hidden_layers) * drafter.target.hidden_size)
         with torch.inference_mode():
             width = drafter.fuse(row).shape[-1]
-        shapes = [
-            KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
-            for layer in drafter.attention_layers
-        ]
         self._drafter = drafter
-        self._backend = backend
-        self._device, self._dtype = weight.device, weight.dtype
-        self.vocab_size = target.vocab_size
-        self.block_size = cache.block_size
-        self.num_blocks = plan_num_blocks(
+        self._pool = pool = DrafterPool(
+            drafter,
+            drafter.attention_layers,
             cache,
-            shapes,
-            weight.dtype,
-            max_tokens=max_num_seqs * max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            backend=backend,
             row_bytes=width * weight.dtype.itemsize,
         )
-        self.max_model_len = min(max_model_len, (self.num_blocks - FIRST_BLOCK) * self.block_size)
-        self._pool = KvPool(
-            shapes,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        self.vocab_size, self.max_model_len = pool.vocab_size, pool.max_model_len
+        self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
         self._features = HiddenPool(
             width,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            dtype=weight.dtype,
-            device=weight.device,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            dtype=pool.dtype,
+            device=pool.device,
         )
 
     @property
     def num_bytes(self) -> int:
         """Memory of the pool."""
-        return self._features.num_bytes + self._pool.num_bytes
+        return self._features.num_bytes + self._pool.kv.num_bytes
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """See `Runner.forward`; slices without `states` are of tokens whose parents have been run before."""
         pieces = [piece for piece in map(_placed, slices) if piece.token_ids]
         if not pieces:
-            return torch.empty(0, self.vocab_size, device=self._device)
+            return torch.empty(0, self.vocab_size, device=self._pool.device)
         features = torch.cat([self._inputs(piece) for piece in pieces])
-        metadata = build_metadata(pieces, block_size=self.block_size).to(self._device)
+        batch = self._pool.batch(pieces)
         token_ids = list(chain.from_iterable(piece.token_ids for piece in pieces))
         step = self._drafter.step(
-            self._drafter.embed(torch.tensor([token_ids], device=self._device)),
+            self._drafter.embed(torch.tensor([token_ids], device=self._pool.device)),
             features[None],
-            metadata.positions[None],
-            PagedBatch(
-                backend=self._backend,
-                layers=self._drafter.attention_layers,
-                caches=self._pool,
-                metadata=metadata,
-                plan=self._backend.begin(metadata),
-            ),
+            batch.metadata.positions[None],
+            batch,
         )
-        self._features.write(metadata.slot_mapping, step.features[0])
+        self._features.write(batch.metadata.slot_mapping, step.features[0])
         logits = self._drafter.logits(step.outputs[0, logit_rows(pieces)])
         vocabulary = self._drafter.vocabulary
         return (logits if vocabulary is None else vocabulary.expand(logits)).float()
@@ -113,20 +93,20 @@ class FeatureRunner:
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """See `Runner.copy_blocks`."""
-        self._pool.copy_blocks(sources, destinations)
+        self._pool.kv.copy_blocks(sources, destinations)
         self._features.copy_blocks(sources, destinations)
 
     @torch.inference_mode()
     def move_slots(self, moves: Sequence[SlotMove]) -> None:
         """See `Runner.move_slots`."""
-        self._pool.move_slots(moves)
+        self._pool.kv.move_slots(moves)
         self._features.move_slots(moves)
 
     def _inputs(self, piece: SequenceSlice) -> torch.Tensor:
         """Return what the drafter reads beside the tokens of a piece, [tokens, H]."""
         if piece.states is not None:
-            fused: torch.Tensor = self._drafter.fuse(piece.states.to(self._device, self._dtype)[None])[0]
-            return fused
+            states = piece.states.to(self._pool.device, self._pool.dtype)
+            return self._drafter.fuse(states[None])[0]
         parents = piece.parents
         if parents is None:
             assert len(piece.token_ids) == 1, "of a chain, one token at a time is drafted behind"

@@ -1,7 +1,7 @@
-"""Drafts with heads over the target's hidden states: Medusa, Hydra.
+"""Drafts chains with heads over the target's hidden states: Medusa, Hydra, parallel heads.
 
-A chain is drafted from one row, that which gave the last committed token, token by token: head d says what
-comes d + 1 behind that token. Heads of Hydra see what was drafted before, those of Medusa do not. Tokens are
+A chain is drafted from one row, made of the state that gave the last committed token, token by token: head d
+says what comes d + 1 behind that token. Heads of Hydra see what was drafted before, others do not. Tokens are
 chosen as a draft model chooses them: by the token function at the target's noise, or, for rules that look at
 probabilities, from a distribution that travels along.
 """
@@ -22,7 +22,7 @@ from specdec.model.batch import NO_TOKEN
 from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.draft_loop import shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
-from specdec.proposers.hidden import HiddenSource
+from specdec.proposers.head_rows import HeadRows
 from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import Sampler
@@ -32,25 +32,51 @@ from specdec.verification.draft_rows import pack_rows
 Heads = IndependentHeads | SequentialHeads
 
 
+class HeadLogits:
+    """What heads say behind some prefixes."""
+
+    def __init__(self, heads: Heads, rows_SR: torch.Tensor, last_token_ids: Sequence[int]) -> None:
+        """Ask `heads`, given the rows of the prefixes and their last tokens."""
+        self._heads = heads
+        self._rows_SR = rows_SR
+        self._last_token_ids = last_token_ids
+        # The same whatever is drafted, so they are asked once, for all depths.
+        self._logits_KSV = heads.logits(rows_SR) if isinstance(heads, IndependentHeads) else None
+
+    def behind(self, prefixes: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return logits [R, V], fp32, behind prefixes (by number) and paths of drafts, all of one length."""
+        depth = len(paths[0])
+        if self._logits_KSV is not None:
+            return self._logits_KSV[depth, list(prefixes)].float()
+        assert isinstance(self._heads, SequentialHeads)
+        rows_RR = self._rows_SR[list(prefixes)]
+        seen = [[self._last_token_ids[prefix], *path] for prefix, path in zip(prefixes, paths, strict=True)]
+        return self._heads.logits(depth, rows_RR, torch.tensor(seen, device=rows_RR.device)).float()
+
+
 @dataclass(slots=True)
-class _Chain:
+class HeadDraft:
     """What is drafted for one sequence."""
 
     view: SequenceView
     budget: int
+    row: torch.Tensor
+    """[1, R]: what the heads read."""
     sampling: SequenceSampling
     shaper: LogitShaper | None
     token_ids: list[int] = field(default_factory=list)
     q_rows: list[TokenDistribution] = field(default_factory=list)
+    parents: tuple[int, ...] | None = None
+    """Of a tree, as `Proposal.parents`."""
 
 
 class HeadProposer:
-    """Implements `Proposer` over heads without K/V of their own."""
+    """Implements `Proposer` over heads."""
 
     def __init__(
         self,
         heads: Heads,
-        source: HiddenSource,
+        rows: HeadRows,
         sampler: Sampler,
         *,
         name: str,
@@ -58,57 +84,53 @@ class HeadProposer:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """Draft with `heads`, on their device; token ids from `vocab_size` on are never chosen."""
+        """Draft with `heads` from `rows`; token ids from `vocab_size` on are never chosen."""
         self._heads = heads
-        self._source = source
+        self._rows = rows
         self._sampler = sampler
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._shapers: dict[RequestId, tuple[SeenPrefix, LogitShaper]] = {}
         """With the prefix that each has been told of."""
-        self._device = next(heads.parameters()).device
-        self._dtype = next(heads.parameters()).dtype
-        self.capabilities = head_capabilities(name, sampling, heads.hidden_layers)
+        self.capabilities = ProposerCapabilities(
+            name=name,
+            sampled=True,
+            noise_stream=sampling.noise_stream,
+            gives_q_rows=sampling.gives_q_rows,
+            kv="own" if heads.attention_layers else "none",
+            hidden_layers=heads.hidden_layers,
+        )
 
     @torch.inference_mode()
     def propose(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
     ) -> dict[RequestId, Proposal]:
         """See `Proposer.propose`; sequences whose newest hidden states are not there have no proposal."""
-        wanted = [one for one in sequences if num_draft_tokens.get(one.request_id) and one.committed_len > 1]
-        found = self._source.await_rows(wanted)
-        chains: list[_Chain] = []
-        newest: list[torch.Tensor] = []
-        for view in wanted:
-            rows = found.get(view.request_id)
-            if rows is not None:
-                chains.append(self._begin(view, num_draft_tokens[view.request_id]))
-                newest.append(rows.since(view.committed_len - 2)[-1:])
-        if not chains:
-            return {}
-        self._draft(chains, torch.cat(newest).to(self._device, self._dtype))
-        return {chain.view.request_id: self._proposal(chain) for chain in chains if chain.token_ids}
+        rows = self._rows.read(sequences, num_draft_tokens)
+        drafts = [
+            self._begin(view, num_draft_tokens[view.request_id], row)
+            for view in sequences
+            if (row := rows.get(view.request_id)) is not None
+        ]
+        if drafts:
+            self._draft(drafts)
+        return {draft.view.request_id: self._proposal(draft) for draft in drafts if draft.token_ids}
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """See `Proposer.release`."""
         ids = tuple(request_ids)
         for request_id in ids:
             self._shapers.pop(request_id, None)
-        self._source.release(ids)
+        self._rows.release(ids)
 
     def close(self) -> None:
         """See `Proposer.close`."""
         self._shapers.clear()
 
-    def _begin(self, view: SequenceView, budget: int) -> _Chain:
-        depth = self._heads.max_depth
-        return _Chain(
-            view,
-            budget if depth is None else min(budget, depth),
-            self._sampling.of(view),
-            self._shaper(view) if view.params.shapes_logits else None,
-        )
+    def _begin(self, view: SequenceView, budget: int, row: torch.Tensor) -> HeadDraft:
+        shaper = self._shaper(view) if view.params.shapes_logits else None
+        return HeadDraft(view, budget, row, self._sampling.of(view), shaper)
 
     def _shaper(self, view: SequenceView) -> LogitShaper:
         seen, shaper = self._shapers.get(view.request_id, (SeenPrefix(), None))
@@ -123,32 +145,25 @@ class HeadProposer:
         seen.update(view)
         return shaper
 
-    def _draft(self, chains: Sequence[_Chain], states_SF: torch.Tensor) -> None:
+    def _draft(self, drafts: Sequence[HeadDraft]) -> None:
         """Add tokens to the chains, depth by depth, until their budgets or values that are not finite."""
-        depth = 0
-        active = [index for index, chain in enumerate(chains) if chain.budget > 0]
-        prepared = self._prepared(states_SF)
-        while active:
-            logits_RV = self._logits(depth, prepared, chains, active)[:, : self._vocab_size].float()
-            self._extend([chains[index] for index in active], logits_RV)
+        logits = HeadLogits(
+            self._heads,
+            torch.cat([draft.row for draft in drafts]),
+            [draft.view.token_ids[-1] for draft in drafts],
+        )
+        depth, max_depth = 0, self._heads.max_depth
+        active = list(range(len(drafts)))
+        while active and (max_depth is None or depth < max_depth):
+            chains = [drafts[number] for number in active]
+            logits_RV = logits.behind(active, [chain.token_ids for chain in chains])
+            self._extend(chains, logits_RV[:, : self._vocab_size])
             depth += 1
             active = [
-                index for index in active if depth == len(chains[index].token_ids) < chains[index].budget
+                number for number in active if depth == len(drafts[number].token_ids) < drafts[number].budget
             ]
 
-    def _prepared(self, states_SF: torch.Tensor) -> torch.Tensor:
-        """What `_logits` reads: of independent heads all their logits [K, S, V], of others states [S, H]."""
-        return self._heads.logits(states_SF) if isinstance(self._heads, IndependentHeads) else states_SF
-
-    def _logits(
-        self, depth: int, prepared: torch.Tensor, chains: Sequence[_Chain], active: Sequence[int]
-    ) -> torch.Tensor:
-        if isinstance(self._heads, IndependentHeads):
-            return prepared[depth, list(active)]
-        paths = [[chains[index].view.token_ids[-1], *chains[index].token_ids] for index in active]
-        return self._heads.logits(depth, prepared[list(active)], torch.tensor(paths, device=self._device))
-
-    def _extend(self, chains: Sequence[_Chain], logits_RV: torch.Tensor) -> None:
+    def _extend(self, chains: Sequence[HeadDraft], logits_RV: torch.Tensor) -> None:
         specs = [
             RowSpec(*chain.sampling, chain.view.committed_len + len(chain.token_ids), 1) for chain in chains
         ]
@@ -169,29 +184,17 @@ class HeadProposer:
                 if q_row is not None:
                     chain.q_rows.append(q_row)
 
-    def _proposal(self, chain: _Chain) -> Proposal:
-        view = chain.view
+    def _proposal(self, draft: HeadDraft) -> Proposal:
+        view = draft.view
         stream = self._sampling.stream_of(view.params)
         has_q = self._sampling.gives_q_rows and stream is not None
         return Proposal(
             request_id=view.request_id,
             committed_len=view.committed_len,
             prefix_hash=view.prefix_hash,
-            token_ids=tuple(chain.token_ids),
+            token_ids=tuple(draft.token_ids),
+            parents=draft.parents,
             noise_stream=stream,
-            q_rows=tuple(chain.q_rows) if has_q else None,
+            q_rows=tuple(draft.q_rows) if has_q else None,
             method=self.capabilities.name,
         )
-
-
-def head_capabilities(
-    name: str, sampling: DraftSampling, hidden_layers: tuple[int, ...]
-) -> ProposerCapabilities:
-    """Return what a proposer with heads needs and gives."""
-    return ProposerCapabilities(
-        name=name,
-        sampled=True,
-        noise_stream=sampling.noise_stream,
-        gives_q_rows=sampling.gives_q_rows,
-        hidden_layers=hidden_layers,
-    )

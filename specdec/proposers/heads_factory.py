@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypedDict
 
+from torch import nn
+
+from specdec.attention.base import AttentionBackend, LayerAttention
 from specdec.attention.registry import choose_backend
 from specdec.core.errors import ConfigError
-from specdec.drafters.base import Drafter, FeatureDrafter, IndependentHeads, SequentialHeads, TargetParts
+from specdec.drafters.base import (
+    Borrowed,
+    Drafter,
+    FeatureDrafter,
+    IndependentHeads,
+    SequentialHeads,
+    TargetParts,
+)
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
+from specdec.drafters.parallel_heads import ParallelHeads
 from specdec.kv.config import CacheConfig
 from specdec.model.loader import LoadedModel
+from specdec.model.whole_ends import read_end
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
+from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.feature_runner import FeatureRunner
-from specdec.proposers.heads import HeadProposer
+from specdec.proposers.head_rows import HeadRows, PrefixRows, StateRows
+from specdec.proposers.head_trees import TreeHeadProposer
+from specdec.proposers.heads import HeadProposer, Heads
 from specdec.proposers.hidden import HiddenSource, PrefixStates
 from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.sampler import Sampler
@@ -39,6 +54,7 @@ _KINDS: Mapping[str, type[Drafter]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
     "mtp": Mtp,
+    "parallel_heads": ParallelHeads,
 }
 """What a folder has to hold, by method."""
 
@@ -63,25 +79,40 @@ class LoadedDrafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedHeads:
-    """Implements `LoadedDrafter` for heads without K/V of their own."""
+    """Implements `LoadedDrafter` for heads of a depth each."""
 
     config: SpeculativeConfig
-    heads: IndependentHeads | SequentialHeads
+    heads: Heads
+    pool: DrafterPool | None
+    """Of K/V of their layers, where they have any."""
     target: LoadedModel
-
-    @property
-    def later_bytes(self) -> int:
-        return 0
+    max_read_tokens: int
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return self.heads.hidden_layers
 
+    @property
+    def later_bytes(self) -> int:
+        return 0 if self.pool is None else _later_bytes(self.pool.kv.num_bytes, self.target)
+
     def proposer(self, source: HiddenSource) -> HeadProposer:
-        config = self.config
-        return HeadProposer(
+        config, shape = self.config, tree_shape(self.config.tree)
+        rows: HeadRows = StateRows(self.heads, source)
+        if self.pool is not None:
+            rows = PrefixRows(
+                self.heads,
+                source,
+                self.pool,
+                max_read_tokens=self.max_read_tokens,
+                max_context=config.max_model_len,
+            )
+        make: Callable[..., HeadProposer] = HeadProposer
+        if shape is not None:
+            make = partial(TreeHeadProposer, shape=shape)
+        return make(
             self.heads,
-            source,
+            rows,
             _sampler(config),
             name=config.method,
             sampling=_sampling(config),
@@ -106,8 +137,7 @@ class LoadedFeatureDrafter:
 
     @property
     def later_bytes(self) -> int:
-        # A CPU's memory is taken as it is written.
-        return self.runner.num_bytes if self.target.device.type == "cpu" else 0
+        return _later_bytes(self.runner.num_bytes, self.target)
 
     def proposer(self, source: HiddenSource) -> DraftModelProposer:
         config, shape = self.config, tree_shape(self.config.tree)
@@ -150,46 +180,93 @@ def load_heads(
         ConfigError: the method does not go with how the target is divided.
         ResourceError: the memory of the cache does not hold a single block.
     """
+    drafter = _drafter_of(config, target)
+    drafter.to(target.device).requires_grad_(requires_grad=False)
+    cache = config.cache if drafts_here else CacheConfig(block_size=1, num_blocks=2)
+    limits = _Limits(max_num_seqs=max_num_seqs, max_model_len=target.max_model_len)
+    if isinstance(drafter, FeatureDrafter):
+        _require_one_module(drafter, config, target)
+        backend = _backend_of(drafter.attention_layers, config, target)
+        runner = FeatureRunner(drafter, cache, backend=backend, **limits)
+        return LoadedFeatureDrafter(config, drafter, runner, target, max_num_batched_tokens)
+    assert isinstance(drafter, IndependentHeads | SequentialHeads)
+    _warn_of_depth(drafter, config)
+    pool: DrafterPool | None = None
+    if layers := drafter.attention_layers:
+        backend = _backend_of(layers, config, target)
+        pool = DrafterPool(drafter, layers, cache, backend=backend, **limits)
+    return LoadedHeads(config, drafter, pool, target, max_num_batched_tokens)
+
+
+class _Limits(TypedDict):
+    """Of what a drafter's cache is for."""
+
+    max_num_seqs: int
+    max_model_len: int
+
+
+def _drafter_of(config: SpeculativeConfig, target: LoadedModel) -> Drafter:
+    """Load the drafter that is asked for, with all that it borrows of the target."""
     path = target.path if config.model is None else config.model
     parts = TargetParts.of(target.model)
     if target.vocab is not None:
         parts = replace(parts, vocab_size=target.vocab_size)  # this rank has a part of the head
+    is_divided = target.vocab is not None or target.stage is not None
+    if is_divided and config.method == "mtp":
+        # Whether copies in a checkpoint are the target's own could not be told by a part of them.
+        parts = _with_whole(parts, ("embeddings", "head"), target)
     drafter = load_drafter(path, parts, target.dtype)
     wanted = _KINDS[config.method]
     if not isinstance(drafter, wanted):
-        named = next((name for name, kind in _KINDS.items() if isinstance(drafter, kind)), None)
-        hint = f"write method: {named}" if named else "no method drafts with that yet"
+        named = next(name for name, kind in _KINDS.items() if isinstance(drafter, kind))
         raise ConfigError(
-            f"speculative_config.method: {config.method}, but {path} holds {type(drafter).__name__}: {hint}"
+            f"speculative_config.method: {config.method}, but {path} holds {type(drafter).__name__}: "
+            f"write method: {named}"
         )
-    drafter.to(target.device).requires_grad_(requires_grad=False)
-    if isinstance(drafter, FeatureDrafter):
-        _require_runnable(drafter, config, target)
-        runner = FeatureRunner(
-            drafter,
-            config.cache if drafts_here else CacheConfig(block_size=1, num_blocks=2),
-            max_num_seqs=max_num_seqs,
-            max_model_len=target.max_model_len,
-            backend=choose_backend(
-                config.attention_backend,
-                device=target.device,
-                dtype=target.dtype,
-                layers=drafter.attention_layers,
-                max_context=target.max_model_len,
-            ),
-        )
-        return LoadedFeatureDrafter(config, drafter, runner, target, max_num_batched_tokens)
-    assert isinstance(drafter, IndependentHeads | SequentialHeads)
-    if isinstance(drafter, SequentialHeads):
-        _require_drawable(drafter, config, target)
-    if drafter.max_depth is not None and drafter.max_depth < config.num_speculative_tokens:
+    if is_divided and config.method != "mtp":
+        drafter.target = _with_whole(parts, drafter.borrowed, target)
+    return drafter
+
+
+def _with_whole(parts: TargetParts, names: Iterable[Borrowed], target: LoadedModel) -> TargetParts:
+    """Return the parts of a target with some of which this rank has a part, or none, in full."""
+    ends: dict[Borrowed, nn.Module] = {name: read_end(target, name) for name in names}
+    return replace(
+        parts,
+        embeddings=ends.get("embeddings", parts.embeddings),
+        head=ends.get("head", parts.head),
+    )
+
+
+def _backend_of(
+    layers: Sequence[LayerAttention], config: SpeculativeConfig, target: LoadedModel
+) -> AttentionBackend:
+    return choose_backend(
+        config.attention_backend,
+        device=target.device,
+        dtype=target.dtype,
+        layers=layers,
+        max_context=target.max_model_len,
+    )
+
+
+def _later_bytes(num_bytes: int, target: LoadedModel) -> int:
+    # A CPU's memory is taken as it is written.
+    return num_bytes if target.device.type == "cpu" else 0
+
+
+def _warn_of_depth(heads: Heads, config: SpeculativeConfig) -> None:
+    """Say so where more is asked for than there are heads."""
+    shape = tree_shape(config.tree)
+    asked = config.num_speculative_tokens if shape is None else shape.max_depth
+    if heads.max_depth is not None and heads.max_depth < asked:
         logger.warning(
-            "speculative_config.num_speculative_tokens: %d, but %s has %d heads: no more are drafted",
-            config.num_speculative_tokens,
+            "speculative_config.%s: %d tokens one behind the other, but %s has %d heads: no more are drafted",
+            "num_speculative_tokens" if shape is None else "tree",
+            asked,
             config.model,
-            drafter.max_depth,
+            heads.max_depth,
         )
-    return LoadedHeads(config, drafter, target)
 
 
 def _sampler(config: SpeculativeConfig) -> Sampler:
@@ -202,29 +279,9 @@ def _sampling(config: SpeculativeConfig) -> DraftSampling:
     return DraftSampling.under(capabilities_of(config.rejection_sample_method), config.draft_top_k)
 
 
-def _require_runnable(drafter: FeatureDrafter, config: SpeculativeConfig, target: LoadedModel) -> None:
+def _require_one_module(drafter: FeatureDrafter, config: SpeculativeConfig, target: LoadedModel) -> None:
     if isinstance(drafter, Mtp) and len(drafter.mtp_modules) > 1:
         raise ConfigError(
             f"speculative_config.method: mtp drafts with one module; {config.model or target.path} has "
             f"{len(drafter.mtp_modules)}, each for a depth of its own, which nothing drafts with yet"
-        )
-    # Whether copies in an MTP checkpoint are the target's own could not be told by a part of them.
-    if target.vocab is not None and (drafter.borrows_weights or isinstance(drafter, Mtp)):
-        raise ConfigError(
-            f"speculative_config.method: {config.method} computes with the target's embeddings or LM head "
-            f"here ({config.model or target.path} has none of its own), of which a rank has a part: it does "
-            "not go with target.tensor_parallel_size yet: write 1"
-        )
-
-
-def _require_drawable(heads: SequentialHeads, config: SpeculativeConfig, target: LoadedModel) -> None:
-    if heads.attention_layers:
-        raise ConfigError(
-            f"speculative_config.model: {config.model} has a prefix layer (Hydra++) with K/V of its own, "
-            "which nothing drafts with yet: take heads of hydra_head_arch mlp"
-        )
-    if target.vocab is not None:
-        raise ConfigError(
-            "speculative_config.method: hydra reads the target's embeddings, of which a rank has a part, so "
-            "it does not go with target.tensor_parallel_size yet: write 1, or method: medusa"
         )

@@ -51,7 +51,7 @@ def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 
 def _create_self(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
-    return SelfSpeculation(config.method)
+    return SelfSpeculation(config.method, "chain" if tree_shape(config.tree) is None else "tree")
 
 
 def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
@@ -93,7 +93,6 @@ def _create_heads(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
             noise_stream=rule.draft_stream,
             gives_q_rows=rule.needs_q_rows,
             hidden_layers=(-1,),  # or others: whoever has the weights knows
-            kv="own" if config.has_features else "none",
             shape="chain" if tree_shape(config.tree) is None else "tree",
         )
     )
@@ -112,6 +111,7 @@ FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = 
     "eagle": _create_heads,
     "eagle3": _create_heads,
     "mtp": _create_heads,
+    "parallel_heads": _create_heads,
     "draft_model": _create_draft_model,
 }
 """Constructors by method."""

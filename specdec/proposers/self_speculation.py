@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.none import NoProposer
 
@@ -9,6 +11,8 @@ from specdec.proposers.none import NoProposer
 class SelfSpeculation(NoProposer):
     """Stands for the target's own drafts where others propose: it says that there are such."""
 
-    def __init__(self, method: str = "self") -> None:
+    def __init__(self, method: str = "self", shape: Literal["chain", "tree"] = "chain") -> None:
         """`method` is what such drafts are called."""
-        self.capabilities = ProposerCapabilities(name=method, sampled=True, kv="target", at_target=True)
+        self.capabilities = ProposerCapabilities(
+            name=method, shape=shape, sampled=True, kv="target", at_target=True
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ from specdec.proposers.draft_loop import ChainStart, shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.sampling.noise_rows import gumbel_tokens, row_keys
 from specdec.sampling.rows import RowSpec, SamplingRows
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import TokenChooser
 from specdec.tree.growth import Child, GrowingTree, TokenTree
 from specdec.tree.topology import ROOT
 from specdec.verification.draft_rows import pack_rows
@@ -46,18 +46,28 @@ class DraftedTree(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Sprout:
+class Sprout:
     """One tree on its way."""
 
+    number: int
+    """Of its start, among those that are read together."""
     start: ChainStart
     growth: GrowingTree
+    sees_paths: bool = True
+    """Whether nodes of one depth may have different children."""
     asked: Sequence[int] = (ROOT,)
+    """Nodes behind which children are looked up next; all are as deep."""
     read: list[int] = field(default_factory=list)
     """Nodes by place."""
     depths: dict[int, int] = field(default_factory=lambda: {ROOT: 0})
     paths: dict[int, tuple[int, ...]] = field(default_factory=lambda: {ROOT: ()})
     q_rows: dict[tuple[int, int], TokenDistribution] = field(default_factory=dict)
     """By parent and token."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Of these nodes, those that logits are wanted of: one, where it stands for all."""
+        return self.asked if self.sees_paths else self.asked[:1]
 
     def read_on(self, asked: Sequence[int]) -> None:
         self.asked = asked
@@ -81,7 +91,7 @@ class _Sprout:
             token_ids=read.token_ids,
             start=start.end - start.num_dropped,
             block_table=start.block_table,
-            num_logit_rows=len(self.asked),
+            num_logit_rows=len(self.rows),
             parents=read.parents,
             shift=start.shift,
             num_dropped=start.num_dropped,
@@ -96,26 +106,64 @@ class _Sprout:
         return DraftedTree(tree, q_rows, self.read_nodes)
 
 
+class NodeReader(Protocol):
+    """What says, for a loop, what may come next: logits [R, V], fp32, in the order of what was asked."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it has logits of."""
+        ...
+
+    @property
+    def sees_paths(self) -> bool:
+        """Whether what it says of a node depends on more than the prefix and the depth."""
+        ...
+
+    def read_prefixes(self, starts: Sequence[ChainStart]) -> torch.Tensor:
+        """Begin a call of the loop: return logits behind the starts that have a budget."""
+        ...
+
+    def read_nodes(self, sprouts: Sequence[Sprout]) -> torch.Tensor:
+        """Return logits behind the nodes that are `rows` of sprouts, all at the same depth."""
+        ...
+
+
+class RunnerNodes:
+    """Implements `NodeReader` with a model that reads tokens: one forward for all."""
+
+    sees_paths = True
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.vocab_size = runner.vocab_size
+
+    def read_prefixes(self, starts: Sequence[ChainStart]) -> torch.Tensor:
+        return self._runner.forward([start.first_slice() for start in starts])
+
+    def read_nodes(self, sprouts: Sequence[Sprout]) -> torch.Tensor:
+        return self._runner.forward([sprout.slice() for sprout in sprouts])
+
+
 class TreeDraftLoop:
-    """Drafts trees on any runner."""
+    """Drafts trees with whatever can be asked about nodes."""
 
     def __init__(
         self,
-        runner: Runner,
-        sampler: Sampler,
+        reader: NodeReader,
+        sampler: TokenChooser,
         vocab_size: int,
         sampling: DraftSampling,
         *,
         uses_confidence: bool,
     ) -> None:
-        """Draft with `runner`; tokens from `vocab_size` on are never drafted.
+        """Draft with `reader`; tokens from `vocab_size` on are never drafted.
 
         Children of a node are, in this order, the tokens of highest noisy score where the noise is the
         target's, draws without replacement where `sampling` gives q rows, and else the likeliest tokens.
         """
-        self._runner = runner
+        self._reader = reader
         self._sampler = sampler
-        self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._vocab_size = min(vocab_size, reader.vocab_size)
         self._gives_q_rows = sampling.gives_q_rows
         self._stream: NoiseStream | None = None if sampling.is_deterministic else sampling.noise_stream
         self._uses_confidence = uses_confidence
@@ -125,21 +173,24 @@ class TreeDraftLoop:
     ) -> list[DraftedTree | None]:
         """Read what each start says, and grow its tree behind it, where there is one."""
         sprouts = [
-            None if growth is None else _Sprout(start, growth)
-            for start, growth in zip(starts, growths, strict=True)
+            None if growth is None else Sprout(number, start, growth, self._sees_paths(start))
+            for number, (start, growth) in enumerate(zip(starts, growths, strict=True))
         ]
         active = [sprout for sprout in sprouts if sprout is not None]
-        slices = [start.first_slice() for start in starts]
-        while slices:
-            logits_RV = self._runner.forward(slices)
+        logits_RV = self._reader.read_prefixes(starts)
+        while active:
+            active = self._grow(active, logits_RV[:, : self._vocab_size])
             if active:
-                active = self._grow(active, logits_RV[:, : self._vocab_size])
-            slices = [sprout.slice() for sprout in active]
+                logits_RV = self._reader.read_nodes(active)
         return [
             None if sprout is None else sprout.drafted(has_q_rows=self._gives_q_rows) for sprout in sprouts
         ]
 
-    def _grow(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> list[_Sprout]:
+    def _sees_paths(self, start: ChainStart) -> bool:
+        """Whether children depend on paths; draws are shown node by node, whatever they come from."""
+        return self._reader.sees_paths or self._gives_q_rows or start.changes_logits
+
+    def _grow(self, sprouts: Sequence[Sprout], logits_RV: torch.Tensor) -> list[Sprout]:
         """Hand every tree its new children; return those that go on."""
         rows = SamplingRows.build(
             [
@@ -147,31 +198,34 @@ class TreeDraftLoop:
                     sprout.start.params,
                     sprout.start.seed,
                     sprout.start.end,
-                    len(sprout.asked),
-                    [sprout.depths[node] for node in sprout.asked],
+                    len(sprout.rows),
+                    [sprout.depths[node] for node in sprout.rows],
                 )
                 for sprout in sprouts
             ],
             logits_RV.device,
         )
         children = iter(self._children(self._shaped(sprouts, logits_RV), rows, sprouts))
-        left: list[_Sprout] = []
+        left: list[Sprout] = []
         for sprout in sprouts:
-            asked = sprout.growth.grow([next(children) for _ in sprout.asked])
+            its_children = [next(children) for _ in sprout.rows]
+            asked = sprout.growth.grow(
+                its_children if sprout.sees_paths else its_children * len(sprout.asked)
+            )
             if asked:
                 sprout.read_on(asked)
                 left.append(sprout)
         return left
 
-    def _shaped(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> torch.Tensor:
+    def _shaped(self, sprouts: Sequence[Sprout], logits_RV: torch.Tensor) -> torch.Tensor:
         """Return the logits as the requests want them changed behind each row's own path."""
         if not any(sprout.start.changes_logits for sprout in sprouts):
             return logits_RV
         logits_RV = logits_RV.clone()
         first = 0
         for sprout in sprouts:
-            end = first + len(sprout.asked)
-            paths = [sprout.paths[node] for node in sprout.asked]
+            end = first + len(sprout.rows)
+            paths = [sprout.paths[node] for node in sprout.rows]
             shape_rows(
                 logits_RV[first:end],
                 sprout.start.shaper,
@@ -183,7 +237,7 @@ class TreeDraftLoop:
         return logits_RV
 
     def _children(
-        self, logits_RV: torch.Tensor, rows: SamplingRows, sprouts: Sequence[_Sprout]
+        self, logits_RV: torch.Tensor, rows: SamplingRows, sprouts: Sequence[Sprout]
     ) -> list[list[Child]]:
         """Return, for every row, what may come next."""
         num = max(sprout.growth.num_children for sprout in sprouts)
@@ -201,7 +255,7 @@ class TreeDraftLoop:
         ranked: Sequence[Sequence[int]],
         logits_RV: torch.Tensor,
         rows: SamplingRows,
-        sprouts: Sequence[_Sprout],
+        sprouts: Sequence[Sprout],
     ) -> list[list[int]]:
         """Take tokens ranked by noise of their own as drawn one after the other; keep what from.
 
@@ -209,7 +263,7 @@ class TreeDraftLoop:
         when those before are taken out.
         """
         q_RV = self._sampler.distributions(logits_RV, rows)
-        nodes = [(sprout, node) for sprout in sprouts for node in sprout.asked]
+        nodes = [(sprout, node) for sprout in sprouts for node in sprout.rows]
         drawn: list[list[int]] = []
         for (sprout, node), its_ranked, q_V in zip(nodes, ranked, q_RV, strict=True):
             if sprout.start.params.is_greedy:

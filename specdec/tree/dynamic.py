@@ -7,7 +7,7 @@ the best are proposed. A node is never worth more than its parent, so what is be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec.tree.growth import Child, TokenTree, token_tree
 from specdec.tree.topology import ROOT
@@ -28,6 +28,11 @@ class DynamicTree:
         """See `TreeShape`."""
         return self.top_k + self.top_k * self.top_k * (self.depth - 1)
 
+    @property
+    def max_depth(self) -> int:
+        """See `TreeShape`."""
+        return self.depth
+
     def begin(self, num_nodes: int) -> _DynamicGrowth:
         """See `TreeShape`."""
         return _DynamicGrowth(self, num_nodes)
@@ -35,6 +40,10 @@ class DynamicTree:
     def num_looked_behind(self, num_nodes: int) -> int:
         """See `TreeShape`."""
         return self.top_k * (min(self.depth, num_nodes) - 1)
+
+    def within(self, max_depth: int) -> DynamicTree:
+        """See `TreeShape`."""
+        return replace(self, depth=min(self.depth, max_depth))
 
 
 class _DynamicGrowth:

@@ -76,6 +76,11 @@ class TreeShape(Protocol):
         ...
 
     @property
+    def max_depth(self) -> int:
+        """Nodes of its longest path."""
+        ...
+
+    @property
     def uses_confidence(self) -> bool:
         """Whether `Child.log_confidence` has a say in the shape."""
         ...
@@ -86,4 +91,8 @@ class TreeShape(Protocol):
 
     def num_looked_behind(self, num_nodes: int) -> int:
         """Return behind how many nodes of such a tree, at most, children are looked up."""
+        ...
+
+    def within(self, max_depth: int) -> TreeShape:
+        """Return what is left of it where no path may have more nodes than `max_depth`, at least 1."""
         ...

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.tree.growth import Child, TokenTree, token_tree
-from specdec.tree.topology import ROOT
+from specdec.tree.topology import ROOT, pruned_parents
 
 Path = tuple[int, ...]
 
@@ -69,6 +69,11 @@ class StaticTree:
         """See `TreeShape`."""
         return len(self.parents)
 
+    @property
+    def max_depth(self) -> int:
+        """See `TreeShape`."""
+        return max(self._depths(), default=0)
+
     def begin(self, num_nodes: int) -> _StaticGrowth:
         """See `TreeShape`."""
         return _StaticGrowth(self.parents[:num_nodes], self.ranks[:num_nodes])
@@ -76,6 +81,18 @@ class StaticTree:
     def num_looked_behind(self, num_nodes: int) -> int:
         """See `TreeShape`."""
         return len({parent for parent in self.parents[:num_nodes] if parent != ROOT})
+
+    def within(self, max_depth: int) -> StaticTree:
+        """See `TreeShape`."""
+        nodes = [node for node, depth in enumerate(self._depths()) if depth <= max_depth]
+        return StaticTree(pruned_parents(self.parents, nodes), tuple(self.ranks[node] for node in nodes))
+
+    def _depths(self) -> list[int]:
+        """Of each node, 1 for those behind the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
 
 
 class _StaticGrowth:

@@ -6,11 +6,11 @@ of experts, tying and buffers are its business, and only which part of a stored 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -129,6 +129,39 @@ def _prepared(
     return type(model_class.__name__, (model_class,), names)
 
 
+class _Stored(NamedTuple):
+    """A tensor in a file, and the parameter of the whole model that it goes into."""
+
+    handle: Any
+    name: str
+    parameter: str
+    converter: Any
+    """What makes the parameter of it and others; None: it is the parameter."""
+    pattern: str | None
+    """Of the converter's sources, the one that it is."""
+
+
+def _stored(
+    model: PreTrainedModel, whole: dict[str, tuple[int, ...]], files: Sequence[Path]
+) -> Iterator[_Stored]:
+    """Go through all tensors of files, given the shapes of the whole model's parameters."""
+    # Internal to transformers, present in all versions that we run with.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms: Any = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    for file in files:
+        handle: Any = safe_open(file, framework="pt")
+        for name in handle.keys():  # noqa: SIM118 - not a mapping
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, whole)
+            if target not in whole and name in whole:
+                target, pattern = name, None
+            converter = next((one for one in converters if pattern in one.source_patterns), None)
+            yield _Stored(handle, name, target, converter, pattern)
+
+
 def _stored_tensors(
     model: PreTrainedModel,
     whole: dict[str, tuple[int, ...]],
@@ -140,28 +173,48 @@ def _stored_tensors(
 
     Those of the whole model that this part of it does not have are left out.
     """
-    # Internal to transformers, present in all versions that we run with.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms: Any = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
     names = model.state_dict().keys()
     found: dict[str, StoredTensor] = {}
-    for file in files:
-        handle: Any = safe_open(file, framework="pt")
-        for name in handle.keys():  # noqa: SIM118 - not a mapping
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, whole)
-            if target not in whole and name in whole:
-                target, pattern = name, None
-            if target in whole and target not in names:
-                continue
-            cut = cuts.get(target)
-            if cut is not None and pattern is not None:
-                converter = next(one for one in converters if pattern in one.source_patterns)
-                cut = _cut_before(converter, pattern, cut, whole[target])
-            found[name] = StoredTensor(handle, name, cut, note_read)
+    for stored in _stored(model, whole, files):
+        target = stored.parameter
+        if target in whole and target not in names:
+            continue
+        cut = cuts.get(target)
+        if cut is not None and stored.pattern is not None:
+            cut = _cut_before(stored.converter, stored.pattern, cut, whole[target])
+        found[stored.name] = StoredTensor(stored.handle, stored.name, cut, note_read)
+    return found
+
+
+def read_whole(
+    model: PreTrainedModel, checkpoint: Checkpoint, names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Read parameters of a model in full, on the host.
+
+    Args:
+        model: the whole model, on the meta device.
+        checkpoint: its files.
+        names: of the parameters; of tied ones any may be the one that is stored.
+
+    Raises:
+        UnsupportedParallelism: one of them is not stored as it is.
+    """
+    hf_model: Any = model
+    ties: dict[str, str] = hf_model.all_tied_weights_keys
+    alike = {name: {name} for name in names}
+    for target, source in ties.items():
+        for name, group in alike.items():
+            if name in (target, source):
+                group |= {target, source}
+    whole = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found: dict[str, torch.Tensor] = {}
+    for stored in _stored(model, whole, checkpoint.weight_files):
+        for name, group in alike.items():
+            if stored.parameter in group and stored.pattern is None and name not in found:
+                found[name] = stored.handle.get_tensor(stored.name)
+    for name in names:
+        if name not in found:
+            raise UnsupportedParallelism(f"its weights hold no {name}, or not as one tensor")
     return found
 
 

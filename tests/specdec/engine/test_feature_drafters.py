@@ -230,24 +230,34 @@ def test_rules_that_look_at_probabilities_get_them(
         assert engine.metrics().num_accepted_tokens > before
 
 
-def test_eagle3_drafts_for_a_target_over_two_ranks(
-    bench: Bench, folder_of: Callable[[str], Path], rank_pool: Pools
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("eagle", {"tensor_parallel_size": 2}),
+        ("mtp", {"pipeline_parallel_size": 2}),
+        pytest.param("eagle3", {"tensor_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param("mtp", {"tensor_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param("eagle", {"pipeline_parallel_size": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_they_draft_for_a_target_over_two_ranks(
+    bench: Bench, folder_of: Callable[[str], Path], rank_pool: Pools, method: str, target: dict[str, int]
 ) -> None:
-    config = config_of(bench, folder_of("eagle3"), "eagle3", target={"tensor_parallel_size": 2})
+    """What they compute with of the target is read in full where they are."""
+    config = config_of(bench, folder_of(method), method, target=target)
     streams, num_accepted = rank_pool(2).run(serve, config)[0]
     assert streams == bench.alone("llama", "greedy")
     assert num_accepted > 20
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["eagle", "mtp"])
-def test_what_borrows_of_the_target_is_refused_over_ranks(
-    bench: Bench, folder_of: Callable[[str], Path], rank_pool: Pools, method: str
+def test_states_of_an_earlier_stage_are_refused_in_all_of_them(
+    bench: Bench, folder_of: Callable[[str], Path], rank_pool: Pools
 ) -> None:
-    config = config_of(bench, folder_of(method), method, target={"tensor_parallel_size": 2})
+    config = config_of(bench, folder_of("eagle3"), "eagle3", target={"pipeline_parallel_size": 2})
     answers = rank_pool(2).run(refusal, config)
     assert not any(isinstance(one, Failure) for one in answers)
-    assert all("does not go with target.tensor_parallel_size" in one for one in answers)
+    assert all("which an earlier stage of the pipeline computes" in one for one in answers)
 
 
 def test_what_cannot_be_drafted_with_is_refused(

@@ -22,7 +22,7 @@ from specdec.engine.rank_follower import follow
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
 from tests.pairwise import mostly_full
-from tests.rank_pool import Failure, Pools
+from tests.rank_pool import Pools
 from tests.specdec.engine.ranked_engines import leading_engine
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
@@ -61,7 +61,7 @@ def folder_of(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> FolderO
                 head[-1].weight.copy_(weight.T)  # type: ignore[index]
             save_medusa(medusa, folder, base_model="tiny", file_format="pt")
             return folder
-        hydra = Hydra(target, num_heads=len(weights), has_prefix_layer=kind == "hydra++")
+        hydra = Hydra(target, num_heads=len(weights))
         hydra.start_from_target()
         for lm_head, weight in zip(hydra.lm_heads, weights, strict=True):
             lm_head.weight.copy_(weight.T)  # type: ignore[operator]
@@ -155,33 +155,21 @@ def refusal(group: RankGroup, config: EngineConfig) -> Any:
         return str(error)
 
 
-def test_hydra_over_ranks_is_refused_in_all_of_them(
-    bench: Bench, folder_of: FolderOf, rank_pool: Pools
-) -> None:
-    config = config_of(bench, folder_of("hydra"), "hydra", target={"tensor_parallel_size": 2})
-    answers = rank_pool(2).run(refusal, config)
-    assert not any(isinstance(one, Failure) for one in answers)
-    assert all("does not go with target.tensor_parallel_size" in one for one in answers)
-
-
 def test_what_a_folder_does_not_hold_is_said(bench: Bench, folder_of: FolderOf) -> None:
     with pytest.raises(ConfigError, match=r"method: medusa, but .* holds Hydra: write method: hydra"):
         Engine(config_of(bench, folder_of("hydra"), "medusa"))
-    with pytest.raises(ConfigError, match=r"has a prefix layer \(Hydra\+\+\)"):
-        Engine(config_of(bench, folder_of("hydra++"), "hydra"))
     with pytest.raises(CheckpointError, match="no drafter of a known format"):
         Engine(config_of(bench, bench.models.load("llama").path, "medusa"))
 
 
-def test_settings_that_heads_do_not_have_are_refused(bench: Bench) -> None:
-    with pytest.raises(ValueError, match=r"medusa does not go with target.pipeline_parallel_size: 2"):
-        config_of(bench, Path("heads"), target={"pipeline_parallel_size": 2})
+def test_settings_that_heads_do_not_have_are_refused() -> None:
     for fields, message in (
         ({}, "method medusa needs `model`"),
         ({"model": "x", "device": "cuda"}, "device: heads run in the target's process"),
         ({"model": "x", "dtype": "bfloat16"}, "dtype: heads run in the target's process"),
         ({"model": "x", "overlap": "ping_pong"}, "needs a draft model that runs beside the target"),
         ({"model": "x", "kv": {"policy": "streaming", "budget": 64}}, "kv.policy"),
+        ({"model": "x", "tree": {"shape": "static", "widths": [3, 2]}}, "9 nodes, of which"),
     ):
         with pytest.raises(ValueError, match=message):
             SpeculativeConfig.model_validate({"method": "medusa", **fields})

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from specdec.attention.observation import Observation
 from specdec.core.ids import RequestId
-from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
+from specdec.core.plan import AdmittedSequence, SlotMove, TargetStep, TargetWork
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.attention_watch import AttentionWatch
 from specdec.engine.build import build_target_part, build_tokenizer
@@ -32,10 +32,13 @@ from specdec.kv.selection import KvPolicyName, KvSelectionConfig
 from specdec.model.config import ModelConfig
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
+from specdec.tree.static import StaticTree
+from specdec.verification.answers import verdict_of
 from tests.rank_pool import Pools
 from tests.specdec.engine.ranked_engines import config_of
 from tests.specdec.engine.test_self_speculation import (
     BLOCK_SIZE,
+    BUSHY,
     KINDS,
     LONG,
     POSITIONS_OF_OTHER_KINDS,
@@ -165,15 +168,19 @@ def run_rounds(
     work = TargetWork(name, tuple(tokens), 0, 1, 0, blocks)
     (answer,) = target.run(TargetStep(0, (work,), (AdmittedSequence(name, 12345, params),))).results
     tokens += answer.token_ids
+    moves: tuple[SlotMove, ...] = ()
     for step_id in range(1, num_rounds + 1):
-        last = len(tokens) - 1
-        work = TargetWork(name, tuple(tokens[-1:]), last, 1, 20, (), num_self_drafted=num_self_drafted)
-        (answer,) = target.run(TargetStep(step_id, (work,))).results
-        num_right = 0
-        while num_right < len(answer.drafted) and answer.drafted[num_right] == answer.token_ids[num_right]:
-            num_right += 1
-        num_rejected += len(answer.drafted) - num_right
-        tokens += answer.token_ids[: num_right + 1]
+        length = len(tokens)
+        work = TargetWork(name, tuple(tokens[-1:]), length - 1, 1, 20, (), num_self_drafted=num_self_drafted)
+        (answer,) = target.run(TargetStep(step_id, (work,), moves=moves)).results
+        verdict = verdict_of(answer.drafted, answer.drafted_parents, answer.token_ids)
+        num_rejected += len(answer.drafted) - len(verdict.accepted_nodes)
+        tokens += verdict.token_ids
+        moves = tuple(
+            SlotMove(*(blocks[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for place in places))
+            for index, node in enumerate(verdict.accepted_nodes)
+            if (places := (length + node, length + index))[0] != places[1]
+        )
     return tokens, num_rejected
 
 
@@ -204,10 +211,12 @@ def reference_scores(masses: NDArray[np.float64]) -> NDArray[np.float64]:
     return scores
 
 
-def target_of(models: Models, kv: KvSelectionConfig, *, compiled: bool) -> LocalTarget:
+def target_of(
+    models: Models, kv: KvSelectionConfig, *, compiled: bool, tree: StaticTree | None = None
+) -> LocalTarget:
     setting = SelfSetting(compiled=compiled, kv=kv)
     runner = setting.runner(models.load("llama"), setting.num_blocks)
-    return LocalTarget(runner, setting.sampler(), self_drafting=kv.make(BLOCK_SIZE))
+    return LocalTarget(runner, setting.sampler(), self_drafting=kv.make(BLOCK_SIZE), self_tree=tree)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "hot", "penalties"])
@@ -221,8 +230,25 @@ def test_scores_are_those_of_committed_tokens(sharp_models: Models, kind: str, c
     np.testing.assert_allclose(scores_of(target).values, reference_scores(masses), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scores_are_those_of_the_path_of_a_tree_that_stands(sharp_models: Models, compiled: bool) -> None:
+    """Of the last blocks they tell where the nodes lay when they attended to each other."""
+    target = target_of(sharp_models, selecting("verified", 16), compiled=compiled, tree=BUSHY)
+    tokens, num_rejected = run_rounds(target, UNENDING["plain"], 6, BUSHY.max_nodes)
+    assert num_rejected > 10
+    assert len(tokens) > len(LONG) + 8, "paths of trees stand"
+    masses = reference_masses(sharp_models, tokens[:-1])
+    values, num_blocks = scores_of(target).values, len(LONG) // BLOCK_SIZE
+    assert values is not None
+    np.testing.assert_allclose(
+        values[:num_blocks], reference_scores(masses)[:num_blocks], rtol=1e-3, atol=1e-3
+    )
+
+
 def test_control_rejected_tokens_would_show(sharp_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.engine.attention_watch._num_rejected", lambda work, result: 0)
+    monkeypatch.setattr(
+        "specdec.engine.attention_watch._standing_rows", lambda work, result: range(work.num_sampled_rows)
+    )
     target = target_of(sharp_models, selecting("verified", 16), compiled=False)
     tokens, _ = run_rounds(target, UNENDING["hot"], 6)
     values = scores_of(target).values
@@ -292,7 +318,7 @@ def draft_scored(models: Models, setting: SelfSetting, params: SamplingParams) -
 def test_without_scores_it_streams(sharp_models: Models) -> None:
     """A prompt of which no token was sampled is not scored."""
     drafts = [
-        draft_once(sharp_models, SelfSetting(kv=KvSelectionConfig(**settings)), KINDS["plain"], 6)
+        draft_once(sharp_models, SelfSetting(kv=KvSelectionConfig(**settings)), KINDS["plain"], 6).drafted
         for settings in (
             {"policy": "verified", "budget": 16, "sink_tokens": 4},
             {"policy": "streaming", "budget": 16, "sink_tokens": 4},

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pydantic
@@ -40,12 +40,15 @@ from specdec.model.loader import LoadedModel
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.self_speculation import SelfSpeculation
-from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows
+from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, noisy_scores
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.transport.base import PeerId
 from specdec.transport.memory import MemoryNetwork
+from specdec.tree.static import StaticTree
 from tests.architectures import CORE_ARCHITECTURES, make_tokenizer
+from tests.rank_pool import Pools
+from tests.specdec.engine import ranked_engines
 from tests.specdec.engine.test_identity import NUM_TOKENS, SAMPLING, SHAPING, Models, Setting, ragged_prompts
 from tests.specdec.engine.toy_engines import tokens_of
 
@@ -86,15 +89,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
+SELF_STREAMING = {"method": "self", "kv": {"policy": "streaming", "budget": 16, "sink_tokens": 4}}
+BUSHY = StaticTree.of_widths((3, 1, 1), (0.5, 0.3, 0.1))
+
+
 @dataclass(frozen=True)
 class SelfSetting(Setting):
     kv: KvSelectionConfig = FULL
+    tree: StaticTree | None = None
 
     def engine(self, models: Models, architecture: str) -> Engine:
         runner = self.runner(models.load(architecture), self.num_blocks)
         return Engine.from_parts(
-            target=LocalTarget(runner, self.sampler(), self_drafting=self.kv.make(BLOCK_SIZE)),
-            proposer=SelfSpeculation(),
+            target=LocalTarget(
+                runner, self.sampler(), self_drafting=self.kv.make(BLOCK_SIZE), self_tree=self.tree
+            ),
+            proposer=SelfSpeculation(shape="chain" if self.tree is None else "tree"),
             tokenizer=HuggingFaceTokenizer(make_tokenizer()),
             scheduler=SchedulerConfig(
                 max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
@@ -159,6 +169,15 @@ COVER = [
     ("bad words", SelfSetting(num_draft_tokens=6, batch=5, kv=streaming(0.5))),
     ("min tokens", SelfSetting(num_draft_tokens=5, batch=4, kv=FULL, num_blocks=40)),
     ("allowed", SelfSetting(num_draft_tokens=7, batch=2, kv=streaming(12))),
+    (
+        "greedy",
+        SelfSetting(num_draft_tokens=9, batch=8, chunk=32, num_blocks=22, kv=streaming(12), tree=BUSHY),
+    ),
+    ("plain", SelfSetting(num_draft_tokens=9, batch=4, chunk=80, kv=FULL, tree=BUSHY, compiled=True)),
+    (
+        "penalties",
+        SelfSetting(num_draft_tokens=9, batch=4, chunk=80, kv=selecting("verified", every=4), tree=BUSHY),
+    ),
 ]
 
 
@@ -272,12 +291,12 @@ def sharp_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 LONG = [(5 + 7 * index * index) % 120 + 2 for index in range(37)]
 
 
-def draft_once(
-    models: Models, setting: SelfSetting, params: SamplingParams, num_tokens: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what the target drafts behind `LONG`, and its own tokens at these rows."""
+def draft_once(models: Models, setting: SelfSetting, params: SamplingParams, num_tokens: int) -> WorkResult:
+    """Return what the target says of drafting so many tokens behind `LONG`."""
     runner = setting.runner(models.load("llama"), setting.num_blocks)
-    target = LocalTarget(runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE))
+    target = LocalTarget(
+        runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE), self_tree=setting.tree
+    )
     name = RequestId("a")
     blocks = tuple(range(40, 20, -1))
     prefill = TargetWork(name, tuple(LONG[:-1]), 0, 0, 0, blocks)
@@ -287,24 +306,33 @@ def draft_once(
     work = TargetWork(name, (LONG[-1],), len(LONG) - 1, 1, len(blocks), (), num_self_drafted=num_tokens)
     target.submit(TargetStep(1, (work,)))
     (answer,) = target.collect().results
-    return answer.drafted, answer.token_ids
+    return answer
+
+
+def reference_logits(models: Models, selected: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+    """What transformers says behind `LONG` and a path, [1, V], of which rows see only `selected` and it."""
+    tokens, first = [*LONG, *path], len(LONG) - 1
+    length = len(tokens)
+    allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    allowed[first:, [one for one in range(first) if one not in selected]] = False
+    mask = torch.zeros(length, length).masked_fill(~allowed, float("-inf"))[None, None]
+    with torch.inference_mode():
+        logits: torch.Tensor = models.reference("llama")(torch.tensor([tokens]), attention_mask=mask).logits[
+            0, -1:
+        ]
+    return logits
 
 
 def reference_draft(
     models: Models, selected: Sequence[int], params: SamplingParams, num_tokens: int
 ) -> tuple[int, ...]:
-    """The same by transformers, with a mask: rows of the draft see `selected` and the draft alone."""
-    tokens, first = list(LONG), len(LONG) - 1
-    for _ in range(num_tokens):
-        length = len(tokens)
-        allowed = torch.ones(length, length, dtype=torch.bool).tril()
-        allowed[first:, [one for one in range(first) if one not in selected]] = False
-        mask = torch.zeros(length, length).masked_fill(~allowed, float("-inf"))[None, None]
-        with torch.inference_mode():
-            logits = models.reference("llama")(torch.tensor([tokens]), attention_mask=mask).logits[0, -1:]
-        rows = SamplingRows.build([RowSpec(params, 12345, length, 1)])
-        tokens.append(int(Sampler().sample(logits, rows).token_ids))
-    return tuple(tokens[len(LONG) :])
+    """The chain that it would draft."""
+    path: list[int] = []
+    for depth in range(num_tokens):
+        logits = reference_logits(models, selected, path)
+        rows = SamplingRows.build([RowSpec(params, 12345, len(LONG) + depth, 1)])
+        path.append(int(Sampler().sample(logits, rows).token_ids))
+    return tuple(path)
 
 
 @pytest.mark.cover(2)
@@ -325,8 +353,55 @@ def test_drafts_are_what_a_mask_makes_of_the_model(
 ) -> None:
     """Blocks, positions, and the noise of the positions: each is seen here."""
     setting = SelfSetting(compiled=compiled, kv=kv)
-    drafted, _ = draft_once(sharp_models, setting, KINDS[kind], 6)
+    drafted = draft_once(sharp_models, setting, KINDS[kind], 6).drafted
     assert drafted == reference_draft(sharp_models, selected, KINDS[kind], 6)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "plain"])
+@pytest.mark.parametrize(
+    ("kv", "selected"),
+    [(streaming(12), [0, 1, 2, 3, *range(28, 36)]), (FULL, range(36))],
+    ids=["streaming", "full"],
+)
+def test_nodes_of_a_tree_are_what_a_mask_makes_of_the_model(
+    sharp_models: Models, kind: str, kv: KvSelectionConfig, selected: Sequence[int]
+) -> None:
+    """Each among the best behind its parent: what lies between them is of other paths."""
+    answer = draft_once(sharp_models, SelfSetting(kv=kv, tree=BUSHY), KINDS[kind], BUSHY.max_nodes)
+    assert answer.drafted_parents == BUSHY.parents
+    paths: dict[int, list[int]] = {-1: []}
+    children: dict[int, list[int]] = {}
+    for node, (token, parent) in enumerate(zip(answer.drafted, BUSHY.parents, strict=True)):
+        paths[node] = [*paths[parent], token]
+        children.setdefault(parent, []).append(token)
+    for parent, its in children.items():
+        logits = reference_logits(sharp_models, selected, paths[parent])
+        rows = SamplingRows.build([RowSpec(KINDS[kind], 12345, len(LONG) + len(paths[parent]), 1)])
+        assert its == noisy_scores(logits, rows)[0].topk(len(its)).indices.tolist()
+
+
+def test_the_likeliest_path_of_a_tree_that_sees_everything_is_accepted(models: Models) -> None:
+    setting = SelfSetting(num_draft_tokens=BUSHY.max_nodes, batch=8, chunk=200, kv=FULL, tree=BUSHY)
+    with setting.engine(models, "llama") as engine:
+        engine.generate(PROMPTS, UNENDING["plain"])
+        metrics = engine.metrics()
+    assert metrics.num_drafts > 20
+    # Behind the last tokens there are fewer nodes.
+    assert metrics.num_accepted_tokens > 2.5 * metrics.num_drafts
+    assert metrics.num_moved_kv > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keys", [{"method": "layerskip", "exit_layer": 1}, SELF_STREAMING], ids=str)
+def test_trees_over_two_ranks(models: Models, rank_pool: Pools, keys: dict[str, Any]) -> None:
+    folder, params = models.load("llama").path, (ranked_engines.GREEDY, ranked_engines.PLAIN)
+    with Engine(ranked_engines.config_of(folder)) as engine:
+        expected = ranked_engines.generate(engine, params)
+    tree = {"tree": {"shape": "static", "widths": [2, 1]}, "num_speculative_tokens": 4}
+    config = ranked_engines.config_of(folder, 2, **keys, **tree)
+    served = rank_pool(2).run(ranked_engines.serve, config, params)[0]
+    assert served.streams == expected
+    assert served.num_accepted > 10
 
 
 def test_control_what_is_selected_shows(sharp_models: Models) -> None:
@@ -350,7 +425,7 @@ def test_control_wrong_positions_show(
 
     expected = reference_draft(sharp_models, [0, 1, 2, 3, *range(28, 36)], KINDS["plain"], 12)
     monkeypatch.setattr(SelfDrafter, "_select", forgetful)
-    drafted, _ = draft_once(sharp_models, SelfSetting(kv=streaming(12)), KINDS["plain"], 12)
+    drafted = draft_once(sharp_models, SelfSetting(kv=streaming(12)), KINDS["plain"], 12).drafted
     assert drafted != expected
 
 

@@ -85,6 +85,10 @@ DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
         ),
         ({"tree": {"shape": "dynamic", "widths": [2]}}, "tree.dynamic.widths"),
         ({"tree": DYNAMIC, "method": "ngram", "model": None}, "dynamic is .* method ngram has none: leave"),
+        (
+            {"tree": DYNAMIC, "method": "self", "model": None},
+            "dynamic may read more nodes than it proposes.*method self has no room",
+        ),
         ({"tree": DYNAMIC, "rejection_sample_method": "block"}, "block takes chains: write sample_and_match"),
         (
             {"tree": {"shape": "static", "widths": [4]}},

@@ -1,0 +1,64 @@
+"""K/V of a drafter's own layers, in blocks, and batches over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.attention.base import AttentionBackend, LayerAttention, PagedBatch
+from specdec.attention.metadata import build_metadata
+from specdec.drafters.base import Drafter
+from specdec.kv.config import CacheConfig
+from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape, plan_num_blocks
+from specdec.model.batch import SequenceSlice
+
+
+class DrafterPool:
+    """Implements `model.batch.PagedModel` for a drafter beside a target."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        layers: Sequence[LayerAttention],
+        cache: CacheConfig,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        backend: AttentionBackend,
+        row_bytes: int = 0,
+    ) -> None:
+        """Allocate K/V of `layers`, of a size that `cache` gives, for so many sequences of such a length.
+
+        `row_bytes` are what is kept of each token beside them, by others.
+
+        Raises:
+            ResourceError: the memory does not hold a single block.
+        """
+        weight = next(drafter.parameters())
+        shapes = [KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in layers]
+        self.device, self.dtype = weight.device, weight.dtype
+        self.vocab_size = drafter.target.vocab_size
+        self.block_size = cache.block_size
+        self.num_blocks = plan_num_blocks(
+            cache, shapes, weight.dtype, max_tokens=max_num_seqs * max_model_len, row_bytes=row_bytes
+        )
+        self.max_model_len = min(max_model_len, (self.num_blocks - FIRST_BLOCK) * self.block_size)
+        self.kv = KvPool(
+            shapes,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        self._layers = tuple(layers)
+        self._backend = backend
+
+    def batch(self, pieces: Sequence[SequenceSlice]) -> PagedBatch:
+        """Return what the layers attend to when they read `pieces`, each of one token at least."""
+        metadata = build_metadata(pieces, block_size=self.block_size).to(self.device)
+        return PagedBatch(
+            backend=self._backend,
+            layers=self._layers,
+            caches=self.kv,
+            metadata=metadata,
+            plan=self._backend.begin(metadata),
+        )

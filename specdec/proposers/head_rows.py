@@ -1,0 +1,154 @@
+"""The rows that heads draft from: what they make of the target's state before the last committed token.
+
+Heads without layers of their own read that state alone. Others (Hydra++'s prefix layer, parallel heads) have
+layers with K/V, which every state of the sequence goes through once. Drafted tokens never do: nothing of
+a draft is kept, and nothing has to be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from specdec.core.ids import RequestId
+from specdec.core.sequence import SequenceView
+from specdec.drafters.base import HeadsDrafter
+from specdec.model.batch import SequenceSlice
+from specdec.proposers.draft_sequences import Chunk, DraftSequences
+from specdec.proposers.drafter_pool import DrafterPool
+from specdec.proposers.hidden import HiddenSource, PrefixStates
+
+Rows = Mapping[RequestId, torch.Tensor]
+"""[1, R] each, as `HeadsDrafter.prepare` makes them, on the heads' device."""
+
+
+class HeadRows(Protocol):
+    """Where heads get them from."""
+
+    def read(self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]) -> Rows:
+        """Return the rows of the sequences that have a budget; of those alone that can be drafted for now."""
+        ...
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget these sequences. Unknown ids are ignored."""
+        ...
+
+
+class StateRows:
+    """Implements `HeadRows` for heads without layers: their rows are the target's states."""
+
+    def __init__(self, heads: HeadsDrafter, source: HiddenSource) -> None:
+        weight = next(heads.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        self._source = source
+
+    def read(self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]) -> Rows:
+        wanted = [one for one in sequences if num_draft_tokens.get(one.request_id) and one.committed_len > 1]
+        found = self._source.await_rows(wanted)
+        return {
+            one.request_id: rows.since(one.committed_len - 2)[-1:].to(self._device, self._dtype)
+            for one in wanted
+            if (rows := found.get(one.request_id)) is not None
+        }
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        self._source.release(tuple(request_ids))
+
+
+class PrefixRows:
+    """Implements `HeadRows` for heads with layers, whose K/V it keeps.
+
+    The place of a row in the cache is its position: that of token t + 1 is the row of the state at t, which
+    gave it. So the first token of a sequence has none. Sequences that are shown without a budget are read
+    along.
+    """
+
+    def __init__(
+        self,
+        heads: HeadsDrafter,
+        source: HiddenSource,
+        pool: DrafterPool,
+        *,
+        max_read_tokens: int,
+        max_context: int | None = None,
+    ) -> None:
+        """Read with `heads` into `pool`, which is used for nothing else.
+
+        Args:
+            heads: what the rows are for.
+            source: of the target's states.
+            pool: of K/V of the heads' layers.
+            max_read_tokens: most tokens that one call reads. A sequence that has more to catch up on than is
+                left of it has no row in that call.
+            max_context: longest prefix that is read, in tokens; None: what the pool holds.
+        """
+        self._heads = heads
+        self._pool = pool
+        self._states = PrefixStates(source, heads.hidden_layers)
+        self._sequences = DraftSequences(
+            pool,
+            max_read_tokens=max_read_tokens,
+            max_context=pool.max_model_len if max_context is None else min(pool.max_model_len, max_context),
+            prefix_caching=False,
+            rotary=None,
+        )
+
+    @torch.inference_mode()
+    def read(self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]) -> Rows:
+        readable = self._states.begin(sequences)
+        in_use = {one.request_id for one in readable}
+        draftings = [
+            drafting
+            for one in self._sequences.in_turns(readable)
+            if (
+                drafting := self._sequences.open(
+                    one, num_draft_tokens.get(one.request_id, 0), in_use, num_behind=0
+                )
+            )
+        ]
+        chunks = self._sequences.chunks(draftings)
+        rows = self._read(chunks)
+        for chunk in chunks:
+            self._sequences.note_read(chunk.drafting, chunk.num_tokens, ())
+        return rows
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        ids = tuple(request_ids)
+        self._sequences.release(ids)
+        self._states.release(ids)
+
+    def check_integrity(self) -> None:
+        """Assert that all blocks held are held by a sequence known here."""
+        self._sequences.check_integrity()
+
+    def _read(self, chunks: Sequence[Chunk]) -> Rows:
+        """Run the heads' layers on committed tokens; return what they make of the last ones."""
+        pieces: list[SequenceSlice] = []
+        states: list[torch.Tensor] = []
+        ends: dict[RequestId, int] = {}
+        num_rows = 0
+        for drafting, num_tokens, completes in chunks:
+            view, state = drafting.view, drafting.state
+            first, end = max(1, state.num_read), state.num_read + num_tokens
+            if first == end:
+                continue
+            num_rows += end - first
+            pieces.append(
+                SequenceSlice(
+                    token_ids=view.token_ids[first:end],
+                    start=first - 1,
+                    block_table=state.table.block_ids,
+                    num_logit_rows=0,
+                )
+            )
+            states.append(self._states.before(view.request_id, first, end))
+            if completes and drafting.budget > 0:
+                ends[view.request_id] = num_rows - 1
+        if not pieces:
+            return {}
+        batch = self._pool.batch(pieces)
+        hidden = torch.cat(states).to(self._pool.device, self._pool.dtype)
+        rows = self._heads.prepare(hidden[None], batch.metadata.positions[None], batch)[0]
+        return {request_id: rows[end : end + 1] for request_id, end in ends.items()}
