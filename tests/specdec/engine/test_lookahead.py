@@ -22,15 +22,17 @@ from specdec.core.proposal import Proposal
 from specdec.core.rows_beside import RowsBeside
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
+from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.target_server import TargetServer
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookahead.proposer import LookaheadProposer
 from specdec.proposers.lookahead.window import rows_of
 from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows
+from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.transport.base import PeerId
 from specdec.transport.memory import MemoryNetwork
 from specdec.tree.topology import topology_of
@@ -48,6 +50,7 @@ from tests.specdec.engine.test_identity import (
 from tests.specdec.engine.test_rules import judge_of
 from tests.specdec.engine.test_trees import WatchedTarget, check, requests_of
 from tests.specdec.engine.toy_engines import GREEDY, MODEL, expected_tokens, request, run, toy_engine
+from tests.specdec.engine.toy_engines import VOCAB_SIZE as VOCABULARY
 
 SMALL = LookaheadConfig(window_size=3, ngram_size=3, verification_set_size=4)
 
@@ -112,8 +115,7 @@ def test_tokens_are_those_without(seed: int, num_blocks: int, num_rows: int, pre
     if num_blocks < 256 and seed == 0:  # elsewhere smaller drafts may do
         assert metrics.num_preemptions > 0
     works = [work for step in target.steps for work in step.works]
-    num_beside = sum(work.num_rows - len(work.token_ids) for work in works)
-    assert num_beside == metrics.num_rows_beside > 0
+    assert sum(map(num_beside, works)) == metrics.num_rows_beside > 0
     assert all(sum(work.num_rows for work in step.works) <= num_rows for step in target.steps)
     assert any(work.beside is not None and work.num_sampled_rows == 1 for work in works)
 
@@ -155,6 +157,30 @@ def test_the_window_makes_more_than_a_token_of_a_pass() -> None:
     check(engine, [one])
     num_passes = sum(work.num_sampled_rows > 0 for step in target.steps for work in step.works)
     assert 96 / num_passes > 1.3
+
+
+def test_controllers_hear_of_all_rows() -> None:
+    class Hearing(FixedController):
+        num_rows = 0
+
+        def observe(self, observation: RoundObservation) -> None:
+            self.num_rows += observation.num_rows
+
+    target, controller = WatchedTarget(), Hearing(6)
+    engine = Engine.from_parts(
+        target=target,
+        proposer=lookahead(),
+        tokenizer=ToyTokenizer.of_letters(VOCABULARY),
+        controller=controller,
+    )
+    check(engine, requests_of(4))
+    rows = [len(work.token_ids) + num_beside(work) for step in target.steps for work in step.works]
+    assert controller.num_rows == sum(rows)
+    assert any(num_beside(work) for step in target.steps for work in step.works)
+
+
+def num_beside(work: TargetWork) -> int:
+    return 0 if work.beside is None else len(work.beside.token_ids)
 
 
 def test_the_end_of_the_context_is_never_passed() -> None:
@@ -356,6 +382,17 @@ def test_greedy_equals_transformers(models: Models, architecture: str, setting: 
 @pytest.mark.parametrize("setting", mostly_full(COVER[:2], COVER[1]), ids=str)
 def test_sampled_tokens_are_those_without(models: Models, kind: str, setting: Setting) -> None:
     check_sampled(models, "llama", setting, {**SAMPLING, **SHAPING}[kind])
+
+
+def test_goodput_decides_whether_there_is_a_window(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    params = [ranked_engines.GREEDY, ranked_engines.SAMPLED]
+    with Engine(ranked_engines.config_of(tmp_path)) as engine:
+        expected = ranked_engines.generate(engine, params)
+    keys = {**ranked_engines.drafting("lookahead", tmp_path), "controller": "goodput", "profile_seconds": 0.0}
+    with Engine(ranked_engines.config_of(tmp_path, **keys)) as engine:
+        assert ranked_engines.generate(engine, params) == expected
+        assert engine.metrics().num_rows_beside > 0
 
 
 @pytest.mark.full
