@@ -10,6 +10,8 @@ positions from `start`; prefill, prefill chunk, decode and chain verification di
     of a tree          1 + n tokens, num_sampled_rows 1 + n   (then its n nodes, with `parents`)
     self-speculation   1 token,      num_sampled_rows 1, num_self_drafted k
 
+Any work whose last committed token is sampled may have rows beside: they come behind all these.
+
 K/V of a work's rows go to consecutive places of its block table, so those of the path that stands in a tree
 may lie apart. Whoever commits that path says in the next step where they belong (`TargetStep.moves`).
 
@@ -28,6 +30,7 @@ from specdec.core.distributions import TokenDistribution
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.proposal import NoiseStream
+from specdec.core.rows_beside import RowsBeside
 from specdec.core.sampling_params import SamplingParams
 
 ErrorCode = Literal["non_finite_logits", "no_token_allowed"]
@@ -77,6 +80,13 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     block table has room for them. One row is sampled beside them."""
     kv_budget: int = 0
     """Tokens that these drafts may attend to; 0: as the target is configured."""
+    beside: RowsBeside | None = None
+    """Rows behind those of `token_ids`, of no draft; their K/V go to the places behind."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward."""
+        return len(self.token_ids) + (0 if self.beside is None else self.beside.num_rows)
 
 
 class SlotMove(NamedTuple):
@@ -126,6 +136,9 @@ class WorkResult(msgspec.Struct, frozen=True, array_like=True):
     verified it there."""
     drafted_parents: tuple[int, ...] | None = None
     """Of a drafted tree, as `Proposal.parents`."""
+    beside: tuple[int, ...] = ()
+    """Tokens at the answered ones of `TargetWork.beside`; none where one was not finite, or `token_ids` come
+    from a second run without those rows."""
 
 
 class TargetResult(msgspec.Struct, frozen=True, array_like=True):

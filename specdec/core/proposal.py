@@ -7,6 +7,7 @@ from typing import Literal
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.ids import RequestId
+from specdec.core.rows_beside import RowsBeside
 
 NoiseStream = Literal["target", "accept", "residual", "draft"]
 
@@ -31,6 +32,9 @@ class Proposal:
     """Stream the tokens were sampled with; None when they are deterministic given the prefix."""
     q_rows: tuple[TokenDistribution, ...] | None = None
     """What each token was sampled from, only for rules that need it."""
+    beside: RowsBeside | None = None
+    """Rows that the target shall compute beside those of the tokens, of which there may then be none. Left
+    out where a round has no room for them."""
     method: str = ""
     """Name of the proposer, for metrics."""
     is_fallback: bool = False

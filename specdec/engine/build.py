@@ -495,6 +495,7 @@ def controller_for(
     settings = ControllerSettings(
         max_draft_tokens=speculative.num_speculative_tokens,
         modes=allowed,
+        num_rows_beside=speculative.num_rows_beside,
         max_branches=speculative.max_branches,
         caps_by_batch=speculative.num_speculative_tokens_per_batch_size,
         max_rows=config.scheduler.max_num_batched_tokens,

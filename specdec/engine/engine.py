@@ -149,6 +149,8 @@ class Engine:
             block_size=description.block_size,
             config=parts.scheduler,
             prefix_caching=parts.prefix_caching,
+            num_rows_beside=parts.proposer.capabilities.num_rows_beside,
+            max_sequence_len=self._admission.max_sequence_len,
         )
         self._rounds = RoundLoop(
             roster=self._roster,

@@ -18,16 +18,17 @@ from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.engine import beside
 from specdec.engine.attention_watch import AttentionWatch
 from specdec.engine.judge import Judge
 from specdec.engine.kept_rows import KeptRows
 from specdec.engine.self_drafter import SelfDraft, SelfDrafter
 from specdec.engine.target_drafting import DraftedStep, TargetDrafting, with_draft, with_told_drafts
 from specdec.engine.work_rows import (
+    all_rows,
     node_parents,
     num_drafted,
     paths,
-    row_parents,
     row_topology,
     rows_of_answer,
     with_drafted,
@@ -289,12 +290,19 @@ class LocalTarget:
             logits = self._runner.forward(slices, observation)
             _synchronize(logits)
             forward_s = time.perf_counter() - started_s
+            logits_beside: torch.Tensor | None = None
+            if any(work.beside is not None for work in step.works):
+                num_own = list(map(_num_logit_rows, step.works))
+                logits, logits_beside = beside.part(step.works, num_own, logits)
             scores: _PromptScores = {}
             if any(work.scored_token_ids for work in step.works):
                 logits, scores = self._score(step.works, logits)
             results = self._sample(step.works, logits)
             if scores:
                 results = _with_scores(results, scores)
+            if logits_beside is not None:
+                sequences = [self._sequences[work.request_id].sampling for work in step.works]
+                results = beside.with_answers(results, step.works, sequences, logits_beside, self._sampler)
             sample_s = time.perf_counter() - started_s - forward_s
         if self.hidden is not None:
             for work in step.works:
@@ -333,12 +341,13 @@ class LocalTarget:
         """Apply the work's block table update and describe its rows."""
         state = self._sequences[work.request_id]
         shift = state.shift
+        token_ids, parents = all_rows(work)
         return SequenceSlice(
-            token_ids=work.token_ids,
+            token_ids=token_ids,
             start=work.start,
             block_table=_updated_table(state, work),
-            num_logit_rows=_num_logit_rows(work),
-            parents=row_parents(work),
+            num_logit_rows=_num_logit_rows(work) + len(token_ids) - len(work.token_ids),
+            parents=parents,
             shift=None if shift is None or work.start >= shift.end else shift,
         )
 
@@ -491,11 +500,12 @@ def _tell_shaper(shaper: LogitShaper, state: _SequenceState, work: TargetWork) -
 
 
 def _num_logit_rows(work: TargetWork) -> int:
+    """Rows whose logits are wanted, but for those beside."""
     return len(work.token_ids) if work.scored_token_ids else work.num_sampled_rows
 
 
 def run_to_the_end(run: Callable[[TargetStep], TargetResult], step: TargetStep) -> TargetResult:
-    """Run a step, and works of it that gave no token again, without their drafts.
+    """Run a step, and works of it that gave no token again, without their drafts and rows beside.
 
     A draft token whose values are not finite spoils the rows before it, which do not see it: its weight
     in their attention is 0, and 0 times NaN is NaN.
@@ -504,7 +514,7 @@ def run_to_the_end(run: Callable[[TargetStep], TargetResult], step: TargetStep) 
     spoilt = [
         index
         for index, (work, answer) in enumerate(zip(step.works, result.results, strict=True))
-        if (work.num_sampled_rows > 1 or answer.drafted) and not answer.token_ids
+        if not answer.token_ids and (work.num_sampled_rows > 1 or work.beside is not None or answer.drafted)
     ]
     if not spoilt:
         return result
@@ -527,6 +537,7 @@ def _without_draft(work: TargetWork) -> TargetWork:
         parents=None,
         masks=None if work.masks is None else work.masks[:1],
         num_self_drafted=0,
+        beside=None,
     )
 
 

@@ -46,6 +46,8 @@ class EngineMetrics:
     """The part of all these that was not drafted by `method`: what stood in, and what grammars forced."""
     num_moved_kv: int = 0
     """Accepted tokens of trees whose K/V had to be moved to their places."""
+    num_rows_beside: int = 0
+    """Rows that the target computed for the proposer beside those of drafts."""
     num_lossy_tokens: int = 0
     """Tokens committed by a verification rule that does not keep the target's distribution."""
     proposals_dropped: Counter[DropReason] = field(default_factory=Counter)
@@ -138,6 +140,7 @@ class EngineMetrics:
             "spec_decode_num_missing_proposals": self.num_missing_proposals,
             "spec_decode_num_lossy_tokens": self.num_lossy_tokens,
             "spec_decode_num_moved_kv": self.num_moved_kv,
+            "spec_decode_num_rows_beside": self.num_rows_beside,
             "num_preemptions": self.num_preemptions,
             "request_timeouts": self.num_timeouts,
             "num_recomputed_tokens": self.num_recomputed_tokens,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specdec.core.distributions import rows_fault
 from specdec.core.proposal import Proposal
+from specdec.core.rows_beside import RowsBeside
 from specdec.core.sequence import SequenceView
 from specdec.engine.metrics import DropReason
 from specdec.proposers.base import ProposerCapabilities, require_verifiable
@@ -24,6 +26,7 @@ class ProposalCheck:
         """
         require_verifiable(capabilities, rule)
         self._takes_trees = capabilities.shape == "tree"
+        self._most_beside = capabilities.num_rows_beside
         self._rule = rule
         self._vocab_size = vocab_size
 
@@ -33,7 +36,7 @@ class ProposalCheck:
             return "stale"
         if proposal.num_tokens > budget or not self._is_shaped(proposal):
             return "malformed"
-        if not all(0 <= token_id < self._vocab_size for token_id in proposal.token_ids):
+        if not self._are_tokens(proposal.token_ids) or not self._is_fit_beside(proposal.beside):
             return "malformed"
         if self._rule.needs_p_rows and not self._is_verifiable(proposal):
             return "unverifiable"
@@ -42,13 +45,17 @@ class ProposalCheck:
     def _is_shaped(self, proposal: Proposal) -> bool:
         if proposal.parents is None:
             return True
-        if not self._takes_trees:
+        return self._takes_trees and _is_tree(proposal.num_tokens, proposal.parents)
+
+    def _are_tokens(self, token_ids: Sequence[int]) -> bool:
+        return all(0 <= token_id < self._vocab_size for token_id in token_ids)
+
+    def _is_fit_beside(self, beside: RowsBeside | None) -> bool:
+        if beside is None:
+            return True
+        if not 0 <= beside.num_answered <= beside.num_rows <= self._most_beside:
             return False
-        try:
-            topology_of(proposal.num_tokens, proposal.parents)
-        except ValueError:
-            return False
-        return True
+        return self._are_tokens(beside.token_ids) and _is_tree(beside.num_rows, beside.parents)
 
     def _is_verifiable(self, proposal: Proposal) -> bool:
         stream, q_rows = proposal.noise_stream, proposal.q_rows
@@ -59,6 +66,14 @@ class ProposalCheck:
             and q_rows is not None
             and rows_fault(q_rows, proposal.token_ids, self._vocab_size) is None
         )
+
+
+def _is_tree(num_nodes: int, parents: tuple[int, ...]) -> bool:
+    try:
+        topology_of(num_nodes, parents)
+    except ValueError:
+        return False
+    return True
 
 
 def plainly(proposal: Proposal) -> Proposal:

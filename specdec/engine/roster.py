@@ -39,9 +39,19 @@ class Roster:
     """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, config: SchedulerConfig, prefix_caching: bool
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        config: SchedulerConfig,
+        prefix_caching: bool,
+        num_rows_beside: int = 0,
+        max_sequence_len: int | None = None,
     ) -> None:
+        """Begin without requests; the last two are as in `RoundLimits`."""
         self.block_size = block_size
+        self._num_rows_beside = num_rows_beside
+        self._max_sequence_len = max_sequence_len
         self.waiting: WaitingQueue[LiveRequest] = WaitingQueue()
         self.running: dict[RequestId, LiveRequest] = {}
         self.turns = FairTurns()
@@ -86,6 +96,8 @@ class Roster:
             num_free_blocks=self._allocator.num_free,
             num_usable_blocks=self._allocator.num_usable,
             num_elsewhere=num_elsewhere,
+            num_rows_beside=self._num_rows_beside,
+            max_sequence_len=self._max_sequence_len,
         )
         elsewhere: list[LiveRequest] = []
         if num_elsewhere:

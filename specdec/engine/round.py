@@ -11,12 +11,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from specdec.core.clock import Clock
 from specdec.core.errors import ConfigError, ProtocolError, TransportError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import AheadOutcome, Proposal
+from specdec.core.rows_beside import RowsBeside
 from specdec.engine.grammar_drafts import masked_draft
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import DropReason, EngineMetrics
@@ -26,7 +29,7 @@ from specdec.engine.service import GRAMMAR_FAILED
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
 from specdec.engine.timed_controller import TimedController
-from specdec.proposers.base import AheadWish, AsksAhead, Proposer
+from specdec.proposers.base import AheadWish, AsksAhead, HearsBeside, Proposer
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import RoundPlan
@@ -111,6 +114,7 @@ class RoundLoop:
         self._ahead: AsksAhead | None = None
         if proposer.capabilities.looks_ahead and isinstance(proposer, AsksAhead):
             self._ahead = proposer
+        self._hears_beside = proposer if isinstance(proposer, HearsBeside) else None
         self._keeps_up = proposer.capabilities.remote
         self._is_drafted_there = proposer.capabilities.at_target
         self._tells_tokens = self._is_drafted_there and bool(proposer.capabilities.hidden_layers)
@@ -206,6 +210,9 @@ class RoundLoop:
         verified_s = self._clock.now_s()
         self._waited_s += verified_s - awaited_s
         landing = self._commit(flight, result, verified_s)
+        for work, answer in zip(flight.step.works, result.results, strict=True):
+            if work.beside is not None:
+                self._hear_beside(work.beside, flight.proposals[work.request_id], answer)
         self._observe(flight, result, landing, verified_s)
         return landing.outputs
 
@@ -255,7 +262,7 @@ class RoundLoop:
                 self._metrics.num_missing_proposals += 1
             elif (reason := self._check.fault(proposal, running[request_id], budget)) is not None:
                 self._drop(reason, 1)
-            elif proposal.token_ids:
+            elif proposal.token_ids or proposal.beside is not None:
                 usable[request_id] = plainly(proposal)
         return usable
 
@@ -271,7 +278,8 @@ class RoundLoop:
                 live.is_known_to_target = True
                 admitted.append(live.admission(tells_tokens=self._tells_tokens))
             room = plan.num_draft_tokens.get(request_id, 0)
-            end = live.num_computed + num_tokens - room
+            num_beside = plan.num_rows_beside.get(request_id, 0)
+            end = live.num_computed + num_tokens - room - num_beside
             proposal, masks, num_self_drafted = proposals.get(request_id), None, 0
             if live.grammar is not None and end == live.committed_len and live.generates:
                 needs_p_rows = self._rule.needs_p_rows
@@ -279,7 +287,11 @@ class RoundLoop:
                 proposals[request_id] = proposal
             elif self._is_drafted_there and end == live.committed_len and live.generates:
                 num_self_drafted = room
-            works.append(self._work(live, end, proposal, masks, num_self_drafted))
+            work = self._work(live, end, proposal, masks, num_self_drafted)
+            beside = None if proposal is None else proposal.beside
+            if beside is not None and beside.num_rows <= num_beside:
+                work = msgspec.structs.replace(work, beside=beside)
+            works.append(work)
         return TargetStep(
             step_id=next(self._step_ids),
             works=tuple(works),
@@ -352,6 +364,11 @@ class RoundLoop:
             raise ProtocolError(f"the target answered step {result.step_id} instead of {step.step_id}")
         for work, answer in zip(step.works, result.results, strict=True):
             num_tokens = len(answer.token_ids)
+            num_beside = 0 if work.beside is None else work.beside.num_answered
+            if len(answer.beside) not in (0, num_beside):
+                raise ProtocolError(
+                    f"{len(answer.beside)} tokens for {num_beside} rows beside those of {work.request_id}"
+                )
             if answer.drafted:
                 self._require_own_draft(work, answer)
             elif answer.error is None and num_tokens != work.num_sampled_rows:
@@ -409,6 +426,13 @@ class RoundLoop:
                     self._trace(live.stats.trace, flight, now_s, num_drafted, live.committed_len - num_before)
                 outputs.append(self._settle(live, now_s))
         return landing
+
+    def _hear_beside(self, beside: RowsBeside, proposal: Proposal, answer: WorkResult) -> None:
+        """Let the proposer have what the target says at the rows beside its proposal."""
+        assert self._hears_beside is not None, "rows beside are asked for by who hears of them"
+        self._metrics.num_rows_beside += beside.num_rows
+        if answer.beside:
+            self._hears_beside.hear_beside(proposal, answer.beside)
 
     def _trace(
         self, trace: RoundTrace, flight: _Flight, verified_s: float, num_drafted: int, num_committed: int
@@ -564,7 +588,7 @@ class RoundLoop:
 
 def _num_rows(work: TargetWork, answer: WorkResult) -> int:
     """Return the rows that the target has run for a work: with drafts of its own, more than it was given."""
-    return len(work.token_ids) + len(answer.drafted)
+    return work.num_rows + len(answer.drafted)
 
 
 def _num_prompt_rows(step: TargetStep, lives: Sequence[LiveRequest]) -> int:

@@ -81,6 +81,9 @@ _OF_DRAFTS: Mapping[str, Series] = {
     "spec_decode_num_moved_kv": Series(
         "counter", "Accepted tokens of trees whose K/V had to be moved behind the committed ones."
     ),
+    "spec_decode_num_rows_beside": Series(
+        "counter", "Rows that the target computed beside those of drafts, for method lookahead."
+    ),
     "draft_prefix_cache_queries": Series("counter", "Tokens looked up in draft models' prefix caches."),
     "draft_prefix_cache_hits": Series("counter", "Tokens found in draft models' prefix caches."),
     "draft_ahead_branches": Series("counter", "Continuations drafted for verdicts that were not known yet."),

@@ -23,10 +23,10 @@ from specdec.core.plan import SlotMove, TargetResult, TargetStep, TargetWork, Wo
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.judge import Judge
 from specdec.engine.target import TargetDescription
-from specdec.engine.work_rows import row_topology, rows_of_answer
+from specdec.engine.work_rows import all_rows, rows_of_answer
 from specdec.sampling.noise import MASK_64, WEYL, gumbel, mix64
 from specdec.sampling.rows import SequenceSampling
-from specdec.tree.topology import ROOT
+from specdec.tree.topology import ROOT, topology_of
 
 
 class ToyModel:
@@ -160,18 +160,22 @@ class ToyTarget:
             return WorkResult(token_ids=(), error="non-finite logits")
         block_size = self.description.block_size
         slots = [block * block_size + offset for block in sequence.block_ids for offset in range(block_size)]
-        end = work.start + len(work.token_ids)
+        end = work.start + work.num_rows
         assert end <= len(slots), f"{work.request_id}: {end} tokens in {len(slots)} slots"
         assert 0 not in sequence.block_ids, "the scratch block is in a table"
         before = sum(self._slots[slot] for slot in slots[: work.start]) & MASK_64
         totals: list[int] = []
-        topology = row_topology(work)
+        all_tokens, all_parents = all_rows(work)
+        topology = topology_of(len(all_tokens), all_parents)
+        num_own = len(work.token_ids)
+        first_answered = work.num_rows - (0 if work.beside is None else work.beside.num_answered)
+        answers: list[int] = []
         first_sampled = len(work.token_ids) - work.num_sampled_rows
         chosen: list[int] = []
         logits_of_rows: list[NDArray[np.float64]] = []
         scores: list[TokenLogprobs] = []
         num_scored, num_listed = len(work.scored_token_ids), sequence.params.prompt_logprobs or 0
-        for row, (token_id, parent) in enumerate(zip(work.token_ids, topology.parents, strict=True)):
+        for row, (token_id, parent) in enumerate(zip(all_tokens, topology.parents, strict=True)):
             total = before if parent == ROOT else totals[parent]
             position = work.start + topology.depths[row] - 1
             value = slot_value(total, position, token_id)
@@ -181,7 +185,10 @@ class ToyTarget:
             if row < num_scored:
                 logits = self.model.logits(token_id, total)
                 scores.append(_logprobs(logits, work.scored_token_ids[row], num_listed))
-            if row >= first_sampled:
+            if row >= first_answered:
+                logits = self.model.logits(token_id, total)
+                answers.append(self.model.choose(logits, sequence.params, sequence.seed, position + 1))
+            if first_sampled <= row < num_own:
                 logits = self.model.logits(token_id, total)
                 chosen.append(self.model.choose(logits, sequence.params, sequence.seed, position + 1))
                 logits_of_rows.append(logits)
@@ -198,6 +205,7 @@ class ToyTarget:
             token_ids=token_ids,
             logprobs=None if num_top is None else tuple(logprobs),
             prompt_logprobs=tuple(scores) if scores else None,
+            beside=tuple(answers),
         )
 
     def _judged(

@@ -1,4 +1,7 @@
-"""The rows of a work: which tokens lead to each, and who comes behind whom."""
+"""The rows of a work: which tokens lead to each, and who comes behind whom.
+
+Where nothing else is said, rows beside are not among them: they come behind all others.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,19 @@ def row_parents(work: TargetWork) -> tuple[int, ...] | None:
         return None
     num_chain = len(work.token_ids) - len(work.parents)
     return (*range(-1, num_chain - 1), *work.parents)
+
+
+def all_rows(work: TargetWork) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return tokens and parent rows of all rows of a work, those beside included; None: all are a chain."""
+    beside, parents = work.beside, row_parents(work)
+    if beside is None:
+        return work.token_ids, parents
+    num_rows = len(work.token_ids)
+    if parents is None:
+        parents = tuple(range(-1, num_rows - 1))
+    root = num_rows - num_drafted(work) - 1
+    hung = (root if parent < 0 else num_rows + parent for parent in beside.parents)
+    return (*work.token_ids, *beside.token_ids), (*parents, *hung)
 
 
 def row_topology(work: TargetWork) -> Topology:

@@ -34,6 +34,9 @@ class ProposerCapabilities:
     """Longest prefix it can continue, in tokens; None for no limit."""
     looks_ahead: bool = False
     """Whether it, or whoever is behind it, implements `LooksAhead`."""
+    num_rows_beside: int = 0
+    """Most rows that it adds to the target's forward for a sequence, beside those of its draft
+    (`Proposal.beside`)."""
     at_target: bool = False
     """Whether the target drafts, in the step that verifies (`TargetWork.num_self_drafted`): `propose` is then
     not asked."""
@@ -86,8 +89,9 @@ class Proposer(Protocol):
         """Propose at most `num_draft_tokens[id]` tokens for each sequence.
 
         Sequences with a budget of 0 or without a budget, and those that it has nothing for, are absent
-        from the answer. The engine passes sequences whose prompt the target still reads without a budget,
-        so that a proposer with a cache of its own may read the prompt too.
+        from the answer (a proposal without tokens has rows beside). The engine passes sequences whose prompt
+        the target still reads without a budget, so that a proposer with a cache of its own may read the
+        prompt too.
         Each proposal names the committed prefix it continues.
         """
         ...
@@ -172,6 +176,19 @@ class AsksAhead(Protocol):
         """Return the seconds of drafting that the answers heard by the last `propose` took, once.
 
         The longest, where several drafted at a time; 0 when nothing was heard.
+        """
+        ...
+
+
+@runtime_checkable
+class HearsBeside(Protocol):
+    """A proposer that has the target compute rows of its own (`ProposerCapabilities.num_rows_beside`)."""
+
+    def hear_beside(self, proposal: Proposal, token_ids: Sequence[int]) -> None:
+        """Take what the target says at the answered rows beside a proposal.
+
+        Not every proposal's rows are computed, or answered. What is heard changes what is proposed, as time
+        goes on, but is not needed for it.
         """
         ...
 

@@ -13,6 +13,7 @@ from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvBudget, KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
+from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookup_config import (
     MOST_DRAFT_TOKENS,
     Probability,
@@ -31,6 +32,7 @@ Method = Literal[
     "ngram",
     "suffix",
     "retrieval",
+    "lookahead",
     "draft_model",
     "self",
     "layerskip",
@@ -80,6 +82,7 @@ class SpeculativeConfig(StrictConfig):
     method: Method = "ngram"
     """none; ngram (prompt lookup); suffix (what most often followed the longest match in the request's own
     text and in what earlier requests generated); retrieval (what followed it in a corpus of yours);
+    lookahead (n-grams that the target makes up itself, beside what it verifies);
     draft_model (a smaller model with the same tokenizer); self (the target itself, attending to the part of
     its K/V that `kv` selects); layerskip (the target's first `exit_layer` layers, on its K/V); quantized (the
     target with weights of fewer bits, `quantization`, on its K/V); medusa, hydra, parallel_heads (a head
@@ -143,6 +146,8 @@ class SpeculativeConfig(StrictConfig):
     """What suffix looks up, as method or as fallback."""
     retrieval: RetrievalConfig | None = None
     """The corpus of method retrieval, which needs it."""
+    lookahead: LookaheadConfig = LookaheadConfig()
+    """How far method lookahead looks ahead, and what it keeps."""
     rejection_sample_method: Rule = "sample_and_match"
     """Verification rule. sample_and_match (the default), rejection, block and multi_round are lossless;
     typical changes what is generated at a temperature above 0, and responses say so."""
@@ -178,6 +183,11 @@ class SpeculativeConfig(StrictConfig):
     def has_heads(self) -> bool:
         """Whether heads draft, in the target's process."""
         return self.method in HEAD_METHODS
+
+    @property
+    def num_rows_beside(self) -> int:
+        """Rows that drafting for a sequence adds to a round, beside those of drafts."""
+        return self.lookahead.num_rows_beside if self.method == "lookahead" else 0
 
     @property
     def is_self_drafting(self) -> bool:
@@ -374,6 +384,28 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError(
                 f"{self.method}.shape: tree: rejection_sample_method {self.rejection_sample_method} takes "
                 "chains: write sample_and_match or multi_round"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lookahead(self) -> Self:
+        if self.method != "lookahead":
+            if self.lookahead != LookaheadConfig():
+                raise ValueError(
+                    f"lookahead is about method lookahead; here the method is {self.method}: leave it out"
+                )
+            return self
+        most = self.lookahead.max_nodes
+        if self.num_speculative_tokens > most:
+            raise ValueError(
+                f"num_speculative_tokens: {self.num_speculative_tokens} is more than lookahead ever "
+                f"proposes, verification_set_size * (ngram_size - 1) = {most}: write at most that, or make "
+                "one of these larger"
+            )
+        if not capabilities_of(self.rejection_sample_method).takes_trees:
+            raise ValueError(
+                f"method lookahead drafts trees, and rejection_sample_method {self.rejection_sample_method} "
+                "takes chains: write sample_and_match or multi_round"
             )
         return self
 

@@ -9,6 +9,7 @@ from specdec.proposers.at_target import DraftsAtTarget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.fallback import FallbackProposer
+from specdec.proposers.lookahead.proposer import LookaheadProposer
 from specdec.proposers.lookup_first import LookupFirst
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
@@ -62,6 +63,10 @@ def _create_suffix(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     return SuffixProposer(config.suffix)
 
 
+def _create_lookahead(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    return LookaheadProposer(config.lookahead)
+
+
 def _create_retrieval(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     from specdec.proposers.corpus import open_corpus  # needs numpy
     from specdec.proposers.retrieval import RetrievalProposer
@@ -103,6 +108,7 @@ FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = 
     "ngram": _create_ngram,
     "suffix": _create_suffix,
     "retrieval": _create_retrieval,
+    "lookahead": _create_lookahead,
     "self": _create_self,
     "layerskip": _create_self,
     "quantized": _create_self,

@@ -4,9 +4,10 @@ Order of service is by priority, then arrival. In one round
 
 1. every decoding sequence gets one row; where its next block is missing and none is free, sequences
    behind it are preempted (`preemption.choose_victim`);
-2. draft rows are added, as far as rows and blocks go round evenly: they never cost anyone a block, and
-   leave a quarter of the rows to prompts that wait to be read, and as many as there is use for to prompts of
-   requests that want their first token soon (`slo.ttft_ms`);
+2. draft rows are added, and the rows that go beside them (all of a sequence's, with one draft row at least,
+   or none), as far as rows and blocks go round evenly: they never cost anyone a block, and leave a quarter of
+   the rows to prompts that wait to be read, and as many as there is use for to prompts of requests that want
+   their first token soon (`slo.ttft_ms`);
 3. prompts that are being read get the rows that are left, in order;
 4. waiting requests are admitted in order, never past one that does not fit, and get the blocks of all
    their tokens at once, those that the prefix cache has first. Where somebody was preempted, nobody is
@@ -78,6 +79,7 @@ class _Planner:
         self._running = sorted(running, key=lambda request: request.service_key)
         self._num_tokens: dict[RequestId, int] = {}
         self._num_draft_tokens: dict[RequestId, int] = {}
+        self._num_rows_beside: dict[RequestId, int] = {}
         self._preempted: dict[RequestId, Schedulable] = {}
         self._num_free_blocks = limits.num_free_blocks
         self._num_freed_blocks = 0
@@ -119,6 +121,7 @@ class _Planner:
         return RoundPlan(
             num_tokens=self._num_tokens,
             num_draft_tokens=self._num_draft_tokens,
+            num_rows_beside=self._num_rows_beside,
             preempted=tuple(self._preempted),
             admitted=tuple(self._admitted),
             num_cached=self._num_cached,
@@ -236,13 +239,27 @@ class _Planner:
         for request, wanted_tokens in zip(decoding, wanted, strict=True):
             held = max(request.num_blocks, self._num_blocks_for(request.committed_len))
             num_rows_with_block = (held + self._num_free_blocks) * block_size - request.committed_len
-            num_drafts = min(wanted_tokens, fair_share, num_rows_with_block)
+            most = min(fair_share, num_rows_with_block)
+            num_drafts, num_beside = self._split(request, wanted_tokens, most)
             if num_drafts > 0:
-                extra_blocks = self._num_blocks_for(request.committed_len + num_drafts) - held
+                num_rows = num_drafts + num_beside
+                extra_blocks = self._num_blocks_for(request.committed_len + num_rows) - held
                 self._num_free_blocks -= max(extra_blocks, 0)
-                self._num_tokens[request.request_id] += num_drafts
+                self._num_tokens[request.request_id] += num_rows
                 self._num_draft_tokens[request.request_id] = num_drafts
-                self._num_free_rows -= num_drafts
+                if num_beside:
+                    self._num_rows_beside[request.request_id] = num_beside
+                self._num_free_rows -= num_rows
+
+    def _split(self, request: Schedulable, wanted_tokens: int, most: int) -> tuple[int, int]:
+        """Return rows for a request's drafts and rows beside them, given the most for both."""
+        limits = self._limits
+        num_beside, most_of_both = limits.num_rows_beside, most
+        if limits.max_sequence_len is not None:
+            most_of_both = min(most, limits.max_sequence_len - request.committed_len)
+        if 0 < num_beside < most_of_both and wanted_tokens > 0:
+            return min(wanted_tokens, most_of_both - num_beside), num_beside
+        return min(wanted_tokens, most), 0
 
     def _give_chunk(self, request: Schedulable, num_computed: int) -> None:
         num_rows = min(request.committed_len - num_computed, self._num_free_rows)

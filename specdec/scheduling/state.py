@@ -126,6 +126,10 @@ class RoundLimits:
     """Blocks of the whole pool, free or not."""
     num_elsewhere: int = 0
     """Running requests that are none of this round's business: they hold places and blocks, and keep them."""
+    num_rows_beside: int = 0
+    """Rows that drafting for a sequence takes beside those of its drafts."""
+    max_sequence_len: int | None = None
+    """Tokens and rows of a sequence, at most; needed where there are rows beside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,8 @@ class RoundPlan:
     """Rows of each scheduled request, draft rows included."""
     num_draft_tokens: Mapping[RequestId, int]
     """Of those, rows kept for draft tokens. Decoding requests only; no entry means 0."""
+    num_rows_beside: Mapping[RequestId, int] = field(default_factory=dict)
+    """Of those, rows kept beside drafts. No entry means 0."""
     preempted: tuple[RequestId, ...] = ()
     """Running requests that give all their blocks back, before anything else happens."""
     admitted: tuple[RequestId, ...] = ()

@@ -72,13 +72,15 @@ _ACCEPTANCE = Row(
         Panel(
             title="Draft tokens: useful and not",
             description="Verified and accepted; verified and not (wasted); committed by a lossy rule, which "
-            "is 0 unless the lossy rule was allowed. Moved: accepted from trees, whose K/V lay elsewhere.",
+            "is 0 unless the lossy rule was allowed. Moved: accepted from trees, whose K/V lay elsewhere. "
+            "Beside: rows of the target for method lookahead.",
             unit="tokens/s",
             queries=(
                 line(SHOWN.rate("spec_decode_num_accepted_tokens"), "accepted"),
                 line(SHOWN.rate("spec_decode_wasted_draft_tokens"), "wasted"),
                 line(SHOWN.rate("spec_decode_num_lossy_tokens"), "lossy"),
                 line(SHOWN.rate("spec_decode_num_moved_kv"), "moved"),
+                line(SHOWN.rate("spec_decode_num_rows_beside"), "beside"),
             ),
         ),
     ),

@@ -135,7 +135,13 @@ class Evaluation:
     """Everything that can be chosen for one batch."""
 
     def __init__(
-        self, batch: Batch, costs: CostModel, overheads: Mapping[Kind, float], *, max_rows: int
+        self,
+        batch: Batch,
+        costs: CostModel,
+        overheads: Mapping[Kind, float],
+        *,
+        max_rows: int,
+        num_rows_beside: int = 0,
     ) -> None:
         """Look at a batch.
 
@@ -144,11 +150,13 @@ class Evaluation:
             costs: of both sides.
             overheads: seconds of a round that are neither drafting nor verifying; of ping_pong, per cohort.
             max_rows: most rows of a step.
+            num_rows_beside: rows that a sequence has beside those of its drafts, if it has a budget for any.
         """
         self._batch = batch
         self._costs = costs
         self._overheads = overheads
         self._max_rows = max_rows
+        self._num_rows_beside = num_rows_beside
         self._mean_context = batch.context_tokens / batch.num_sequences
         self._draft_context: Floats | float = float(self._draft_contexts.mean())
         """Mean tokens that those who take part in a step of the drafter attend to: [S, K], or of all."""
@@ -270,6 +278,8 @@ class Evaluation:
         draft_s = float(self._draft_s[taken, depth]) if self._num_asked else 0.0
         num_sequences = self._batch.num_sequences
         rows = num_sequences + float(self._draft_rows[taken, depth])
+        if self._num_asked:
+            rows += self._num_rows_beside * float(self._taking_part[taken, 0])
         verify_s = float(_at_rows(self._verify_table, rows))
         if self._own_context_s is not None:
             verify_s += float(self._own_context_s[taken, depth])
@@ -365,7 +375,7 @@ class Evaluation:
         spread = np.sqrt(np.maximum(rows * (asked - rows), 0.0) / drafting)
         fewer = np.maximum(rows - spread, 0.0)
         more = np.minimum(rows + spread, asked)
-        plain = num_sequences + other_rows
+        plain = num_sequences + other_rows + self._num_rows_beside * share * self._taking_part[:, :1]
         seconds: Floats = 0.5 * (_at_rows(table, plain + fewer) + _at_rows(table, plain + more))
         if self._own_context_s is not None:
             seconds = seconds + self._own_context_s * (share * has_drafts)

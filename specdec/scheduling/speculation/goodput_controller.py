@@ -336,7 +336,14 @@ class GoodputController:
             "draft_ahead": overhead_s,
             "ping_pong": of((number + 1) // 2, has_drafts=True),
         }
-        return Evaluation(batch, self._costs, overheads, max_rows=self._settings.max_rows)
+        settings = self._settings
+        return Evaluation(
+            batch,
+            self._costs,
+            overheads,
+            max_rows=settings.max_rows,
+            num_rows_beside=settings.num_rows_beside,
+        )
 
     def _batch_of(self, sequences: tuple[Schedulable, ...]) -> Batch:
         cap = self._settings.cap_for(len(sequences))

@@ -16,6 +16,8 @@ class ControllerSettings:
     """Largest k."""
     modes: tuple[OverlapMode, ...] = ("lockstep",)
     """Modes that may be chosen."""
+    num_rows_beside: int = 0
+    """Rows that drafting for a sequence adds to a round, whatever k."""
     max_branches: int = 4
     """draft_ahead: most continuations per request."""
     caps_by_batch: tuple[tuple[int, int, int], ...] = ()

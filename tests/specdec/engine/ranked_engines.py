@@ -78,6 +78,7 @@ class Served(NamedTuple):
     num_accepted: int
     num_preemptions: int
     num_moved_kv: int
+    num_rows_beside: int
 
 
 def config_of(
@@ -109,6 +110,7 @@ def drafting(method: str, folder: Path) -> dict[str, Any]:
     more: dict[str, dict[str, Any]] = {
         "ngram": {"prompt_lookup_min": 1},
         "draft_model": {"model": str(folder), "cache": {"num_blocks": 60, "block_size": 4}},
+        "lookahead": {"lookahead": {"window_size": 2, "ngram_size": 3}},
         "layerskip": {"exit_layer": int(policy) if policy.isdecimal() else 1},
         "self": {"kv": {"policy": policy or "streaming", "budget": 16, "sink_tokens": 4}},
     }
@@ -163,7 +165,13 @@ def serve(
 def served(engine: Engine, params: Sequence[SamplingParams]) -> Served:
     streams = generate(engine, params)
     metrics = engine.metrics()
-    return Served(streams, metrics.num_accepted_tokens, metrics.num_preemptions, metrics.num_moved_kv)
+    return Served(
+        streams,
+        metrics.num_accepted_tokens,
+        metrics.num_preemptions,
+        metrics.num_moved_kv,
+        metrics.num_rows_beside,
+    )
 
 
 def logprobs_of_stream(engine: Engine, mode: LogprobsMode = "raw") -> list[TokenLogprobs]:

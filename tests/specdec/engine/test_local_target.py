@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork, WorkResult
+from specdec.core.rows_beside import RowsBeside
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.target import Target
@@ -309,6 +311,19 @@ def test_draft_token_whose_values_are_not_finite_spoils_no_row_before_it(
     assert good.token_ids == (expected_token(reference, PROMPT, GREEDY, 0),)
     (after,) = desk.run(work("a", [PROMPT[5]], 5, 1, table_start=2))  # K/V of the row before are whole
     assert after.token_ids == (expected_token(reference, PROMPT[:6], GREEDY, 0),)
+
+
+def test_row_beside_whose_values_are_not_finite_spoils_no_row_before_it(
+    target: LocalTarget, reference: PreTrainedModel, token_without_values: int
+) -> None:
+    desk = Desk(target)
+    desk.admit("a", GREEDY, seed=5)
+    desk.run(work("a", PROMPT[:4], 0, 0, [5]))
+    beside = RowsBeside((3, token_without_values), (-1, 0), 1)
+    spoilt = msgspec.structs.replace(work("a", [PROMPT[4]], 4, 1, [7], table_start=1), beside=beside)
+    (answer,) = desk.run(spoilt)
+    assert answer.token_ids == (expected_token(reference, PROMPT[:5], GREEDY, 0),)
+    assert answer.beside == ()
 
 
 @pytest.mark.parametrize("logprobs", [None, 0], ids=["nobody", "somebody"])

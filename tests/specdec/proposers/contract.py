@@ -55,7 +55,8 @@ def check(
         one = by_id[request_id]
         assert proposal.request_id == request_id
         assert (proposal.committed_len, proposal.prefix_hash) == (one.committed_len, one.prefix_hash)
-        assert 1 <= proposal.num_tokens <= budgets.get(request_id, 0)
+        assert proposal.num_tokens <= budgets.get(request_id, 0)
+        assert proposal.num_tokens >= 1 or proposal.beside is not None
         assert proposal.method
 
 

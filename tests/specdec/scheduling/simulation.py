@@ -65,6 +65,8 @@ class Simulation:
     max_num_batched_tokens: int = 16
     controller: SpeculationController = field(default_factory=lambda: FixedController(0))
     num_accepted: int = 0
+    num_rows_beside: int = 0
+    max_sequence_len: int | None = None
     running: dict[RequestId, FakeRequest] = field(default_factory=dict)
     waiting: WaitingQueue[FakeRequest] = field(default_factory=WaitingQueue)
     finished: list[FakeRequest] = field(default_factory=list)
@@ -78,6 +80,8 @@ class Simulation:
             block_size=self.block_size,
             num_free_blocks=self.num_blocks - held,
             num_usable_blocks=self.num_blocks,
+            num_rows_beside=self.num_rows_beside,
+            max_sequence_len=self.max_sequence_len,
         )
 
     def plan(self) -> RoundPlan:
@@ -99,15 +103,17 @@ class Simulation:
                 request.first_round = self.round_number
             self.running[request_id] = request
         for request_id, num_tokens in plan.num_tokens.items():
-            self._advance(self.running[request_id], num_tokens, plan.num_draft_tokens.get(request_id, 0))
+            num_drafted = plan.num_draft_tokens.get(request_id, 0)
+            num_beside = plan.num_rows_beside.get(request_id, 0)
+            self._advance(self.running[request_id], num_tokens, num_drafted, num_beside)
         self.waiting.check_integrity()
         self.round_number += 1
         return plan
 
-    def _advance(self, request: FakeRequest, num_tokens: int, num_drafted: int) -> None:
+    def _advance(self, request: FakeRequest, num_tokens: int, num_drafted: int, num_beside: int) -> None:
         needed = num_blocks_for(request.num_computed + num_tokens, self.block_size)
         request.num_blocks = max(request.num_blocks, needed)
-        request.num_computed += num_tokens - num_drafted
+        request.num_computed += num_tokens - num_drafted - num_beside
         if request.num_computed == request.committed_len:
             num_new = 1 + min(num_drafted, self.num_accepted)
             request.committed_len += num_new
@@ -147,6 +153,11 @@ def check_plan(plan: RoundPlan, simulation: Simulation) -> None:
         needed += max(request.num_blocks, num_blocks_for(request.num_computed + rows, limits.block_size))
         drafted = plan.num_draft_tokens.get(request_id, 0)
         assert drafted <= request.max_draft_tokens
+        beside = plan.num_rows_beside.get(request_id, 0)
+        assert beside in (0, limits.num_rows_beside)
+        assert drafted > 0 or not beside
+        if beside and limits.max_sequence_len is not None:
+            assert request.committed_len + drafted + beside <= limits.max_sequence_len
         if drafted:
             assert request.num_computed == request.committed_len - 1
     for request_id in plan.admitted:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import FixedController
-from tests.specdec.scheduling.simulation import FakeRequest, Simulation, fake_request
+from tests.specdec.scheduling.simulation import FakeRequest, Simulation, check_plan, fake_request
 
 
 def decoding(name: str, length: int, *, arrival: int = 0, blocks: int, **options: int) -> FakeRequest:
@@ -48,6 +49,34 @@ def test_draft_rows_go_round_evenly() -> None:
         num_blocks=64,
     )
     assert simulation.plan().num_draft_tokens == dict.fromkeys("abcd", 3)
+
+
+def test_rows_beside_come_with_drafts_or_not_at_all() -> None:
+    """All of a request's and a draft at least, in its share of rows and blocks and of the context."""
+
+    def planned(**options: Any) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        simulation = simulation_of(
+            *(decoding(name, 3, arrival=index, blocks=1) for index, name in enumerate("ab")),
+            controller=FixedController(options.pop("wanted", 4)),
+            num_rows_beside=5,
+            **{"num_blocks": 64, "max_num_batched_tokens": 64, **options},
+        )
+        plan = simulation.plan()
+        check_plan(plan, simulation)
+        return dict(plan.num_tokens), dict(plan.num_draft_tokens), dict(plan.num_rows_beside)
+
+    def both(number: int) -> dict[str, int]:
+        return dict.fromkeys("ab", number)
+
+    assert planned() == (both(10), both(4), both(5))
+    assert planned(wanted=0) == (both(1), {}, {})
+    assert planned(max_num_batched_tokens=16) == (both(8), both(2), both(5))
+    assert planned(max_num_batched_tokens=14) == (both(7), both(1), both(5))
+    assert planned(max_num_batched_tokens=12) == (both(5), both(4), {})  # 5 rows each: too few for both
+    assert planned(max_sequence_len=10) == (both(8), both(2), both(5))
+    assert planned(max_sequence_len=8) == (both(5), both(4), {})
+    # 5 blocks: the first gets three places more than it has rows for, the second what is left.
+    assert planned(num_blocks=5) == ({"a": 10, "b": 5}, both(4), {"a": 5})
 
 
 def test_prompts_keep_a_share_of_the_rows_from_drafts() -> None:
@@ -303,6 +332,8 @@ def test_random_loads_finish(seed: int) -> None:
         max_num_batched_tokens=generator.randint(max_num_seqs, 24),
         controller=FixedController(generator.randint(0, 5)),
         num_accepted=generator.randint(0, 5),
+        num_rows_beside=(0, 0, 3)[seed % 3],
+        max_sequence_len=num_blocks * block_size,
     )
     capacity = num_blocks * block_size
     arrival = 0

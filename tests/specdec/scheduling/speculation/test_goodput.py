@@ -51,11 +51,12 @@ def _first(present: float, depth: int) -> np.ndarray:
     return np.array([present] + [1.0] * (depth - 1))
 
 
-def evaluate(batch: Batch, name: str = "cpu") -> Evaluation:
-    return Evaluation(batch, costs_of(name), OVERHEADS, max_rows=640)  # type: ignore[arg-type]
+def evaluate(batch: Batch, name: str = "cpu", num_rows_beside: int = 0) -> Evaluation:
+    costs = costs_of(name)
+    return Evaluation(batch, costs, OVERHEADS, max_rows=640, num_rows_beside=num_rows_beside)  # type: ignore[arg-type]
 
 
-def lockstep_rate(batch: Batch, chosen: Sequence[int], name: str = "cpu") -> float:
+def lockstep_rate(batch: Batch, chosen: Sequence[int], name: str = "cpu", num_rows_beside: int = 0) -> float:
     """Goodput of one choice by its definition."""
     costs = costs_of(name)
     number, depth = batch.estimate.accepted.shape
@@ -70,7 +71,7 @@ def lockstep_rate(batch: Batch, chosen: Sequence[int], name: str = "cpu") -> flo
     ]
     draft_s = float(costs.draft.by_steps(taking_part, np.array(attended) / np.maximum(taking_part, 1))[-1])
     table = costs.verify.table(number, batch.context_tokens)
-    verify_s = float(table[number + sum(chosen)])
+    verify_s = float(table[number + sum(chosen) + num_rows_beside * sum(k > 0 for k in chosen)])
     verify_s += costs.verify.own_context_s * sum(
         k * (context - mean_context) for k, context in zip(chosen, contexts, strict=True)
     )
@@ -97,6 +98,28 @@ def test_the_choice_is_the_best_of_all(name: str, seed: int) -> None:
 
 
 @pytest.mark.cover(1)
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_beside_count_for_everyone_who_drafts(name: str, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    batch = batch_of(generator.uniform(0.3, 0.97, (2, 4)))
+    found = evaluate(batch, name, num_rows_beside=14).lockstep()
+    assert found is not None
+    chosen = found.num_draft_tokens.tolist()
+    assert found.rate == pytest.approx(lockstep_rate(batch, chosen, name, 14), rel=0.02)
+    best = max(
+        lockstep_rate(batch, one, name, 14) for one in itertools.product(range(5), repeat=2) if any(one)
+    )
+    assert found.rate >= 0.95 * best
+
+
+def test_rows_beside_count_for_those_who_ask_for_drafts() -> None:
+    asking = batch_of([[0.5] * 4] * 3, requested=[2, 0, 4])
+    with_rows, without = (evaluate(asking, "cpu", rows).plain.verify_s for rows in (10, 0))
+    table = costs_of("cpu").verify.table(3, asking.context_tokens)
+    assert with_rows - without == pytest.approx(float(table[9 + 20] - table[9]), rel=1e-6)
+
+
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("budget", [None, 512])
