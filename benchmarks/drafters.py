@@ -70,7 +70,6 @@ from benchmarks.tensor_memory import live_tensor_bytes
 from benchmarks.turns import Turns
 from specdec.engine.config import EngineConfig
 from specdec.kv.block_table import num_blocks_for
-from specdec.model.graphs import CompiledForward
 from specdec.scheduling.speculation.controller import FixedController
 from training.corpus import load_corpus
 from training.prompts import MAX_TOKENS
@@ -262,16 +261,7 @@ class Held:
     def __init__(self, config: EngineConfig) -> None:
         before = live_tensor_bytes()
         self.engine = MeasuredEngine(config)
-        packed = [self.engine.target.runner, self.engine.draft_runner]
-        self.num_bytes = (
-            live_tensor_bytes()
-            - before
-            + sum(
-                runner.graphs.num_packed_bytes
-                for runner in packed
-                if runner is not None and isinstance(runner.graphs, CompiledForward)
-            )
-        )
+        self.num_bytes = live_tensor_bytes() - before
 
     def close(self) -> None:
         """Free it."""

@@ -110,7 +110,7 @@ def _of_class(
         "tokens_per_pass": total.num_tokens / passes,
         "drafted_per_pass": counts.num_draft_tokens / passes,
         "share_with_drafts": counts.num_drafts / passes,
-        "reached": [accepted / passes for accepted in counts.accepted],
+        "reached": [accepted / passes for accepted in counts.accepted[:num_draft_tokens]],
         "possible": PairedRatio(tuple(possible)),
         "share_of_possible": PairedRatio(tuple(shares)),
         "round_ms": {
