@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,31 +10,18 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from benchmarks.deployments import ExchangedController
-from benchmarks.in_process import RunRecord, open_engine, run_batch
 from benchmarks.inflate import read_config
-from benchmarks.steady import Batch, Counted, decode_for, read
-from specdec.core.request import Request
-from specdec.core.sequence import Sequence as TokenSequence
-from specdec.core.sequence import TokenConstraint
-from specdec.engine.build import build_parts, controller_for, cost_profile_of
+from benchmarks.measured_engine import MeasuredEngine
 from specdec.engine.config import EngineConfig
-from specdec.engine.local_target import LocalTarget
 from specdec.kv.block_table import num_blocks_for
 from specdec.kv.pool import KvShape, bytes_per_block
 from specdec.kv.selection import KvSelectionConfig
-from specdec.model.runner import ModelRunner
-from specdec.proposers.base import Proposer
 from specdec.proposers.config import Method, SpeculativeConfig
-from specdec.proposers.draft_model import DraftModelProposer
-from specdec.scheduling.speculation.controller import FixedController, SpeculationController
-from specdec.scheduling.speculation.cost_profile import CostProfile
 
 BLOCK_SIZE = 16
 _BATCHED_TOKENS = 512
 _DRAFT_BYTES_PER_TOKEN = 1024
 """More than the demo's draft model takes."""
-_MOST_IDLE_CALLS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,85 +82,14 @@ class Room:
     num_threads: int
 
 
-class LongEngine:
-    """One engine whose controller is exchanged between two batches of requests."""
+class LongEngine(MeasuredEngine):
+    """One that drafts with a part of the K/V, with room for long sequences."""
 
     def __init__(self, drafter: Drafter, target: Path, draft: Path, room: Room) -> None:
-        self.drafter = drafter
-        self._config = _config(drafter, target, draft, room)
-        parts = build_parts(self._config)
-        assert isinstance(parts.target, LocalTarget)
-        self.target = parts.target
-        self.proposer: Proposer = parts.proposer
-        self._exchanged = ExchangedController()
-        self.engine = open_engine(parts, self._exchanged)
-        self._profile: CostProfile | None = None
+        super().__init__(_config(drafter, target, draft, room))
         for pool in (self.target.runner.pool, *([self.draft_runner.pool] if self.draft_runner else ())):
             for tensor in (*pool.keys, *pool.values):
                 tensor.fill_(0.01)  # pages that were never written all lie in one place
-
-    @property
-    def draft_runner(self) -> ModelRunner | None:
-        """What runs the draft model; None: the target drafts."""
-        if not isinstance(self.proposer, DraftModelProposer):
-            return None
-        assert isinstance(self.proposer.runner, ModelRunner)
-        return self.proposer.runner
-
-    def measure_costs(self) -> None:
-        """Measure what rounds cost, as a start does; before any request, for `controller`."""
-        goodput = self._config.speculative_config.model_copy(update={"controller": "goodput"})
-        config = self._config.model_copy(update={"speculative_config": goodput})
-        self._profile = cost_profile_of(config, self.target, self.proposer)
-
-    def controller(self) -> SpeculationController:
-        """Return a goodput controller that has only just started."""
-        assert self._profile is not None
-        goodput = self._config.speculative_config.model_copy(update={"controller": "goodput"})
-        return controller_for(self._config.model_copy(update={"speculative_config": goodput}), self._profile)
-
-    def read(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Have the target read prompts, as far as they are not in its cache any more."""
-        self._exchanged.current = FixedController(0)
-        read(self.engine, prompts, lambda: None)
-
-    def decode(self, batch: Batch, controller: SpeculationController, seconds: float) -> Counted:
-        """Decode for about so many seconds."""
-        self._exchanged.current = controller
-        return decode_for(self.engine, batch, seconds, prepare=self._read_along)
-
-    def run(self, requests: Sequence[Request]) -> RunRecord:
-        """Run requests that say their own k, each to its end."""
-        self._exchanged.current = FixedController(0)
-        self._read_along(requests)
-        return run_batch(self.engine, requests)
-
-    def close(self) -> None:
-        """Free everything."""
-        self.engine.close()
-
-    def _read_along(self, requests: Sequence[Request]) -> None:
-        """Have the draft model read prompts, which takes it many rounds."""
-        if not isinstance(self.proposer, DraftModelProposer):
-            return
-        views = [_Unread(request) for request in requests]
-        num_idle, unread = 0, -1
-        while num_idle < _MOST_IDLE_CALLS:
-            left = sum(self.proposer.num_unread(view) for view in views)
-            if left == 0:
-                return
-            num_idle = num_idle + 1 if left == unread else 0
-            unread = left
-            self.proposer.propose(views, {})
-        raise AssertionError(f"the draft model has no room for {len(views)} prompts")
-
-
-class _Unread(TokenSequence):
-    """A request's prompt as a proposer sees it."""
-
-    __slots__ = ()
-    constraint: TokenConstraint | None = None
-    kv_budget: int = 0
 
 
 def _config(drafter: Drafter, target: Path, draft: Path, room: Room) -> EngineConfig:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from benchmarks.draft_counts import DraftCounts
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -30,11 +31,20 @@ class Counted:
     num_tokens: int = 0
     seconds: float = 0.0
     num_rounds: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """In these rounds."""
 
     @property
     def rate(self) -> float:
         """Tokens per second."""
         return self.num_tokens / self.seconds
+
+    def add(self, other: Counted) -> None:
+        """Count what was decoded at another time too."""
+        self.num_tokens += other.num_tokens
+        self.seconds += other.seconds
+        self.num_rounds += other.num_rounds
+        self.drafts += other.drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,8 @@ class Batch:
     """That a request may generate before another one with the same prompt takes its place."""
     temperature: float = 0.0
     """Above 0, every pass over the prompts draws from other seeds."""
+    seed: int | None = None
+    """Every pass draws from this one instead, so that the same texts are written again."""
 
 
 Prepare = Callable[[Sequence[Request]], None]
@@ -73,15 +85,35 @@ def decode_for(
     Raises:
         ValueError: requests end before they have settled.
     """
-    counted = Counted()
-    while not _is_enough(counted, seconds):
+    return _decode(engine, batch, lambda counted: counted.seconds >= seconds, prepare, is_cold=is_cold)
+
+
+def decode_tokens(
+    engine: Engine, batch: Batch, num_tokens: int, *, prepare: Prepare = nothing_to_prepare
+) -> Counted:
+    """As `decode_for`, until so many tokens of all requests together are counted: whoever decodes them.
+
+    Raises:
+        ValueError: requests end before they have settled.
+    """
+    return _decode(engine, batch, lambda counted: counted.num_tokens >= num_tokens, prepare, is_cold=False)
+
+
+def _decode(
+    engine: Engine, batch: Batch, is_enough: Callable[[Counted], bool], prepare: Prepare, *, is_cold: bool
+) -> Counted:
+    def is_done(counted: Counted) -> bool:
+        return is_enough(counted) and counted.num_rounds >= _FEWEST_ROUNDS
+
+    total = Counted()
+    while not is_done(total):
         requests = _requests(batch)
         prepare(requests)
-        _decode_once(engine, requests, batch.num_tokens, counted, seconds, is_cold=is_cold)
-        if not counted.num_rounds:
+        _decode_once(engine, requests, batch.num_tokens, total, is_done, is_cold=is_cold)
+        if not total.num_rounds:
             raise ValueError(f"{batch.num_tokens} tokens are too few: requests end before they have settled")
         is_cold = False
-    return counted
+    return total
 
 
 def read(engine: Engine, prompts: Sequence[tuple[int, ...]], tick: Callable[[], None]) -> None:
@@ -91,16 +123,12 @@ def read(engine: Engine, prompts: Sequence[tuple[int, ...]], tick: Callable[[], 
         tick()
 
 
-def _is_enough(counted: Counted, seconds: float) -> bool:
-    return counted.seconds >= seconds and counted.num_rounds >= _FEWEST_ROUNDS
-
-
 def _decode_once(
     engine: Engine,
     requests: Sequence[Request],
     num_tokens: int,
     counted: Counted,
-    seconds: float,
+    is_done: Callable[[Counted], bool],
     *,
     is_cold: bool,
 ) -> None:
@@ -109,8 +137,9 @@ def _decode_once(
         engine.add_request(request)
     settling_since_s: float | None = None
     num_settling, is_settled = 0, False
+    before: DraftCounts | None = None
     last_s = time.perf_counter()
-    while not is_settled or (max(lengths.values()) < num_tokens and not _is_enough(counted, seconds)):
+    while not is_settled or (max(lengths.values()) < num_tokens and not is_done(counted)):
         num_new = 0
         for output in engine.step():
             lengths[output.request_id] += len(output.token_ids)
@@ -126,7 +155,11 @@ def _decode_once(
             is_settled = num_settling >= _SETTLING_ROUNDS and is_long
         elif min(lengths.values()) > 0:
             settling_since_s, is_settled = now_s, is_cold
+        if is_settled and before is None:
+            before = DraftCounts.of(engine.metrics())
         last_s = now_s
+    if before is not None:
+        counted.drafts += DraftCounts.of(engine.metrics()) - before
     for request in requests:
         engine.abort(request.request_id)
     while engine.has_work:
@@ -144,7 +177,7 @@ def _requests(batch: Batch) -> list[Request]:
             request_id=RequestId(f"steady-{number}-{index}"),
             prompt_token_ids=prompt,
             params=params,
-            seed=choice_seed(number, index),
+            seed=choice_seed(number if batch.seed is None else batch.seed, index),
         )
         for index, prompt in enumerate(batch.prompts)
     ]

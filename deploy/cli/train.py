@@ -64,6 +64,12 @@ def train(
         Literal["published", "speculators"],
         typer.Option("--format", help="Layout of eagle3: of its authors, or of vLLM's library."),
     ] = "published",
+    stored_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights in OUT.")
+    ] = "float32",
+    checkpoint_every: Annotated[
+        float, typer.Option(min=1.0, help="Seconds between checkpoints: what an interruption costs at most.")
+    ] = 180.0,
     eval_texts: Annotated[
         int, typer.Option(min=0, help="Held-out texts that acceptance is measured on; 0: none.")
     ] = 16,
@@ -116,6 +122,8 @@ def train(
         sample_temperature=sample_temperature,
         keeps_hidden=keep_hidden,
         layout=layout,
+        stored_dtype=stored_dtype,
+        checkpoint_every_s=checkpoint_every,
         eval_texts=eval_texts,
     )
     report = train_drafter(recipe, options)

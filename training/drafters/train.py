@@ -50,6 +50,8 @@ class TrainOptions:
     keeps_hidden: bool = False
     """Keep hidden states on disk, for later epochs and runs."""
     layout: CheckpointLayout = "published"
+    stored_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the finished weights, which are rounded to it before their acceptance is measured."""
     eval_texts: int = 16
     """Held-out beginnings that acceptance is measured behind; 0: it is not."""
     eval_tokens: int = 96
@@ -103,7 +105,7 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
     )
     drafter.train()
     run.run(_steps(recipe, options, training, capture, kept, rows, run))
-    training.save(options.out, str(options.target), options.layout)
+    _store(training, options)
     report: dict[str, Any] = {
         "recipe": asdict(recipe),
         "target": str(options.target),
@@ -124,6 +126,16 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
         )
     (options.out / EVALUATION_FILE).write_text(json.dumps(report, indent=2) + "\n")
     return report
+
+
+def _store(training: Training, options: TrainOptions) -> None:
+    """Write the weights, and go on with what was written. Tables of positions are no weights: they stay."""
+    stored: torch.dtype = getattr(torch, options.stored_dtype)
+    for parameter in training.drafter.parameters():
+        parameter.data = parameter.data.to(stored)
+    training.save(options.out, str(options.target), options.layout)
+    for parameter in training.drafter.parameters():
+        parameter.data = parameter.data.to(torch.float32)
 
 
 def _steps(

@@ -1,0 +1,148 @@
+"""The families of drafters that `benchmarks.drafters` measures: a line for each, and that is all it takes.
+
+Whatever the engine runs can be a family: give it a name, the `speculative_config` that is its own, and the
+draft lengths (nodes, of trees) that are tried for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Needs = Literal["nothing", "draft", "heads", "corpus"]
+"""What is beside the target: a draft model, a folder of heads that were trained for it, texts to look up."""
+PLAIN = "none"
+"""Drafts nothing: beside itself, it shows how far the comparison can be trusted."""
+_DYNAMIC = {"shape": "dynamic", "top_k": 4, "depth": 5}
+_BUDGET = {"budget": 64, "floor": 64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the things are that families need."""
+
+    draft: Path
+    heads: Path
+    """A folder for each family."""
+    corpus: Path
+    index: Path
+    """Where the index of the corpus is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One way to draft."""
+
+    name: str
+    lengths: tuple[int, ...]
+    """Draft tokens for each round that are tried: the best of them is measured."""
+    needs: Needs = "nothing"
+    heads: str | None = None
+    """Folder of its heads; None: of its name."""
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Of `speculative_config`, what is its own."""
+
+    def folder(self, places: Places) -> Path | None:
+        """Return where its weights have to be, if it has any."""
+        if self.needs == "heads":
+            return places.heads / (self.heads or self.name)
+        return places.draft if self.needs == "draft" else None
+
+    def config(self, places: Places) -> dict[str, Any]:
+        """Return its `speculative_config`."""
+        config = {"method": self.name, "num_speculative_tokens": max(self.lengths), **self.settings}
+        folder = self.folder(places)
+        if folder is not None:
+            config["model"] = str(folder)
+        if self.needs == "corpus":
+            looked_up = {"path": str(places.corpus), "cache_dir": str(places.index)}
+            config["retrieval"] = {**looked_up, **config.get("retrieval", {})}
+        return config
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(name=PLAIN, lengths=(1,)),
+    Family(name="ngram", lengths=(2, 4, 8)),
+    # What other requests wrote would be the very same text here: every prompt is decoded several times.
+    Family(name="suffix", lengths=(4, 8, 16), settings={"suffix": {"max_shared_tokens": 0}}),
+    Family(
+        name="suffix_tree",
+        lengths=(4, 8, 16),
+        settings={"method": "suffix", "suffix": {"max_shared_tokens": 0, "shape": "tree"}},
+    ),
+    Family(name="retrieval", lengths=(2, 4, 8), needs="corpus"),
+    Family(
+        name="retrieval_tree",
+        lengths=(4, 8, 16),
+        needs="corpus",
+        settings={"method": "retrieval", "retrieval": {"shape": "tree"}},
+    ),
+    Family(name="draft_model", lengths=(1, 2, 4, 6), needs="draft"),
+    Family(
+        name="draft_model_static",
+        lengths=(4, 12),
+        needs="draft",
+        settings={"method": "draft_model", "tree": {"shape": "static", "widths": [3, 1, 1, 1]}},
+    ),
+    Family(
+        name="draft_model_dynamic",
+        lengths=(4, 8, 16),
+        needs="draft",
+        settings={"method": "draft_model", "tree": _DYNAMIC},
+    ),
+    Family(
+        name="lookup_first",
+        lengths=(2, 4, 6),
+        needs="draft",
+        settings={"method": "draft_model", "lookup_first": 8, "suffix": {"max_shared_tokens": 0}},
+    ),
+    Family(
+        name="self_streaming",
+        lengths=(1, 2, 4),
+        settings={"method": "self", "kv": {"policy": "streaming", **_BUDGET}},
+    ),
+    Family(
+        name="self_snapkv",
+        lengths=(1, 2, 4),
+        settings={"method": "self", "kv": {"policy": "snapkv", **_BUDGET}},
+    ),
+    Family(name="layerskip", lengths=(1, 2, 4), settings={"exit_layer": 4}),
+    Family(name="quantized", lengths=(1, 2, 4), settings={"quantization": "int4"}),
+    Family(name="medusa", lengths=(1, 2), needs="heads"),
+    Family(name="hydra", lengths=(1, 2), needs="heads"),
+    Family(name="eagle", lengths=(1, 2, 4), needs="heads"),
+    Family(
+        name="eagle_tree",
+        lengths=(4, 8, 16),
+        needs="heads",
+        heads="eagle",
+        settings={"method": "eagle", "tree": _DYNAMIC},
+    ),
+    Family(name="eagle3", lengths=(1, 2, 4), needs="heads"),
+    Family(
+        name="eagle3_tree",
+        lengths=(4, 8, 16),
+        needs="heads",
+        heads="eagle3",
+        settings={"method": "eagle3", "tree": _DYNAMIC},
+    ),
+    Family(name="mtp", lengths=(1, 2, 4)),
+    Family(name="mtp_reused", lengths=(1, 2, 4), needs="heads", heads="mtp", settings={"method": "mtp"}),
+)
+"""In the order of tables. `mtp` drafts with the target's own module, which was trained for one token ahead;
+`mtp_reused` with one that was trained for every depth."""
+
+
+def families_of(names: tuple[str, ...]) -> tuple[Family, ...]:
+    """Return the families of these names; without names, all.
+
+    Raises:
+        ValueError: there is no family of a name.
+    """
+    known = {family.name: family for family in FAMILIES}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"there is no family {unknown[0]!r}; known are {', '.join(known)}")
+    return tuple(known[name] for name in names) if names else FAMILIES

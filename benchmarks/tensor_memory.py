@@ -1,0 +1,48 @@
+"""How much memory the tensors of this process take."""
+
+from __future__ import annotations
+
+import gc
+from typing import NamedTuple
+
+import torch
+
+
+class _Extent(NamedTuple):
+    """Where a tensor lies in its storage, in bytes."""
+
+    start: int
+    end: int
+
+
+def live_tensor_bytes() -> int:
+    """Return the bytes of all tensors on the host, what they share counted once.
+
+    Packed weights are pieces off the front of large storages of bytes, of which the rest was never written:
+    there only the pieces count.
+    """
+    gc.collect()
+    pieces: dict[int, set[_Extent]] = {}
+    to_the_end: dict[int, set[_Extent]] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu" and one.numel() > 0:
+            extent, storage = _extent(one), one.untyped_storage()
+            may_be_left = one.dtype == torch.uint8 and extent.end == storage.nbytes()
+            kind = to_the_end if may_be_left else pieces
+            kind.setdefault(storage.data_ptr(), set()).add(extent)
+    return sum(_covered(extents) for extents in (to_the_end | pieces).values())
+
+
+def _extent(tensor: torch.Tensor) -> _Extent:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset()
+    return _Extent(start * tensor.element_size(), (start + last + 1) * tensor.element_size())
+
+
+def _covered(extents: set[_Extent]) -> int:
+    """Return how many bytes lie in at least one of them."""
+    total, reached = 0, 0
+    for start, end in sorted(extents):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

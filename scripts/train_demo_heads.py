@@ -1,0 +1,115 @@
+"""Train a drafter of every kind for the demo target: `.venv/bin/python scripts/train_demo_heads.py`.
+
+Runs `drafthouse train` once for each of RECIPES, on a quarter of the files that the target was trained on,
+and puts the finished heads, in bfloat16, where `benchmarks.drafters` looks for them: models/demo/heads/NAME.
+All read the same rows, so what the target makes of them is computed once and kept in runs/heads: up to 6 GB.
+
+It can be stopped at any time, or stops by itself (`--minutes`): the same command goes on with the last
+checkpoint, and leaves out what is finished. `--steps` is for a trial, in other folders than the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from training.corpus import load_corpus
+
+ROOT = Path(__file__).resolve().parent.parent
+EVERY_FILE = 4
+"""One of so many files is trained on."""
+CHECKPOINT_EVERY_S = 30
+_EVERYWHERE = ("--row-length", "512", "--batch-rows", "8", "--keep-hidden", "--stored-dtype", "bfloat16")
+RECIPES: Mapping[str, tuple[str, ...]] = {
+    # Each of these heads has an LM head of its own, 2 MB: what is in models/ is to stay small.
+    "medusa": ("--steps", "600", "--depth", "2"),
+    "hydra": ("--steps", "600", "--depth", "2"),
+    "eagle": ("--steps", "700"),
+    "eagle3": ("--steps", "350", "--depth", "3", "--draft-vocab-size", "2048"),
+    "mtp": ("--steps", "400", "--depth", "3"),
+}
+"""By method: what `drafthouse train` is told beside target, texts and folders."""
+
+
+def command(
+    method: str, *, target: Path, texts: Path, out: Path, work: Path, changes: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that trains one of RECIPES; of options given twice the last counts."""
+    return [
+        str(Path(sys.executable).with_name("drafthouse")),
+        *("train", method, "--target", str(target), "--data", str(texts)),
+        *("--out", str(out / method), "--work", str(work / method)),
+        *("--checkpoint-every", str(CHECKPOINT_EVERY_S)),
+        *_EVERYWHERE,
+        *RECIPES[method],
+        *changes,
+    ]
+
+
+def write_texts(path: Path) -> None:
+    """Write what is trained on, a document for each line."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"text": file.text}) + "\n" for file in load_corpus().train[::EVERY_FILE]]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def share_hidden_states(work: Path, method: str) -> None:
+    """Let all runs keep hidden states in one folder: files are named by rows, layers and target."""
+    shared, own = work / "hidden", work / method / "hidden"
+    shared.mkdir(parents=True, exist_ok=True)
+    own.parent.mkdir(parents=True, exist_ok=True)
+    if not own.exists():
+        own.symlink_to(shared.resolve(), target_is_directory=True)
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(RECIPES)}; repeatable.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,
+    target: Annotated[Path, typer.Option(help="Folder of the target.")] = ROOT / "models/demo/target",
+    out: Annotated[Path, typer.Option(help="Where finished heads go.")] = ROOT / "models/demo/heads",
+    work: Annotated[Path, typer.Option(help="Texts, hidden states, checkpoints.")] = ROOT / "runs/heads",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+    steps: Annotated[int | None, typer.Option(help="Fewer optimizer steps, for a trial.")] = None,
+) -> None:
+    """Train what is not there yet.
+
+    Example: python scripts/train_demo_heads.py --only eagle --minutes 6
+    """
+    console = Console(stderr=True)
+    chosen = only or list(RECIPES)
+    unknown = [name for name in chosen if name not in RECIPES]
+    if unknown:
+        raise typer.BadParameter(f"--only {unknown[0]}: there is a recipe for {', '.join(RECIPES)}")
+    end_s = None if minutes is None else time.monotonic() + 60 * minutes
+    texts = work / "texts.jsonl"
+    write_texts(texts)
+    changes = ["--threads", str(threads), *([] if steps is None else ["--steps", str(steps)])]
+    for method in chosen:
+        if (out / method / "acceptance.json").exists():
+            console.print(f"{method}: finished before, {out / method}")
+            continue
+        share_hidden_states(work, method)
+        arguments = command(method, target=target, texts=texts, out=out, work=work, changes=changes)
+        console.print(" ".join(arguments), soft_wrap=True)
+        left_s = None if end_s is None else max(1.0, end_s - time.monotonic())
+        try:
+            subprocess.run(arguments, check=True, timeout=left_s)
+        except subprocess.TimeoutExpired:
+            console.print(f"{method}: stopped; the same command goes on")
+            raise typer.Exit(0) from None
+        except subprocess.CalledProcessError as error:
+            raise typer.Exit(error.returncode) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,361 @@
+"""The list of families, the arithmetic of the table and its page, and that a family's cell runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import drafters, drafters_plots, steady
+from benchmarks.deployments import ExchangedController, Setting
+from benchmarks.draft_counts import DraftCounts
+from benchmarks.drafter_families import FAMILIES, PLAIN, Places, families_of
+from benchmarks.drafter_texts import CLASSES, mixed
+from benchmarks.drafters import FULL, QUICK, Bench, Plan, engine_config, measure
+from benchmarks.drafters_summary import (
+    AS_IT_IS,
+    INFLATED,
+    Cell,
+    Round,
+    Runs,
+    headlines_of,
+    short_of,
+    summarise,
+    table_of,
+)
+from benchmarks.kept_cells import KeptCells
+from benchmarks.kv_costs import Step
+from benchmarks.report import progress_bar, to_plain
+from benchmarks.steady import Batch, Counted, decode_tokens, read
+from benchmarks.tensor_memory import live_tensor_bytes
+from benchmarks.turns import Turns
+from specdec.core.errors import UserError
+from specdec.engine.engine import Engine
+from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.proposers.config import Method
+from specdec.scheduling.config import SchedulerConfig
+from specdec.scheduling.speculation.controller import FixedController
+from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, make_proposer
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+PLACES = Places(draft=DEMO / "draft", heads=Path("heads"), corpus=Path("corpus.jsonl"), index=Path("index"))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_can_be_configured(family: Any) -> None:
+    config = engine_config(FULL, DEMO / "target", family.config(PLACES), 1).speculative_config
+    assert config.num_speculative_tokens == max(family.lengths)
+    assert config.controller == "fixed"
+    assert (config.model is not None) == (family.needs in ("draft", "heads"))
+
+
+def test_every_method_of_the_engine_is_in_the_table() -> None:
+    """Whoever adds one writes a line in `benchmarks.drafter_families`."""
+    measured = {family.config(PLACES)["method"] for family in FAMILIES}
+    assert measured == set(get_args(Method))
+
+
+def test_families_are_chosen_by_name() -> None:
+    names = [family.name for family in FAMILIES]
+    assert len(set(names)) == len(names)
+    assert families_of(()) == FAMILIES
+    assert [one.name for one in families_of(("mtp", "ngram"))] == ["mtp", "ngram"]
+    with pytest.raises(ValueError, match="no family 'engram'; known are none, ngram"):
+        families_of(("engram",))
+
+
+def test_the_plan_is_what_is_asked_for() -> None:
+    cells = FULL.cells(FAMILIES)
+    assert {(cell.target, cell.batch, cell.temperature) for cell in cells if cell.family == "eagle3"} == {
+        (target, batch, temperature)
+        for target in (AS_IT_IS, INFLATED)
+        for batch in (1, 8, 32)
+        for temperature in (0.0, 0.7)
+    }
+    assert FULL.inflated_parameters == 100e6
+    assert FULL.pairs % 2 == 0, "as often in one order as in the other"
+    assert FULL.num_prompts >= max(FULL.batches), "no text twice in a batch"
+    assert QUICK.cells(FAMILIES[:1]) == [Cell(target=INFLATED, family=PLAIN, batch=1, temperature=0.0)], (
+        "headlines are of these"
+    )
+
+
+def test_prompts_of_all_classes_take_turns() -> None:
+    prompts = {"code": [(1,), (2,)], "docstring": [(3,), (4,)], "repeated": [(5,), (6,)]}
+    assert mixed(prompts, 4) == [(1,), (3,), (5,), (2,)]
+    assert mixed(prompts, 7)[6] == (1,)
+
+
+def counted(rate: float, tokens_per_pass: float, drafted: int, draft_s: float, batch: int) -> Counted:
+    passes = 100 * batch
+    accepted = round((tokens_per_pass - 1.0) * passes)
+    return Counted(
+        num_tokens=round(tokens_per_pass * passes),
+        seconds=tokens_per_pass * passes / rate,
+        num_rounds=100,
+        drafts=DraftCounts(
+            num_drafts=passes,
+            num_draft_tokens=drafted * passes,
+            accepted=(accepted,) if drafted else (),
+            draft_s=100 * draft_s,
+            verify_s=1.0,
+        ),
+    )
+
+
+def runs(plain: float, drafted: dict[str, float], batch: int = 1, pairs: int = 4) -> Runs:
+    """Two tokens are drafted in each pass, in 1 ms; plain steps take 10 ms, those that verify 12 ms."""
+    made = Runs()
+    for name, rate in drafted.items():
+        turns = made.turns[name] = Turns()
+        turns.counted["plain"] = [counted(plain, 1.0, 0, 0.0, batch)] * pairs
+        turns.counted["drafted"] = [counted(rate, 1.5, 2, 0.001, batch)] * pairs
+    made.parts = [{"plain_s": 0.010, "verify_s": 0.012}] * pairs
+    return made
+
+
+def a_cell(family: str, rates: dict[str, float], plain: float = 100.0, **changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"target": INFLATED, "batch": 1, "temperature": 0.0, **changes}
+    return {
+        "cell": Cell(family=family, **fields),
+        "tried": {"2": 1.0},
+        "k": 2,
+        "memory_bytes": 12_000_000,
+        "training": {"elapsed_s": 600.0},
+        **summarise(fields["batch"], 2, runs(plain, rates, fields["batch"])),
+    }
+
+
+def test_possible_is_what_acceptance_and_costs_allow() -> None:
+    whole = Round(tokens_per_pass=3.0, drafted_per_pass=4.0, draft_s=0.002)
+    parts = {"plain_s": 0.010, "verify_s": 0.014}
+    assert whole.possible(parts, 4) == pytest.approx(3.0 * 0.010 / (0.002 + 0.014))
+    half = Round(tokens_per_pass=1.5, drafted_per_pass=2.0, draft_s=0.0)
+    assert half.possible(parts, 4) == pytest.approx(1.5 * 0.010 / 0.012), "half of the passes have a draft"
+    none = Round(tokens_per_pass=1.0, drafted_per_pass=0.0, draft_s=0.0)
+    assert none.possible(parts, 4) == 1.0
+
+
+def test_a_cell_is_summed_up_over_classes() -> None:
+    cell = a_cell("eagle", {"code": 100.0, "docstring": 100.0, "repeated": 800.0})
+    assert cell["speedup"].median == pytest.approx(2.0), "the geometric mean of 1, 1 and 8"
+    assert cell["tokens_per_pass"] == pytest.approx(1.5)
+    assert cell["reached"] == pytest.approx([0.5])
+    assert cell["draft_cost"] == pytest.approx(0.1)
+    possible = 1.5 * 0.010 / (0.001 + 0.012)
+    assert cell["possible"].median == pytest.approx(possible)
+    assert cell["share_of_possible"].median == pytest.approx(2.0 / possible)
+    code = cell["classes"]["code"]
+    assert code["share_of_possible"].median == pytest.approx(1.0 / possible)
+    assert code["drafted_per_pass"] == 2.0
+    assert code["share_with_drafts"] == 1.0
+    assert code["round_ms"]["draft"] == pytest.approx(1.0)
+    assert code["round_ms"]["rest"] == pytest.approx(1e3 * 1.5 / 100.0 - 1.0 - 10.0)
+
+
+def test_passes_of_a_batch_are_those_of_its_sequences() -> None:
+    cell = a_cell("eagle", {"code": 100.0}, batch=8)
+    assert cell["tokens_per_pass"] == pytest.approx(1.5)
+    assert cell["draft_cost"] == pytest.approx(0.1), "of a round, whatever the batch"
+
+
+def some_cells() -> list[dict[str, Any]]:
+    return [
+        a_cell(PLAIN, dict.fromkeys(CLASSES, 50.0)),
+        a_cell("ngram", {"code": 110.0, "docstring": 110.0, "repeated": 360.0}),
+        a_cell("eagle", dict.fromkeys(CLASSES, 140.0)),
+        a_cell("eagle", dict.fromkeys(CLASSES, 90.0), batch=32),
+        a_cell("eagle", dict.fromkeys(CLASSES, 400.0), temperature=0.7),
+        a_cell("eagle", dict.fromkeys(CLASSES, 900.0), target=AS_IT_IS),
+    ]
+
+
+def test_headlines_are_of_the_costly_target_alone_and_greedy() -> None:
+    cells = some_cells()
+    headlines = headlines_of(cells)
+    assert headlines["speedup_b1_t0_eagle"] == pytest.approx(1.4)
+    assert headlines["tokens_per_pass_ngram"] == pytest.approx(1.5)
+    assert headlines["share_of_possible_eagle"] == cells[2]["share_of_possible"].median
+    assert headlines["best_speedup_b1_t0_repeated"] == pytest.approx(3.6)
+    assert headlines["worst_share_of_possible"] == cells[3]["share_of_possible"].median
+    assert not any(name.endswith(f"_{PLAIN}") for name in headlines)
+    assert headlines_of(cells[:1]) == {}
+    (short,) = short_of(cells)
+    assert short.startswith("inflated, eagle, batch 32, temperature 0: 0.78 of what is possible")
+    assert "1.00 ms drafting" in short
+    Console(file=None, quiet=True).print(table_of(cells))
+    Console(file=None, quiet=True).print(table_of([]))
+
+
+def test_results_become_tables_and_a_picture(tmp_path: Path) -> None:
+    results = {
+        "environment": {"date": "2026-01-02", "commit": "0" * 40, "processor": "P", "num_threads": 2},
+        "cells": some_cells(),
+        "missing": ["medusa"],
+    }
+    (tmp_path / "results.json").write_text(json.dumps(to_plain(results)))
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{drafters_plots.BEGIN}\nold\n{drafters_plots.END}\n\nbehind\n")
+    pytest.importorskip("matplotlib")
+    for _ in range(2):  # what is written can be exchanged again
+        drafters_plots.main(tmp_path / "results.json", tmp_path, page)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("behind\n")
+    assert "old" not in text
+    row = "| eagle | 0 | 2 | 1.50 | 0.50 | 0.10 | 12.0 | 10 | 1.40 (1.40-1.40) | 1.40 | 1.40 | 1.40 | 1.15 |"
+    assert row in text
+    assert "| eagle | 1.40 (140/s, 1.50, 1.21) | 0.90 (90/s, 1.50, 0.78) | 4.00 (" in text
+    assert "Not measured, for want of trained heads: medusa." in text
+    picture = (tmp_path / drafters_plots.PICTURE).read_text()
+    for label in ("eagle", "ngram", "batch 32", "inflated, temperature 0"):
+        assert label in picture
+    with pytest.raises(UserError, match="needs a line"):
+        drafters_plots.put_into("a page without a place", "")
+
+
+def test_tensors_are_counted_once() -> None:
+    before = live_tensor_bytes()
+    kept = torch.zeros(1000)
+    views = [kept[:10], kept.view(10, 100), kept[5:20]]
+    assert live_tensor_bytes() - before == 4000
+    del kept, views
+    arena = torch.zeros(1000, dtype=torch.uint8)
+    taken, arena = arena[:100], arena[128:]
+    assert live_tensor_bytes() - before == 100, "what is left of an arena was never written"
+    del taken, arena
+    assert live_tensor_bytes() == before
+
+
+def test_drafts_are_counted_while_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until so many tokens are there, with the drafts of those rounds alone."""
+    monkeypatch.setattr(steady, "_SETTLED_S", math.inf)
+    exchanged = ExchangedController()
+    engine = Engine.from_parts(
+        target=ToyTarget(MODEL, num_blocks=1024, max_model_len=256),
+        proposer=make_proposer("draft_model"),
+        tokenizer=ToyTokenizer.of_letters(VOCAB_SIZE),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        controller=exchanged,
+    )
+    batch = Batch(prompts=[(1, 2, 3), (4, 5)], num_tokens=60, temperature=0.7, seed=3)
+    read(engine, batch.prompts, lambda: None)
+    for length in (0, 3):
+        exchanged.current = Setting(num_draft_tokens=length).controller()
+        one, again = (decode_tokens(engine, batch, 90) for _ in range(2))
+        assert one.num_tokens >= 90
+        assert one.num_tokens - sum(one.drafts.accepted) == 2 * one.num_rounds
+        assert one.drafts.num_drafts == (2 * one.num_rounds if length else 0)
+        assert (one.num_tokens, one.num_rounds, one.drafts.accepted) == (
+            again.num_tokens,
+            again.num_rounds,
+            again.drafts.accepted,
+        ), "the same texts"
+        total = Counted()
+        total.add(one)
+        total.add(again)
+        assert total.num_tokens == 2 * one.num_tokens
+        assert total.drafts.num_drafts == 2 * one.drafts.num_drafts
+    assert not engine.has_work
+
+
+class RecordingEngine:
+    """Notes what it is to decode; each draft length has a rate."""
+
+    def __init__(self, name: str, rates: dict[int, float], log: list[tuple[Any, ...]]) -> None:
+        self._name = name
+        self._rates = rates
+        self._log = log
+        self.target = SimpleNamespace(runner=name)
+
+    def decode_tokens(self, batch: Batch, controller: FixedController, num_tokens: int) -> Counted:
+        length = int(controller.state.mean_num_draft_tokens)
+        self._log.append(
+            (self._name, length, tuple(batch.prompts), batch.temperature, batch.seed, num_tokens)
+        )
+        seconds = num_tokens / self._rates[length]
+        return Counted(num_tokens=num_tokens, seconds=seconds, num_rounds=num_tokens // len(batch.prompts))
+
+
+def test_both_decode_the_same_texts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[Any, ...]] = []
+    bare: list[tuple[Any, Step]] = []
+
+    def forward_seconds(runner: Any, step: Step, repeats: int) -> float:
+        bare.append((runner, step))
+        return 0.01 * step.rows
+
+    monkeypatch.setattr(drafters, "forward_seconds", forward_seconds)
+    (family,) = families_of(("ngram",))
+    plan = dataclasses.replace(QUICK, num_prompts=4, pairs=2, prompts_per_turn=2)
+    prompts = {name: [(10 * at + n,) for n in range(4)] for at, name in enumerate(CLASSES)}
+    rates = {2: 100.0, 4: 300.0, 8: 200.0}
+    plain: Any = RecordingEngine("plain", {0: 100.0}, log)
+    engine: Any = RecordingEngine("drafted", rates, log)
+    cell = Cell(target=INFLATED, family="ngram", batch=1, temperature=0.7)
+    ticks: list[None] = []
+    result = Bench(plan, family, plain, engine, prompts).cell(cell, lambda: ticks.append(None))
+    assert result["k"] == 4
+    assert result["tried"] == rates
+    assert result["speedup"].median == pytest.approx(3.0)
+    assert len(ticks) == 1 + plan.pairs
+    turns = [one for one in log if one[-1] == plan.tokens_per_prompt]
+    assert [one[0] for one in turns[:4]] == ["plain", "plain", "drafted", "drafted"]
+    of_second_pair = turns[len(turns) // 2 :]
+    assert [one[0] for one in of_second_pair[:4]] == ["drafted", "drafted", "plain", "plain"]
+    by_name = {name: sorted(one[2:] for one in turns if one[0] == name) for name in ("plain", "drafted")}
+    assert by_name["plain"] == by_name["drafted"]
+    assert {one[2] for one in turns} == {(prompt,) for own in prompts.values() for prompt in own}
+    assert len({one[4] for one in turns}) == 4, "a seed for each batch of a class"
+    assert {one[3] for one in turns} == {0.7}
+    assert [(runner, step.batch, step.rows) for runner, step in bare] == [
+        ("plain", 1, 1),
+        ("drafted", 1, 5),
+    ] * plan.pairs
+
+
+TINY = Plan(
+    targets=(AS_IT_IS,),
+    batches=(2,),
+    temperatures=(0.7,),
+    pairs=2,
+    num_prompts=2,
+    prompts_per_turn=2,
+    tokens_per_prompt=8,
+    try_tokens=4,
+    text_tokens=64,
+    num_corpus_files=4,
+)
+
+
+@pytest.mark.full
+def test_a_cell_of_every_family_runs(tmp_path: Path) -> None:
+    """But of those whose heads are not there."""
+    families = [one for one in FAMILIES if one.needs != "heads" or (DEMO / "heads" / one.name).is_dir()]
+    before = torch.get_num_threads()
+    kept = KeptCells(tmp_path / "results.json", to_plain(TINY), resume=False)
+    try:
+        with progress_bar() as progress:
+            measure(TINY, families, DEMO, DEMO / "heads", progress, kept)
+    finally:
+        torch.set_num_threads(before)
+    again = KeptCells(tmp_path / "results.json", to_plain(TINY), resume=True)
+    for family in families:
+        (cell,) = TINY.cells([family])
+        result = again.result(cell)
+        assert set(result["classes"]) == set(CLASSES), family.name
+        assert result["k"] in family.lengths, family.name
+        assert 1.0 <= result["tokens_per_pass"] <= 1 + max(family.lengths), family.name
+        assert result["share_of_possible"].median > 0.0, family.name
+        share = result["classes"]["code"]["share_with_drafts"]
+        is_always_there = family.needs in ("draft", "heads") or family.name in ("mtp", "layerskip")
+        assert share == 1.0 or not is_always_there, family.name
+        if family.needs == "draft":
+            assert result["memory_bytes"] > 2_000_000, family.name
