@@ -15,11 +15,11 @@ import torch
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.proposal import NoiseStream
-from specdec.model.batch import Runner, SequenceSlice
+from specdec.model.batch import GeneratingRunner, Runner, SequenceSlice
 from specdec.proposers.draft_loop import ChainStart, shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.sampling.noise_rows import gumbel_tokens, row_keys
-from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import Sampler
 from specdec.tree.growth import Child, GrowingTree, TokenTree
 from specdec.tree.topology import ROOT
@@ -107,13 +107,16 @@ class TreeDraftLoop:
         sampling: DraftSampling,
         *,
         uses_confidence: bool,
+        generating: GeneratingRunner | None = None,
     ) -> None:
         """Draft with `runner`; tokens from `vocab_size` on are never drafted.
 
         Children of a node are, in this order, the tokens of highest noisy score where the noise is the
         target's, draws without replacement where `sampling` gives q rows, and else the likeliest tokens.
+        `generating` is the runner where it may rank them itself, a call for a level.
         """
         self._runner = runner
+        self._generating = generating
         self._sampler = sampler
         self._vocab_size = min(vocab_size, runner.vocab_size)
         self._gives_q_rows = sampling.gives_q_rows
@@ -130,17 +133,51 @@ class TreeDraftLoop:
         ]
         active = [sprout for sprout in sprouts if sprout is not None]
         slices = [start.first_slice() for start in starts]
+        sequences = [SequenceSampling(start.params, start.seed) for start in starts]
         while slices:
-            logits_RV = self._runner.forward(slices)
-            if active:
-                active = self._grow(active, logits_RV[:, : self._vocab_size])
+            children = self._try_children(active, slices, sequences)
+            if children is None:
+                children = self._children_of(active, self._runner.forward(slices)[:, : self._vocab_size])
+            active = _grown(active, children)
             slices = [sprout.slice() for sprout in active]
+            sequences = [SequenceSampling(sprout.start.params, sprout.start.seed) for sprout in active]
         return [
             None if sprout is None else sprout.drafted(has_q_rows=self._gives_q_rows) for sprout in sprouts
         ]
 
-    def _grow(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> list[_Sprout]:
-        """Hand every tree its new children; return those that go on."""
+    def _try_children(
+        self,
+        sprouts: Sequence[_Sprout],
+        slices: Sequence[SequenceSlice],
+        sequences: Sequence[SequenceSampling],
+    ) -> list[list[Child]] | None:
+        """Run a level; return its children as `_children_of` does: None, where not all of it is compiled.
+
+        `sequences` are those of `slices`. K/V that were written all the same are those of the forward.
+        """
+        if self._generating is None or not sprouts or any(sprout.start.changes_logits for sprout in sprouts):
+            return None
+        has_sampled = any(not sprout.start.params.is_greedy for sprout in sprouts)
+        if self._gives_q_rows and has_sampled:
+            return None  # what is drawn from is wanted too
+        ranker = self._sampler.ranker(
+            sequences,
+            self._vocab_size,
+            self._stream,
+            num=self._num_ranked(sprouts, has_sampled=has_sampled),
+            num_rows=sum(piece.num_logit_rows for piece in slices),
+            has_confidence=self._uses_confidence,
+        )
+        if ranker is None:
+            return None
+        if self._generating.try_generate(slices, [0] * len(slices), ranker.chooser) is None:
+            return None
+        return [[Child(*pair) for pair in its] for its in ranker.ranked()]
+
+    def _children_of(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> list[list[Child]]:
+        """Return what may come behind each of the nodes that are asked about, tree after tree."""
+        if not sprouts:
+            return []
         rows = SamplingRows.build(
             [
                 RowSpec(
@@ -154,14 +191,11 @@ class TreeDraftLoop:
             ],
             logits_RV.device,
         )
-        children = iter(self._children(self._shaped(sprouts, logits_RV), rows, sprouts))
-        left: list[_Sprout] = []
-        for sprout in sprouts:
-            asked = sprout.growth.grow([next(children) for _ in sprout.asked])
-            if asked:
-                sprout.read_on(asked)
-                left.append(sprout)
-        return left
+        return self._children(self._shaped(sprouts, logits_RV), rows, sprouts)
+
+    def _num_ranked(self, sprouts: Sequence[_Sprout], *, has_sampled: bool) -> int:
+        num = max(sprout.growth.num_children for sprout in sprouts)
+        return max(num, _MIN_RANKED) if self._uses_confidence and has_sampled else num
 
     def _shaped(self, sprouts: Sequence[_Sprout], logits_RV: torch.Tensor) -> torch.Tensor:
         """Return the logits as the requests want them changed behind each row's own path."""
@@ -186,9 +220,7 @@ class TreeDraftLoop:
         self, logits_RV: torch.Tensor, rows: SamplingRows, sprouts: Sequence[_Sprout]
     ) -> list[list[Child]]:
         """Return, for every row, what may come next."""
-        num = max(sprout.growth.num_children for sprout in sprouts)
-        if self._uses_confidence and rows.has_sampled:
-            num = max(num, _MIN_RANKED)
+        num = self._num_ranked(sprouts, has_sampled=rows.has_sampled)
         ranked = self._sampler.ranked(logits_RV, rows, num, self._stream)
         if self._gives_q_rows and rows.has_sampled:
             ranked = self._drawn(ranked, logits_RV, rows, sprouts)
@@ -254,3 +286,15 @@ class TreeDraftLoop:
             [Child(*pair) for pair in zip(its, scores, strict=False)]
             for its, scores in zip(ranked, scores_RN.tolist(), strict=True)
         ]
+
+
+def _grown(sprouts: Sequence[_Sprout], children: Sequence[list[Child]]) -> list[_Sprout]:
+    """Hand every tree its new children; return those that go on."""
+    its_children = iter(children)
+    left: list[_Sprout] = []
+    for sprout in sprouts:
+        asked = sprout.growth.grow([next(its_children) for _ in sprout.asked])
+        if asked:
+            sprout.read_on(asked)
+            left.append(sprout)
+    return left
