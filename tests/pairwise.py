@@ -62,9 +62,9 @@ def _pairs(case: Case) -> set[tuple[tuple[str, Hashable], tuple[str, Hashable]]]
 def chosen_cover(cases: Sequence[Mapping[str, Any]], ways: int, *names: str) -> list[int]:
     """Return the indices of few cases in which all values (pairs if two `ways`, ...) of all of them occur.
 
-    With `names`, only values whose names begin with one of them. Fields of dataclasses and mappings are values
-    of their own (`parameter.field`). Greedy; of cases that bring as much, the first of those whose values were
-    chosen least: always the same ones.
+    With `names`, only values whose names begin with one of them. Fields of dataclasses and mappings are
+    values of their own (`parameter.field`). Greedy; of cases that bring as much, the first of those whose
+    values were chosen least: always the same ones.
     """
     values_of = [
         [value for value in _values(case) if not names or value[0].startswith(names)] for case in cases

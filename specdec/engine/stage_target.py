@@ -44,3 +44,6 @@ class _NoLogits:
 
     def chooser(self, sequences: Sequence[object], vocab_size: int, stream: str = "target") -> None:
         """Return None: see `TokenChooser`."""
+
+    def ranker(self, *_: object, **__: object) -> None:
+        """Return None: see `TokenChooser`."""

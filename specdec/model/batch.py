@@ -120,9 +120,9 @@ class GeneratingRunner(Runner, Protocol):
         What is chosen is what the forward of each batch and `chooser` on its logits give.
 
         Args:
-            slices: chains; block tables cover the further tokens but the last as well.
+            slices: block tables cover the further tokens but the last as well.
             num_more: of each slice, tokens wanted behind the one of its last row. Each costs a forward, in
-                which all slices that still want one take part; 0 where there is no logit row.
+                which all slices that still want one take part; 0 where there is no logit row, and of trees.
             chooser: knows the sequences by their order in `slices`.
 
         Returns:

@@ -254,14 +254,14 @@ class CompiledForward:
         incoming: Incoming | None = None,
         observation: Observation | None = None,
     ) -> Generated | None:
-        """See `ForwardGraphs.try_generate`: None when nothing is compiled, and for trees.
+        """See `ForwardGraphs.try_generate`: None when nothing is compiled, and for tokens behind a tree.
 
         Raises:
             IndexError: a token id is not in the vocabulary.
         """
         if self._forward is None or self._caches is None:
             return None
-        if any(piece.parents is not None for piece in slices):
+        if any(more and piece.parents is not None for piece, more in zip(slices, num_more, strict=True)):
             return None
         if any(self._has_no_table(piece, more) for piece, more in zip(slices, num_more, strict=True)):
             return None

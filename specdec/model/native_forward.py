@@ -423,7 +423,7 @@ class NativeForward:
         incoming: torch.Tensor | None = None,
         observation: Observation | None = None,
     ) -> Generated:
-        """Run chains and choose tokens from their logits; see `GeneratingRunner.try_generate`.
+        """Run slices and choose tokens from their logits; see `GeneratingRunner.try_generate`.
 
         With `incoming` (see `run`) there is one forward: `num_more` is 0 everywhere. The first forward is the
         one that is observed.
@@ -433,7 +433,7 @@ class NativeForward:
         """
         token_ids = array("q", chain.from_iterable(piece.token_ids for piece in slices))
         described = array("q")
-        tables: list[array[int]] = []  # they must live as long as the call
+        kept: list[array[int]] = []  # they must live as long as the call
         num_logit_rows = num_tokens = 0
         block_size = caches[0].block_size
         for piece, more in zip(slices, num_more, strict=True):
@@ -442,10 +442,13 @@ class NativeForward:
                 table = array("i", table)
             assert piece.start + num_rows + more <= len(table) * block_size, "the block table ends too early"
             assert piece.num_logit_rows <= num_rows
-            tables.append(table)
+            parents = None if piece.parents is None else array("i", piece.parents)
+            assert parents is None or more == 0, "nothing follows the last row of a tree"
+            kept += (table,) if parents is None else (table, parents)
             described.extend((table.buffer_info()[0], piece.start, num_rows, piece.num_logit_rows, more))
             described.extend(piece.shift or (0, 0))
-            described.append(piece.num_dropped)  # together, `dh::Slice`
+            described.append(piece.num_dropped)
+            described.append(0 if parents is None else parents.buffer_info()[0])  # together, `dh::Slice`
             num_logit_rows += piece.num_logit_rows
             num_tokens += piece.num_logit_rows + more
         self._reserve("rows", len(token_ids))

@@ -122,6 +122,7 @@ def make_draft_model_proposer(
             idle_work=(graphs,),
             prefix_caching=config.cache.enable_prefix_caching,
             rotary=reach.rotary,
+            generating=runner,
         )
     fused_loop: FusedDraftLoop
     idle_work: tuple[IdleWork, ...]

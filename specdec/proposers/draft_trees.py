@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from specdec.core.idle_work import IdleWork
 from specdec.core.proposal import Proposal
-from specdec.model.batch import Runner
+from specdec.model.batch import GeneratingRunner, Runner
 from specdec.model.rotary import RotaryRule
 from specdec.proposers.branches import HeldBranch
 from specdec.proposers.draft_model import DraftModelProposer
@@ -42,8 +42,12 @@ class TreeDraftProposer(DraftModelProposer):
         rotary: RotaryRule | None = None,
         name: str = "draft_model",
         states: PrefixStates | None = None,
+        generating: GeneratingRunner | None = None,
     ) -> None:
-        """Draft trees of `shape`; for everything else see `DraftModelProposer`."""
+        """Draft trees of `shape`; for everything else see `DraftModelProposer`.
+
+        `generating` is the runner where it may rank tokens itself.
+        """
         sampling = sampling.for_trees(shape)
         super().__init__(
             runner,
@@ -61,7 +65,12 @@ class TreeDraftProposer(DraftModelProposer):
         )
         self._shape = shape
         self._loop = TreeDraftLoop(
-            RunnerNodes(runner), sampler, vocab_size, sampling, uses_confidence=shape.uses_confidence
+            RunnerNodes(runner),
+            sampler,
+            vocab_size,
+            sampling,
+            uses_confidence=shape.uses_confidence,
+            generating=generating,
         )
         self.capabilities = replace(
             self.capabilities, shape="tree", sampled=not sampling.is_deterministic, looks_ahead=False

@@ -15,11 +15,11 @@ import torch
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.proposal import NoiseStream
-from specdec.model.batch import Runner, SequenceSlice
+from specdec.model.batch import GeneratingRunner, Runner, SequenceSlice
 from specdec.proposers.draft_loop import ChainStart, shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.sampling.noise_rows import gumbel_tokens, row_keys
-from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import TokenChooser
 from specdec.tree.growth import Child, GrowingTree, TokenTree
 from specdec.tree.topology import ROOT
@@ -155,13 +155,16 @@ class TreeDraftLoop:
         sampling: DraftSampling,
         *,
         uses_confidence: bool,
+        generating: GeneratingRunner | None = None,
     ) -> None:
         """Draft with `reader`; tokens from `vocab_size` on are never drafted.
 
         Children of a node are, in this order, the tokens of highest noisy score where the noise is the
         target's, draws without replacement where `sampling` gives q rows, and else the likeliest tokens.
+        `generating` is the runner where it may rank them itself, a call for a level.
         """
         self._reader = reader
+        self._generating = generating
         self._sampler = sampler
         self._vocab_size = min(vocab_size, reader.vocab_size)
         self._gives_q_rows = sampling.gives_q_rows
@@ -177,11 +180,11 @@ class TreeDraftLoop:
             for number, (start, growth) in enumerate(zip(starts, growths, strict=True))
         ]
         active = [sprout for sprout in sprouts if sprout is not None]
-        logits_RV = self._reader.read_prefixes(starts)
+        children = self._children_behind(active, starts)
         while active:
-            active = self._grow(active, logits_RV[:, : self._vocab_size])
+            active = _grown(active, children)
             if active:
-                logits_RV = self._reader.read_nodes(active)
+                children = self._children_behind(active)
         return [
             None if sprout is None else sprout.drafted(has_q_rows=self._gives_q_rows) for sprout in sprouts
         ]
@@ -190,8 +193,53 @@ class TreeDraftLoop:
         """Whether children depend on paths; draws are shown node by node, whatever they come from."""
         return self._reader.sees_paths or self._gives_q_rows or start.changes_logits
 
-    def _grow(self, sprouts: Sequence[Sprout], logits_RV: torch.Tensor) -> list[Sprout]:
-        """Hand every tree its new children; return those that go on."""
+    def _children_behind(
+        self, sprouts: Sequence[Sprout], starts: Sequence[ChainStart] | None = None
+    ) -> list[list[Child]]:
+        """Read a level; return what may come behind each of its nodes, tree after tree.
+
+        With `starts` that is the first level: these are read.
+        """
+        children = self._try_children(sprouts, starts)
+        if children is not None:
+            return children
+        reader = self._reader
+        logits_RV = reader.read_nodes(sprouts) if starts is None else reader.read_prefixes(starts)
+        return self._children_of(sprouts, logits_RV[:, : self._vocab_size]) if sprouts else []
+
+    def _try_children(
+        self, sprouts: Sequence[Sprout], starts: Sequence[ChainStart] | None
+    ) -> list[list[Child]] | None:
+        """See `_children_behind`: None, where not all of it is compiled.
+
+        K/V that were written all the same are those that the reader writes.
+        """
+        if self._generating is None or not sprouts or any(sprout.start.changes_logits for sprout in sprouts):
+            return None
+        has_sampled = any(not sprout.start.params.is_greedy for sprout in sprouts)
+        if self._gives_q_rows and has_sampled:
+            return None  # what is drawn from is wanted too
+        if starts is None:
+            slices = [sprout.slice() for sprout in sprouts]
+            starts = [sprout.start for sprout in sprouts]
+        else:
+            slices = [start.first_slice() for start in starts]
+        ranker = self._sampler.ranker(
+            [SequenceSampling(start.params, start.seed) for start in starts],
+            self._vocab_size,
+            self._stream,
+            num=self._num_ranked(sprouts, has_sampled=has_sampled),
+            num_rows=sum(piece.num_logit_rows for piece in slices),
+            has_confidence=self._uses_confidence,
+        )
+        if ranker is None:
+            return None
+        if self._generating.try_generate(slices, [0] * len(slices), ranker.chooser) is None:
+            return None
+        return [[Child(*pair) for pair in its] for its in ranker.ranked()]
+
+    def _children_of(self, sprouts: Sequence[Sprout], logits_RV: torch.Tensor) -> list[list[Child]]:
+        """Return what may come behind each node, given the logits there."""
         rows = SamplingRows.build(
             [
                 RowSpec(
@@ -205,17 +253,11 @@ class TreeDraftLoop:
             ],
             logits_RV.device,
         )
-        children = iter(self._children(self._shaped(sprouts, logits_RV), rows, sprouts))
-        left: list[Sprout] = []
-        for sprout in sprouts:
-            its_children = [next(children) for _ in sprout.rows]
-            asked = sprout.growth.grow(
-                its_children if sprout.sees_paths else its_children * len(sprout.asked)
-            )
-            if asked:
-                sprout.read_on(asked)
-                left.append(sprout)
-        return left
+        return self._children(self._shaped(sprouts, logits_RV), rows, sprouts)
+
+    def _num_ranked(self, sprouts: Sequence[Sprout], *, has_sampled: bool) -> int:
+        num = max(sprout.growth.num_children for sprout in sprouts)
+        return max(num, _MIN_RANKED) if self._uses_confidence and has_sampled else num
 
     def _shaped(self, sprouts: Sequence[Sprout], logits_RV: torch.Tensor) -> torch.Tensor:
         """Return the logits as the requests want them changed behind each row's own path."""
@@ -240,9 +282,7 @@ class TreeDraftLoop:
         self, logits_RV: torch.Tensor, rows: SamplingRows, sprouts: Sequence[Sprout]
     ) -> list[list[Child]]:
         """Return, for every row, what may come next."""
-        num = max(sprout.growth.num_children for sprout in sprouts)
-        if self._uses_confidence and rows.has_sampled:
-            num = max(num, _MIN_RANKED)
+        num = self._num_ranked(sprouts, has_sampled=rows.has_sampled)
         ranked = self._sampler.ranked(logits_RV, rows, num, self._stream)
         if self._gives_q_rows and rows.has_sampled:
             ranked = self._drawn(ranked, logits_RV, rows, sprouts)
@@ -308,3 +348,16 @@ class TreeDraftLoop:
             [Child(*pair) for pair in zip(its, scores, strict=False)]
             for its, scores in zip(ranked, scores_RN.tolist(), strict=True)
         ]
+
+
+def _grown(sprouts: Sequence[Sprout], children: Sequence[list[Child]]) -> list[Sprout]:
+    """Hand every tree its new children; return those that go on."""
+    its_rows = iter(children)
+    left: list[Sprout] = []
+    for sprout in sprouts:
+        its_children = [next(its_rows) for _ in sprout.rows]
+        asked = sprout.growth.grow(its_children if sprout.sees_paths else its_children * len(sprout.asked))
+        if asked:
+            sprout.read_on(asked)
+            left.append(sprout)
+    return left

@@ -55,6 +55,9 @@ class MadeUpChooser(Sampler):
         native = self._native
         return None if native is None else native.chooser(sequences, vocab_size, stream, is_made_up=True)
 
+    def ranker(self, *_: object, **__: object) -> None:
+        """Return None: guesses are made up row by row."""
+
 
 def _places(rows: SamplingRows) -> list[tuple[int, int]]:
     """Return seed and position of each row."""

@@ -7,6 +7,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,7 @@ class NativeTokenFunction:
         library = load_library(SOURCE, resolve_cache_dir(cache_dir))
         self._choose = _address(library.drafthouse_choose)
         self._choose_made_up = _address(library.drafthouse_choose_made_up)
+        self._rank = _address(library.drafthouse_rank)
         self._sample_rows = library.drafthouse_sample_rows
         self._sample_rows.restype = None
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -94,20 +96,69 @@ class NativeTokenFunction:
         is_made_up: bool = False,
     ) -> NativeChooser:
         """Return the function for other compiled code to call; see `Sampler.chooser`, and `made_up`."""
-        parameters = array(
-            "b",
-            b"".join(
-                [
-                    _PARAMETERS.pack(
-                        seed, top_k_of(params), params.temperature, params.top_p, log_min_p_of(params)
-                    )
-                    for params, seed in sequences
-                ]
-            ),
-        )
+        parameters = _packed(sequences)
         given = array("Q", (parameters.buffer_info()[0], vocab_size, STREAM_TAGS[stream]))
         choose = self._choose_made_up if is_made_up else self._choose
         return NativeChooser(choose, given.buffer_info()[0], (given, parameters))
+
+    def ranker(
+        self,
+        sequences: Sequence[SequenceSampling],
+        vocab_size: int,
+        stream: NoiseStream | None,
+        *,
+        num: int,
+        num_rows: int,
+        has_confidence: bool,
+    ) -> NativeRanker:
+        """Return the function for other compiled code to call; see `Sampler.ranker`."""
+        parameters = _packed(sequences)
+        token_ids = array("q", (_NOTHING,)) * (num_rows * num)
+        log_confidences = array("f", (0.0,)) * (num_rows * num)
+        given = array(
+            "Q",
+            (
+                *(parameters.buffer_info()[0], vocab_size, STREAM_TAGS[stream or "target"]),
+                *(stream is not None, num, token_ids.buffer_info()[0]),
+                log_confidences.buffer_info()[0] if has_confidence else 0,
+            ),
+        )  # `RankerParameters` in the C++ source
+        chooser = NativeChooser(self._rank, given.buffer_info()[0], (given, parameters))
+        return NativeRanker(chooser, num, token_ids, log_confidences)
+
+
+class NativeRanker(NamedTuple):
+    """Compiled code that ranks tokens where others choose one, and room for what it finds."""
+
+    chooser: NativeChooser
+    """For the forward to call: what is chosen is the first of the ranked."""
+    num: int
+    token_ids: array[int]
+    log_confidences: array[float]
+
+    def ranked(self) -> list[list[tuple[int, float]]]:
+        """Return (token, log confidence) of each row, the best first, once the forward has run."""
+        found: list[list[tuple[int, float]]] = []
+        for first in range(0, len(self.token_ids), self.num):
+            ids = self.token_ids[first : first + self.num].tolist()
+            count = ids.index(_NOTHING) if _NOTHING in ids else self.num
+            found.append(list(zip(ids[:count], self.log_confidences[first : first + count], strict=True)))
+        return found
+
+
+def _packed(sequences: Sequence[SequenceSampling]) -> array[int]:
+    """Return what `Parameters` of the C++ source says of each."""
+    return array(
+        "b",
+        b"".join(
+            [
+                _PARAMETERS.pack(
+                    seed, top_k_of(params), params.temperature, params.top_p, log_min_p_of(params)
+                )
+                for params, seed in sequences
+            ]
+        ),
+    )
 
 
 def _address(function: object) -> int:

@@ -91,6 +91,9 @@ class ParallelSampler:
         """Return None: ranks have to talk to each other before they can choose."""
         return None
 
+    def ranker(self, *_: object, **__: object) -> None:
+        """Return None, as `chooser` does."""
+
     def ranked(
         self, logits_RV: torch.Tensor, rows: SamplingRows, num: int, stream: NoiseStream | None = "target"
     ) -> list[list[int]]:

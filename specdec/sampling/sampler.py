@@ -25,7 +25,7 @@ from specdec.core.outputs import TokenLogprobs
 from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import LogprobsMode, SamplingParams
 from specdec.model.batch import NativeChooser
-from specdec.sampling.native import NativeTokenFunction
+from specdec.sampling.native import NativeRanker, NativeTokenFunction
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.transforms import scores_of
@@ -104,6 +104,28 @@ class TokenChooser(Protocol):
             sequences: those of the forward, in their order.
             vocab_size: tokens from here on are never chosen.
             stream: noise to use, as in `sample`.
+        """
+        ...
+
+    def ranker(
+        self,
+        sequences: Sequence[SequenceSampling],
+        vocab_size: int,
+        stream: NoiseStream | None,
+        *,
+        num: int,
+        num_rows: int,
+        has_confidence: bool,
+    ) -> NativeRanker | None:
+        """Return what ranks tokens as `ranked_tokens` does for a compiled forward, if there is such a form.
+
+        Args:
+            sequences: those of the forward, in their order.
+            vocab_size: tokens from here on are never ranked.
+            stream: by what the token function compares, noise of this stream included; None: by probability.
+            num: most tokens per row.
+            num_rows: logit rows of the forward.
+            has_confidence: whether the log of how likely each token is thought to stand is wanted (else 0).
         """
         ...
 
@@ -190,6 +212,23 @@ class Sampler:
     ) -> NativeChooser | None:
         """See `TokenChooser`; None where it is not compiled."""
         return None if self._native is None else self._native.chooser(sequences, vocab_size, stream)
+
+    def ranker(
+        self,
+        sequences: Sequence[SequenceSampling],
+        vocab_size: int,
+        stream: NoiseStream | None,
+        *,
+        num: int,
+        num_rows: int,
+        has_confidence: bool,
+    ) -> NativeRanker | None:
+        """See `TokenChooser`; None where it is not compiled."""
+        if self._native is None:
+            return None
+        return self._native.ranker(
+            sequences, vocab_size, stream, num=num, num_rows=num_rows, has_confidence=has_confidence
+        )
 
 
 def _as_native(logits_RV: torch.Tensor) -> torch.Tensor:

@@ -490,7 +490,7 @@ class Generation {
       sequences_[kept] = sequences_[s];
       targets_[kept] = target;
       slices_[kept++] = {slice.block_table, slice.start + slice.num_rows, 1, 1, slice.num_more - 1, slice.shift,
-                          slice.shift_end, slice.num_dropped};
+                          slice.shift_end, slice.num_dropped, nullptr};
     }
     slices_.resize(kept);
   }

@@ -1,7 +1,7 @@
 // Slices of sequences laid out as one flat batch, and tokens chosen from its logits.
 //
 // specdec/model/native_forward.py mirrors `Slice` and `Chooser`; specdec/attention/metadata.py describes
-// the arrays and lays out what this does not: trees, padding, other devices.
+// the arrays and lays out what this does not: padding, other devices.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +22,7 @@ struct Slice {
   int64_t shift;           // added to the position ids that the model is given, at positions below shift_end
   int64_t shift_end;
   int64_t num_dropped;     // tokens of the sequence before these that the block table leaves out
+  const int32_t* parents;  // of its rows: an earlier one, -1: what is before them; null: each follows the one before
 };
 
 // Chooses tokens from fp32 logits; the caller brings it along, with what it needs to know.
@@ -38,7 +39,7 @@ struct Chooser {
   static constexpr int64_t kNone = -1;
 };
 
-// The arrays of one flat batch of chains.
+// The arrays of one flat batch.
 class Layout {
  public:
   void build(const std::vector<Slice>& slices, int block_size) {
@@ -49,18 +50,30 @@ class Layout {
     position_ids_.clear();
     absolute_.clear();
     logit_rows_.clear();
-    int64_t longest = 0;
-    for (const Slice& slice : slices) longest = std::max(longest, slice.start + slice.num_rows);
+    int64_t longest = 0, num_rows = 0, most_rows = 0;
+    bool has_trees = false;
+    for (const Slice& slice : slices) {
+      longest = std::max(longest, slice.start + slice.num_rows);
+      num_rows += slice.num_rows;
+      most_rows = std::max(most_rows, slice.num_rows);
+      has_trees |= slice.parents != nullptr;
+    }
+    mask_width_ = has_trees ? int(most_rows) : 0;
+    mask_.assign(num_rows * mask_width_, 0);
     table_width_ = int((longest + block_size - 1) / block_size);
     block_tables_.assign(slices.size() * table_width_, 0);
     for (size_t s = 0; s < slices.size(); ++s) {
       const Slice& slice = slices[s];
       const int64_t end = slice.start + slice.num_rows;
       std::copy_n(slice.block_table, (end + block_size - 1) / block_size, &block_tables_[s * table_width_]);
+      const int64_t first_row = int64_t(positions_.size());
       for (int64_t at = slice.start; at < end; ++at) {
         slots_.push_back(int64_t(slice.block_table[at / block_size]) * block_size + at % block_size);
-        positions_.push_back(at);
-        const int64_t position = at + slice.num_dropped;
+        const int64_t row = at - slice.start, parent = slice.parents == nullptr ? row - 1 : slice.parents[row];
+        // Siblings stand at the same position, wherever their K/V are.
+        positions_.push_back(parent < 0 ? slice.start : positions_[first_row + parent] + 1);
+        if (has_trees) see_path(first_row, row, parent);
+        const int64_t position = positions_.back() + slice.num_dropped;
         absolute_.push_back(position);
         position_ids_.push_back(position < slice.shift_end ? position + slice.shift : position);
       }
@@ -73,19 +86,28 @@ class Layout {
 
   Step step() const {
     return {query_start_.data(), context_lens_.data(), block_tables_.data(), slots_.data(), positions_.data(),
-            nullptr, int32_t(positions_.size()), int32_t(context_lens_.size()), table_width_, 0, {}};
+            mask_width_ == 0 ? nullptr : mask_.data(), int32_t(positions_.size()), int32_t(context_lens_.size()),
+            table_width_, mask_width_, {}};
   }
 
-  // What the model is given; `Step::positions` are the places in the block table.
+  // What the model is given; `Step::positions` are, of chains, the places in the block table.
   const std::vector<int64_t>& position_ids() const { return position_ids_; }
   // Places in the sequence.
   const std::vector<int64_t>& absolute() const { return absolute_; }
   const std::vector<int64_t>& logit_rows() const { return logit_rows_; }
 
  private:
+  // A row sees what its parent sees, and itself.
+  void see_path(int64_t first_row, int64_t row, int64_t parent) {
+    uint8_t* sees = &mask_[(first_row + row) * mask_width_];
+    if (parent >= 0) std::copy_n(&mask_[(first_row + parent) * mask_width_], parent + 1, sees);
+    sees[row] = 1;
+  }
+
   std::vector<int32_t> query_start_, context_lens_, block_tables_;
   std::vector<int64_t> slots_, positions_, position_ids_, absolute_, logit_rows_;
-  int table_width_ = 0;
+  std::vector<uint8_t> mask_;
+  int table_width_ = 0, mask_width_ = 0;
 };
 
 }  // namespace dh

@@ -326,6 +326,34 @@ int64_t rank_row(const float* logits, int64_t size, const Row& row, bool with_no
     return kept.count + cut.count;
 }
 
+// Log of how likely each of a row's ranked tokens is thought to stand: its probability before any cut; with
+// noise, by how far its noisy score is above those of the others.
+void rate(const float* logits, int64_t size, const Row& row, bool with_noise, const Choice* best, int64_t count,
+          float* log_confidences) {
+    if (count == 0) return;
+    const bool is_greedy = row.temperature == 0.0f;
+    const int64_t padded = (size + kBlock - 1) / kBlock * kBlock;
+    const float* scores = scores_of(logits, size, padded, peak_of(logits, size), is_greedy ? 1.0f : row.temperature);
+    double lanes[kBlock] = {};
+    for (int64_t begin = 0; begin < padded; begin += kBlock) {
+        for (int64_t j = 0; j < kBlock; ++j) lanes[j] += exp_of(std::max(scores[begin + j], kNoMass));
+    }
+    double mass = 0.0;
+    for (double lane : lanes) mass += lane;
+    const float log_mass = static_cast<float>(std::log(mass));
+    for (int64_t i = 0; i < count; ++i) log_confidences[i] = scores[best[i].token] - log_mass;
+    if (!with_noise || is_greedy) return;
+    float top = kNever;
+    for (int64_t i = 0; i < count; ++i) {
+        log_confidences[i] += noise(static_cast<uint32_t>(mix64(row.key + (best[i].token + 1) * kWeyl) >> 32));
+        top = std::max(top, log_confidences[i]);
+    }
+    double sum = 0.0;
+    for (int64_t i = 0; i < count; ++i) sum += std::exp(static_cast<double>(log_confidences[i] - top));
+    const float log_sum = top + static_cast<float>(std::log(sum));
+    for (int64_t i = 0; i < count; ++i) log_confidences[i] -= log_sum;
+}
+
 // What a request asks for; native.py packs it.
 struct Parameters {
     uint64_t seed;
@@ -347,6 +375,14 @@ struct ChooserParameters {
     const Parameters* sequences;
     int64_t vocab_size;  // tokens from here on are never chosen
     uint64_t stream_tag;
+};
+
+struct RankerParameters {
+    ChooserParameters chooser;
+    int64_t with_noise;
+    int64_t num;             // tokens per row
+    int64_t* token_ids;      // [rows][num], -1 where there are no more
+    float* log_confidences;  // [rows][num]; null: nobody asks
 };
 
 }  // namespace
@@ -394,7 +430,25 @@ void drafthouse_choose(const void* parameters, const float* logits, int64_t row_
     }
 }
 
-// The same, for measurements: at the same cost, but what comes out is made up (sampling/made_up.py).
+// As drafthouse_choose, for whoever wants several tokens of a row; the best of them stands for the choice.
+void drafthouse_rank(const void* parameters, const float* logits, int64_t row_stride, int64_t first, int64_t last,
+                     const int32_t* sequences, const int64_t* positions, int64_t* token_ids) {
+    const auto& with = *static_cast<const RankerParameters*>(parameters);
+    thread_local std::vector<Choice> best;
+    best.resize(with.num);
+    for (int64_t r = first; r < last; ++r) {
+        const Row row = row_of(with.chooser.sequences[sequences[r]], positions[r], with.chooser.stream_tag);
+        const float* its = logits + r * row_stride;
+        const int64_t size = with.chooser.vocab_size;
+        const int64_t count = rank_row(its, size, row, with.with_noise != 0, best.data(), with.num);
+        for (int64_t i = 0; i < with.num; ++i) with.token_ids[r * with.num + i] = i < count ? best[i].token : -1;
+        if (with.log_confidences != nullptr)
+            rate(its, size, row, with.with_noise != 0, best.data(), count, with.log_confidences + r * with.num);
+        token_ids[r] = count > 0 ? best[0].token : -1;
+    }
+}
+
+// As drafthouse_choose, for measurements: at the same cost, but what comes out is made up (sampling/made_up.py).
 void drafthouse_choose_made_up(const void* parameters, const float* logits, int64_t row_stride, int64_t first,
                                int64_t last, const int32_t* sequences, const int64_t* positions, int64_t* token_ids) {
     drafthouse_choose(parameters, logits, row_stride, first, last, sequences, positions, token_ids);

@@ -62,14 +62,16 @@ class TreeSetting(Setting):
     def proposer(self, models: Models, architecture: str) -> Proposer:
         same = self.drafter == "same model"
         loaded = models.load(architecture) if same else models.load("llama", 1)
+        runner = self.runner(loaded, self.num_blocks)
         return TreeDraftProposer(
-            self.runner(loaded, self.num_blocks),
+            runner,
             self.sampler(),
             SHAPES[self.shape],
             vocab_size=VOCAB_SIZE,
             max_read_tokens=max(self.chunk, 8),
             eos_token_ids=loaded.eos_token_ids,
             rotary=loaded.rotary,
+            generating=runner if self.compiled else None,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -23,8 +24,13 @@ from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_loop import ChainStart, NativeDraftLoop, StepwiseDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.sampling.rows import SequenceSampling
+from specdec.proposers.draft_sampling import SHARED_NOISE
+from specdec.proposers.tree_loop import RunnerNodes, TreeDraftLoop
+from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import Sampler
+from specdec.tree.dynamic import DynamicTree
+from specdec.tree.growth import TreeShape
+from specdec.tree.static import StaticTree
 from tests.architectures import VOCAB_SIZE, save_model
 from tests.specdec.proposers.ahead_contract import EOS, AheadContract
 from tests.specdec.proposers.contract import ProposerContract, view
@@ -278,11 +284,44 @@ class TestGenerating:
         assert generated is not None
         assert generated.token_ids[1:] == [NO_TOKEN] * 4
 
-    def test_trees_are_left_to_others(self, runner_of: RunnerOf, sampler: Sampler) -> None:
+    @pytest.mark.parametrize("num_dropped", [0, 40])
+    def test_tokens_of_trees_and_chains_side_by_side(
+        self, runner_of: RunnerOf, sampler: Sampler, num_dropped: int
+    ) -> None:
+        """A tree behind a part of the prompt, and siblings that stand at one position."""
+        params = SamplingParams(temperature=1.3)
+        prompt = SequenceSlice(token_ids=[9, 8], start=0, block_table=[3, 9, 12], num_logit_rows=0)
+        slices = [
+            SequenceSlice(token_ids=range(20, 31), start=0, block_table=[4, 5, 6], num_logit_rows=2),
+            SequenceSlice(
+                token_ids=[30, 5, 6, 7, 6, 8],
+                start=2,
+                block_table=[3, 9, 12],
+                num_logit_rows=5,
+                parents=[-1, 0, 1, 1, 0, 3],
+                num_dropped=num_dropped,
+            ),
+        ]
+        runner, stepwise = runner_of("float32"), runner_of("float32")
+        runner.forward([prompt])
+        stepwise.forward([prompt])
+        chooser = sampler.chooser([SequenceSampling(params, 3), SequenceSampling(params, 4)], VOCAB_SIZE)
+        assert chooser is not None
+        generated = runner.try_generate(slices, [0, 0], chooser)
+        assert generated is not None
+        specs = [RowSpec(params, 3, 10, 2), RowSpec(params, 4, num_dropped + 3, 5, [1, 2, 2, 1, 3])]
+        expected = sampler.sample(stepwise.forward(slices), SamplingRows.build(specs))
+        assert generated.token_ids == expected.token_ids.tolist()
+        as_chain = [slices[0], replace(slices[1], parents=None)]
+        generated = runner.try_generate(as_chain, [0, 0], chooser)
+        assert generated is not None
+        assert generated.token_ids != expected.token_ids.tolist(), "negative control"
+
+    def test_nothing_is_generated_behind_trees(self, runner_of: RunnerOf, sampler: Sampler) -> None:
         tree = SequenceSlice(
             token_ids=[5, 6, 7], start=0, block_table=[3], num_logit_rows=3, parents=[-1, 0, 0]
         )
-        assert runner_of("float32").try_generate([tree], [0], self.chooser(sampler, 1)) is None
+        assert runner_of("float32").try_generate([tree], [1], self.chooser(sampler, 1)) is None
 
     def test_a_token_outside_the_vocabulary_is_an_error(self, runner_of: RunnerOf, sampler: Sampler) -> None:
         runner = runner_of("float32")
@@ -297,6 +336,52 @@ class TestGenerating:
         assert runner.try_generate([piece], [1], self.chooser(sampler, 1)) is not None
         with pytest.raises(AssertionError, match="block table"):
             runner.try_generate([piece], [2], self.chooser(sampler, 1))
+
+
+TREES: dict[str, TreeShape] = {
+    "static": StaticTree.of_widths([3, 2, 1], (0.5, 0.2, 0.1)),
+    "dynamic": DynamicTree(top_k=3, depth=4),
+}
+
+
+@pytest.mark.parametrize("kind", ["float32", "poisoned"])
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 90])
+@pytest.mark.parametrize("shape", TREES)
+def test_trees_are_those_of_the_stepwise_loop(
+    runner_of: RunnerOf, sampler: Sampler, shape: str, vocab_size: int, kind: str
+) -> None:
+    """Ragged batches, mixed budgets and parameters, several tokens to catch up on."""
+    runner = runner_of(kind)
+    fused, stepwise = (
+        TreeDraftLoop(
+            RunnerNodes(its),
+            sampler,
+            vocab_size,
+            SHARED_NOISE,
+            uses_confidence=shape == "dynamic",
+            generating=generating,
+        )
+        for its, generating in ((runner, runner), (runner_of(kind), None))
+    )
+    sequences = Sequences(seed=vocab_size)
+    num_tokens = num_branches = 0
+    for _ in range(15):
+        chosen, starts = sequences.starts()
+        starts = [start._replace(budget=min(start.budget, 5)) for start in starts]
+        growths = [
+            [TREES[shape].begin(2 * start.budget) if start.budget else None for start in starts]
+            for _ in range(2)
+        ]
+        trees = fused.draft(starts, growths[0])
+        assert trees == stepwise.draft(starts, growths[1])
+        for tree in trees:
+            if tree is not None:
+                num_tokens += len(tree.tree.token_ids)
+                num_branches += len(set(tree.tree.parents)) < len(tree.tree.parents)
+                assert all(token < vocab_size for token in tree.tree.token_ids)
+        sequences.advance(chosen, [()] * len(chosen))
+    assert num_tokens > 100
+    assert num_branches > 10
 
 
 class MustBeFused(NativeDraftLoop):
