@@ -27,16 +27,32 @@ class Parted(NamedTuple):
 
 def part(works: Sequence[TargetWork], num_own: Sequence[int], logits: torch.Tensor) -> Parted:
     """Tell rows apart, given how many of each work are its own: those beside come behind them."""
-    own: list[torch.Tensor] = []
-    beside: list[torch.Tensor] = []
+    own, beside = _places(works, num_own)
+    return Parted(_joined([logits[rows] for rows in own]), _joined([logits[rows] for rows in beside]))
+
+
+def part_tokens(
+    works: Sequence[TargetWork], num_own: Sequence[int], token_ids: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Tell tokens that were chosen at all rows apart, as `part` does with their logits."""
+    own, beside = _places(works, num_own)
+    return [one for rows in own for one in token_ids[rows]], [
+        one for rows in beside for one in token_ids[rows]
+    ]
+
+
+def _places(works: Sequence[TargetWork], num_own: Sequence[int]) -> tuple[list[slice], list[slice]]:
+    """Return where the own rows of each work are, and the answered ones beside them."""
+    own: list[slice] = []
+    beside: list[slice] = []
     first = 0
     for work, number in zip(works, num_own, strict=True):
-        own.append(logits[first : first + number])
+        own.append(slice(first, first + number))
         first += number
         if work.beside is not None:
             first += work.beside.num_rows
-            beside.append(logits[first - work.beside.num_answered : first])
-    return Parted(_joined(own), _joined(beside))
+            beside.append(slice(first - work.beside.num_answered, first))
+    return own, beside
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -54,25 +70,34 @@ def with_answers(
 
     Penalties and grammars have no say in them.
     """
-    numbers = [0 if work.beside is None else work.beside.num_answered for work in works]
     specs = [
         _spec(work, sampling, number)
-        for work, sampling, number in zip(works, sequences, numbers, strict=True)
+        for work, sampling, number in zip(works, sequences, map(_num_answered, works), strict=True)
         if number
     ]
     if not specs:
         return tuple(results)
     chosen = sampler.sample(logits, SamplingRows.build(specs, logits.device))
-    token_ids: list[int] = chosen.token_ids.masked_fill(~chosen.finite, NO_TOKEN).tolist()
-    told: list[WorkResult] = []
+    return told(results, works, chosen.token_ids.masked_fill(~chosen.finite, NO_TOKEN).tolist())
+
+
+def told(
+    results: Sequence[WorkResult], works: Sequence[TargetWork], token_ids: Sequence[int]
+) -> tuple[WorkResult, ...]:
+    """Return results that tell the tokens chosen at the answered rows beside, those of all works."""
+    telling: list[WorkResult] = []
     first = 0
-    for result, number in zip(results, numbers, strict=True):
+    for result, number in zip(results, map(_num_answered, works), strict=True):
         answers = tuple(token_ids[first : first + number])
         first += number
         if answers and NO_TOKEN not in answers:
             result = msgspec.structs.replace(result, beside=answers)
-        told.append(result)
-    return tuple(told)
+        telling.append(result)
+    return tuple(telling)
+
+
+def _num_answered(work: TargetWork) -> int:
+    return 0 if work.beside is None else work.beside.num_answered
 
 
 def _spec(work: TargetWork, sampling: SequenceSampling, number: int) -> RowSpec:

@@ -283,7 +283,7 @@ class LocalTarget:
             observation = self._watch.ask(step.works, self._scores_of(step.works))
         generated = self._try_generate(step.works, slices, observation)
         if generated is not None:
-            results = self._results(step.works, generated.token_ids)
+            results = self._told(step.works, generated.token_ids)
             forward_s, sample_s = generated.forward_s, generated.choose_s
         else:
             started_s = time.perf_counter()
@@ -318,6 +318,13 @@ class LocalTarget:
             sample_s=sample_s,
             kv_generation=self._runner.kv_generation,
         )
+
+    def _told(self, works: Sequence[TargetWork], token_ids: list[int]) -> tuple[WorkResult, ...]:
+        """Share out tokens that were chosen at all rows, those beside included."""
+        if all(work.beside is None for work in works):
+            return self._results(works, token_ids)
+        own, answers = beside.part_tokens(works, list(map(_num_logit_rows, works)), token_ids)
+        return beside.told(self._results(works, own), works, answers)
 
     def _scores_of(self, works: Sequence[TargetWork]) -> list[BlockScores | None]:
         return [self._sequences[work.request_id].scores for work in works]
