@@ -9,6 +9,7 @@ tests take a pool that only they have.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -125,6 +126,8 @@ class _Process:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
+        # Imports may ask torch whether there is a GPU: that must not start CUDA, which survives no fork.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         # What fails to be imported there is imported later: it only takes longer.
         context.set_forkserver_preload(["tests.specdec.engine.ranked_engines"])
         self.pipe, theirs = context.Pipe()
