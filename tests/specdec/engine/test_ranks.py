@@ -168,7 +168,7 @@ def test_same_tokens_when_the_target_drafts_for_itself(
 
 
 @pytest.mark.parametrize(
-    ("size", "method"), [(2, "draft_model"), (4, "ngram")], ids=["2-draft_model", "4-ngram"]
+    ("size", "method"), [(2, "draft_model"), pytest.param(4, "ngram", marks=pytest.mark.full)]
 )
 def test_same_tokens_with_shaped_logits(
     rank_pool: Pools, folder_of: Callable[[str], Path], size: int, method: str
@@ -202,7 +202,7 @@ def test_rules_decide_the_same_over_ranks(
 
 
 @pytest.mark.parametrize(
-    ("size", "method"), [(2, "draft_model"), (4, "ngram")], ids=["2-draft_model", "4-ngram"]
+    ("size", "method"), [(2, "draft_model"), pytest.param(4, "ngram", marks=pytest.mark.full)]
 )
 def test_same_tokens_with_a_grammar(rank_pool: Pools, tmp_path: Path, size: int, method: str) -> None:
     """Each rank masks the columns that it has."""
