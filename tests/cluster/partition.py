@@ -254,10 +254,10 @@ async def a_target_node_loses_power(world: World) -> str:
     world.network.isolate(SECOND)
     began_s = time.monotonic()
     world.network.kill(SECOND)
-    world.network.join(SECOND)
     noticed_s = await world.groups_serving(1)
     await world.load.more(2 * NUM_CLIENTS)
     pause_s = world.load.longest_pause_s
+    world.network.join(SECOND)
     await asyncio.to_thread(start_node, world.network, SECOND, TARGET_SLOT)
     await world.groups_serving(2)
     back_s = time.monotonic() - began_s

@@ -47,6 +47,7 @@ def test_streams_outlive_the_network(model_folders: tuple[Path, Path], scenarios
             )
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+    sys.stdout.write(done.stdout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
     assert "every one right" in done.stdout
     assert all(f"{scenario}: " in done.stdout for scenario in scenarios)

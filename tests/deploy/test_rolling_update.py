@@ -78,5 +78,6 @@ def test_no_request_fails(models: Path, room: int, scenario: str) -> None:
         timeout=3400,
         check=False,
     )
+    sys.stdout.write(result.stdout)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     assert "updated without a failed request" in result.stdout
