@@ -84,7 +84,7 @@ DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
             r"paths: path \[0, 1\] comes before \[0, 0\], or without it",
         ),
         ({"tree": {"shape": "dynamic", "widths": [2]}}, "tree.dynamic.widths"),
-        ({"tree": DYNAMIC, "method": "ngram", "model": None}, "dynamic is .* method ngram has neither: leave"),
+        ({"tree": DYNAMIC, "method": "ngram", "model": None}, "dynamic is .* method ngram has neither"),
         (
             {"tree": DYNAMIC, "method": "self", "model": None},
             "dynamic may read more nodes than it proposes.*method self has no room",
