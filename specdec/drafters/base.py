@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from specdec.attention.base import LayerAttention
 from specdec.drafters.attention import Attends
 from specdec.drafters.vocabulary import DraftVocabulary
+from specdec.model.layer_map import LayerMap
 
 FINAL_NORM = -1
 """Stands among `hidden_layers` for the state behind the target's final norm, which its LM head reads (see
@@ -36,6 +37,7 @@ class TargetParts:
     vocab_size: int
     """Rows of the LM head."""
     num_layers: int
+    """That do something (`model.layer_map`): hidden states are counted by these."""
     embeddings: nn.Module
     final_norm: nn.Module
     head: nn.Module
@@ -60,7 +62,7 @@ class TargetParts:
             config=config,
             hidden_size=int(config.hidden_size),
             vocab_size=weight.shape[0],
-            num_layers=int(config.num_hidden_layers),
+            num_layers=LayerMap.of_model(config).num_original_layers,
             embeddings=embeddings,
             final_norm=norm,
             head=head,

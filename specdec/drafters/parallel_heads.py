@@ -22,7 +22,7 @@ class ParallelHeads(IndependentHeads):
 
     def __init__(self, target: TargetParts, *, num_heads: int) -> None:
         super().__init__(target)
-        first = target.num_layers
+        first = int(target.config.num_hidden_layers)
         family = block_family(target.config, first + num_heads)
         self.extra_heads = nn.ModuleList(family.make_layer(first + index) for index in range(num_heads))
         self.rotary = family.rotary

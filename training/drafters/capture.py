@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.core.errors import ResourceError
 from specdec.drafters.base import FINAL_NORM, TargetParts
+from specdec.model.layer_map import LayerMap
 
 _DTYPE = torch.bfloat16
 
@@ -27,6 +28,8 @@ class Capture:
         self.parts = TargetParts.of(model)
         self.layers = tuple(layers)
         assert all(layer < self.parts.num_layers for layer in layers), "the last layer's is behind the norm"
+        kept = LayerMap.of_model(model.config)
+        self._places = [layer if layer <= 0 else kept.layers_for(layer) for layer in layers]
 
     @property
     def width(self) -> int:
@@ -51,7 +54,7 @@ class Capture:
         base: Any = self.model.base_model
         output = base(tokens.to(self.model.device), output_hidden_states=True, use_cache=False)
         final = output.last_hidden_state
-        chosen = [final if layer == FINAL_NORM else output.hidden_states[layer] for layer in self.layers]
+        chosen = [final if place == FINAL_NORM else output.hidden_states[place] for place in self._places]
         return final if self._is_final else torch.cat([*chosen, final], dim=-1)
 
     @torch.no_grad()

@@ -52,7 +52,7 @@ def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | No
             raise keys.wrong("mtp_num_hidden_layers", "one such module is supported")
         return _fit(Mtp(target), folder, _qwen_name, "mtp.", dtype)
     found = sorted({int(match.group(1)) for name in folder.shapes if (match := _DEEPSEEK.match(name))})
-    first = target.num_layers
+    first = int(target.config.num_hidden_layers)
     if not found:
         raise CheckpointError(
             f"{folder.path}: the weights hold no MTP modules (model.layers.{first}.eh_proj.weight or {_QWEN})"

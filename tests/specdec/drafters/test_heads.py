@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -133,6 +135,12 @@ def test_the_targets_last_layer_as_a_parallel_head_is_the_target(
 def test_hydra_reads_an_earlier_layer_where_it_is_told_to(target: Target) -> None:
     assert Hydra(target.parts, num_heads=1).hidden_layers == (FINAL_NORM,)
     assert Hydra(target.parts, num_heads=1, hidden_state_offset=1).hidden_layers == (LAYERS - 1,)
+
+
+def test_layers_that_do_nothing_are_not_counted(make_target: Callable[..., Target]) -> None:
+    inflated = make_target(num_hidden_layers=2 * LAYERS, drafthouse_layer_positions=list(range(0, 8, 2)))
+    assert ParallelHeads(inflated.parts, num_heads=1).hidden_layers == (LAYERS - 1,)
+    assert Hydra(inflated.parts, num_heads=1, hidden_state_offset=1).hidden_layers == (LAYERS - 1,)
 
 
 def test_parts_of_the_target_are_not_parameters(target: Target) -> None:

@@ -171,10 +171,10 @@ def tree_config(shape: StaticTree) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        ("hydra++", CHAIN),
-        ("parallel_heads", CHAIN),
-        ("medusa", TREE),
         ("hydra++", TREE),
+        pytest.param("hydra++", CHAIN, marks=pytest.mark.full),
+        pytest.param("parallel_heads", CHAIN, marks=pytest.mark.full),
+        pytest.param("medusa", TREE, marks=pytest.mark.full),
         pytest.param("hydra", TREE, marks=pytest.mark.full),
         pytest.param("parallel_heads", TREE, marks=pytest.mark.full),
     ],
@@ -204,12 +204,12 @@ STATIC = {"tree": {"shape": "static", "widths": list(WIDTHS)}, "num_speculative_
 @pytest.mark.parametrize(
     ("kind", "sampling", "more"),
     [
-        ("hydra++", "plain", {}),
-        ("parallel_heads", "penalties", {}),
-        ("medusa", "cut", DYNAMIC),
-        ("medusa", "plain", STATIC),
         ("hydra++", "plain", DYNAMIC),
         ("hydra++", "greedy", {"cache_blocks": 12}),
+        pytest.param("hydra++", "plain", {}, marks=pytest.mark.full),
+        pytest.param("parallel_heads", "penalties", {}, marks=pytest.mark.full),
+        pytest.param("medusa", "cut", DYNAMIC, marks=pytest.mark.full),
+        pytest.param("medusa", "plain", STATIC, marks=pytest.mark.full),
         pytest.param("hydra", "penalties", STATIC, marks=pytest.mark.full),
         pytest.param("parallel_heads", "cut", DYNAMIC, marks=pytest.mark.full),
         pytest.param("parallel_heads", "greedy", {"cache_blocks": 12}, marks=pytest.mark.full),
@@ -235,6 +235,7 @@ def test_nothing_of_it_shows(
     assert metrics.num_accepted_tokens > 10
 
 
+@pytest.mark.full
 def test_trees_of_the_targets_noise_pay_for_sampled_texts(
     bench: Bench, folder_of: Callable[[str], Path]
 ) -> None:
@@ -289,7 +290,7 @@ def test_rules_that_look_at_probabilities_get_them(
     ("kind", "target", "more"),
     [
         ("hydra++", {"tensor_parallel_size": 2}, {}),
-        ("parallel_heads", {"pipeline_parallel_size": 2}, {}),
+        pytest.param("parallel_heads", {"pipeline_parallel_size": 2}, {}, marks=pytest.mark.full),
         pytest.param("parallel_heads", {"tensor_parallel_size": 2}, {}, marks=pytest.mark.full),
         pytest.param("hydra", {"tensor_parallel_size": 2}, STATIC, marks=pytest.mark.full),
         pytest.param("hydra++", {"pipeline_parallel_size": 2}, DYNAMIC, marks=pytest.mark.full),

@@ -39,7 +39,12 @@ from tests.specdec.drafters.conftest import HIDDEN, randomize, tiny_config
 from tests.specdec.proposers.contract import FrozenView, ProposerContract, view
 
 VOCAB, NUM_HEADS = 24, 3
-KINDS = ["medusa", "hydra", "hydra++", "parallel_heads"]
+KINDS = [
+    "medusa",
+    "hydra++",
+    pytest.param("hydra", marks=pytest.mark.full),
+    pytest.param("parallel_heads", marks=pytest.mark.full),
+]
 PLAIN, SHAPED = SamplingParams(), SamplingParams(repetition_penalty=2.5, presence_penalty=1.0)
 GREEDY = SamplingParams(temperature=0.0)
 STATIC = StaticTree.of_widths((3, 2, 1, 1), (0.5, 0.3, 0.1))
