@@ -18,10 +18,10 @@ from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
-from specdec.engine import beside
 from specdec.engine.attention_watch import AttentionWatch
 from specdec.engine.judge import Judge
 from specdec.engine.kept_rows import KeptRows
+from specdec.engine.rows_beside import part_logits, with_answers_beside
 from specdec.engine.self_drafter import SelfDrafter
 from specdec.engine.target_drafting import DraftedStep, TargetDrafting, with_draft, with_told_drafts
 from specdec.engine.work_rows import (
@@ -285,7 +285,7 @@ class LocalTarget:
             logits_beside: torch.Tensor | None = None
             if any(work.beside is not None for work in step.works):
                 num_own = list(map(_num_logit_rows, step.works))
-                logits, logits_beside = beside.part(step.works, num_own, logits)
+                logits, logits_beside = part_logits(step.works, num_own, logits)
             scores: _PromptScores = {}
             if any(work.scored_token_ids for work in step.works):
                 logits, scores = self._score(step.works, logits)
@@ -294,7 +294,7 @@ class LocalTarget:
                 results = _with_scores(results, scores)
             if logits_beside is not None:
                 sequences = [self._sequences[work.request_id].sampling for work in step.works]
-                results = beside.with_answers(results, step.works, sequences, logits_beside, self._sampler)
+                results = with_answers_beside(results, step.works, sequences, logits_beside, self._sampler)
             sample_s = time.perf_counter() - started_s - forward_s
         if self.hidden is not None:
             for work in step.works:

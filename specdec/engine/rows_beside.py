@@ -16,7 +16,7 @@ from specdec.sampling.sampler import TokenChooser
 from specdec.tree.topology import topology_of
 
 
-class Parted(NamedTuple):
+class PartedLogits(NamedTuple):
     """The logits of a step."""
 
     own: torch.Tensor
@@ -25,7 +25,7 @@ class Parted(NamedTuple):
     """Rows beside that are answered."""
 
 
-def part(works: Sequence[TargetWork], num_own: Sequence[int], logits: torch.Tensor) -> Parted:
+def part_logits(works: Sequence[TargetWork], num_own: Sequence[int], logits: torch.Tensor) -> PartedLogits:
     """Tell rows apart, given how many of each work are its own: those beside come behind them."""
     own: list[torch.Tensor] = []
     beside: list[torch.Tensor] = []
@@ -36,14 +36,14 @@ def part(works: Sequence[TargetWork], num_own: Sequence[int], logits: torch.Tens
         if work.beside is not None:
             first += work.beside.num_rows
             beside.append(logits[first - work.beside.num_answered : first])
-    return Parted(_joined(own), _joined(beside))
+    return PartedLogits(_joined(own), _joined(beside))
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
-def with_answers(
+def with_answers_beside(
     results: Sequence[WorkResult],
     works: Sequence[TargetWork],
     sequences: Sequence[SequenceSampling],
