@@ -18,10 +18,10 @@ from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
-from specdec.engine import beside
 from specdec.engine.attention_watch import AttentionWatch
 from specdec.engine.judge import Judge
 from specdec.engine.kept_rows import KeptRows
+from specdec.engine.rows_beside import part_logits, part_tokens, with_answers_beside, with_told_beside
 from specdec.engine.self_drafter import SelfDraft, SelfDrafter
 from specdec.engine.target_drafting import DraftedStep, TargetDrafting, with_draft, with_told_drafts
 from specdec.engine.work_rows import (
@@ -293,7 +293,7 @@ class LocalTarget:
             logits_beside: torch.Tensor | None = None
             if any(work.beside is not None for work in step.works):
                 num_own = list(map(_num_logit_rows, step.works))
-                logits, logits_beside = beside.part(step.works, num_own, logits)
+                logits, logits_beside = part_logits(step.works, num_own, logits)
             scores: _PromptScores = {}
             if any(work.scored_token_ids for work in step.works):
                 logits, scores = self._score(step.works, logits)
@@ -302,7 +302,7 @@ class LocalTarget:
                 results = _with_scores(results, scores)
             if logits_beside is not None:
                 sequences = [self._sequences[work.request_id].sampling for work in step.works]
-                results = beside.with_answers(results, step.works, sequences, logits_beside, self._sampler)
+                results = with_answers_beside(results, step.works, sequences, logits_beside, self._sampler)
             sample_s = time.perf_counter() - started_s - forward_s
         if self.hidden is not None:
             for work in step.works:
@@ -323,8 +323,8 @@ class LocalTarget:
         """Share out tokens that were chosen at all rows, those beside included."""
         if all(work.beside is None for work in works):
             return self._results(works, token_ids)
-        own, answers = beside.part_tokens(works, list(map(_num_logit_rows, works)), token_ids)
-        return beside.told(self._results(works, own), works, answers)
+        own, answers = part_tokens(works, list(map(_num_logit_rows, works)), token_ids)
+        return with_told_beside(self._results(works, own), works, answers)
 
     def _scores_of(self, works: Sequence[TargetWork]) -> list[BlockScores | None]:
         return [self._sequences[work.request_id].scores for work in works]

@@ -16,7 +16,7 @@ from specdec.sampling.sampler import TokenChooser
 from specdec.tree.topology import topology_of
 
 
-class Parted(NamedTuple):
+class PartedLogits(NamedTuple):
     """The logits of a step."""
 
     own: torch.Tensor
@@ -25,16 +25,16 @@ class Parted(NamedTuple):
     """Rows beside that are answered."""
 
 
-def part(works: Sequence[TargetWork], num_own: Sequence[int], logits: torch.Tensor) -> Parted:
+def part_logits(works: Sequence[TargetWork], num_own: Sequence[int], logits: torch.Tensor) -> PartedLogits:
     """Tell rows apart, given how many of each work are its own: those beside come behind them."""
     own, beside = _places(works, num_own)
-    return Parted(_joined([logits[rows] for rows in own]), _joined([logits[rows] for rows in beside]))
+    return PartedLogits(_joined([logits[rows] for rows in own]), _joined([logits[rows] for rows in beside]))
 
 
 def part_tokens(
     works: Sequence[TargetWork], num_own: Sequence[int], token_ids: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Tell tokens that were chosen at all rows apart, as `part` does with their logits."""
+    """Tell tokens that were chosen at all rows apart, as `part_logits` does with their logits."""
     own, beside = _places(works, num_own)
     return [one for rows in own for one in token_ids[rows]], [
         one for rows in beside for one in token_ids[rows]
@@ -59,7 +59,7 @@ def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
-def with_answers(
+def with_answers_beside(
     results: Sequence[WorkResult],
     works: Sequence[TargetWork],
     sequences: Sequence[SequenceSampling],
@@ -78,10 +78,10 @@ def with_answers(
     if not specs:
         return tuple(results)
     chosen = sampler.sample(logits, SamplingRows.build(specs, logits.device))
-    return told(results, works, chosen.token_ids.masked_fill(~chosen.finite, NO_TOKEN).tolist())
+    return with_told_beside(results, works, chosen.token_ids.masked_fill(~chosen.finite, NO_TOKEN).tolist())
 
 
-def told(
+def with_told_beside(
     results: Sequence[WorkResult], works: Sequence[TargetWork], token_ids: Sequence[int]
 ) -> tuple[WorkResult, ...]:
     """Return results that tell the tokens chosen at the answered rows beside, those of all works."""
