@@ -115,6 +115,25 @@ def test_kept_hidden_states_and_the_targets_own_writing(
     assert written.stat().st_size > 6 * 24 * 8
 
 
+def test_weights_are_stored_as_they_are_asked_for(
+    model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method="eagle", **(TINY | {"steps": 1}))
+    report = train_drafter(recipe, options(target_folder, texts, tmp_path, stored_dtype="bfloat16"))
+    assert {one.dtype for one in load_file(tmp_path / "out" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    assert report["acceptance"]["0.0"]["texts"] == 2
+    plain = options(target_folder, texts, tmp_path / "plain", eval_texts=0)
+    train_drafter(recipe, plain)
+    for rounded, exact in zip(
+        load_file(tmp_path / "out" / "model.safetensors").values(),
+        load_file(tmp_path / "plain" / "out" / "model.safetensors").values(),
+        strict=True,
+    ):
+        assert torch.equal(rounded, exact.to(torch.bfloat16))
+
+
 def test_eagle3_of_a_part_of_the_vocabulary_in_both_layouts(
     model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:
