@@ -42,6 +42,7 @@ def test_every_recipe_is_what_the_command_takes(tmp_path: Path, monkeypatch: pyt
         assert options.out == tmp_path / "out" / method
         assert options.work == tmp_path / "work" / method
         assert options.keeps_hidden
+        assert options.start_from == (tmp_path / "target" if method == "mtp" else None)
         assert options.stored_dtype == "bfloat16"
         assert options.checkpoint_every_s == 30
         assert recipe.steps >= 100
