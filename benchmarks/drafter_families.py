@@ -132,7 +132,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(name="mtp_reused", lengths=(1, 2, 4), needs="heads", heads="mtp", settings={"method": "mtp"}),
 )
 """In the order of tables. `mtp` drafts with the target's own module, which was trained for one token ahead;
-`mtp_reused` with one that was trained for every depth."""
+`mtp_reused` with that one trained further, for every depth."""
 
 
 def families_of(names: tuple[str, ...]) -> tuple[Family, ...]:

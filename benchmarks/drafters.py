@@ -1,6 +1,6 @@
 """Every family of drafters side by side, on one target, in one engine, beside plain decoding.
 
-    python -m benchmarks.drafters --json benchmarks/results/drafters.json             # about two hours
+    python -m benchmarks.drafters --json benchmarks/results/drafters.json             # some hours
     python -m benchmarks.drafters --json benchmarks/results/drafters.json --resume    # the rest of a run
     python -m benchmarks.drafters --family eagle3 --family medusa                     # some of them
     python -m benchmarks.drafters --quick                                             # under five minutes
@@ -16,13 +16,14 @@ seeds; only decoding counts, prompts are read before. Numbers over classes are g
     reached           [i]: share of these passes in which draft token i stands
     possible          tokens_per_pass T(1) / (T_draft + T(n + 1))
     share_of_possible speedup over plain decoding / possible, pair by pair
+    possible_if_free  tokens_per_pass T(1) / T(n + 1)
 
 T are bare forwards of the target at this batch, with nothing around them, timed amid the turns: of one row
 for each sequence, and of the n + 1 rows that a round has on average (between those of no draft and of a whole
 one). T_draft is what drafting takes in a round, by the engine's clock: a drafter that is slow makes little
-possible, and `draft_cost`, T_draft / T(1), shows it. So the share is what planning, sampling, committing and
-moving K/V leave of a speedup. It may exceed 1, because plain rounds pay for sampling and planning once for
-each token.
+possible, and `draft_cost`, T_draft / T(1), shows it, as does how far `possible` is below `possible_if_free`.
+So the share is what planning, sampling, committing and moving K/V leave of a speedup. It may exceed 1: plain
+rounds pay for sampling and planning once for each token.
 
 `memory_bytes` is what is there beside the target and its K/V: weights, packed ones included, and K/V and
 hidden states for as many tokens as the target has room for. Families whose heads were not trained yet

@@ -108,6 +108,7 @@ def _in_detail(cells: Sequence[Cell]) -> list[str]:
         "speedup",
         *classes,
         "possible",
+        "if drafts were free",
         "share",
     )
     for one in alone:
@@ -127,6 +128,7 @@ def _in_detail(cells: Sequence[Cell]) -> list[str]:
                 f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})",
                 *(f"{one['classes'][name]['speedup']['median']:.2f}" for name in classes),
                 f"{one['possible']['median']:.2f}",
+                f"{one['possible_if_free']['median']:.2f}",
                 f"{share['median']:.2f}",
             )
         )

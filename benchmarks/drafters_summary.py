@@ -61,11 +61,15 @@ class Round:
             draft_s=counted.drafts.draft_s / counted.num_rounds,
         )
 
-    def possible(self, parts: Mapping[str, float], num_draft_tokens: int) -> float:
-        """Return the speedup that this allows, given bare forwards of no draft and of a whole one."""
+    def possible(self, parts: Mapping[str, float], num_draft_tokens: int, *, is_free: bool = False) -> float:
+        """Return the speedup that this allows, given bare forwards of no draft and of a whole one.
+
+        With `is_free`, if drafts cost nothing.
+        """
         plain_s = parts["plain_s"]
         verify_s = plain_s + (parts["verify_s"] - plain_s) * self.drafted_per_pass / num_draft_tokens
-        return self.tokens_per_pass * plain_s / (self.draft_s + verify_s)
+        draft_s = 0.0 if is_free else self.draft_s
+        return self.tokens_per_pass * plain_s / (draft_s + verify_s)
 
 
 def summarise(batch: int, num_draft_tokens: int, runs: Runs) -> dict[str, Any]:
@@ -81,6 +85,7 @@ def summarise(batch: int, num_draft_tokens: int, runs: Runs) -> dict[str, Any]:
         "tokens_per_pass": _geometric_mean(one["tokens_per_pass"] for one in classes.values()),
         "possible": _over_classes(one["possible"] for one in classes.values()),
         "share_of_possible": _over_classes(one["share_of_possible"] for one in classes.values()),
+        "possible_if_free": _over_classes(one["possible_if_free"] for one in classes.values()),
         "reached": _means([one["reached"] for one in classes.values()]),
         "draft_cost": sum(draft_s) / len(draft_s) / plain_s.median,
         "bare": {
@@ -100,9 +105,9 @@ def _of_class(
     counts = total.drafts
     passes, rounds = total.num_rounds * batch, total.num_rounds
     speedup = turns.ratio("drafted", "plain")
-    possible = [
-        Round.of(one, batch).possible(its, num_draft_tokens) for one, its in zip(drafted, parts, strict=True)
-    ]
+    rounds_and_parts = [(Round.of(one, batch), its) for one, its in zip(drafted, parts, strict=True)]
+    possible = [one.possible(its, num_draft_tokens) for one, its in rounds_and_parts]
+    if_free = [one.possible(its, num_draft_tokens, is_free=True) for one, its in rounds_and_parts]
     shares = [measured / its for measured, its in zip(speedup.values, possible, strict=True)]
     return {
         "tokens_per_s": turns.rates("plain", "drafted"),
@@ -113,6 +118,7 @@ def _of_class(
         "reached": [accepted / passes for accepted in counts.accepted[:num_draft_tokens]],
         "possible": PairedRatio(tuple(possible)),
         "share_of_possible": PairedRatio(tuple(shares)),
+        "possible_if_free": PairedRatio(tuple(if_free)),
         "round_ms": {
             "draft": 1e3 * counts.draft_s / rounds,
             "verify": 1e3 * counts.verify_s / rounds,
@@ -181,7 +187,20 @@ def short_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
     """Lay out all cells for people."""
     classes = list(cells[0]["classes"]) if cells else []
-    table = Table("cell", "k", "tok/pass", "reached", "draft cost", "MB", "speedup", "", *classes, "share")
+    table = Table(
+        "cell",
+        "k",
+        "tok/pass",
+        "reached",
+        "draft cost",
+        "MB",
+        "speedup",
+        "",
+        *classes,
+        "possible",
+        "free",
+        "share",
+    )
     for one in cells:
         ratio = one["speedup"]
         table.add_row(
@@ -194,6 +213,8 @@ def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
             f"{ratio.median:.2f}",
             f"{ratio.lower:.2f}-{ratio.upper:.2f}",
             *(f"{one['classes'][name]['speedup'].median:.2f}" for name in classes),
+            f"{one['possible'].median:.2f}",
+            f"{one['possible_if_free'].median:.2f}",
             f"{one['share_of_possible'].median:.2f}",
         )
     return table

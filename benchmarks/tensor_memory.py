@@ -35,8 +35,8 @@ def live_tensor_bytes() -> int:
 
 def _extent(tensor: torch.Tensor) -> _Extent:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset())
-    return _Extent(start * tensor.element_size(), (start + int(last) + 1) * tensor.element_size())
+    start, each = int(tensor.storage_offset()), tensor.element_size()
+    return _Extent(start * each, (start + int(last) + 1) * each)
 
 
 def _covered(extents: set[_Extent]) -> int:

@@ -30,13 +30,16 @@ CHECKPOINT_EVERY_S = 30
 _EVERYWHERE = ("--row-length", "512", "--batch-rows", "8", "--keep-hidden", "--stored-dtype", "bfloat16")
 RECIPES: Mapping[str, tuple[str, ...]] = {
     # Each of these heads has an LM head of its own, 2 MB: what is in models/ is to stay small.
-    "medusa": ("--steps", "600", "--depth", "2"),
-    "hydra": ("--steps", "600", "--depth", "2"),
-    "eagle": ("--steps", "700"),
-    "eagle3": ("--steps", "350", "--depth", "3", "--draft-vocab-size", "2048"),
-    "mtp": ("--steps", "400", "--depth", "3"),
+    "medusa": ("--steps", "800", "--depth", "2"),
+    "hydra": ("--steps", "800", "--depth", "2"),
+    "eagle": ("--steps", "1000"),
+    "eagle3": ("--steps", "400", "--depth", "3", "--draft-vocab-size", "2048"),
+    "mtp": ("--steps", "550", "--depth", "3", "--matrix-lr", "5e-4", "--vector-lr", "3e-4"),
 }
 """By method: what `drafthouse train` is told beside target, texts and folders."""
+
+CONTINUES_TARGET = ("mtp",)
+"""Methods that train further what the target brings along."""
 
 
 def command(
@@ -50,6 +53,7 @@ def command(
         *("--checkpoint-every", str(CHECKPOINT_EVERY_S)),
         *_EVERYWHERE,
         *RECIPES[method],
+        *(("--start-from", str(target)) if method in CONTINUES_TARGET else ()),
         *changes,
     ]
 

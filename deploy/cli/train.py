@@ -48,6 +48,10 @@ def train(
         int, typer.Option(help="Train on so many rows that the target writes itself; 0: on the texts.")
     ] = 0,
     sample_temperature: Annotated[float, typer.Option(help="Of --samples.")] = 0.7,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(help="Train the weights of this folder further; mtp: may be the target's own folder."),
+    ] = None,
     keep_hidden: Annotated[
         bool, typer.Option("--keep-hidden", help="Keep the target's hidden states in WORK.")
     ] = False,
@@ -120,6 +124,7 @@ def train(
         device=device,
         samples=samples,
         sample_temperature=sample_temperature,
+        start_from=start_from,
         keeps_hidden=keep_hidden,
         layout=layout,
         stored_dtype=stored_dtype,

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.core.errors import ConfigError, ResourceError
-from specdec.drafters.base import TargetParts
+from specdec.drafters.base import Drafter, TargetParts
+from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.model.checkpoint import open_checkpoint, outline_of
 from specdec.model.loader import load_tokenizer
 from training.drafters.acceptance import evaluate_acceptance
@@ -47,6 +48,9 @@ class TrainOptions:
     samples: int = 0
     """Rows of the target's own writing to train on instead of the texts, which only begin them."""
     sample_temperature: float = 0.7
+    start_from: Path | None = None
+    """Folder of a drafter of the same kind and shapes for this target (mtp: the target's own), whose weights
+    are trained further; None: new ones."""
     keeps_hidden: bool = False
     """Keep hidden states on disk, for later epochs and runs."""
     layout: CheckpointLayout = "published"
@@ -86,10 +90,14 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
         )
     counts = torch.bincount(rows.tokens.flatten())
     training = make_training(recipe, TargetParts.of(model), counts)
+    if options.start_from is not None:
+        _start_from(training.drafter, options.start_from)
     capture = Capture(model, training.drafter.hidden_layers)
     drafter = training.drafter.to(model.device)
     name = outline_of(open_checkpoint(options.target))
-    _require_same_run(options.work, {**asdict(recipe), "target": name, "rows": _digest(rows.tokens)})
+    described = {**asdict(recipe), "target": name, "rows": _digest(rows.tokens)}
+    described["start_from"] = None if options.start_from is None else str(options.start_from)
+    _require_same_run(options.work, described)
     kept = KeptStates(options.work / "hidden", capture, rows.tokens, name) if options.keeps_hidden else None
     run = TrainingRun(
         recipe.method,
@@ -126,6 +134,29 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
         )
     (options.out / EVALUATION_FILE).write_text(json.dumps(report, indent=2) + "\n")
     return report
+
+
+def _start_from(drafter: Drafter, folder: Path) -> None:
+    """Give a drafter the weights of another.
+
+    Raises:
+        ConfigError: that is of another kind, or of other shapes.
+        CheckpointError: the folder cannot be read.
+    """
+    other = load_drafter(folder, drafter.target)
+    if type(other) is not type(drafter):
+        raise ConfigError(
+            f"--start-from {folder} holds {type(other).__name__}, not {type(drafter).__name__}: leave it out"
+        )
+    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in other.state_dict().items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ConfigError(
+                f"--start-from {folder}: {name} is {found.get(name)} there, and {wanted.get(name)} here: "
+                "give the options that it was trained with"
+            )
+    drafter.load_state_dict(other.state_dict())
 
 
 def _store(training: Training, options: TrainOptions) -> None:

@@ -115,6 +115,46 @@ def test_kept_hidden_states_and_the_targets_own_writing(
     assert written.stat().st_size > 6 * 24 * 8
 
 
+def test_weights_are_stored_as_they_are_asked_for(
+    model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method="eagle", **(TINY | {"steps": 1}))
+    report = train_drafter(recipe, options(target_folder, texts, tmp_path, stored_dtype="bfloat16"))
+    assert {one.dtype for one in load_file(tmp_path / "out" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    assert report["acceptance"]["0.0"]["texts"] == 2
+    plain = options(target_folder, texts, tmp_path / "plain", eval_texts=0)
+    train_drafter(recipe, plain)
+    for rounded, exact in zip(
+        load_file(tmp_path / "out" / "model.safetensors").values(),
+        load_file(tmp_path / "plain" / "out" / "model.safetensors").values(),
+        strict=True,
+    ):
+        assert torch.equal(rounded, exact.to(torch.bfloat16))
+
+
+def test_weights_can_be_trained_further(target_folder: Path, texts: Path, tmp_path: Path) -> None:
+    recipe = DrafterRecipe(method="mtp", **(TINY | {"steps": 20}))
+    first = options(target_folder, texts, tmp_path / "first", eval_texts=0)
+    train_drafter(recipe, first)
+    further = options(target_folder, texts, tmp_path / "further", eval_texts=0, start_from=first.out)
+    train_drafter(recipe, further)
+    anew, ended = (losses(tmp_path / "first")[at]["d1"] for at in (0, -1))
+    assert losses(tmp_path / "further")[0]["d1"] < (anew + ended) / 2
+    with pytest.raises(ConfigError, match="start_from"):
+        train_drafter(recipe, dataclasses.replace(further, start_from=None))
+    eagle = DrafterRecipe(method="eagle", **TINY)
+    with pytest.raises(ConfigError, match="holds Mtp, not Eagle"):
+        train_drafter(eagle, options(target_folder, texts, tmp_path / "other", start_from=first.out))
+    medusa = DrafterRecipe(method="medusa", **(TINY | {"steps": 1}))
+    heads = options(target_folder, texts, tmp_path / "heads", eval_texts=0)
+    train_drafter(medusa, heads)
+    wider = dataclasses.replace(medusa, depth=4)
+    with pytest.raises(ConfigError, match=r"heads.3.0.linear.bias is None there, and \(16,\) here"):
+        train_drafter(wider, options(target_folder, texts, tmp_path / "wider", start_from=heads.out))
+
+
 def test_eagle3_of_a_part_of_the_vocabulary_in_both_layouts(
     model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:

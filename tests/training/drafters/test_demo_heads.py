@@ -1,0 +1,106 @@
+"""The recipes of the demo target's heads: commands that `drafthouse train` takes, run once each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks.drafter_families import FAMILIES
+from deploy.cli.main import app
+from scripts import train_demo_heads
+from scripts.train_demo_heads import RECIPES, command, share_hidden_states, write_texts
+from training.drafters import train
+from training.drafters.recipe import DrafterRecipe
+from training.drafters.train import TrainOptions
+
+
+def test_every_recipe_is_what_the_command_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, tuple[DrafterRecipe, TrainOptions]] = {}
+
+    def note(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any]:
+        seen[recipe.method] = recipe, options
+        return {"elapsed_s": 0.0}
+
+    monkeypatch.setattr(train, "train_drafter", note)
+    for method in RECIPES:
+        target, texts = tmp_path / "target", tmp_path / "texts.jsonl"
+        _, *arguments = command(
+            method, target=target, texts=texts, out=tmp_path / "out", work=tmp_path / "work"
+        )
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    assert set(seen) == set(RECIPES)
+    kept_alike = {(recipe.row_length, recipe.seed) for recipe, _ in seen.values()}
+    assert len(kept_alike) == 1, "hidden states of the same rows are kept once"
+    for method, (recipe, options) in seen.items():
+        assert options.out == tmp_path / "out" / method
+        assert options.work == tmp_path / "work" / method
+        assert options.keeps_hidden
+        assert options.start_from == (tmp_path / "target" if method == "mtp" else None)
+        assert options.stored_dtype == "bfloat16"
+        assert options.checkpoint_every_s == 30
+        assert recipe.steps >= 100
+    assert seen["eagle3"][0].draft_vocab_size == 2048
+
+
+def test_the_comparison_has_a_family_for_every_recipe() -> None:
+    heads = {family.heads or family.name for family in FAMILIES if family.needs == "heads"}
+    assert heads == set(RECIPES)
+
+
+def test_hidden_states_are_kept_in_one_folder(tmp_path: Path) -> None:
+    for method in ("medusa", "hydra", "medusa"):
+        share_hidden_states(tmp_path, method)
+    (tmp_path / "medusa" / "hidden" / "file").write_text("kept")
+    assert (tmp_path / "hydra" / "hidden" / "file").read_text() == "kept"
+
+
+def test_what_is_finished_is_left_out_and_what_is_cut_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out" / "medusa").mkdir(parents=True)
+    (tmp_path / "out" / "medusa" / "acceptance.json").write_text("{}")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "texts.jsonl").write_text('{"text": "a"}\n')
+    run: list[tuple[list[str], float | None]] = []
+
+    def cut(arguments: list[str], *, check: bool, timeout: float | None) -> None:
+        run.append((arguments, timeout))
+        if len(run) > 1:
+            raise subprocess.TimeoutExpired(arguments, timeout or 0.0)
+
+    monkeypatch.setattr(subprocess, "run", cut)
+    with pytest.raises(typer.Exit) as ended:
+        train_demo_heads.main(
+            only=["medusa", "hydra", "eagle", "mtp"],
+            minutes=5.0,
+            target=tmp_path / "target",
+            out=tmp_path / "out",
+            work=work,
+            threads=1,
+            steps=7,
+        )
+    assert ended.value.exit_code == 0
+    assert [arguments[2] for arguments, _ in run] == ["hydra", "eagle"]
+    assert all(timeout is not None and 0.0 < timeout <= 300.0 for _, timeout in run)
+    arguments = run[0][0]
+    assert arguments[len(arguments) - arguments[::-1].index("--steps")] == "7", "the last one counts"
+    with pytest.raises(typer.BadParameter, match="there is a recipe for medusa, hydra"):
+        train_demo_heads.main(only=["lookahead"], minutes=None, work=work)
+
+
+def test_texts_are_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "work" / "texts.jsonl"
+    write_texts(path)
+    lines = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert 300 < len(lines) < 600
+    path.write_text("mine\n")
+    write_texts(path)
+    assert path.read_text() == "mine\n"
