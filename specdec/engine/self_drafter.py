@@ -50,7 +50,12 @@ class SelfDrafter:
         self._fused = NativeDraftLoop(runner, sampler, runner.vocab_size)
         self._stepwise = StepwiseDraftLoop(runner, sampler, runner.vocab_size)
         self._trees = TreeDraftLoop(
-            RunnerNodes(runner), sampler, runner.vocab_size, SHARED_NOISE, uses_confidence=False
+            RunnerNodes(runner),
+            sampler,
+            runner.vocab_size,
+            SHARED_NOISE,
+            uses_confidence=False,
+            generating=runner,
         )
 
     def draft(
