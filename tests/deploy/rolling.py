@@ -1,11 +1,11 @@
 """Rolling updates under load, for real; run by `test_rolling_update.py`.
 
-python tests/deploy/rolling.py MODELS PORT ROOM SCENARIO
+python tests/deploy/rolling.py MODELS PORT ROOM
 
 MODELS has the folders target, draft, other (another target), damaged (one whose file is cut off) and broken
 (one that workers cannot load). ROOM is the number of places for workers on the one Ray node. Two target
 groups and a draft worker take three, so that an update is made in place; with more, new groups begin beside
-old ones. SCENARIO is one of those below.
+old ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -170,60 +169,14 @@ def ask(url: str, which: int, model: str = "m") -> str:
     return str(answer["choices"][0]["text"])
 
 
-def deploy_first(config: dict[str, Any], url: str) -> dict[int, str]:
-    """Deploy where nothing is; return what is answered to each prompt."""
-    wait_for("RUNNING", deploy(config))
+def scenario(models: Path, url: str) -> None:
+    first = serve_config(models)
+    wait_for("RUNNING", deploy(first))
     until_s = time.monotonic() + 60
     while not httpx.get(f"{url}/health").is_success:
         assert time.monotonic() < until_s
         time.sleep(0.25)
-    return {which: ask(url, which) for which in range(len(_PROMPTS))}
-
-
-def late_directory(models: Path, url: str) -> None:
-    """A model that fails in its worker leaves one target group, and the directory hears of it too late.
-
-    So it goes on a machine that is overloaded: leases of 6 s end, although everybody is there.
-    """
-    first = serve_config(models)
-    of_target = deploy_first(first, url)
-    load = Load(url)
-    broken = changed(first, "target", model=str(models / "broken"))
-    wait_for("DEPLOY_FAILED", deploy(broken), load)
-    assert num_groups(url) == 1
-    process = directory_process()
-    for stopped_s in (9.0, 9.0):
-        os.kill(process, signal.SIGSTOP)
-        time.sleep(stopped_s)
-        os.kill(process, signal.SIGCONT)
-        watched_s = time.monotonic() + 9.0
-        while time.monotonic() < watched_s:
-            load.check()
-            time.sleep(0.25)
-    answers = load.taken()
-    assert {answer == of_target[which] for which, answer in answers} == {True}
-    print(f"the last group of a failed update: {len(answers)} answers, 0 failed")
-    wait_for("RUNNING", deploy(first), load)
-    load.stop()
-    answers = load.taken()
-    assert {answer == of_target[which] for which, answer in answers} == {True}
-    print(f"back again: {len(answers)} answers, 0 failed, groups {num_groups(url)}")
-
-
-def directory_process() -> int:
-    import ray
-
-    from cluster.config import ClusterConfig
-    from cluster.directory_actor import DIRECTORY_NAME
-
-    actor = ray.get_actor(DIRECTORY_NAME, namespace=ClusterConfig().namespace)
-    return int(ray._private.state.actors(actor._actor_id.hex())["Pid"])
-
-
-def updates(models: Path, url: str) -> None:
-    """A drafter, a target, two that fail, and a second model, one after the other."""
-    first = serve_config(models)
-    of_target = deploy_first(first, url)
+    of_target = {which: ask(url, which) for which in range(len(_PROMPTS))}
     load = Load(url)
 
     began_s = time.monotonic()
@@ -281,7 +234,6 @@ def num_groups(url: str) -> int:
 
 def main() -> None:
     models, port, room = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    scenario = {one.__name__: one for one in (updates, late_directory)}[sys.argv[4]]
     temp = Path(tempfile.mkdtemp(prefix="dhru", dir="/tmp"))
     (temp / "ray").mkdir()
     os.environ |= {
