@@ -53,11 +53,11 @@ RECIPES: Mapping[str, Recipe] = {
     "parallel_heads": Recipe(method="parallel_heads", options=("--steps", "600", "--depth", "2")),
     "eagle": Recipe(method="eagle", options=("--steps", "1000")),
     "eagle3": Recipe(
-        method="eagle3", options=("--steps", "400", "--depth", "3", "--draft-vocab-size", "2048")
+        method="eagle3", options=("--steps", "350", "--depth", "3", "--draft-vocab-size", "2048")
     ),
     "mtp": Recipe(
         method="mtp",
-        options=("--steps", "550", "--depth", "3", "--matrix-lr", "5e-4", "--vector-lr", "3e-4"),
+        options=("--steps", "400", "--depth", "3", "--matrix-lr", "5e-4", "--vector-lr", "3e-4"),
         continues_target=True,
     ),
 }
