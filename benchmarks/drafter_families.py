@@ -16,6 +16,8 @@ Needs = Literal["nothing", "draft", "heads", "corpus"]
 PLAIN = "none"
 """Drafts nothing: beside itself, it shows how far the comparison can be trusted."""
 _DYNAMIC = {"shape": "dynamic", "top_k": 4, "depth": 5}
+_TWO_DEEP = {"shape": "static", "widths": [4, 2]}
+"""Of as many depths as the demo target's heads have."""
 _BUDGET = {"budget": 64, "floor": 64}
 
 
@@ -79,6 +81,7 @@ FAMILIES: tuple[Family, ...] = (
         needs="corpus",
         settings={"method": "retrieval", "retrieval": {"shape": "tree"}},
     ),
+    Family(name="lookahead", lengths=(4, 8, 15)),
     Family(name="draft_model", lengths=(1, 2, 4, 6), needs="draft"),
     Family(
         name="draft_model_static",
@@ -109,9 +112,30 @@ FAMILIES: tuple[Family, ...] = (
         settings={"method": "self", "kv": {"policy": "snapkv", **_BUDGET}},
     ),
     Family(name="layerskip", lengths=(1, 2, 4), settings={"exit_layer": 4}),
+    Family(
+        name="layerskip_tree",
+        lengths=(4,),
+        settings={"method": "layerskip", "exit_layer": 4, "tree": {"shape": "static", "widths": [2, 1]}},
+    ),
     Family(name="quantized", lengths=(1, 2, 4), settings={"quantization": "int4"}),
     Family(name="medusa", lengths=(1, 2), needs="heads"),
+    Family(
+        name="medusa_tree",
+        lengths=(4, 12),
+        needs="heads",
+        heads="medusa",
+        settings={"method": "medusa", "tree": _TWO_DEEP},
+    ),
     Family(name="hydra", lengths=(1, 2), needs="heads"),
+    Family(
+        name="hydra_tree",
+        lengths=(4, 12),
+        needs="heads",
+        heads="hydra",
+        settings={"method": "hydra", "tree": _TWO_DEEP},
+    ),
+    Family(name="hydra_plus", lengths=(1, 2), needs="heads", settings={"method": "hydra"}),
+    Family(name="parallel_heads", lengths=(1, 2), needs="heads"),
     Family(name="eagle", lengths=(1, 2, 4), needs="heads"),
     Family(
         name="eagle_tree",

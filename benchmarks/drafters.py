@@ -20,10 +20,10 @@ seeds; only decoding counts, prompts are read before. Numbers over classes are g
 
 T are bare forwards of the target at this batch, with nothing around them, timed amid the turns: of one row
 for each sequence, and of the n + 1 rows that a round has on average (between those of no draft and of a whole
-one). T_draft is what drafting takes in a round, by the engine's clock: a drafter that is slow makes little
-possible, and `draft_cost`, T_draft / T(1), shows it, as does how far `possible` is below `possible_if_free`.
-So the share is what planning, sampling, committing and moving K/V leave of a speedup. It may exceed 1: plain
-rounds pay for sampling and planning once for each token.
+one), with the rows beside drafts that lookahead has. T_draft is what drafting takes in a round, by the
+engine's clock: a drafter that is slow makes little possible, and `draft_cost`, T_draft / T(1), shows it, as
+does how far `possible` is below `possible_if_free`. So the share is what planning, sampling, committing and
+moving K/V leave of a speedup. It may exceed 1: plain rounds pay for sampling and planning for each token.
 
 `memory_bytes` is what is there beside the target and its K/V: weights, packed ones included, and K/V and
 hidden states for as many tokens as the target has room for. Families whose heads were not trained yet
@@ -113,7 +113,7 @@ class Plan:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, a draft behind it included."""
-        return MAX_TOKENS + self.text_tokens + SPARE_TOKENS + 2 * _BLOCK_SIZE
+        return MAX_TOKENS + self.text_tokens + SPARE_TOKENS + 3 * _BLOCK_SIZE
 
     @property
     def num_blocks(self) -> int:
@@ -223,11 +223,13 @@ class Bench:
         lengths = [len(prompt) for prompts in self._prompts.values() for prompt in prompts]
         context = sum(lengths) // len(lengths) + self._plan.tokens_per_prompt // 2
         step = partial(Step, batch=cell.batch, context=context)
+        plain, own = self._plain.target.runner, self._engine.target.runner
+        rows = 1 + self._engine.proposer.capabilities.num_rows_beside
+        plain_s = forward_seconds(plain, step(rows=1), _COST_REPEATS)
         return {
-            "plain_s": forward_seconds(self._plain.target.runner, step(rows=1), _COST_REPEATS),
-            "verify_s": forward_seconds(
-                self._engine.target.runner, step(rows=1 + num_draft_tokens), _COST_REPEATS
-            ),
+            "plain_s": plain_s,
+            "undrafted_s": plain_s if rows == 1 else forward_seconds(own, step(rows=rows), _COST_REPEATS),
+            "verify_s": forward_seconds(own, step(rows=rows + num_draft_tokens), _COST_REPEATS),
         }
 
 

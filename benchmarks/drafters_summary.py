@@ -64,12 +64,12 @@ class Round:
     def possible(self, parts: Mapping[str, float], num_draft_tokens: int, *, is_free: bool = False) -> float:
         """Return the speedup that this allows, given bare forwards of no draft and of a whole one.
 
-        With `is_free`, if drafts cost nothing.
+        With `is_free`, if drafts cost nothing but their rows.
         """
-        plain_s = parts["plain_s"]
-        verify_s = plain_s + (parts["verify_s"] - plain_s) * self.drafted_per_pass / num_draft_tokens
+        base_s = parts["undrafted_s"]
+        verify_s = base_s + (parts["verify_s"] - base_s) * self.drafted_per_pass / num_draft_tokens
         draft_s = 0.0 if is_free else self.draft_s
-        return self.tokens_per_pass * plain_s / (draft_s + verify_s)
+        return self.tokens_per_pass * parts["plain_s"] / (draft_s + verify_s)
 
 
 def summarise(batch: int, num_draft_tokens: int, runs: Runs) -> dict[str, Any]:

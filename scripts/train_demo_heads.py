@@ -1,7 +1,7 @@
 """Train a drafter of every kind for the demo target: `.venv/bin/python scripts/train_demo_heads.py`.
 
-Runs `drafthouse train` once for each of RECIPES, on a quarter of the files that the target was trained on,
-and puts the finished heads, in bfloat16, where `benchmarks.drafters` looks for them: models/demo/heads/NAME.
+Runs `drafthouse train` for the usual ones of RECIPES, on a quarter of the files that the target was trained
+on, and puts the finished heads, in bfloat16, where `benchmarks.drafters` looks for them: models/demo/heads.
 All read the same rows, so what the target makes of them is computed once and kept in runs/heads: up to 6 GB.
 
 It can be stopped at any time, or stops by itself (`--minutes`): the same command goes on with the last
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -28,32 +29,54 @@ EVERY_FILE = 4
 """One of so many files is trained on."""
 CHECKPOINT_EVERY_S = 30
 _EVERYWHERE = ("--row-length", "512", "--batch-rows", "8", "--keep-hidden", "--stored-dtype", "bfloat16")
-RECIPES: Mapping[str, tuple[str, ...]] = {
-    # Each of these heads has an LM head of its own, 2 MB: what is in models/ is to stay small.
-    "medusa": ("--steps", "800", "--depth", "2"),
-    "hydra": ("--steps", "800", "--depth", "2"),
-    "eagle": ("--steps", "1000"),
-    "eagle3": ("--steps", "400", "--depth", "3", "--draft-vocab-size", "2048"),
-    "mtp": ("--steps", "550", "--depth", "3", "--matrix-lr", "5e-4", "--vector-lr", "3e-4"),
-}
-"""By method: what `drafthouse train` is told beside target, texts and folders."""
 
-CONTINUES_TARGET = ("mtp",)
-"""Methods that train further what the target brings along."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What `drafthouse train` is told beside target, texts and folders."""
+
+    method: str
+    options: tuple[str, ...]
+    continues_target: bool = False
+    """Whether what the target brings along is trained further."""
+    is_usual: bool = True
+    """Whether it is trained without being asked for by name."""
+
+
+RECIPES: Mapping[str, Recipe] = {
+    # Each head of the first three has an LM head of its own, 2 MB: what is in models/ is to stay small.
+    "medusa": Recipe(method="medusa", options=("--steps", "800", "--depth", "2")),
+    "hydra": Recipe(method="hydra", options=("--steps", "800", "--depth", "2")),
+    "hydra_plus": Recipe(
+        method="hydra", options=("--steps", "600", "--depth", "2", "--prefix-layer"), is_usual=False
+    ),
+    "parallel_heads": Recipe(method="parallel_heads", options=("--steps", "600", "--depth", "2")),
+    "eagle": Recipe(method="eagle", options=("--steps", "1000")),
+    "eagle3": Recipe(
+        method="eagle3", options=("--steps", "350", "--depth", "3", "--draft-vocab-size", "2048")
+    ),
+    "mtp": Recipe(
+        method="mtp",
+        options=("--steps", "400", "--depth", "3", "--matrix-lr", "5e-4", "--vector-lr", "3e-4"),
+        continues_target=True,
+    ),
+}
+"""By name of the folder of what is made."""
 
 
 def command(
-    method: str, *, target: Path, texts: Path, out: Path, work: Path, changes: Sequence[str] = ()
+    name: str, *, target: Path, texts: Path, out: Path, work: Path, changes: Sequence[str] = ()
 ) -> list[str]:
     """Return the command that trains one of RECIPES; of options given twice the last counts."""
+    recipe = RECIPES[name]
     return [
         str(Path(sys.executable).with_name("drafthouse")),
-        *("train", method, "--target", str(target), "--data", str(texts)),
-        *("--out", str(out / method), "--work", str(work / method)),
+        *("train", recipe.method, "--target", str(target), "--data", str(texts)),
+        *("--out", str(out / name), "--work", str(work / name)),
         *("--checkpoint-every", str(CHECKPOINT_EVERY_S)),
         *_EVERYWHERE,
-        *RECIPES[method],
-        *(("--start-from", str(target)) if method in CONTINUES_TARGET else ()),
+        *recipe.options,
+        *(("--start-from", str(target)) if recipe.continues_target else ()),
         *changes,
     ]
 
@@ -67,9 +90,9 @@ def write_texts(path: Path) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def share_hidden_states(work: Path, method: str) -> None:
+def share_hidden_states(work: Path, name: str) -> None:
     """Let all runs keep hidden states in one folder: files are named by rows, layers and target."""
-    shared, own = work / "hidden", work / method / "hidden"
+    shared, own = work / "hidden", work / name / "hidden"
     shared.mkdir(parents=True, exist_ok=True)
     own.parent.mkdir(parents=True, exist_ok=True)
     if not own.exists():
@@ -90,26 +113,26 @@ def main(
     Example: python scripts/train_demo_heads.py --only eagle --minutes 6
     """
     console = Console(stderr=True)
-    chosen = only or list(RECIPES)
-    unknown = [name for name in chosen if name not in RECIPES]
+    chosen = only or [name for name, recipe in RECIPES.items() if recipe.is_usual]
+    unknown = [one for one in chosen if one not in RECIPES]
     if unknown:
         raise typer.BadParameter(f"--only {unknown[0]}: there is a recipe for {', '.join(RECIPES)}")
     end_s = None if minutes is None else time.monotonic() + 60 * minutes
     texts = work / "texts.jsonl"
     write_texts(texts)
     changes = ["--threads", str(threads), *([] if steps is None else ["--steps", str(steps)])]
-    for method in chosen:
-        if (out / method / "acceptance.json").exists():
-            console.print(f"{method}: finished before, {out / method}")
+    for name in chosen:
+        if (out / name / "acceptance.json").exists():
+            console.print(f"{name}: finished before, {out / name}")
             continue
-        share_hidden_states(work, method)
-        arguments = command(method, target=target, texts=texts, out=out, work=work, changes=changes)
+        share_hidden_states(work, name)
+        arguments = command(name, target=target, texts=texts, out=out, work=work, changes=changes)
         console.print(" ".join(arguments), soft_wrap=True)
         left_s = None if end_s is None else max(1.0, end_s - time.monotonic())
         try:
             subprocess.run(arguments, check=True, timeout=left_s)
         except subprocess.TimeoutExpired:
-            console.print(f"{method}: stopped; the same command goes on")
+            console.print(f"{name}: stopped; the same command goes on")
             raise typer.Exit(0) from None
         except subprocess.CalledProcessError as error:
             raise typer.Exit(error.returncode) from error

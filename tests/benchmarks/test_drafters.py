@@ -117,7 +117,7 @@ def runs(plain: float, drafted: dict[str, float], batch: int = 1, pairs: int = 4
         turns = made.turns[name] = Turns()
         turns.counted["plain"] = [counted(plain, 1.0, 0, 0.0, batch)] * pairs
         turns.counted["drafted"] = [counted(rate, 1.5, 2, 0.001, batch)] * pairs
-    made.parts = [{"plain_s": 0.010, "verify_s": 0.012}] * pairs
+    made.parts = [{"plain_s": 0.010, "undrafted_s": 0.010, "verify_s": 0.012}] * pairs
     return made
 
 
@@ -135,13 +135,15 @@ def a_cell(family: str, rates: dict[str, float], plain: float = 100.0, **changes
 
 def test_possible_is_what_acceptance_and_costs_allow() -> None:
     whole = Round(tokens_per_pass=3.0, drafted_per_pass=4.0, draft_s=0.002)
-    parts = {"plain_s": 0.010, "verify_s": 0.014}
+    parts = {"plain_s": 0.010, "undrafted_s": 0.010, "verify_s": 0.014}
     assert whole.possible(parts, 4) == pytest.approx(3.0 * 0.010 / (0.002 + 0.014))
     assert whole.possible(parts, 4, is_free=True) == pytest.approx(3.0 * 0.010 / 0.014)
     half = Round(tokens_per_pass=1.5, drafted_per_pass=2.0, draft_s=0.0)
     assert half.possible(parts, 4) == pytest.approx(1.5 * 0.010 / 0.012), "half of the passes have a draft"
     none = Round(tokens_per_pass=1.0, drafted_per_pass=0.0, draft_s=0.0)
     assert none.possible(parts, 4) == 1.0
+    beside = {**parts, "undrafted_s": 0.013}
+    assert none.possible(beside, 4) == pytest.approx(10 / 13), "rows beside drafts are there without any"
 
 
 def test_a_cell_is_summed_up_over_classes() -> None:
@@ -276,6 +278,7 @@ class RecordingEngine:
         self._rates = rates
         self._log = log
         self.target = SimpleNamespace(runner=name)
+        self.proposer = SimpleNamespace(capabilities=SimpleNamespace(num_rows_beside=0))
 
     def decode_tokens(self, batch: Batch, controller: FixedController, num_tokens: int) -> Counted:
         length = int(controller.state.mean_num_draft_tokens)

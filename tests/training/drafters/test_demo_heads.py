@@ -24,29 +24,29 @@ def test_every_recipe_is_what_the_command_takes(tmp_path: Path, monkeypatch: pyt
     seen: dict[str, tuple[DrafterRecipe, TrainOptions]] = {}
 
     def note(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any]:
-        seen[recipe.method] = recipe, options
+        seen[options.out.name] = recipe, options
         return {"elapsed_s": 0.0}
 
     monkeypatch.setattr(train, "train_drafter", note)
-    for method in RECIPES:
-        target, texts = tmp_path / "target", tmp_path / "texts.jsonl"
-        _, *arguments = command(
-            method, target=target, texts=texts, out=tmp_path / "out", work=tmp_path / "work"
-        )
+    for name in RECIPES:
+        folders = {one: tmp_path / one for one in ("target", "texts", "out", "work")}
+        _, *arguments = command(name, **folders)
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, result.output
     assert set(seen) == set(RECIPES)
     kept_alike = {(recipe.row_length, recipe.seed) for recipe, _ in seen.values()}
     assert len(kept_alike) == 1, "hidden states of the same rows are kept once"
-    for method, (recipe, options) in seen.items():
-        assert options.out == tmp_path / "out" / method
-        assert options.work == tmp_path / "work" / method
+    for name, (recipe, options) in seen.items():
+        assert recipe.method == RECIPES[name].method
+        assert options.out == tmp_path / "out" / name
+        assert options.work == tmp_path / "work" / name
         assert options.keeps_hidden
-        assert options.start_from == (tmp_path / "target" if method == "mtp" else None)
+        assert options.start_from == (tmp_path / "target" if name == "mtp" else None)
         assert options.stored_dtype == "bfloat16"
         assert options.checkpoint_every_s == 30
         assert recipe.steps >= 100
     assert seen["eagle3"][0].draft_vocab_size == 2048
+    assert seen["hydra_plus"][0].has_prefix_layer
 
 
 def test_the_comparison_has_a_family_for_every_recipe() -> None:
