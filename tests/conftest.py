@@ -22,6 +22,7 @@ SEED = 0x5EED
 STARTING_RAY = (
     "tests/cluster/",
     "tests/deploy/test_serve.py",
+    "tests/deploy/test_serve_faults.py",
     "tests/deploy/test_local_ray.py",
     "tests/deploy/test_serve_deploy.py",
     "tests/deploy/test_rolling_update.py",
