@@ -49,4 +49,4 @@ def test_tokens_are_those_of_the_target_alone(deployed: None, config: ClusterCon
         values = await service.metrics()  # type: ignore[attr-defined]
         assert not values.get('spec_decode_num_proposals_dropped{reason="malformed"}')
 
-    with_service(config, scenario)
+    with_service(config, scenario, num_drafters=0)
