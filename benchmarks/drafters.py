@@ -3,7 +3,7 @@
     python -m benchmarks.drafters --json benchmarks/results/drafters.json             # some hours
     python -m benchmarks.drafters --json benchmarks/results/drafters.json --resume    # the rest of a run
     python -m benchmarks.drafters --family eagle3 --family medusa                     # some of them
-    python -m benchmarks.drafters --quick                                             # under five minutes
+    python -m benchmarks.drafters --quick                                             # some minutes
 
 The target is the demo target in bf16, as it is and made as costly as 100 million parameters
 (`benchmarks.inflate`: the same function, so that drafts stand as often). A cell is a target, a family, a
