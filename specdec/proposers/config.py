@@ -147,7 +147,7 @@ class SpeculativeConfig(StrictConfig):
     retrieval: RetrievalConfig | None = None
     """The corpus of method retrieval, which needs it."""
     lookahead: LookaheadConfig = LookaheadConfig()
-    """How far method lookahead looks ahead, and what it keeps."""
+    """Of method lookahead: its window, its n-grams and its pool."""
     rejection_sample_method: Rule = "sample_and_match"
     """Verification rule. sample_and_match (the default), rejection, block and multi_round are lossless;
     typical changes what is generated at a temperature above 0, and responses say so."""
