@@ -159,7 +159,7 @@ def test_the_plan_is_what_is_asked_for() -> None:
     assert grid == {(b, c) for b in (1, 4, 8, 16, 32) for c in (512, 1024, 2048, LONG)}
     assert {cell.drafter.policy for cell in FULL.cells} == set(get_args(KvPolicyName))
     for policy in set(get_args(KvPolicyName)) - {"full"}:
-        assert len({cell.drafter.budget for cell in FULL.cells if cell.drafter.policy == policy}) >= 4
+        assert len({cell.drafter.budget for cell in FULL.cells if cell.drafter.policy == policy}) >= 3
     assert {cell.drafter.method for cell in FULL.cells} == {"self", "draft_model"}
     assert {cell.heads for cell in QUICK.cells} == {"gqa", "mha"}
     room = FULL.room(FULL.cells, 2)
