@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import pytest
 
@@ -99,6 +101,35 @@ async def metric(service: object, name: str, holds: Callable[[float], bool], wit
             return float(values[name])
         assert time.monotonic() < until, f"{name} is {values.get(name)}"
         await asyncio.sleep(0.1)
+
+
+def outlive_the_target(
+    config: ClusterConfig,
+    wanted: list[Request],
+    expected: Mapping[str, list[int]],
+    least: Mapping[str, int],
+    *,
+    num_drafters: int = 1,
+) -> None:
+    """Stream while the target's worker dies: tokens are those expected, these metrics rise above `least`.
+
+    No proposal was malformed.
+    """
+    import ray
+
+    async def scenario(service: object) -> None:
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        ray.kill(worker(config, "target"), no_restart=True)
+        await streams.finish()
+        for request in wanted:
+            assert streams.tokens[request.request_id] == expected[request.request_id]
+        for name, bound in least.items():
+            await metric(service, name, partial(operator.lt, bound))
+        values = await service.metrics()  # type: ignore[attr-defined]
+        assert not values.get('spec_decode_num_proposals_dropped{reason="malformed"}')
+
+    with_service(config, scenario, num_drafters=num_drafters)
 
 
 def workers(config: ClusterConfig, role: str) -> list[object]:

@@ -10,7 +10,7 @@ from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
 from specdec.proposers.config import SpeculativeConfig
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
+from tests.cluster.test_running_cluster import outlive_the_target, requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 
@@ -46,21 +46,6 @@ def deployed(
 
 def test_tokens_are_those_of_the_target_alone(deployed: None, config: ClusterConfig, alone: Plain) -> None:
     """Also when the target's worker dies amid the streams."""
-    import ray
-
     wanted = requests(6, max_tokens=80, name="trees")
-    expected = alone(wanted)
-
-    async def scenario(service: object) -> None:
-        streams = Streams(service, wanted)
-        await streams.all_have_begun()
-        ray.kill(worker(config, "target"), no_restart=True)
-        await streams.finish()
-        for request in wanted:
-            assert streams.tokens[request.request_id] == expected[request.request_id]
-        await metric(service, "spec_decode_num_accepted_tokens", lambda value: value > 100)
-        await metric(service, "spec_decode_num_moved_kv", lambda value: value > 0)
-        values = await service.metrics()  # type: ignore[attr-defined]
-        assert not values.get('spec_decode_num_proposals_dropped{reason="malformed"}')
-
-    with_service(config, scenario)
+    least = {"spec_decode_num_accepted_tokens": 100, "spec_decode_num_moved_kv": 0}
+    outlive_the_target(config, wanted, alone(wanted), least)
