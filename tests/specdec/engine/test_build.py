@@ -187,7 +187,7 @@ def test_costs_are_measured_once_and_kept(
         data = config(folder, method="draft_model", model=str(folder), **speculative).model_dump()
         data["scheduler"]["max_num_seqs"] = max_num_seqs
         with Engine(EngineConfig.model_validate(data)) as engine:
-            engine.generate(["hello, world"], SamplingParams(max_tokens=8))
+            engine.generate(["hello, world"], SamplingParams(max_tokens=8, seed=1, ignore_eos=True))
             engine.check_integrity()
             snapshot = engine.metrics().snapshot()
             assert snapshot["speculation_goodput_off"] > 0.0
