@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdec.core.clock import MonotonicClock
 from specdec.core.errors import ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.engine.profiling import ProfilePlan, ProfileProgress, drafts_anything, measure_profile
@@ -503,7 +504,7 @@ def controller_for(
         kv_budgets=() if speculative.kv.policy == "full" else speculative.kv.budgets,
         keeps_kv_budgets=not speculative.is_self_drafting,
     )
-    return GoodputController(settings, profile)
+    return GoodputController(settings, profile, MonotonicClock())
 
 
 def cost_profile_of(

@@ -46,8 +46,8 @@ _SURPRISE = 3.0
 _AVAILABILITY_DECAY = 1.0 / 32.0
 _AVAILABILITY_TRIALS = 4.0
 _CLASS_STALE_ROUNDS = 512.0
-_MOST_UNREAD = 48
-"""Verdicts and wishes that may lie unread: learning from a few at a time costs as much as from many."""
+_MOST_UNREAD_ROUNDS = 24
+"""Rounds whose verdicts may lie unread: learning from a few at a time costs as much as from many."""
 _STALE_ROUNDS = 256.0
 """After so many rounds without a verdict a request is known half as well."""
 
@@ -134,7 +134,7 @@ class AcceptanceTracker:
         self._class_last_round: dict[int, int] = {}
         self._round = 0
         self._unread: list[tuple[Sequence[DraftOutcome], Mapping[RequestId, int]]] = []
-        self._num_unread = 0
+        self._first_unread = 0
         self._classes_of_unread: Mapping[RequestId, str] = {}
 
     def __len__(self) -> int:
@@ -154,15 +154,18 @@ class AcceptanceTracker:
             outcomes: verdicts, at most one per request.
             budgets: draft tokens asked for; with them, how often and how far drafts are there is learnt.
                 Empty: nothing is learnt of that.
-            classes: of requests that may be new; not to be changed afterwards.
+            classes: of requests that may be new; afterwards it may only get more of them.
         """
         if classes is not self._classes_of_unread:
             self._read()
             self._classes_of_unread = classes
         self._round += 1
+        if not outcomes and not budgets:
+            return
+        if not self._unread:
+            self._first_unread = self._round
         self._unread.append((outcomes, budgets))
-        self._num_unread += len(outcomes) + len(budgets)
-        if self._num_unread >= _MOST_UNREAD:
+        if len(self._unread) >= _MOST_UNREAD_ROUNDS:
             self._read()
 
     def forget(self, request_ids: Sequence[RequestId]) -> None:
@@ -229,10 +232,9 @@ class AcceptanceTracker:
         if not self._unread:
             return
         rounds, self._unread = self._unread, []
-        self._num_unread = 0
         verdicts = [one for outcomes, _ in rounds for one in outcomes]
         if verdicts:
-            self._read_verdicts(verdicts, len(rounds))
+            self._read_verdicts(verdicts, self._round - self._first_unread + 1)
         self._read_lengths(rounds)
 
     def _read_verdicts(self, verdicts: Sequence[DraftOutcome], num_rounds: int) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specdec.core.clock import Clock
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
 from specdec.kv.selection import KvBudget
@@ -22,6 +23,7 @@ from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Kind, Option
 from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses, share_guesses_behind_foreign
 from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.pace import Pace
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.speculation.standins import StandIns
 from specdec.scheduling.speculation.trials import Trial, TrialLength, Trials
@@ -33,17 +35,19 @@ _PROBE_VERDICTS = 48
 """Proposals that a probe brings, if it may take that long."""
 _EARLY_ROUNDS = 32
 _DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
-"""After so many seconds a decision is thought over, if there were enough rounds: it takes about a hundredth
-of that (0.8 ms for one sequence, where the processor's caches are full of other things)."""
+"""After so many seconds a decision is thought over, if there were enough rounds."""
 _HEARD_EVERY_S = 0.03
-"""Costs are learnt from one round in so many seconds: that takes about 0.2 ms."""
+"""Costs are learnt from one round in so many seconds."""
+_SHARE_OF_DECIDING, _SHARE_OF_LEARNING = 0.005, 0.004
+"""Both are done less often where that would take more of the time than this."""
 _CALMER, _CALMEST = 1.3, 4.0
 """While decisions change nothing they are thought over less often, and fewer rounds are learnt from: by this
 factor each time, and by no more than that in all."""
 _MOST_UNDECIDED_ROUNDS = 128
-"""After so many rounds it is, however short they are."""
+"""After so many rounds it is, however short they are, if there is time for it."""
 _MUCH_THE_SAME = 8
-"""While nothing is drafted and no more than one in so many sequences has changed, a decision still holds."""
+"""While no more than one in so many sequences has changed, a decision still holds: without drafts for a
+while, with drafts until there is time for another one."""
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""
 _RESTLESS_S = 10.0
@@ -115,7 +119,7 @@ class Decision:
 
 
 class GoodputController:
-    """Implements `SpeculationController` by expected goodput. It has no clock: times come with observations.
+    """Implements `SpeculationController` by expected goodput. Times of rounds come with observations.
 
     The model (`Evaluation` over `AcceptanceTracker` and `CostModel`) says which k each kind of round should
     have and what it brings; `Evidence` corrects that by what rounds of that kind have brought. What is done
@@ -123,9 +127,16 @@ class GoodputController:
     worse is tried now and then (`Trials`).
     """
 
-    def __init__(self, settings: ControllerSettings, profile: CostProfile) -> None:
-        """Begin with measured costs (`assumed_profile()` where there are none)."""
+    def __init__(
+        self, settings: ControllerSettings, profile: CostProfile, clock: Clock | None = None
+    ) -> None:
+        """Begin with measured costs (`assumed_profile()` where there are none).
+
+        With a clock it looks at how long it thinks itself, and thinks less often where that is long.
+        """
         self._settings = settings
+        self._deciding = Pace(clock, _SHARE_OF_DECIDING)
+        self._learning = Pace(clock, _SHARE_OF_LEARNING)
         num_steps = max(1, settings.max_draft_tokens)
         self._acceptance = AcceptanceTracker(num_steps)
         self._costs = CostModel(
@@ -145,7 +156,7 @@ class GoodputController:
         self._stand_ins = StandIns(num_steps)
         self._kind: Kind | None = None
         self._decision: Decision | None = None
-        self._classes: Mapping[RequestId, str] = {}
+        self._classes: dict[RequestId, str] = {}
         self._round = 0
         self._decided_round = 0
         self._since_decision_s = 0.0
@@ -194,10 +205,38 @@ class GoodputController:
             return []
         sequences = (*decoding, *elsewhere)
         decision = self._decision
-        if decision is None or self._is_due() or not _still_holds(decision, sequences):
-            decision = self._decide(sequences, len(decoding))
+        if decision is None or self._is_due() or not self._still_holds(decision, sequences):
+            with self._deciding.timed():
+                decision = self._decide(sequences, len(decoding))
         index, chosen = decision.index, decision.num_draft_tokens
-        return [0 if (at := index.get(one.request_id)) is None else chosen[at] for one in decoding]
+        return [
+            self._of_newcomer(decision, one) if (at := index.get(one.request_id)) is None else chosen[at]
+            for one in decoding
+        ]
+
+    def _still_holds(self, decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
+        """Whether a decision is one for this batch, too, of which a few may have gone and a few have come."""
+        index = decision.index
+        newcomers = [one for one in sequences if one.request_id not in index]
+        num_gone = len(index) - (len(sequences) - len(newcomers))
+        if not newcomers and not num_gone:
+            return True
+        num_alike = len(index) // _MUCH_THE_SAME
+        if decision.option.kind != "plain":
+            if self._since_decision_s >= self._deciding.interval_s:
+                return False
+            num_alike = max(num_alike, min(1, len(index) - 1))
+            if any(one.requested_draft_tokens is not None or one.itl_s is not None for one in newcomers):
+                return False
+        return max(len(newcomers), num_gone) <= num_alike
+
+    def _of_newcomer(self, decision: Decision, one: Schedulable) -> int:
+        """Return k of a sequence that came after the decision: what most of the others have."""
+        if decision.option.kind == "plain" or decision.is_partial:
+            return 0
+        self._classes.setdefault(one.request_id, self._class_of(one))
+        chosen = decision.num_draft_tokens
+        return max(set(chosen), key=chosen.count)
 
     def _is_due(self) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
@@ -207,7 +246,11 @@ class GoodputController:
         num_rounds = self._round - self._decided_round
         if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
             return False
-        if self._round < self._alert_until or num_rounds >= self._calm * _MOST_UNDECIDED_ROUNDS:
+        if self._round < self._alert_until:
+            return True
+        if self._since_decision_s < self._deciding.interval_s:
+            return False
+        if num_rounds >= self._calm * _MOST_UNDECIDED_ROUNDS:
             return True
         num_sequences = 0 if self._decision is None else self._decision.batch.num_sequences
         return self._since_decision_s >= self._calm * (_DECISION_S + _DECISION_S_PER_SEQUENCE * num_sequences)
@@ -597,11 +640,12 @@ class GoodputController:
         self._unheard_s += round_s
         lost_s = 0.0
         if is_to_be_heard:
-            if self._is_as_it_seems and self._num_alike >= _TRANSIENT_ROUNDS[kind]:
-                self._note_costs(observation, decision)
-            if round_s > 0.0:
-                lost_s = self._note_goodput(observation, decision, kind, round_s)
-                self._note_worth(decision, self._unheard_s)
+            with self._learning.timed():
+                if self._is_as_it_seems and self._num_alike >= _TRANSIENT_ROUNDS[kind]:
+                    self._note_costs(observation, decision)
+                if round_s > 0.0:
+                    lost_s = self._note_goodput(observation, decision, kind, round_s)
+                    self._note_worth(decision, self._unheard_s)
             self._unheard_s = 0.0
         if round_s > 0.0 and self._trials.note_round(round_s, lost_s):
             # It is thought over at once.
@@ -625,7 +669,9 @@ class GoodputController:
 
     def _is_to_be_heard(self) -> bool:
         is_new = self._round < self._alert_until or self._round - self._switched_round < _EARLY_ROUNDS
-        return is_new or self._unheard_s >= self._calm * _HEARD_EVERY_S or self._trials.current is not None
+        if is_new or self._trials.current is not None:
+            return True
+        return self._unheard_s >= max(self._calm * _HEARD_EVERY_S, self._learning.interval_s)
 
     def _note_goodput(
         self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
@@ -716,18 +762,6 @@ def _loss_s(tokens: float, rate: float, usual_rate: float) -> float:
 
 def _num_probed(num_sequences: int) -> int:
     return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
-
-
-def _still_holds(decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
-    """Whether a decision is one for this batch.
-
-    Without drafts it is that for a while, too, if a few have gone and a few have come.
-    """
-    index = decision.index
-    num_new = sum(one.request_id not in index for one in sequences)
-    num_gone = len(index) - (len(sequences) - num_new)
-    is_plain = decision.option.kind == "plain"
-    return max(num_new, num_gone) <= (len(index) // _MUCH_THE_SAME if is_plain else 0)
 
 
 def _region_of(batch: Batch) -> Region:

@@ -1,0 +1,49 @@
+"""How often a controller may do what takes time itself: so seldom that it takes a small share of all time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specdec.core.clock import Clock
+
+_DECAY = 0.25
+_LARGEST_RISE = 3.0
+"""A time that is longer than this many times the usual one counts as that: something interrupted it."""
+
+
+class Pace:
+    """Times something that is done again and again, and tells how long to wait in between.
+
+    On one machine a decision takes 0.5 ms, on another, whose processor is slower and whose caches are full of
+    weights, 3 ms: how often it is worth it cannot be a constant.
+    """
+
+    def __init__(self, clock: Clock | None, share: float) -> None:
+        """Let it take `share` of the time at most; without a clock it is thought to take none."""
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        self._clock = clock
+        self._share = share
+        self._usual_s: float | None = None
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Do it once."""
+        clock = self._clock
+        if clock is None:
+            yield
+            return
+        started_s = clock.now_s()
+        yield
+        took_s = clock.now_s() - started_s
+        usual_s = self._usual_s
+        if usual_s is None:
+            self._usual_s = took_s
+        else:
+            self._usual_s = usual_s + _DECAY * (min(took_s, _LARGEST_RISE * usual_s) - usual_s)
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds from one time to the next, at least; 0 before the first."""
+        return 0.0 if self._usual_s is None else self._usual_s / self._share
