@@ -46,8 +46,7 @@ factor each time, and by no more than that in all."""
 _MOST_UNDECIDED_ROUNDS = 128
 """After so many rounds it is, however short they are, if there is time for it."""
 _MUCH_THE_SAME = 8
-"""While no more than one in so many sequences has changed, a decision still holds: without drafts for a
-while, with drafts until there is time for another one."""
+"""While nothing is drafted and no more than one in so many sequences has changed, a decision still holds."""
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""
 _RESTLESS_S = 10.0
@@ -67,7 +66,7 @@ _STRETCH = 1.5
 _STRETCH_ROUNDS = TrialLength(2, 6)
 """At most as many as it takes to correct a cost that was wrong (`CorrectionGrid`)."""
 _LARGEST_CHANGE = 1.5
-"""A batch that has changed by this factor since the last switch is another one."""
+"""A batch whose size has changed by this factor is another one."""
 _WORTH_WINDOW_S = 120.0
 _IDLE_ROUNDS = 4096
 """After so many rounds without a verdict a request is forgotten."""
@@ -159,6 +158,8 @@ class GoodputController:
         self._classes: dict[RequestId, str] = {}
         self._round = 0
         self._decided_round = 0
+        self._has_tried = False
+        """Whether a trial has ended since: what was tried is not to go on."""
         self._since_decision_s = 0.0
         self._unheard_s = 0.0
         self._calm = 1.0
@@ -215,34 +216,35 @@ class GoodputController:
         ]
 
     def _still_holds(self, decision: Decision, sequences: tuple[Schedulable, ...]) -> bool:
-        """Whether a decision is one for this batch, too, of which a few may have gone and a few have come."""
+        """Whether a decision is one for this batch, too, of which some may have gone and some have come."""
         index = decision.index
         newcomers = [one for one in sequences if one.request_id not in index]
         num_gone = len(index) - (len(sequences) - len(newcomers))
         if not newcomers and not num_gone:
             return True
-        num_alike = len(index) // _MUCH_THE_SAME
-        if decision.option.kind != "plain":
-            if self._since_decision_s >= self._deciding.interval_s:
-                return False
-            num_alike = max(num_alike, min(1, len(index) - 1))
-            if any(one.requested_draft_tokens is not None or one.itl_s is not None for one in newcomers):
-                return False
-        return max(len(newcomers), num_gone) <= num_alike
+        if self._since_decision_s >= self._deciding.interval_s:
+            is_plain = decision.option.kind == "plain"
+            return max(len(newcomers), num_gone) <= (len(index) // _MUCH_THE_SAME if is_plain else 0)
+        is_as_large = 1 / _LARGEST_CHANGE < len(sequences) / len(index) < _LARGEST_CHANGE
+        return is_as_large and not any(
+            one.requested_draft_tokens is not None or one.itl_s is not None for one in newcomers
+        )
 
     def _of_newcomer(self, decision: Decision, one: Schedulable) -> int:
-        """Return k of a sequence that came after the decision: what most of the others have."""
+        """Return k of a sequence that came after the decision: the mean of the others."""
         if decision.option.kind == "plain" or decision.is_partial:
             return 0
         self._classes.setdefault(one.request_id, self._class_of(one))
         chosen = decision.num_draft_tokens
-        return max(set(chosen), key=chosen.count)
+        return round(sum(chosen) / len(chosen))
 
     def _is_due(self) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
 
         Short rounds are more of them, for thinking takes time too.
         """
+        if self._has_tried:
+            return True
         num_rounds = self._round - self._decided_round
         if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
             return False
@@ -330,6 +332,7 @@ class GoodputController:
             for kind, option in options.items()
         }
         self._decided_round = self._round
+        self._has_tried = False
         self._restless *= 0.5 ** (self._since_decision_s / _RESTLESS_S)
         self._since_decision_s = 0.0
         is_known = self._decision is not None and self._decision.region == region
@@ -648,8 +651,7 @@ class GoodputController:
                     self._note_worth(decision, self._unheard_s)
             self._unheard_s = 0.0
         if round_s > 0.0 and self._trials.note_round(round_s, lost_s):
-            # It is thought over at once.
-            self._decided_round = self._round - math.ceil(_CALMEST * _MOST_UNDECIDED_ROUNDS)
+            self._has_tried = True
 
     def _is_alarming(
         self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import (
     DraftOutcome,
@@ -29,9 +30,10 @@ from specdec.scheduling.speculation.controller import (
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.scheduling.speculation.explanation import Reason
-from specdec.scheduling.speculation.goodput_controller import GoodputController
+from specdec.scheduling.speculation.goodput_controller import Decision, GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settings import ControllerSettings
+from specdec.scheduling.state import Schedulable
 from tests.pairwise import mostly_full
 from tests.specdec.scheduling.simulation import fake_request
 from tests.specdec.scheduling.speculation.world import COSTS, LONG_COSTS, Costs, World, profile_of
@@ -363,10 +365,70 @@ def test_a_drafter_that_gets_slower(seed: int) -> None:
     controller = controller_of(profile_of(costs), ("lockstep",))
     world = world_of(costs, 4, chance=0.5, seed=seed)
     world.run(controller, 300)
+    while controller.state.reason == "auditing":
+        world.run_round(controller)
     assert controller.state.is_speculating
     world.costs = replace(costs, draft=lambda n, c: 8.0 * costs.draft(n, c))
     world.run(controller, 20)
     assert world.run(controller, 600).rate >= FLOOR * plain
+
+
+# ------------------------------------------------------------------------------------- its own time
+
+
+class SlowController(GoodputController):
+    """Its decisions take long: by a clock that nothing else moves."""
+
+    def __init__(self, decision_s: float) -> None:
+        self.clock = ManualClock()
+        self.decision_s = decision_s
+        self.num_decisions = 0
+        settings = ControllerSettings(max_draft_tokens=8, max_rows=640, max_sequences=64)
+        super().__init__(settings, profile_of(COSTS["cpu"]), self.clock)
+
+    def _decide(self, sequences: tuple[Schedulable, ...], num_here: int) -> Decision:
+        self.clock.advance(self.decision_s)
+        self.num_decisions += 1
+        return super()._decide(sequences, num_here)
+
+
+@pytest.mark.parametrize("number", [2, 8, 32])
+def test_deciding_takes_a_small_share_of_the_time(number: int) -> None:
+    """However long a decision takes, and though requests come and go all the time."""
+    controller = SlowController(0.004)
+    world = world_of(COSTS["cpu"], number, lifetime=64)
+    world.run(controller, 200)
+    controller.num_decisions = 0
+    booked = world.run(controller, 1500)
+    assert 3 <= controller.num_decisions <= 0.01 * booked.seconds / controller.decision_s
+    rates = fixed_rates("cpu", number, 128, 0.8, ("lockstep",))
+    assert booked.rate >= FLOOR * max(rates.values())
+
+
+def test_it_decides_at_once_where_that_takes_no_time() -> None:
+    controller = SlowController(0.0)
+    world = world_of(COSTS["cpu"], 8, lifetime=64)
+    world.run(controller, 200)
+    controller.num_decisions = 0
+    world.run(controller, 400)
+    assert controller.num_decisions > 50
+
+
+def test_newcomers_draft_as_the_others_until_the_next_decision() -> None:
+    controller = SlowController(0.05)
+    world = world_of(COSTS["cpu"], 4, lifetime=2000)
+    world.run(controller, 400)
+    while controller.state.reason != "gain":
+        world.run_round(controller)
+    chosen = controller.choose(world.requests)
+    others = [*world.requests[1:], fake_request("new", 64, generate=100)]
+    num_decisions = controller.num_decisions
+    assert controller.choose(others)[-1] == round(sum(chosen) / 4) > 0
+    assert controller.num_decisions == num_decisions
+    picky = fake_request("picky", 64, generate=100)
+    picky.requested_draft_tokens = 1
+    controller.choose([*world.requests[1:], picky])
+    assert controller.num_decisions == num_decisions + 1
 
 
 # --------------------------------------------------------------------------------------- things that lie

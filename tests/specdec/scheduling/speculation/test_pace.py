@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from specdec.core.clock import ManualClock
+from specdec.scheduling.speculation.pace import Pace
+
+
+def take(pace: Pace, clock: ManualClock, seconds: float) -> None:
+    with pace.timed():
+        clock.advance(seconds)
+
+
+def test_what_takes_long_is_done_seldom() -> None:
+    clock = ManualClock()
+    pace = Pace(clock, 0.01)
+    assert pace.interval_s == 0.0
+    take(pace, clock, 0.002)
+    assert pace.interval_s == pytest.approx(0.2)
+    for _ in range(40):
+        take(pace, clock, 0.001)
+    assert pace.interval_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_one_interruption_changes_little() -> None:
+    clock = ManualClock()
+    pace = Pace(clock, 0.01)
+    take(pace, clock, 0.001)
+    take(pace, clock, 10.0)
+    assert pace.interval_s == pytest.approx(0.15)
+
+
+def test_without_a_clock_it_takes_no_time() -> None:
+    pace = Pace(None, 0.01)
+    with pace.timed():
+        pass
+    assert pace.interval_s == 0.0
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_a_share_is_a_share(share: float) -> None:
+    with pytest.raises(ValueError, match="share must be above 0 and at most 1"):
+        Pace(None, share)
