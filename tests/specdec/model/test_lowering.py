@@ -35,10 +35,10 @@ from specdec.model.lowering import (
 )
 from specdec.model.native_forward import (
     NativeForward,
-    PackedWeights,
     load_forward_library,
     load_quantized_kernel,
 )
+from specdec.model.packed_weights import PackedWeights
 from specdec.model.position_tables import position_tables
 from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower, Recording, record
