@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.attention.base import LayerAttention
 from specdec.attention.cpu import NativeLayer
 from specdec.attention.metadata import AttentionMetadata
 from specdec.drafters.base import Drafter, FeatureDrafter, HeadsDrafter, SequentialHeads
@@ -71,7 +72,15 @@ def _is_wanted(drafter: Drafter, config: CompileConfig) -> bool:
 class _CompiledDrafter(CompileWork):
     """What they have in common: libraries, weights, and counting what is to be packed."""
 
-    def __init__(self, drafter: Drafter, how: DrafterCompilation, *, num_calls: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        layers: Sequence[LayerAttention],
+        how: DrafterCompilation,
+        *,
+        num_calls: int,
+    ) -> None:
+        self._layers = layers
         self._how = how
         self._dtype = next(drafter.parameters()).dtype
         self._weights: PackedWeights | None = None
@@ -88,11 +97,19 @@ class _CompiledDrafter(CompileWork):
         """Whether the native form is there: before, everything runs eagerly."""
         return self.state == "ready"
 
+    @property
+    def num_packed_bytes(self) -> int:
+        """Memory that packed weights take, beside those of the target."""
+        return 0 if self._weights is None else self._weights.num_bytes
+
     def _compile(self) -> Iterator[str]:
         libraries = yield from build_libraries(self._cache_dir, is_quantized=self._how.is_quantized)
         self._weights = PackedWeights(
             libraries.forward, self._config.max_frozen_bytes, borrowed=self._how.of_target()
         )
+        for layer in self._layers:
+            if not libraries.attention.supports(self._dtype, layer.head_dim):
+                raise CannotLower(f"the C++ attention does not run {self._dtype} with these heads")
         yield from self._make(libraries)
         yield CHECK_STAGE
         with torch.inference_mode(), single_threaded():
@@ -145,7 +162,8 @@ class CompiledHeads(_CompiledDrafter):
         self._calls: list[NativeForward] = []
         self._prepare: NativeForward | None = None
         self._caches: ctypes.Array[NativeLayer] | None = None
-        super().__init__(heads, how, num_calls=heads.max_depth + (pool is not None))
+        num_calls = heads.max_depth + (pool is not None)
+        super().__init__(heads, heads.attention_layers, how, num_calls=num_calls)
 
     def try_prepare(self, hidden: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor | None:
         """Return what `HeadsDrafter.prepare` makes of rows [T, F], valid until the next call.
@@ -181,7 +199,7 @@ class CompiledHeads(_CompiledDrafter):
         if self._pool is not None:
             recorded = RecordedCall(
                 call=partial(_prepare_call, heads),
-                layers=heads.attention_layers,
+                layers=self._layers,
                 num_position_ids=self._pool.max_model_len,
                 incoming=self._made_up(max(NUM_ROWS), _states_size(heads))[None],
                 output="rows",
@@ -251,10 +269,12 @@ class CompiledFeatures(_CompiledDrafter):
         with torch.inference_mode():
             fused = drafter.fuse(probe)
         self._fuses, self._feature_size = fused is not probe, fused.shape[-1]
-        super().__init__(drafter, how, num_calls=1 + self._fuses)
+        super().__init__(drafter, drafter.attention_layers, how, num_calls=1 + self._fuses)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """Return what `FeatureDrafter.fuse` makes of states [T, F]: valid until the next call."""
+        if not self._fuses:
+            return states
         if self.is_ready and self._fuse is not None:
             return self._fuse.run_rows(states)
         return self._drafter.fuse(states)
@@ -296,7 +316,7 @@ class CompiledFeatures(_CompiledDrafter):
         made: list[torch.Tensor] = []
         recorded = RecordedCall(
             call=partial(_step_call, drafter, made),
-            layers=drafter.attention_layers,
+            layers=self._layers,
             num_position_ids=self._pool.max_model_len,
             incoming=self._made_up(max(NUM_ROWS), self._feature_size)[None],
             hidden_of=made.pop,
