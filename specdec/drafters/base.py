@@ -162,9 +162,19 @@ class HeadsDrafter(Drafter):
     """Has a head for every depth, over the target's states."""
 
     @property
+    @abstractmethod
+    def max_depth(self) -> int:
+        """How many heads there are."""
+
+    @property
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         """Layers with K/V that `prepare` runs."""
         return ()
+
+    @property
+    def prepared_size(self) -> int:
+        """R: numbers in a row of `prepare`."""
+        return len(self.hidden_layers) * self.target.hidden_size
 
     def prepare(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attends) -> torch.Tensor:
         """Make what the heads read, [B, T, R], of the target's states [B, T, F].
@@ -174,24 +184,34 @@ class HeadsDrafter(Drafter):
         """
         return hidden
 
+    @abstractmethod
+    def head(self, depth: int, inputs: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., V] of depth `depth`, given what its head reads [..., I]."""
+
 
 class IndependentHeads(HeadsDrafter):
-    """Every depth is drafted from the same state, whatever was drafted before: Medusa, parallel heads."""
+    """Every depth is drafted from the same state, whatever was drafted before: Medusa, parallel heads.
 
-    @abstractmethod
+    Heads read rows of `prepare`.
+    """
+
     def logits(self, prepared: torch.Tensor) -> torch.Tensor:
         """Return logits [num_heads, ..., V] of rows [..., R] of `prepare`; the first are of depth 0."""
+        return torch.stack([self.head(depth, prepared) for depth in range(self.max_depth)])
 
 
 class SequentialHeads(HeadsDrafter):
     """Every depth is drafted by a head that sees the tokens drafted before: Hydra."""
 
     @abstractmethod
-    def logits(self, depth: int, prepared: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] of depth `depth`.
+    def inputs(self, prepared: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return what the head of depth `depth` reads, [..., I].
 
         Args:
-            depth: which head.
             prepared: [..., R], of `prepare`.
             path: int64 [..., depth + 1]: x_{t+1} and the tokens drafted behind it.
         """
+
+    def logits(self, depth: int, prepared: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., V] of depth `depth`; the others are as in `inputs`."""
+        return self.head(depth, self.inputs(prepared, path))

@@ -118,10 +118,12 @@ class Hydra(SequentialHeads):
         prepared: torch.Tensor = self.prefix(hidden, positions, attention)
         return prepared
 
-    def logits(self, depth: int, prepared: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        inputs = prepared
-        if self.is_grounded:
-            embedded = self.target.embeddings(path).flatten(-2).to(prepared.dtype)
-            inputs = torch.cat([prepared, embedded], dim=-1)
+    def inputs(self, prepared: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        if not self.is_grounded:
+            return prepared
+        embedded = self.target.embeddings(path).flatten(-2).to(prepared.dtype)
+        return torch.cat([prepared, embedded], dim=-1)
+
+    def head(self, depth: int, inputs: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_heads[depth](self.mlps[depth](inputs))
         return logits

@@ -62,5 +62,6 @@ class Medusa(IndependentHeads):
             last = head[-1]  # type: ignore[index]
             last.weight.copy_(weight)
 
-    def logits(self, prepared: torch.Tensor) -> torch.Tensor:
-        return torch.stack([head(prepared) for head in self.heads])
+    def head(self, depth: int, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.heads[depth](inputs)
+        return logits

@@ -44,6 +44,10 @@ class ParallelHeads(IndependentHeads):
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         return self._attention_layers
 
+    @property
+    def prepared_size(self) -> int:
+        return len(self.extra_heads) * self.target.hidden_size
+
     def prepare(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attends) -> torch.Tensor:
         rotary = self.rotary(hidden, positions)
         outputs = [
@@ -52,8 +56,7 @@ class ParallelHeads(IndependentHeads):
         ]
         return torch.cat(outputs, dim=-1)
 
-    def logits(self, prepared: torch.Tensor) -> torch.Tensor:
-        parts = prepared.chunk(len(self.extra_heads), dim=-1)
-        normed = torch.stack([self.target.final_norm(part) for part in parts])
-        logits: torch.Tensor = self.target.head(normed)
+    def head(self, depth: int, inputs: torch.Tensor) -> torch.Tensor:
+        part = inputs.chunk(len(self.extra_heads), dim=-1)[depth]
+        logits: torch.Tensor = self.target.head(self.target.final_norm(part))
         return logits

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from specdec.model.recording import SPREAD, active_recorder
+
 
 class DraftVocabulary(nn.Module):
     """Token ids that a drafter knows, in ascending order of the target's.
@@ -50,6 +52,14 @@ class DraftVocabulary(nn.Module):
 
     def expand(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [..., num_target] of logits [..., size]; -inf for ids that it does not know."""
+        recorder = active_recorder()
+        if recorder is None:
+            return self._expand(logits)
+        with recorder.paused():
+            full, target_ids = self._expand(logits), self.target_ids
+        return recorder.note(SPREAD, (logits, target_ids), full)
+
+    def _expand(self, logits: torch.Tensor) -> torch.Tensor:
         full = logits.new_full((*logits.shape[:-1], self.t2d.shape[0]), float("-inf"))
         full[..., self.target_ids] = logits
         return full

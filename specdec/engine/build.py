@@ -169,7 +169,7 @@ def _build_whole_target(
     config: EngineConfig, progress: LoadProgress | None, reserved_bytes: int
 ) -> LocalTarget:
     from specdec.engine.local_target import LocalTarget
-    from specdec.model.acceleration import accelerate, attention_of, later_bytes
+    from specdec.model.acceleration import accelerate, attention_of, later_bytes, packed_by
     from specdec.model.loader import load_model
     from specdec.model.runner import ModelRunner
     from specdec.sampling.sampler import Sampler
@@ -205,7 +205,7 @@ def _build_whole_target(
         self_drafting=_self_drafting_of(config),
         self_tree=tree_shape(config.speculative_config.tree),
         view=view_runner,
-        make_drafter=None if heads is None else heads.proposer,
+        make_drafter=None if heads is None else partial(heads.proposer, of_target=lambda: packed_by(graphs)),
     )
 
 
@@ -243,7 +243,7 @@ def build_target_part(
         compile_over_ranks(view_runner, config.target.compile, like=runner.graphs)
     if loaded.stage is not None and not loaded.stage.is_last:
         return StageTarget(runner)
-    return LocalTarget(
+    target = LocalTarget(
         runner,
         _chooser(loaded, config),
         rule=_rule_of(config),
@@ -252,6 +252,10 @@ def build_target_part(
         view=view_runner,
         make_drafter=heads.proposer if heads is not None and ranks.rank == 0 else None,
     )
+    for work in target.idle_work:  # of what drafts here: later, the other ranks would be waiting for it
+        while work.pending():
+            work.run_next()
+    return target
 
 
 def _heads_of(config: EngineConfig, loaded: LoadedModel) -> LoadedDrafter | None:

@@ -14,7 +14,7 @@ import torch
 
 from specdec.attention.observation import Observation
 from specdec.core.description import TargetDescription
-from specdec.core.idle_work import IdleWork
+from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import AdmittedSequence, ErrorCode, TargetResult, TargetStep, TargetWork, WorkResult
@@ -128,6 +128,7 @@ class LocalTarget:
             assert self_drafting is None, "one of them drafts"
             assert self.hidden is not None, "there is nothing to draft from"
             self._drafting = TargetDrafting(make_drafter(self.hidden), rule.capabilities, runner.vocab_size)
+            self.idle_work = (*idle_work, *idle_work_of(self._drafting.proposer))
         self._make_scores = None if self_drafting is None else self_drafting.make_scores
         self._watch: AttentionWatch | None = None
         if self._make_scores is not None and self._make_scores() is not None:

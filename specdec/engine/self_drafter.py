@@ -50,12 +50,11 @@ class SelfDrafter:
         self._fused = NativeDraftLoop(runner, sampler, runner.vocab_size)
         self._stepwise = StepwiseDraftLoop(runner, sampler, runner.vocab_size)
         self._trees = TreeDraftLoop(
-            RunnerNodes(runner),
+            RunnerNodes(runner, runner),
             sampler,
             runner.vocab_size,
             SHARED_NOISE,
             uses_confidence=False,
-            generating=runner,
         )
 
     def draft(

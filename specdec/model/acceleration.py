@@ -14,6 +14,7 @@ from specdec.model.cuda_graphs import CudaForward, can_be_recorded, recordable, 
 from specdec.model.fused_norms import fuse_norms
 from specdec.model.graphs import CompiledForward, can_stay_compiled, packed_weight_bytes
 from specdec.model.loader import LoadedModel
+from specdec.model.packed_weights import PackedWeights
 from specdec.model.runner import ForwardGraphs, ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,11 @@ def accelerate(runner: ModelRunner, config: CompileConfig, like: Acceleration | 
     runner.graphs = made
     settle(runner, config)
     return made
+
+
+def packed_by(made: Acceleration) -> PackedWeights | None:
+    """Return what has been packed for it by now, for others with the same weights."""
+    return made.packed_weights if isinstance(made, CompiledForward) else None
 
 
 def _compile_now(compiled: CompiledForward, loaded: LoadedModel) -> None:

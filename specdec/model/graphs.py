@@ -9,59 +9,43 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from specdec.attention.cpu import CpuPagedAttention, NativeLayer
+from specdec.attention.cpu import NativeLayer
 from specdec.attention.metadata import slots_of
-from specdec.attention.native import NativeUnavailable, resolve_cache_dir
 from specdec.attention.observation import Observation
-from specdec.core.errors import TransportError
-from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
+from specdec.model.compile_work import CompileWork, build_libraries
 from specdec.model.config import CompileConfig
 from specdec.model.experts import recorded_experts
-from specdec.model.fusion import fuse
 from specdec.model.loader import LoadedModel
-from specdec.model.lowering import lower
-from specdec.model.native_forward import (
-    NativeForward,
-    PackedWeights,
-    load_forward_library,
-    load_quantized_kernel,
-    weights_of,
+from specdec.model.native_compile import (
+    CHECK_STAGE,
+    NUM_STAGES,
+    RecordedCall,
+    compile_call,
+    relative_difference,
+    tolerance_of,
 )
+from specdec.model.native_forward import NativeForward
+from specdec.model.packed_weights import PackedWeights
 from specdec.model.parallel.shared_slots import RankSlots
-from specdec.model.position_tables import position_tables
-from specdec.model.recording import NUM_ROWS, CannotLower, record, single_threaded
+from specdec.model.recording import NUM_ROWS, CannotLower, single_threaded
 from specdec.model.runner import ForwardInputs, Incoming, ModelRunner
-from specdec.model.schedule import place, schedule
-from specdec.model.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.05
-_FIRST_STAGE = "building the C++ kernels"
-CHECK_STAGE = "checking against the eager forward"
-_NUM_SINGLE_PIECES = 7
-"""Pieces beside those that pack one weight each."""
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Largest difference from eager logits, relative to the largest logit, with which a forward is used."""
-_QUANTIZED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""The same for quantized weights: eager, products (8 bits) or weights (4 bits) are rounded in between."""
+_NUM_SINGLE_PIECES = 2 + NUM_STAGES
+"""Pieces beside those that pack one weight each: the build and the check too."""
 _CHECKED_BATCHES = (((0, 7), (0, 3)), ((7, 1), (3, 3)), ((8, 1),))
 """(start, rows) of each sequence in the batches of the self-check: prefill, mixed, decode of one."""
 _CHECKED_BLOCKS = 16
 """Enough for the longest of these sequences in blocks of one token."""
-
-
-_Made = TypeVar("_Made")
 
 
 def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
@@ -82,55 +66,8 @@ def can_stay_compiled(loaded: LoadedModel) -> bool:
     return loaded.invariant is None or loaded.rotary is None or loaded.rotary.is_tabulated
 
 
-class WarmUpProgress(Protocol):
-    """Called by `CompiledForward.warm_up` when a piece begins."""
-
-    def __call__(self, stage: str) -> None:
-        """`stage` says what is being done, for people."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Libraries:
-    forward: ctypes.CDLL
-    attention: CpuPagedAttention
-    quantized_kernel: ctypes.c_void_p | None
-
-
-class _InThread(Generic[_Made]):
-    """Something that is made in a thread of its own, which does not outlive the process."""
-
-    def __init__(self, make: Callable[[], _Made]) -> None:
-        self._outcome: list[_Made | NativeUnavailable] = []
-        self._thread = threading.Thread(target=self._run, args=(make,), name="kernel-build", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether it is over, waiting at most `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def result(self) -> _Made:
-        """Return what was made, once it is over.
-
-        Raises:
-            NativeUnavailable: it could not be made.
-        """
-        if not self._outcome:
-            raise NativeUnavailable("the build of the C++ kernels died")
-        if isinstance(self._outcome[0], NativeUnavailable):
-            raise self._outcome[0]
-        return self._outcome[0]
-
-    def _run(self, make: Callable[[], _Made]) -> None:
-        try:
-            self._outcome.append(make())
-        except NativeUnavailable as error:
-            self._outcome.append(error)
-
-
-class CompiledForward:
-    """Implements `runner.ForwardGraphs` and `engine.async_engine.IdleWork` for one runner on the CPU.
+class CompiledForward(CompileWork):
+    """Implements `runner.ForwardGraphs` for one runner on the CPU.
 
     `run_next` and `try_run` are called from the runner's thread.
     """
@@ -150,28 +87,21 @@ class CompiledForward:
         self._like = like
         self._slots = slots
         self._runner = runner
-        self._config = config
-        self._cache_dir = resolve_cache_dir(config.cache_dir)
         self._forward: NativeForward | None = None
         self._caches: ctypes.Array[NativeLayer] | None = None
-        self._stage = _FIRST_STAGE
-        self._num_done = 0
-        # Every matrix of a model is, nearly always, a weight to be packed; known exactly after lowering.
-        self._num_weights = sum(parameter.dim() >= 2 for parameter in runner.loaded.model.parameters())
         self._weights: PackedWeights | None = None
         self._num_position_ids = 0
         self.meetings: Sequence[tuple[bool, int]] = ()
         """See `NativeForward.meetings`, once it is made."""
-        self.failure = ""
-        """Why it was given up."""
-        self._pieces = self._compile()
-        wanted = config.mode == "auto" and runner.loaded.device.type == "cpu"
-        self._state: WorkState = "pending" if wanted else "off"
-
-    @property
-    def state(self) -> WorkState:
-        """off: switched off, or not on a CPU; failed: everything stays eager, and a log line has said why."""
-        return self._state
+        loaded = runner.loaded
+        super().__init__(
+            loaded.path.name,
+            config,
+            is_wanted=config.mode == "auto" and loaded.device.type == "cpu",
+            num_single_pieces=_NUM_SINGLE_PIECES,
+            # Every matrix of a model is, nearly always, a weight to be packed; known exactly after lowering.
+            num_weights=sum(parameter.dim() >= 2 for parameter in loaded.model.parameters()),
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -184,46 +114,9 @@ class CompiledForward:
         return 0 if self._weights is None else self._weights.num_bytes
 
     @property
-    def stage(self) -> str:
-        """What `run_next` does next."""
-        return self._stage
-
-    def pending(self) -> bool:
-        """Whether `run_next` has anything to do."""
-        return self._state == "pending"
-
-    def progress(self) -> WorkProgress:
-        """How many pieces are done; the build of the kernels counts as one."""
-        return WorkProgress(
-            stage=self._stage, done=self._num_done, total=_NUM_SINGLE_PIECES + self._num_weights
-        )
-
-    def run_next(self) -> None:
-        """Do the next piece of the work: well under a second, unless the model is very deep."""
-        if self._state != "pending":
-            return
-        try:
-            stage = next(self._pieces)
-            self._num_done += stage != _FIRST_STAGE
-            self._stage = stage
-        except StopIteration:
-            self._state = "ready"
-        except (NativeUnavailable, CannotLower) as error:
-            self.give_up(str(error))
-        except TransportError:
-            raise  # another rank is gone: nothing runs any more
-        except Exception as error:
-            # A forward that cannot be compiled must never take down the one that runs.
-            logger.debug("compiling the forward failed", exc_info=True)
-            self.give_up(f"{type(error).__name__}: {error}")
-
-    def warm_up(self, progress: WarmUpProgress | None = None) -> WorkState:
-        """Do all of the work now; return the state it ends in."""
-        while self.pending():
-            if progress is not None:
-                progress(self._stage)
-            self.run_next()
-        return self._state
+    def packed_weights(self) -> PackedWeights | None:
+        """What has been packed, for others with weights of this model; None: nothing yet."""
+        return self._weights
 
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
         """Return fp32 logits [L, vocab], valid until the next call; None when nothing is compiled.
@@ -285,65 +178,34 @@ class CompiledForward:
         end = piece.start + piece.num_dropped + len(piece.token_ids) + num_more
         return end + offset > self._num_position_ids
 
-    def give_up(self, reason: str) -> None:
-        """Run eagerly from now on; one log line says why."""
-        self._state = "failed"
-        self.failure = reason
+    def _forget(self) -> None:
         self._weights = self._forward = None
-        logger.warning("%s runs eagerly, which is slower: %s", self._runner.loaded.path.name, reason)
 
     def _compile(self) -> Iterator[str]:
-        """Yields the name of the next piece."""
         runner = self._runner
-        libraries = yield from self._build()
+        is_quantized = runner.loaded.quantization is not None
+        libraries = yield from build_libraries(self._cache_dir, is_quantized=is_quantized)
         layers = runner.loaded.layers
         if all(libraries.attention.supports(runner.loaded.dtype, layer.head_dim) for layer in layers):
             runner.backend = libraries.attention
         else:
             raise CannotLower(f"the C++ attention does not run {runner.loaded.dtype} with these heads")
-        yield "recording the forward"
         started_s = time.perf_counter()
-        stage = runner.loaded.stage
-        with recorded_experts(runner.loaded.model):
-            taps = runner.taps
-            hidden_of = None if taps is None else lambda: taps.rows
-            recordings = record(runner.call_model, _any_incoming(runner), hidden_of)
-        yield "tracing what depends on what"
-        trace = Trace(*recordings)
-        yield "lowering operations"
-        lowered = lower(trace, "logit_rows" if stage is None or stage.is_last else "rows")
-        yield "scheduling operations"
-        results = [ref.value for ref in (lowered.output, lowered.hidden) if ref is not None]
-        operations = fuse(lowered.operations, results)
-        steps = schedule(operations)
-        buffers = place(steps, results)
-        used = {ref.value for operation in operations for ref in operation.inputs}
-        yield "tabulating positions"
-        of_positions = [value for value in used if value.kind == "position"]
-        rule = runner.loaded.rotary
+        taps, rule = runner.taps, runner.loaded.rotary
         self._num_position_ids = runner.max_model_len if rule is None else rule.num_position_ids
-        tables = position_tables(trace, of_positions, self._num_position_ids)
         weights = None if self._like is None else self._like._weights
         if weights is None:
             self._weights = weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
-        matrices = [weight for operation in operations for weight in weights_of(operation)]
-        self._num_weights = len(matrices)
-        for matrix in matrices:
-            weights.pack(matrix)
-            yield "packing weights"
-        forward = NativeForward(
-            libraries.forward,
-            steps,
-            buffers,
-            tables,
-            output=lowered.output,
-            hidden=lowered.hidden,
-            incoming=trace.incoming,
-            weights=weights,
+        recorded = RecordedCall(
+            call=runner.call_model,
             layers=layers,
-            quantized_kernel=libraries.quantized_kernel,
-            slots=self._slots,
+            num_position_ids=self._num_position_ids,
+            incoming=_any_incoming(runner),
+            hidden_of=None if taps is None else lambda: taps.rows,
+            output="logit_rows" if _gives_logits(runner) else "rows",
+            recording=recorded_experts(runner.loaded.model),
         )
+        forward = yield from compile_call(recorded, libraries, weights, self._slots, self._expect_weights)
         self.meetings = forward.meetings
         yield CHECK_STAGE
         self._check(forward)
@@ -352,23 +214,13 @@ class CompiledForward:
             "%s: forward compiled in %.1f s (%d operations, %.0f MB of packed weights, %d left in place)",
             runner.loaded.path.name,
             time.perf_counter() - started_s,
-            len(steps),
+            forward.num_operations,
             weights.num_bytes / 1e6,
             weights.num_left_out,
         )
 
-    def _build(self) -> Generator[str, None, _Libraries]:
-        """Build or load the C++ libraries, all at once, beside whatever else this thread does."""
-        forward = _InThread(lambda: load_forward_library(self._cache_dir))
-        attention = _InThread(lambda: CpuPagedAttention(self._cache_dir))
-        quantized = _InThread(self._load_quantized_kernel)
-        while not all(library.wait(_POLL_S) for library in (forward, attention, quantized)):
-            yield _FIRST_STAGE
-        return _Libraries(forward.result(), attention.result(), quantized.result())
-
-    def _load_quantized_kernel(self) -> ctypes.c_void_p | None:
-        is_needed = self._runner.loaded.quantization is not None
-        return load_quantized_kernel(self._cache_dir) if is_needed else None
+    def _expect_weights(self, num_weights: int) -> None:
+        self._num_weights = num_weights
 
     def _run(
         self, forward: NativeForward, caches: ctypes.Array[NativeLayer], inputs: ForwardInputs
@@ -410,18 +262,13 @@ class CompiledForward:
             if runner.taps is not None:
                 pairs.append((forward.hidden(inputs.metadata.num_rows), runner.taps.rows))
             for compiled, eager in pairs:
-                difference = _relative_difference(compiled.float(), eager.float())
+                difference = relative_difference(compiled.float(), eager.float())
                 largest = difference if not difference <= largest else largest
         # At the end: other ranks go through all batches too.
-        tolerance = _TOLERANCE if runner.loaded.quantization is None else _QUANTIZED_TOLERANCE
-        if not largest <= tolerance[runner.loaded.dtype]:
+        tolerance = tolerance_of(runner.loaded.dtype, is_quantized=runner.loaded.quantization is not None)
+        if not largest <= tolerance:
             what = "logits" if runner.taps is None else "logits or hidden states"
             raise CannotLower(f"its {what} differ from the eager ones by {largest:.1e} (relative)")
-
-
-def _relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest number."""
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
 
 
 def _gives_logits(runner: ModelRunner) -> bool:

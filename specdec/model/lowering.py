@@ -13,7 +13,15 @@ from typing import Any, Literal
 import torch
 
 from specdec.model.quantized_linear import QuantizedWeight
-from specdec.model.recording import ALL_GATHER, ALL_REDUCE, ATTEND, EXPERTS, CannotLower, EmbeddingShard
+from specdec.model.recording import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ATTEND,
+    EXPERTS,
+    SPREAD,
+    CannotLower,
+    EmbeddingShard,
+)
 from specdec.model.trace import BatchSize, Domain, Node, Ref, Trace, Value, tensors_in
 
 FLOATS = (torch.float32, torch.bfloat16)
@@ -100,6 +108,14 @@ class Gather(Operation):
     index: Index
     shard: EmbeddingShard | None = None
     """Which rows of the whole table the constant holds; others are zeros. None: it is whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread(Operation):
+    """Elements of the innermost dimension at their places in a wider one, -inf elsewhere."""
+
+    places: torch.Tensor
+    """int64, of each element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +223,7 @@ class _Lowering:
             EXPERTS: self._experts,
             ALL_REDUCE: self._collective,
             ALL_GATHER: self._collective,
+            SPREAD: self._spread,
         }.get(node.name)
         if own is not None:
             own(node)
@@ -466,6 +483,14 @@ class _Lowering:
         self._emit(
             Collective(out=self._own(node.outputs[0]), inputs=inputs, is_gather=node.name == ALL_GATHER)
         )
+
+    def _spread(self, node: Node) -> None:
+        source, places = node.args
+        out = self._own(node.outputs[0])
+        ref = self._contiguous(source)
+        if ref.dtype is not out.dtype or not _is_whole(out) or ref.value.row_size != len(places):
+            raise CannotLower("a spread of several dimensions")
+        self._emit(Spread(out=out, inputs=(ref,), places=places.contiguous()))
 
     def _attention(self, node: Node) -> None:
         layer_idx, *tensors = node.args

@@ -43,8 +43,10 @@ from specdec.model.lowering import (
     Operation,
     Rotary,
     Softmax,
+    Spread,
     domain_of,
 )
+from specdec.model.packed_weights import PackedWeights, panel_bytes
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower
@@ -57,6 +59,7 @@ QUANTIZED_SOURCE = Path(__file__).parent / "csrc" / "quantized_linear.cpp"
 _ELEMENTWISE, _MEAN, _NORM, _ROTARY, _GATHER, _LINEAR, _WRITE_KV, _ATTENTION = range(8)
 _SOFTMAX, _LARGEST, _EXPERTS_UP, _EXPERTS_DOWN = range(8, 12)
 _HAND_ON, _FETCH, _SUM_UP, _LINE_UP = range(12, 16)
+_SPREAD = 16
 _CUTS = {"rows": 0, "columns": 1, "own": 2}
 _INDICES = {"tokens": 0, "logit_rows": 2}
 _WEIGHT_FORMATS = {8: 1, 4: 2}
@@ -65,8 +68,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2}
 _NO_BUFFER = -1
 _MAX_DIMS = 3
 _LOST_RANK = 2
-_PANEL_COLUMNS = 32
-_ARENA_BYTES = 1 << 26
 
 
 class _Operand(ctypes.Structure):
@@ -152,91 +153,6 @@ class _Scratch:
     domain: str
 
 
-_WeightKey = tuple[int, torch.Size, tuple[int, ...]]
-"""Address, shape and strides."""
-
-
-class PackedWeights:
-    """Linear weights in the kernel's layout, each packed once, as many as the memory allows."""
-
-    def __init__(self, library: ctypes.CDLL, max_bytes: int) -> None:
-        self._library = library
-        self._max_bytes = max_bytes
-        # The weight beside its panels keeps its address from being used again.
-        self._packed: dict[_WeightKey, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._arena = torch.empty(0, dtype=torch.uint8)
-        self.num_bytes = 0
-        self._left_out: set[_WeightKey] = set()
-
-    @property
-    def num_left_out(self) -> int:
-        """Weights for which there was no memory."""
-        return len(self._left_out)
-
-    def pack(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the panels of `weight` [..., columns, inner]; None when there is no memory for them.
-
-        The panels of several matrices lie one after the other.
-
-        A weight that is not packed is read as it is, which gives the same results and costs time where
-        weights are in the cache or rows are many.
-
-        Raises:
-            CannotLower: it cannot be read as it is either.
-        """
-        key = (weight.data_ptr(), weight.shape, weight.stride())
-        if key in self._packed:
-            return self._packed[key][1]
-        *stack, columns, inner = weight.shape
-        each = panel_bytes(weight)
-        size = each * math.prod(stack)
-        if self.num_bytes + size > self._max_bytes:
-            if weight.stride(-1) != 1:
-                raise CannotLower(f"its packed weights take more than max_frozen_bytes = {self._max_bytes}")
-            self._left_out.add(key)
-            return None
-        panels = self._allocate(size)
-        entry_point = (
-            self._library.drafthouse_pack_f32
-            if weight.dtype is torch.float32
-            else self._library.drafthouse_pack_bf16
-        )
-        for index, matrix in enumerate(weight.reshape(-1, columns, inner) if stack else [weight]):
-            dense = matrix.contiguous()
-            entry_point(
-                ctypes.c_void_p(dense.data_ptr()),
-                ctypes.c_int64(columns),
-                ctypes.c_int64(inner),
-                ctypes.c_void_p(panels.data_ptr() + index * each),
-            )
-        self._packed[key] = (weight, panels)
-        self.num_bytes += size
-        return panels
-
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
-        """Side by side, so that small weights share huge pages."""
-        if self._arena.numel() < num_bytes:
-            self._arena = huge_zeros([max(num_bytes, _ARENA_BYTES)], torch.uint8)
-        panels, self._arena = self._arena[:num_bytes], self._arena[-(-num_bytes // 64) * 64 :]
-        return panels
-
-
-def panel_bytes(weight: torch.Tensor) -> int:
-    """Return the size of the panels of one matrix of `weight` [..., columns, inner]."""
-    *_, columns, inner = weight.shape
-    return int(-(-columns // _PANEL_COLUMNS) * _PANEL_COLUMNS * inner * weight.element_size())
-
-
-def weights_of(operation: Operation) -> tuple[torch.Tensor, ...]:
-    """Return the weights of an operation that are to be packed; quantized ones are as they must be."""
-    match operation:
-        case LinearLayer(weight=torch.Tensor() as weight) | ExpertsDown(weight=weight):
-            return (weight,)
-        case ExpertsUp(gate=gate, up=up):
-            return (gate, up)
-    return ()
-
-
 def load_quantized_kernel(cache_dir: Path) -> ctypes.c_void_p:
     """Build or load the kernels of quantized linear layers; return the function that `NativeForward` calls.
 
@@ -261,6 +177,7 @@ def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
         "program_set_buffer",
         "program_set_quantized_linear",
         "program_set_link",
+        "program_set_feedback",
         "pack_f32",
         "pack_bf16",
     ):
@@ -270,6 +187,7 @@ def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
         *(pointer, pointer, pointer, integer),
         *(pointer, pointer, ctypes.c_int32, pointer, pointer, pointer),
     )
+    library.drafthouse_program_run_rows.argtypes = (pointer,) * 6
     return library
 
 
@@ -328,6 +246,7 @@ class NativeForward:
             self._num_buffers += 1
         self._plans: dict[tuple[int, int, int | None], int] = {}
         self._output_buffer = buffers[output.value]
+        self.num_operations = len(steps)
         self._output_value = output.value
         self._hidden_value = None if hidden is None else hidden.value
         instructions = [instruction for step in steps for instruction in self._encode(step)]
@@ -406,6 +325,63 @@ class NativeForward:
         is_of_logits = self._output_value.domain == "logit_rows"
         return self._output[: num_logit_rows if is_of_logits else metadata.num_rows]
 
+    def run_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Run a forward of rows [T, width] that attend to nothing; return its output, as `run` does.
+
+        All of them yield logits, where that is what comes out.
+        """
+        self._run_rows(rows, None, None, None, None)
+        return self._output[: rows.shape[0]]
+
+    def choose_behind(
+        self, rows: torch.Tensor, chooser: NativeChooser, sequences: Sequence[int], positions: Sequence[int]
+    ) -> list[int]:
+        """Run rows [T, width] that attend to nothing, and choose a token from the logits of each.
+
+        Row i is of sequence `sequences[i]` of the chooser, its token will stand at `positions[i]`. `NO_TOKEN`
+        where there is none.
+        """
+        chosen = array("q", (NO_TOKEN,)) * rows.shape[0]
+        of_rows, at = array("i", sequences), array("q", positions)
+        assert len(of_rows) == len(at) == len(chosen)
+        native = _Chooser(chooser.function, chooser.parameters)
+        self._run_rows(
+            *(rows, ctypes.byref(native)),
+            *(of_rows.buffer_info()[0], at.buffer_info()[0], chosen.buffer_info()[0]),
+        )
+        return chosen.tolist()
+
+    def _run_rows(
+        self,
+        rows: torch.Tensor,
+        chooser: Any,
+        sequences: int | None,
+        positions: int | None,
+        chosen: int | None,
+    ) -> None:
+        num_rows = rows.shape[0]
+        self._reserve("rows", num_rows)
+        self._reserve("logit_rows", num_rows)
+        self._set_incoming(rows)
+        every = array("q", range(num_rows))
+        address = every.buffer_info()[0]  # nothing is looked up by token or position
+        inputs = _Inputs(address, address, address, num_rows, torch.get_num_threads())
+        run = self._library.drafthouse_program_run_rows
+        self._raise_failure(run(self._program, ctypes.byref(inputs), chooser, sequences, positions, chosen))
+
+    def go_on_with_hidden(self) -> None:
+        """Let what is generated behind a row be given its hidden states as `incoming`."""
+        assert self._hidden_value is not None, "none are kept"
+        incoming = next(value for value, index in self._buffers.items() if index == self._incoming_buffer)
+        assert incoming.row_size == self._hidden_value.row_size
+        assert incoming.dtype is self._hidden_value.dtype
+        self._library.drafthouse_program_set_feedback(
+            self._program,
+            self._buffers[self._hidden_value],
+            self._incoming_buffer,
+            ctypes.c_int64(incoming.row_size * incoming.dtype.itemsize),
+        )
+
     def hidden(self, num_rows: int) -> torch.Tensor:
         """Return hidden states [num_rows, width] of the latest run, which had so many rows.
 
@@ -425,8 +401,8 @@ class NativeForward:
     ) -> Generated:
         """Run slices and choose tokens from their logits; see `GeneratingRunner.try_generate`.
 
-        With `incoming` (see `run`) there is one forward: `num_more` is 0 everywhere. The first forward is the
-        one that is observed.
+        With `incoming` (see `run`) there is one forward: `num_more` is 0 everywhere, unless the others are to
+        `go_on_with_hidden`. The first forward is the one that is observed.
 
         Raises:
             IndexError: a token id is out of range.
@@ -530,6 +506,7 @@ class NativeForward:
             Largest: self._largest,
             ExpertsUp: self._experts_up,
             ExpertsDown: self._experts_down,
+            Spread: self._spread,
         }
         encode[type(operation)](instruction, operation)
         return [instruction]
@@ -557,6 +534,14 @@ class NativeForward:
             raise CannotLower("a top-k of several dimensions")
         instruction.num_columns = operation.out.dims[-1][0]
         self._operands(instruction, (operation.out, source), sizes=source.dims, keep_last=True)
+
+    def _spread(self, instruction: _Instruction, operation: Spread) -> None:
+        instruction.kind = _SPREAD
+        instruction.out = self._operand(operation.out, (0, 0, 1))
+        instruction.a = self._operand(operation.inputs[0], (0, 0, 1))
+        instruction.b.buffer = self._fixed_buffer(operation.places)
+        instruction.num_columns = len(operation.places)
+        instruction.extent = (ctypes.c_int32 * _MAX_DIMS)(1, 1, operation.out.value.row_size)
 
     def _norm(self, instruction: _Instruction, operation: Norm) -> None:
         instruction.kind = _NORM

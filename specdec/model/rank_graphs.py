@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 
 from specdec.model.config import CompileConfig
-from specdec.model.graphs import CHECK_STAGE, CompiledForward, can_stay_compiled
+from specdec.model.graphs import CompiledForward, can_stay_compiled
+from specdec.model.native_compile import CHECK_STAGE
 from specdec.model.parallel.grid import RankGrid
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.runner import ForwardGraphs, ModelRunner

@@ -26,6 +26,8 @@ ALL_REDUCE = "all_reduce"
 """Stands where a tensor is replaced by its sum over the ranks of a group."""
 ALL_GATHER = "all_gather"
 """Stands where every rank gets everyone's tensor, stacked in front."""
+SPREAD = "spread"
+"""Stands where the elements of a row go to places of a wider one, which is -inf elsewhere."""
 
 NUM_ROWS = (3, 5)
 NUM_LOGIT_ROWS = (2, 4)

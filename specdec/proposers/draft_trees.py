@@ -65,12 +65,11 @@ class TreeDraftProposer(DraftModelProposer):
         )
         self._shape = shape
         self._loop = TreeDraftLoop(
-            RunnerNodes(runner),
+            RunnerNodes(runner, generating),
             sampler,
             vocab_size,
             sampling,
             uses_confidence=shape.uses_confidence,
-            generating=generating,
         )
         self.capabilities = replace(
             self.capabilities, shape="tree", sampled=not sampling.is_deterministic, looks_ahead=False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.attention.base import AttentionBackend, LayerAttention, PagedBatch
-from specdec.attention.metadata import build_metadata
+from specdec.attention.metadata import AttentionMetadata, build_metadata
 from specdec.drafters.base import Drafter
 from specdec.kv.config import CacheConfig
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape, plan_num_blocks
@@ -42,23 +42,41 @@ class DrafterPool:
             cache, shapes, weight.dtype, max_tokens=max_num_seqs * max_model_len, row_bytes=row_bytes
         )
         self.max_model_len = min(max_model_len, (self.num_blocks - FIRST_BLOCK) * self.block_size)
-        self.kv = KvPool(
-            shapes,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        self._shapes = shapes
+        self.kv = self._make_kv(self.num_blocks)
         self._layers = tuple(layers)
         self._backend = backend
 
-    def batch(self, pieces: Sequence[SequenceSlice]) -> PagedBatch:
-        """Return what the layers attend to when they read `pieces`, each of one token at least."""
-        metadata = build_metadata(pieces, block_size=self.block_size).to(self.device)
+    def spare_kv(self, num_blocks: int) -> KvPool:
+        """Return K/V of their own, `num_blocks` beside the scratch block, for who tries something out."""
+        return self._make_kv(FIRST_BLOCK + num_blocks)
+
+    def batch(self, pieces: Sequence[SequenceSlice], kv: KvPool | None = None) -> PagedBatch:
+        """Return what the layers attend to when they read `pieces`, each of one token at least.
+
+        K/V lie in the pool, unless others are given.
+        """
+        return self.over(self.metadata(pieces), kv)
+
+    def metadata(self, pieces: Sequence[SequenceSlice]) -> AttentionMetadata:
+        """Return where the rows of `pieces` live."""
+        return build_metadata(pieces, block_size=self.block_size).to(self.device)
+
+    def over(self, metadata: AttentionMetadata, kv: KvPool | None = None) -> PagedBatch:
+        """As `batch`, of rows that are laid out already."""
         return PagedBatch(
             backend=self._backend,
             layers=self._layers,
-            caches=self.kv,
+            caches=self.kv if kv is None else kv,
             metadata=metadata,
             plan=self._backend.begin(metadata),
+        )
+
+    def _make_kv(self, num_blocks: int) -> KvPool:
+        return KvPool(
+            self._shapes,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
         )

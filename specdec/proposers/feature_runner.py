@@ -15,17 +15,21 @@ from itertools import chain
 import torch
 
 from specdec.attention.base import AttentionBackend
+from specdec.attention.metadata import slots_of
 from specdec.core.plan import SlotMove
 from specdec.drafters.base import FeatureDrafter
 from specdec.kv.config import CacheConfig
 from specdec.kv.hidden_pool import HiddenPool
-from specdec.model.batch import SequenceSlice, logit_rows
+from specdec.model.batch import Generated, NativeChooser, PositionShift, SequenceSlice, logit_rows
+from specdec.proposers.compiled_drafters import CompiledFeatures, DrafterCompilation, FeatureBatch
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.tree.topology import ROOT
 
+_BACK_BY_ONE = PositionShift(offset=-1, end=1 << 62)
+
 
 class FeatureRunner:
-    """Implements `model.batch.Runner` on a `FeatureDrafter`. Not thread-safe: all share the pool."""
+    """Implements `model.batch.GeneratingRunner` on a `FeatureDrafter`. Not thread-safe."""
 
     def __init__(
         self,
@@ -64,6 +68,12 @@ class FeatureRunner:
             dtype=pool.dtype,
             device=pool.device,
         )
+        self._compiled: CompiledFeatures | None = None
+
+    def compile(self, how: DrafterCompilation) -> CompiledFeatures:
+        """Return the work of making the drafter native; it runs eagerly until that is done."""
+        self._compiled = CompiledFeatures(self._drafter, self._pool, how)
+        return self._compiled
 
     @property
     def num_bytes(self) -> int:
@@ -76,19 +86,47 @@ class FeatureRunner:
         pieces = [piece for piece in map(_placed, slices) if piece.token_ids]
         if not pieces:
             return torch.empty(0, self.vocab_size, device=self._pool.device)
-        features = torch.cat([self._inputs(piece) for piece in pieces])
-        batch = self._pool.batch(pieces)
-        token_ids = list(chain.from_iterable(piece.token_ids for piece in pieces))
-        step = self._drafter.step(
-            self._drafter.embed(torch.tensor([token_ids], device=self._pool.device)),
-            features[None],
-            batch.metadata.positions[None],
-            batch,
+        features = self._inputs(pieces)
+        metadata = self._pool.metadata(pieces)
+        token_ids = torch.tensor(
+            list(chain.from_iterable(piece.token_ids for piece in pieces)), device=self._pool.device
         )
-        self._features.write(batch.metadata.slot_mapping, step.features[0])
-        logits = self._drafter.logits(step.outputs[0, logit_rows(pieces)])
+        rows = logit_rows(pieces)
+        if self._compiled is not None:
+            batch = FeatureBatch(token_ids, torch.tensor(rows, dtype=torch.int64), metadata, features)
+            native = self._compiled.try_run(batch)
+            if native is not None:
+                self._features.write(metadata.slot_mapping, self._compiled.features(len(token_ids)))
+                return native
+        paged = self._pool.over(metadata)
+        step = self._drafter.step(
+            self._drafter.embed(token_ids[None]), features[None], metadata.positions[None], paged
+        )
+        self._features.write(metadata.slot_mapping, step.features[0])
+        logits = self._drafter.logits(step.outputs[0, rows])
         vocabulary = self._drafter.vocabulary
         return (logits if vocabulary is None else vocabulary.expand(logits)).float()
+
+    @torch.inference_mode()
+    def try_generate(
+        self, slices: Sequence[SequenceSlice], num_more: Sequence[int], chooser: NativeChooser
+    ) -> Generated | None:
+        """See `GeneratingRunner.try_generate`: None until it is compiled, and for a first token alone.
+
+        Features of the further tokens are handed on, not kept: a chain is not drafted behind twice.
+        """
+        if self._compiled is None or not self._compiled.is_ready:
+            return None
+        pieces = [_placed(piece) for piece in slices]
+        if not all(piece.token_ids for piece in pieces):
+            return None
+        generated = self._compiled.try_generate(
+            list(map(_told_of_shift, pieces)), num_more, chooser, self._inputs(pieces)
+        )
+        if generated is not None and not any(num_more):
+            slots = slots_of(pieces, block_size=self.block_size)
+            self._features.write(slots, self._compiled.features(len(slots)))
+        return generated
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -102,11 +140,30 @@ class FeatureRunner:
         self._pool.kv.move_slots(moves)
         self._features.move_slots(moves)
 
-    def _inputs(self, piece: SequenceSlice) -> torch.Tensor:
-        """Return what the drafter reads beside the tokens of a piece, [tokens, H]."""
-        if piece.states is not None:
-            states = piece.states.to(self._pool.device, self._pool.dtype)
-            return self._drafter.fuse(states[None])[0]
+    def _inputs(self, pieces: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Return what the drafter reads beside the tokens of all pieces, [T, H], contiguous."""
+        states = [piece.states for piece in pieces if piece.states is not None]
+        fused: torch.Tensor | None = None
+        if states:
+            fused = self._fuse(torch.cat(states).to(self._pool.device, self._pool.dtype))
+            if len(states) == len(pieces):
+                return fused
+        parts: list[torch.Tensor] = []
+        num_fused = 0
+        for piece in pieces:
+            if piece.states is None:
+                parts.append(self._made_before(piece))
+                continue
+            assert fused is not None
+            parts.append(fused[num_fused : num_fused + len(piece.states)])
+            num_fused += len(piece.states)
+        return torch.cat(parts)
+
+    def _fuse(self, states: torch.Tensor) -> torch.Tensor:
+        return self._drafter.fuse(states) if self._compiled is None else self._compiled.fuse(states)
+
+    def _made_before(self, piece: SequenceSlice) -> torch.Tensor:
+        """Return the features [tokens, H] that were made of the parents of drafted tokens."""
         parents = piece.parents
         if parents is None:
             assert len(piece.token_ids) == 1, "of a chain, one token at a time is drafted behind"
@@ -121,3 +178,13 @@ def _placed(piece: SequenceSlice) -> SequenceSlice:
         return replace(piece, start=piece.start - 1)
     assert piece.parents is None, "nothing is drafted behind nothing"
     return replace(piece, token_ids=piece.token_ids[1:])
+
+
+def _told_of_shift(piece: SequenceSlice) -> SequenceSlice:
+    """Return a slice in places of the drafter's cache, for who chooses tokens behind it.
+
+    They stand one further on in the sequence; what the drafter is given as positions are places.
+    """
+    assert piece.shift is None
+    assert piece.num_dropped == 0
+    return replace(piece, num_dropped=1, shift=_BACK_BY_ONE)

@@ -12,10 +12,12 @@ from typing import Protocol
 
 import torch
 
+from specdec.attention.metadata import AttentionMetadata
 from specdec.core.ids import RequestId
 from specdec.core.sequence import SequenceView
 from specdec.drafters.base import HeadsDrafter
 from specdec.model.batch import SequenceSlice
+from specdec.proposers.compiled_drafters import CompiledHeads
 from specdec.proposers.draft_sequences import Chunk, DraftSequences
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.hidden import HiddenSource, PrefixStates
@@ -73,6 +75,7 @@ class PrefixRows:
         *,
         max_read_tokens: int,
         max_context: int | None = None,
+        compiled: CompiledHeads | None = None,
     ) -> None:
         """Read with `heads` into `pool`, which is used for nothing else.
 
@@ -83,8 +86,10 @@ class PrefixRows:
             max_read_tokens: most tokens that one call reads. A sequence that has more to catch up on than is
                 left of it has no row in that call.
             max_context: longest prefix that is read, in tokens; None: what the pool holds.
+            compiled: the native form of the heads, ready or not.
         """
         self._heads = heads
+        self._compiled = compiled
         self._pool = pool
         self._states = PrefixStates(source, heads.hidden_layers)
         self._sequences = DraftSequences(
@@ -148,7 +153,13 @@ class PrefixRows:
                 ends[view.request_id] = num_rows - 1
         if not pieces:
             return {}
-        batch = self._pool.batch(pieces)
-        hidden = torch.cat(states).to(self._pool.device, self._pool.dtype)
-        rows = self._heads.prepare(hidden[None], batch.metadata.positions[None], batch)[0]
-        return {request_id: rows[end : end + 1] for request_id, end in ends.items()}
+        metadata = self._pool.metadata(pieces)
+        rows = self._prepare(torch.cat(states).to(self._pool.device, self._pool.dtype), metadata)
+        return {request_id: rows[end : end + 1].clone() for request_id, end in ends.items()}
+
+    def _prepare(self, hidden: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return what the heads read, [T, R], of states [T, F]: valid until the next call."""
+        native = None if self._compiled is None else self._compiled.try_prepare(hidden, metadata)
+        if native is not None:
+            return native
+        return self._heads.prepare(hidden[None], metadata.positions[None], self._pool.over(metadata))[0]

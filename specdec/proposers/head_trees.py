@@ -13,6 +13,8 @@ from dataclasses import replace
 import torch
 
 from specdec.drafters.base import SequentialHeads
+from specdec.model.batch import NativeChooser
+from specdec.proposers.compiled_drafters import CompiledHeads
 from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.head_rows import HeadRows
@@ -25,23 +27,46 @@ from specdec.tree.growth import TreeShape
 class HeadNodes:
     """Implements `NodeReader`; the `states` of a start are its row."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Heads, compiled: CompiledHeads | None = None) -> None:
         self._heads = heads
+        self._compiled = compiled
         self.vocab_size = heads.target.vocab_size
         self.sees_paths = isinstance(heads, SequentialHeads)
         self._logits: HeadLogits | None = None
 
     def read_prefixes(self, starts: Sequence[ChainStart]) -> torch.Tensor:
-        rows = [start.states for start in starts if start.states is not None]
-        self._logits = HeadLogits(self._heads, torch.cat(rows), [start.token_ids[-1] for start in starts])
-        return self._logits.behind(range(len(starts)), [()] * len(starts))
+        return self._begin(starts).behind(range(len(starts)), [()] * len(starts))
 
     def read_nodes(self, sprouts: Sequence[Sprout]) -> torch.Tensor:
         assert self._logits is not None, "prefixes are read first"
-        nodes = [(sprout, node) for sprout in sprouts for node in sprout.rows]
         return self._logits.behind(
-            [sprout.number for sprout, _ in nodes], [sprout.paths[node] for sprout, node in nodes]
+            [sprout.number for sprout in sprouts for _ in sprout.rows],
+            [sprout.paths[node] for sprout in sprouts for node in sprout.rows],
         )
+
+    def try_read_prefixes(self, starts: Sequence[ChainStart], chooser: NativeChooser) -> bool:
+        if self._compiled is None or not self._compiled.is_ready:
+            return False
+        every, ends = range(len(starts)), [start.end for start in starts]
+        chosen = self._begin(starts).try_choose(every, [()] * len(starts), chooser, every, ends)
+        return chosen is not None
+
+    def try_read_nodes(self, sprouts: Sequence[Sprout], chooser: NativeChooser) -> bool:
+        assert self._logits is not None, "prefixes are read first"
+        chosen = self._logits.try_choose(
+            [sprout.number for sprout in sprouts for _ in sprout.rows],
+            [sprout.paths[node] for sprout in sprouts for node in sprout.rows],
+            chooser,
+            [index for index, sprout in enumerate(sprouts) for _ in sprout.rows],
+            [sprout.start.end + sprout.depths[node] for sprout in sprouts for node in sprout.rows],
+        )
+        return chosen is not None
+
+    def _begin(self, starts: Sequence[ChainStart]) -> HeadLogits:
+        rows = [start.states for start in starts if start.states is not None]
+        last_token_ids = [start.token_ids[-1] for start in starts]
+        self._logits = HeadLogits(self._heads, torch.cat(rows), last_token_ids, self._compiled)
+        return self._logits
 
 
 class TreeHeadProposer(HeadProposer):
@@ -58,6 +83,7 @@ class TreeHeadProposer(HeadProposer):
         sampling: DraftSampling,
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
+        compiled: CompiledHeads | None = None,
     ) -> None:
         """Draft trees of `shape`; for everything else see `HeadProposer`."""
         sampling = sampling.for_trees(shape)
@@ -69,10 +95,11 @@ class TreeHeadProposer(HeadProposer):
             sampling=sampling,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
+            compiled=compiled,
         )
-        self._shape = shape if heads.max_depth is None else shape.within(heads.max_depth)
+        self._shape = shape.within(heads.max_depth)
         self._loop = TreeDraftLoop(
-            HeadNodes(heads), sampler, vocab_size, sampling, uses_confidence=shape.uses_confidence
+            HeadNodes(heads, compiled), sampler, vocab_size, sampling, uses_confidence=shape.uses_confidence
         )
         self.capabilities = replace(self.capabilities, shape="tree", sampled=not sampling.is_deterministic)
 

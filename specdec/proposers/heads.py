@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec.core.distributions import TokenDistribution
+from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
 from specdec.drafters.base import IndependentHeads, SequentialHeads
-from specdec.model.batch import NO_TOKEN
+from specdec.model.batch import NO_TOKEN, NativeChooser
 from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.compiled_drafters import CompiledHeads
 from specdec.proposers.draft_loop import shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.head_rows import HeadRows
@@ -35,23 +37,65 @@ Heads = IndependentHeads | SequentialHeads
 class HeadLogits:
     """What heads say behind some prefixes."""
 
-    def __init__(self, heads: Heads, rows_SR: torch.Tensor, last_token_ids: Sequence[int]) -> None:
-        """Ask `heads`, given the rows of the prefixes and their last tokens."""
+    def __init__(
+        self,
+        heads: Heads,
+        rows_SR: torch.Tensor,
+        last_token_ids: Sequence[int],
+        compiled: CompiledHeads | None = None,
+    ) -> None:
+        """Ask `heads`, given the rows of the prefixes and their last tokens; `compiled`, once it is ready."""
         self._heads = heads
         self._rows_SR = rows_SR
         self._last_token_ids = last_token_ids
-        # The same whatever is drafted, so they are asked once, for all depths.
-        self._logits_KSV = heads.logits(rows_SR) if isinstance(heads, IndependentHeads) else None
+        self._compiled = compiled
+        self._logits_KSV: torch.Tensor | None = None
 
     def behind(self, prefixes: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return logits [R, V], fp32, behind prefixes (by number) and paths of drafts, all of one length."""
         depth = len(paths[0])
-        if self._logits_KSV is not None:
-            return self._logits_KSV[depth, list(prefixes)].float()
-        assert isinstance(self._heads, SequentialHeads)
-        rows_RR = self._rows_SR[list(prefixes)]
+        if self._compiled is not None:
+            native = self._compiled.try_logits(depth, self._inputs(prefixes, paths))
+            if native is not None:
+                return native
+        if isinstance(self._heads, SequentialHeads):
+            return self._heads.head(depth, self._inputs(prefixes, paths)).float()
+        if self._logits_KSV is None:
+            # The same whatever is drafted, so they are asked once, for all depths.
+            self._logits_KSV = self._heads.logits(self._rows_SR)
+        return self._logits_KSV[depth, list(prefixes)].float()
+
+    def try_choose(
+        self,
+        prefixes: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        chooser: NativeChooser,
+        sequences: Sequence[int],
+        positions: Sequence[int],
+    ) -> list[int] | None:
+        """Choose a token behind every path, where that is compiled; the rest is as in `behind`.
+
+        Args:
+            prefixes: by number, of each path.
+            paths: of drafts, all of one length.
+            chooser: is called on the logits.
+            sequences: that it knows, of each path.
+            positions: where the tokens will stand.
+        """
+        if self._compiled is None or not self._compiled.is_ready:
+            return None
+        inputs = self._inputs(prefixes, paths)
+        return self._compiled.try_choose(len(paths[0]), inputs, chooser, sequences, positions)
+
+    def _inputs(self, prefixes: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return what the head behind these paths reads, [R, I], contiguous."""
+        rows_RR = self._rows_SR
+        if len(prefixes) != len(rows_RR) or any(index != number for index, number in enumerate(prefixes)):
+            rows_RR = rows_RR[list(prefixes)]
+        if not isinstance(self._heads, SequentialHeads):
+            return rows_RR
         seen = [[self._last_token_ids[prefix], *path] for prefix, path in zip(prefixes, paths, strict=True)]
-        return self._heads.logits(depth, rows_RR, torch.tensor(seen, device=rows_RR.device)).float()
+        return self._heads.inputs(rows_RR, torch.tensor(seen, device=rows_RR.device))
 
 
 @dataclass(slots=True)
@@ -83,9 +127,15 @@ class HeadProposer:
         sampling: DraftSampling,
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
+        compiled: CompiledHeads | None = None,
     ) -> None:
-        """Draft with `heads` from `rows`; token ids from `vocab_size` on are never chosen."""
+        """Draft with `heads` from `rows`; token ids from `vocab_size` on are never chosen.
+
+        `compiled` is the native form of the heads, ready or not.
+        """
         self._heads = heads
+        self._compiled = compiled
+        self.idle_work: Sequence[IdleWork] = () if compiled is None else (compiled,)
         self._rows = rows
         self._sampler = sampler
         self._sampling = sampling
@@ -151,19 +201,47 @@ class HeadProposer:
             self._heads,
             torch.cat([draft.row for draft in drafts]),
             [draft.view.token_ids[-1] for draft in drafts],
+            self._compiled,
         )
         depth, max_depth = 0, self._heads.max_depth
         active = list(range(len(drafts)))
-        while active and (max_depth is None or depth < max_depth):
+        while active and depth < max_depth:
             chains = [drafts[number] for number in active]
-            logits_RV = logits.behind(active, [chain.token_ids for chain in chains])
-            self._extend(chains, logits_RV[:, : self._vocab_size])
+            token_ids = self._try_choose(logits, active, chains)
+            if token_ids is None:
+                logits_RV = logits.behind(active, [chain.token_ids for chain in chains])
+                token_ids = self._choose(chains, logits_RV[:, : self._vocab_size])
+            for chain, token_id in zip(chains, token_ids, strict=True):
+                if token_id != NO_TOKEN:
+                    chain.token_ids.append(token_id)
             depth += 1
             active = [
                 number for number in active if depth == len(drafts[number].token_ids) < drafts[number].budget
             ]
 
-    def _extend(self, chains: Sequence[HeadDraft], logits_RV: torch.Tensor) -> None:
+    def _try_choose(
+        self, logits: HeadLogits, prefixes: Sequence[int], chains: Sequence[HeadDraft]
+    ) -> list[int] | None:
+        """Return the next token of every chain, where nothing has to happen between logits and choice."""
+        if self._compiled is None or not self._compiled.is_ready or self._sampling.gives_q_rows:
+            return None
+        if any(chain.shaper is not None or chain.view.constraint is not None for chain in chains):
+            return None
+        chooser = self._sampler.chooser(
+            [chain.sampling for chain in chains], self._vocab_size, self._sampling.noise_stream
+        )
+        if chooser is None:
+            return None
+        return logits.try_choose(
+            prefixes,
+            [chain.token_ids for chain in chains],
+            chooser,
+            range(len(chains)),
+            [chain.view.committed_len + len(chain.token_ids) for chain in chains],
+        )
+
+    def _choose(self, chains: Sequence[HeadDraft], logits_RV: torch.Tensor) -> list[int]:
+        """Return the next token of every chain; note what it was drawn from, where that is to be told."""
         specs = [
             RowSpec(*chain.sampling, chain.view.committed_len + len(chain.token_ids), 1) for chain in chains
         ]
@@ -175,14 +253,12 @@ class HeadProposer:
                 shape_rows(own, chain.shaper, chain.view.constraint, [chain.token_ids], 0)
         sampled = self._sampler.sample(logits_RV, rows, self._sampling.noise_stream)
         token_ids: list[int] = sampled.token_ids.masked_fill(~sampled.finite, NO_TOKEN).tolist()
-        packed: Sequence[TokenDistribution | None] = [None] * len(chains)
         if self._sampling.gives_q_rows:
             packed = pack_rows(self._sampler.distributions(logits_RV, rows))
-        for chain, token_id, q_row in zip(chains, token_ids, packed, strict=True):
-            if token_id != NO_TOKEN:
-                chain.token_ids.append(token_id)
-                if q_row is not None:
+            for chain, token_id, q_row in zip(chains, token_ids, packed, strict=True):
+                if token_id != NO_TOKEN:
                     chain.q_rows.append(q_row)
+        return token_ids
 
     def _proposal(self, draft: HeadDraft) -> Proposal:
         view = draft.view

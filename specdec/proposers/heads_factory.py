@@ -32,7 +32,14 @@ from specdec.kv.config import CacheConfig
 from specdec.model.loader import LoadedModel
 from specdec.model.whole_ends import read_end
 from specdec.proposers.base import Proposer
+from specdec.proposers.compiled_drafters import (
+    CompiledHeads,
+    DrafterCompilation,
+    PackedOfTarget,
+    packed_bytes,
+)
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
@@ -72,8 +79,11 @@ class LoadedDrafter(Protocol):
         """Memory that they are going to take, beside what they have taken by now."""
         ...
 
-    def proposer(self, source: HiddenSource) -> Proposer:
-        """Return what drafts with them, given where the hidden states are."""
+    def proposer(self, source: HiddenSource, of_target: PackedOfTarget | None = None) -> Proposer:
+        """Return what drafts with them, given where the hidden states are.
+
+        `of_target` tells what the target has packed, so that what they share is not packed again.
+        """
         ...
 
 
@@ -94,10 +104,12 @@ class LoadedHeads:
 
     @property
     def later_bytes(self) -> int:
-        return 0 if self.pool is None else _later_bytes(self.pool.kv.num_bytes, self.target)
+        pool_bytes = 0 if self.pool is None else _later_bytes(self.pool.kv.num_bytes, self.target)
+        return pool_bytes + packed_bytes(self.heads, self.config.compile)
 
-    def proposer(self, source: HiddenSource) -> HeadProposer:
+    def proposer(self, source: HiddenSource, of_target: PackedOfTarget | None = None) -> HeadProposer:
         config, shape = self.config, tree_shape(self.config.tree)
+        compiled = CompiledHeads(self.heads, _compilation(config, self.target, of_target), self.pool)
         rows: HeadRows = StateRows(self.heads, source)
         if self.pool is not None:
             rows = PrefixRows(
@@ -106,6 +118,7 @@ class LoadedHeads:
                 self.pool,
                 max_read_tokens=self.max_read_tokens,
                 max_context=config.max_model_len,
+                compiled=compiled,
             )
         make: Callable[..., HeadProposer] = HeadProposer
         if shape is not None:
@@ -118,6 +131,7 @@ class LoadedHeads:
             sampling=_sampling(config),
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.target.eos_token_ids,
+            compiled=compiled,
         )
 
 
@@ -137,21 +151,28 @@ class LoadedFeatureDrafter:
 
     @property
     def later_bytes(self) -> int:
-        return _later_bytes(self.runner.num_bytes, self.target)
+        pool_bytes = _later_bytes(self.runner.num_bytes, self.target)
+        return pool_bytes + packed_bytes(self.drafter, self.config.compile)
 
-    def proposer(self, source: HiddenSource) -> DraftModelProposer:
+    def proposer(self, source: HiddenSource, of_target: PackedOfTarget | None = None) -> DraftModelProposer:
         config, shape = self.config, tree_shape(self.config.tree)
-        make: Callable[..., DraftModelProposer] = DraftModelProposer
+        runner, sampler, sampling = self.runner, _sampler(config), _sampling(config)
+        compiled = runner.compile(_compilation(config, self.target, of_target))
+        make: Callable[..., DraftModelProposer]
         if shape is not None:
-            make = partial(TreeDraftProposer, shape=shape)
+            make = partial(TreeDraftProposer, shape=shape, generating=runner)
+        else:
+            loop = NativeDraftLoop(runner, sampler, self.target.vocab_size, sampling.noise_stream)
+            make = partial(DraftModelProposer, fused_loop=loop)
         return make(
-            self.runner,
-            _sampler(config),
+            runner,
+            sampler,
             vocab_size=self.target.vocab_size,
             max_read_tokens=self.max_read_tokens,
             max_context=config.max_model_len,
             eos_token_ids=self.target.eos_token_ids,
-            sampling=_sampling(config),
+            sampling=sampling,
+            idle_work=(compiled,),
             prefix_caching=False,
             name=config.method,
             states=PrefixStates(source, self.hidden_layers),
@@ -259,7 +280,7 @@ def _warn_of_depth(heads: Heads, config: SpeculativeConfig) -> None:
     """Say so where more is asked for than there are heads."""
     shape = tree_shape(config.tree)
     asked = config.num_speculative_tokens if shape is None else shape.max_depth
-    if heads.max_depth is not None and heads.max_depth < asked:
+    if heads.max_depth < asked:
         logger.warning(
             "speculative_config.%s: %d tokens one behind the other, but %s has %d heads: no more are drafted",
             "num_speculative_tokens" if shape is None else "tree",
@@ -267,6 +288,17 @@ def _warn_of_depth(heads: Heads, config: SpeculativeConfig) -> None:
             config.model,
             heads.max_depth,
         )
+
+
+def _compilation(
+    config: SpeculativeConfig, target: LoadedModel, of_target: PackedOfTarget | None
+) -> DrafterCompilation:
+    return DrafterCompilation(
+        name=f"{config.method} ({target.path.name if config.model is None else config.model})",
+        config=config.compile,
+        is_quantized=target.quantization is not None,
+        of_target=of_target or (lambda: None),
+    )
 
 
 def _sampler(config: SpeculativeConfig) -> Sampler:

@@ -15,7 +15,7 @@ import torch
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.proposal import NoiseStream
-from specdec.model.batch import GeneratingRunner, Runner, SequenceSlice
+from specdec.model.batch import GeneratingRunner, NativeChooser, Runner, SequenceSlice
 from specdec.proposers.draft_loop import ChainStart, shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.sampling.noise_rows import gumbel_tokens, row_keys
@@ -127,14 +127,27 @@ class NodeReader(Protocol):
         """Return logits behind the nodes that are `rows` of sprouts, all at the same depth."""
         ...
 
+    def try_read_prefixes(self, starts: Sequence[ChainStart], chooser: NativeChooser) -> bool:
+        """As `read_prefixes`, where `chooser` can be called on the logits at once; it knows the starts.
+
+        False: nothing of it is compiled, or not for these. What was done all the same does no harm.
+        """
+        ...
+
+    def try_read_nodes(self, sprouts: Sequence[Sprout], chooser: NativeChooser) -> bool:
+        """As `read_nodes`, in the way of `try_read_prefixes`; the chooser knows the sprouts."""
+        ...
+
 
 class RunnerNodes:
     """Implements `NodeReader` with a model that reads tokens: one forward for all."""
 
     sees_paths = True
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, generating: GeneratingRunner | None = None) -> None:
+        """Read with `runner`; `generating` is the same where it may choose tokens itself."""
         self._runner = runner
+        self._generating = generating
         self.vocab_size = runner.vocab_size
 
     def read_prefixes(self, starts: Sequence[ChainStart]) -> torch.Tensor:
@@ -142,6 +155,17 @@ class RunnerNodes:
 
     def read_nodes(self, sprouts: Sequence[Sprout]) -> torch.Tensor:
         return self._runner.forward([sprout.slice() for sprout in sprouts])
+
+    def try_read_prefixes(self, starts: Sequence[ChainStart], chooser: NativeChooser) -> bool:
+        return self._try_generate([start.first_slice() for start in starts], chooser)
+
+    def try_read_nodes(self, sprouts: Sequence[Sprout], chooser: NativeChooser) -> bool:
+        return self._try_generate([sprout.slice() for sprout in sprouts], chooser)
+
+    def _try_generate(self, slices: Sequence[SequenceSlice], chooser: NativeChooser) -> bool:
+        if self._generating is None:
+            return False
+        return self._generating.try_generate(slices, [0] * len(slices), chooser) is not None
 
 
 class TreeDraftLoop:
@@ -155,16 +179,13 @@ class TreeDraftLoop:
         sampling: DraftSampling,
         *,
         uses_confidence: bool,
-        generating: GeneratingRunner | None = None,
     ) -> None:
         """Draft with `reader`; tokens from `vocab_size` on are never drafted.
 
         Children of a node are, in this order, the tokens of highest noisy score where the noise is the
         target's, draws without replacement where `sampling` gives q rows, and else the likeliest tokens.
-        `generating` is the runner where it may rank them itself, a call for a level.
         """
         self._reader = reader
-        self._generating = generating
         self._sampler = sampler
         self._vocab_size = min(vocab_size, reader.vocab_size)
         self._gives_q_rows = sampling.gives_q_rows
@@ -214,27 +235,31 @@ class TreeDraftLoop:
 
         K/V that were written all the same are those that the reader writes.
         """
-        if self._generating is None or not sprouts or any(sprout.start.changes_logits for sprout in sprouts):
+        if not sprouts or any(sprout.start.changes_logits for sprout in sprouts):
             return None
         has_sampled = any(not sprout.start.params.is_greedy for sprout in sprouts)
         if self._gives_q_rows and has_sampled:
             return None  # what is drawn from is wanted too
-        if starts is None:
-            slices = [sprout.slice() for sprout in sprouts]
-            starts = [sprout.start for sprout in sprouts]
-        else:
-            slices = [start.first_slice() for start in starts]
         ranker = self._sampler.ranker(
-            [SequenceSampling(start.params, start.seed) for start in starts],
+            [
+                SequenceSampling(start.params, start.seed)
+                for start in (starts or [sprout.start for sprout in sprouts])
+            ],
             self._vocab_size,
             self._stream,
             num=self._num_ranked(sprouts, has_sampled=has_sampled),
-            num_rows=sum(piece.num_logit_rows for piece in slices),
+            num_rows=sum(len(sprout.rows) for sprout in sprouts),
             has_confidence=self._uses_confidence,
         )
         if ranker is None:
             return None
-        if self._generating.try_generate(slices, [0] * len(slices), ranker.chooser) is None:
+        reader = self._reader
+        is_read = (
+            reader.try_read_nodes(sprouts, ranker.chooser)
+            if starts is None
+            else reader.try_read_prefixes(starts, ranker.chooser)
+        )
+        if not is_read:
             return None
         return [[Child(*pair) for pair in its] for its in ranker.ranked()]
 

@@ -43,6 +43,7 @@ enum class Kind : int32_t {
   kFetch,    // ranks without shared memory: the other slots are filled
   kSumUp,    // ranks: everyone's rows added
   kLineUp,   // ranks: everyone's rows side by side
+  kSpread,   // elements to their places in a wider row
 };
 
 // How an instruction is cut into shares.
@@ -107,6 +108,12 @@ struct Choice {
   int64_t* token_ids;
 };
 
+// What a row of one forward hands to the row behind it, in the next one; 0 bytes: nothing.
+struct Feedback {
+  int32_t from, to;  // buffers
+  int64_t row_bytes;
+};
+
 // Instructions at which a phase begins. The last phase has none: in it, tokens are chosen.
 std::vector<int> find_phases(const std::vector<Instruction>& instructions) {
   std::vector<int> starts;
@@ -142,6 +149,21 @@ class Program : public dh::Phased {
   void set_link(const dh::RankLink* link, int num_meetings) {
     link_ = link;
     num_meetings_ = num_meetings;
+  }
+
+  // Of rows that go on: those of buffer `from` are given to the next forward as buffer `to`.
+  void set_feedback(int from, int to, int64_t row_bytes) { feedback_ = {from, to, row_bytes}; }
+
+  // Keeps row `row` of the latest run for the next one, behind `rows`.
+  void keep_for_next(int64_t row, std::vector<char>& rows) const {
+    if (feedback_.row_bytes == 0) return;
+    const char* at = buffers_[feedback_.from] + row * feedback_.row_bytes;
+    rows.insert(rows.end(), at, at + feedback_.row_bytes);
+  }
+
+  // Gives the next run what was kept for it; `rows` must live as long.
+  void give(std::vector<char>& rows) {
+    if (feedback_.row_bytes != 0) buffers_[feedback_.to] = rows.data();
   }
 
   // 0, 1 when an id is out of range, or 2 when another rank is lost. With `choice`, tokens are chosen as well.
@@ -224,7 +246,7 @@ class Program : public dh::Phased {
     }
     int64_t first, last;
     share.of(in.logit_rows ? inputs_.num_logit_rows : step_.num_rows, &first, &last);
-    if (in.kind >= Kind::kFetch) {
+    if (in.kind >= Kind::kFetch && in.kind <= Kind::kLineUp) {
       take(share, in, first, last);
       return;
     }
@@ -235,6 +257,11 @@ class Program : public dh::Phased {
       }
       if (in.kind == Kind::kHandOn) {
         hand_on(in, row, 0, in.extent.n[2]);
+        continue;
+      }
+      if (in.kind == Kind::kSpread) {
+        dh::spread_row(in.extent.n[2], in.num_columns, at(in.out, row), in.out.dtype, at(in.a, row),
+                       reinterpret_cast<const int64_t*>(buffers_[in.b.buffer]));
         continue;
       }
       const dh::RowPointers pointers = {at(in.out, row), at(in.a, row), at(in.b, row)};
@@ -422,6 +449,7 @@ class Program : public dh::Phased {
   const dh::RankLink* link_ = nullptr;
   int num_meetings_ = 0;
   uint32_t meetings_before_ = 0;
+  Feedback feedback_ = {};
 };
 
 // Slices, the tokens chosen at their logit rows, and as many more behind the last of each as it wants.
@@ -480,19 +508,24 @@ class Generation {
   void go_on() {
     size_t kept = 0;
     const int64_t* chosen = chosen_.data();
+    int64_t end_row = 0;
     next_ids_.clear();
+    next_rows_.clear();
     for (size_t s = 0; s < slices_.size(); ++s) {
       dh::Slice slice = slices_[s];
       int64_t* target = std::copy_n(chosen, slice.num_logit_rows, targets_[s]);
       chosen += slice.num_logit_rows;
+      end_row += slice.num_rows;
       if (slice.num_logit_rows == 0 || slice.num_more == 0 || target[-1] == dh::Chooser::kNone) continue;
       next_ids_.push_back(target[-1]);
+      program_.keep_for_next(end_row - 1, next_rows_);
       sequences_[kept] = sequences_[s];
       targets_[kept] = target;
       slices_[kept++] = {slice.block_table, slice.start + slice.num_rows, 1, 1, slice.num_more - 1, slice.shift,
                           slice.shift_end, slice.num_dropped, nullptr};
     }
     slices_.resize(kept);
+    program_.give(next_rows_);
   }
 
   static double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
@@ -506,6 +539,7 @@ class Generation {
   std::vector<int64_t*> targets_;   // where its next token goes
   std::vector<int32_t> sequence_of_row_;
   std::vector<int64_t> position_of_row_, chosen_, next_ids_;
+  std::vector<char> next_rows_;
   double forward_s_ = 0, choose_s_ = 0;
 };
 
@@ -535,6 +569,20 @@ void drafthouse_program_set_link(Program* program, const dh::RankLink* link, int
 
 int drafthouse_program_run(Program* program, const dh::Step* step, const dh::Layer* layers, const Inputs* inputs) {
   return program->run(*step, layers, *inputs);
+}
+
+void drafthouse_program_set_feedback(Program* program, int32_t from, int32_t to, int64_t row_bytes) {
+  program->set_feedback(from, to, row_bytes);
+}
+
+// As Program::run, of rows that attend to nothing and all yield logits. With a chooser, which knows them by
+// `sequences` and `positions`, a token is chosen behind each.
+int drafthouse_program_run_rows(Program* program, const Inputs* inputs, const dh::Chooser* chooser,
+                                const int32_t* sequences, const int64_t* positions, int64_t* chosen) {
+  dh::Step step = {};
+  step.num_rows = inputs->num_logit_rows;
+  const Choice choice = {chooser, sequences, positions, chosen};
+  return program->run(step, nullptr, *inputs, chooser == nullptr ? nullptr : &choice);
 }
 
 // As Program::run. `seconds` takes what forwards and choices took.

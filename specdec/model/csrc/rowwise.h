@@ -241,6 +241,15 @@ inline void largest_row(int n, int count, const Operand& out, const Operand& a, 
   }
 }
 
+// out[places[i]] = a[i] of `count` elements; -inf in the other places of the `width`. Of one dtype, contiguous.
+inline void spread_row(int width, int count, char* out, Dtype dtype, const char* a, const int64_t* places) {
+  const f32x16 nothing = splat(-INFINITY);
+  const int64_t size = size_of(dtype);
+  for (int k = 0; k < width; k += kLanes)
+    store_lanes(out + k * size, dtype, 1, nothing, width - k < kLanes ? width - k : kLanes);
+  for (int i = 0; i < count; ++i) std::memcpy(out + places[i] * size, a + i * size, size);
+}
+
 // What a norm does beside dividing by the root of the (centred or plain) mean square.
 struct Norm {
   int32_t centred;       // layer norm: subtract the mean

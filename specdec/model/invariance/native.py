@@ -20,7 +20,8 @@ from specdec.model.invariance.operations import (
     UnsupportedInvariance,
     last_dimension,
 )
-from specdec.model.native_forward import PackedWeights, load_forward_library, load_quantized_kernel
+from specdec.model.native_forward import load_forward_library, load_quantized_kernel
+from specdec.model.packed_weights import PackedWeights
 from specdec.model.quantized_linear import Bits, QuantizedWeight
 from specdec.model.recording import CannotLower
 

@@ -202,6 +202,29 @@ def test_nothing_of_it_shows(
     assert metrics.num_accepted_tokens > 10
 
 
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "more", [{}, {"tree": {"shape": "dynamic", "top_k": 3, "depth": 4}, "num_speculative_tokens": 10}]
+)
+def test_compiled_they_draft_what_they_draft_eagerly(
+    bench: Bench, folder_of: Callable[[str], Path], method: str, more: dict[str, Any]
+) -> None:
+    counted: list[tuple[int, int]] = []
+    for mode in ("off", "auto"):
+        config = config_of(bench, folder_of(method), method, compile={"mode": mode}, **more)
+        with Engine(config) as engine:
+            engine.warm_up()
+            assert [one.state for one in engine.idle_work] == ["off", "off" if mode == "off" else "ready"]
+            for kind in ("greedy", "plain"):
+                results = engine.generate(PROMPTS, KINDS[kind])
+                assert [one.token_ids for one in results] == bench.alone("llama", kind)
+            metrics = engine.metrics()
+            counted.append((metrics.num_draft_tokens, metrics.num_accepted_tokens))
+    assert counted[0] == counted[1]
+    assert counted[0][1] > 20
+
+
 def test_a_cached_prefix_is_read_from_its_rows(bench: Bench, folder_of: Callable[[str], Path]) -> None:
     """The target computes nothing of it, and the drafter drafts as behind a prefix that was computed."""
     with Engine(config_of(bench, folder_of("eagle"), "eagle", num_speculative_tokens=4)) as engine:

@@ -107,6 +107,32 @@ def test_heads_of_a_folder_draft_and_nothing_shows(
     assert metrics.num_accepted_tokens > 0.2 * metrics.num_draft_tokens > 10
 
 
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("medusa", {}),
+        ("hydra", {"tree": {"shape": "static", "widths": [3, 2]}, "num_speculative_tokens": 9}),
+        pytest.param("hydra", {}, marks=pytest.mark.full),
+    ],
+)
+def test_compiled_they_draft_what_they_draft_eagerly(
+    bench: Bench, folder_of: FolderOf, method: str, more: dict[str, Any]
+) -> None:
+    counted: list[tuple[int, int]] = []
+    for mode in ("off", "auto"):
+        config = config_of(bench, folder_of(method), method, compile={"mode": mode}, **more)
+        with Engine(config) as engine:
+            engine.warm_up()
+            assert [one.state for one in engine.idle_work] == ["off", "off" if mode == "off" else "ready"]
+            for kind in ("greedy", "plain"):
+                results = engine.generate(PROMPTS, KINDS[kind])
+                assert [one.token_ids for one in results] == bench.alone("llama", kind)
+            metrics = engine.metrics()
+            counted.append((metrics.num_draft_tokens, metrics.num_accepted_tokens))
+    assert counted[0] == counted[1]
+    assert counted[0][1] > 20
+
+
 def test_the_controller_measures_what_heads_cost(bench: Bench, folder_of: FolderOf, tmp_path: Path) -> None:
     config = config_of(
         bench, folder_of("medusa"), controller="goodput", profile_seconds=0.3, profile_dir=str(tmp_path)

@@ -19,7 +19,7 @@ from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.native import NativeUnavailable, load_library
 from specdec.attention.sdpa import SdpaAttention
 from specdec.kv.config import CacheConfig
-from specdec.model import graphs
+from specdec.model import compile_work, graphs, native_compile
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.graphs import CompiledForward
@@ -293,7 +293,7 @@ def check_falls_back(runner: ModelRunner, config: CompileConfig, reason: str, ca
     with caplog.at_level(logging.WARNING):
         assert forward.warm_up() == "failed"
     assert not forward.pending()
-    (record,) = [entry for entry in caplog.records if entry.name == graphs.__name__]
+    (record,) = [entry for entry in caplog.records if entry.name == compile_work.__name__]
     assert reason in record.getMessage()
     for logits, eager in zip(run(runner, batches), expected, strict=True):
         torch.testing.assert_close(logits, eager, rtol=0, atol=1e-3)
@@ -340,7 +340,7 @@ def test_weights_that_must_be_packed_are_bounded(
 def test_a_wrong_forward_is_not_used(
     loaded_of: LoadedOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fuse = graphs.fuse
+    fuse = native_compile.fuse
 
     def spoiled(operations: Sequence[Operation], results: Sequence[Value]) -> list[Operation]:
         return [
@@ -348,7 +348,7 @@ def test_a_wrong_forward_is_not_used(
             for operation in fuse(operations, results)
         ]
 
-    monkeypatch.setattr(graphs, "fuse", spoiled)
+    monkeypatch.setattr(native_compile, "fuse", spoiled)
     check_falls_back(make_runner(loaded_of("llama")), CompileConfig(), "differ from the eager ones", caplog)
 
 
@@ -358,7 +358,7 @@ def test_an_unforeseen_error_is_named(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("as it happens")
 
-    monkeypatch.setattr(graphs, "schedule", broken)
+    monkeypatch.setattr(native_compile, "schedule", broken)
     runner = make_runner(loaded_of("llama"))
     check_falls_back(runner, CompileConfig(), "ZeroDivisionError: as it happens", caplog)
 

@@ -16,6 +16,7 @@ from specdec.attention.base import LayerAttention
 from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.metadata import build_metadata
 from specdec.attention.native import NativeUnavailable, resolve_cache_dir
+from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.kv.pool import KvPool
 from specdec.model.batch import SequenceSlice
 from specdec.model.experts import recorded_experts
@@ -31,14 +32,15 @@ from specdec.model.lowering import (
     Operation,
     Rotary,
     Softmax,
+    Spread,
     lower,
 )
 from specdec.model.native_forward import (
     NativeForward,
-    PackedWeights,
     load_forward_library,
     load_quantized_kernel,
 )
+from specdec.model.packed_weights import PackedWeights
 from specdec.model.position_tables import position_tables
 from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower, Recording, record
@@ -322,6 +324,17 @@ def test_softmax_largest_and_sum() -> None:
     native = check(body)
     assert (native.count(Softmax), native.count(Largest)) == (1, 2)
     check(body, torch.bfloat16, tolerance=4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_known", [5, WIDTH])
+def test_a_part_of_a_vocabulary_is_spread_over_all_of_it(dtype: torch.dtype, num_known: int) -> None:
+    """Behind a linear layer, which is shared out by columns; what is not known is -inf."""
+    known = torch.randperm(50)[:num_known]
+    vocabulary = DraftVocabulary.of_ids(known, 50)
+    weight = torch.randn(num_known, WIDTH).to(dtype)
+    native = check(lambda x, _: vocabulary.expand(F.linear(x, weight)), dtype, tolerance=1e-2)
+    assert native.count(Spread) == 1
 
 
 def test_of_equal_elements_the_first_is_the_largest() -> None:

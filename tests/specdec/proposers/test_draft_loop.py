@@ -354,12 +354,11 @@ def test_trees_are_those_of_the_stepwise_loop(
     runner = runner_of(kind)
     fused, stepwise = (
         TreeDraftLoop(
-            RunnerNodes(its),
+            RunnerNodes(its, generating),
             sampler,
             vocab_size,
             SHARED_NOISE,
             uses_confidence=shape == "dynamic",
-            generating=generating,
         )
         for its, generating in ((runner, runner), (runner_of(kind), None))
     )

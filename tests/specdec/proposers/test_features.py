@@ -23,6 +23,8 @@ from specdec.drafters.mtp import Mtp
 from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.kv.config import CacheConfig
 from specdec.proposers.base import Proposer
+from specdec.proposers.compiled_drafters import DrafterCompilation
+from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
@@ -76,8 +78,11 @@ def make(
     missing: Sequence[str] = (),
     num_blocks: int = 100,
     max_read_tokens: int = 512,
+    how: DrafterCompilation | None = None,
+    sampler: Sampler | None = None,
 ) -> DraftModelProposer:
-    drafter = make_drafter(kind)
+    """With `how` there is a native form of the drafter, once its idle work is done."""
+    drafter, sampler = make_drafter(kind), sampler or Sampler()
     runner = FeatureRunner(
         drafter,
         CacheConfig(block_size=4, num_blocks=num_blocks),
@@ -85,23 +90,28 @@ def make(
         max_model_len=64,
         backend=SdpaAttention(),
     )
+    idle_work = () if how is None else (runner.compile(how),)
     states = PrefixStates(MadeUpSource(missing), drafter.hidden_layers)
     if shape is not None:
         return TreeDraftProposer(
             runner,
-            Sampler(),
+            sampler,
             shape,
             vocab_size=VOCAB,
             max_read_tokens=max_read_tokens,
             sampling=sampling,
+            idle_work=idle_work,
             prefix_caching=False,
             name=kind,
             states=states,
+            generating=runner,
         )
     return DraftModelProposer(
         runner,
-        Sampler(),
+        sampler,
         vocab_size=VOCAB,
+        fused_loop=NativeDraftLoop(runner, sampler, VOCAB, sampling.noise_stream),
+        idle_work=idle_work,
         max_read_tokens=max_read_tokens,
         sampling=sampling,
         prefix_caching=False,

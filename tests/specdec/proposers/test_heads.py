@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from specdec.drafters.medusa import Medusa
 from specdec.drafters.parallel_heads import ParallelHeads
 from specdec.kv.config import CacheConfig
 from specdec.proposers.base import Proposer
+from specdec.proposers.compiled_drafters import CompiledHeads, DrafterCompilation
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.head_rows import HeadRows, PrefixRows, Rows, StateRows
@@ -106,9 +107,13 @@ def make(
     missing: Sequence[str] = (),
     num_blocks: int = 100,
     max_read_tokens: int = 512,
+    how: DrafterCompilation | None = None,
+    sampler: Sampler | None = None,
 ) -> HeadProposer:
+    """With `how` there is a native form of the heads, once its idle work is done."""
     heads, source = make_heads(kind), MadeUpSource(missing)
     rows: HeadRows = StateRows(heads, source)
+    pool: DrafterPool | None = None
     if layers := heads.attention_layers:
         pool = DrafterPool(
             heads,
@@ -118,11 +123,18 @@ def make(
             max_model_len=64,
             backend=SdpaAttention(),
         )
-        rows = Watched(heads, source, pool, max_read_tokens=max_read_tokens)
-    if shape is None:
-        return HeadProposer(heads, rows, Sampler(), name=kind, sampling=sampling, vocab_size=VOCAB)
-    return TreeHeadProposer(
-        heads, rows, Sampler(), shape=shape, name=kind, sampling=sampling, vocab_size=VOCAB
+    compiled = None if how is None else CompiledHeads(heads, how, pool)
+    if pool is not None:
+        rows = Watched(heads, source, pool, max_read_tokens=max_read_tokens, compiled=compiled)
+    make_proposer = HeadProposer if shape is None else partial(TreeHeadProposer, shape=shape)
+    return make_proposer(
+        heads,
+        rows,
+        sampler or Sampler(),
+        name=kind,
+        sampling=sampling,
+        vocab_size=VOCAB,
+        compiled=compiled,
     )
 
 
