@@ -30,6 +30,9 @@ DEADLINE_UNREACHABLE = "deadline_unreachable"
 NOT_READY_RETRY_AFTER_S = 2.0
 """What a client is told to wait for while the model loads or its workers are replaced."""
 _MAX_SHOWN_INPUT = 80
+_MAX_SHOWN_PARAM = 200
+_MAX_MESSAGE = 2000
+"""Characters. Names of fields and models are the client's, and may be as long as a body."""
 _ASKED_FOR_TOO_MUCH = frozenset({"no_token_allowed", GRAMMAR_FAILED, INVALID_GRAMMAR})
 """Codes of failures that lie in what the client asked for, though they show only on the way."""
 _WORDS = {"model_type": "must be a JSON object", "dict_type": "must be a JSON object"}
@@ -66,7 +69,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.detail = ErrorDetail(message=message, type=type, param=param, code=code)
+        param = None if param is None else _cut(param, _MAX_SHOWN_PARAM)
+        self.detail = ErrorDetail(message=_cut(message, _MAX_MESSAGE), type=type, param=param, code=code)
         self.headers = headers or {}
 
     def body(self) -> bytes:
@@ -179,8 +183,11 @@ def param_of(location: tuple[int | str, ...]) -> str:
 
 
 def _shown(given: object) -> str:
-    text = repr(given)
-    return text if len(text) <= _MAX_SHOWN_INPUT else f"{text[:_MAX_SHOWN_INPUT]}..."
+    return _cut(repr(given), _MAX_SHOWN_INPUT)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

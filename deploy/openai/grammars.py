@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, model_validator
 
 from deploy.openai.body_part import BodyPart
+from deploy.openai.json_text import read_json
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import Grammar, GrammarKind
 
@@ -16,7 +17,7 @@ def _schema_text(value: object) -> str:
     """Return a JSON schema as text; it may come as an object or as text already."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except ValueError as error:
             raise ValueError(f"must be a JSON schema: {error}") from None
     if not isinstance(value, dict | bool):

@@ -15,14 +15,14 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from deploy.openai.body_part import BodyPart
+from deploy.openai.fields import BadWords, KvBudgetAmount, LogitBias, Prompt, Strings, TokenIds, TopK
 from deploy.openai.grammars import GrammarFields
 from deploy.openai.tools import MAX_TOOLS, EarlierCall, NamedChoice, Tool, ToolChoice, forced_calls
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import MAX_LOGPROBS, Grammar, LogprobsMode
-from specdec.kv.selection import BudgetAmount, budget_fault, read_percentage
 from specdec.scheduling.admission import MAX_PRIORITY
 
 _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
@@ -64,42 +64,6 @@ _HARMLESS = frozenset(
 """Known fields that cannot change the output: accounting and hints."""
 
 
-def _one_or_many(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-def _top_k(value: object) -> object:
-    """0 and -1 are how clients of other servers switch top_k off."""
-    return None if value in (0, -1) and not isinstance(value, bool) else value
-
-
-def _logit_bias(value: object) -> object:
-    if not isinstance(value, dict):
-        raise ValueError("must be an object of token ids and numbers")
-    pairs = []
-    for token, bias in value.items():
-        if not str(token).isascii() or not str(token).isdigit():
-            raise ValueError(f"keys must be token ids, got {token!r}")
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise ValueError(f"values must be numbers, got {bias!r}")
-        pairs.append((int(token), float(bias)))
-    return tuple(pairs)
-
-
-def _bad_words(value: object) -> object:
-    if not isinstance(value, list) or not all(
-        isinstance(item, str) or (isinstance(item, list) and _is_token_ids(item)) for item in value
-    ):
-        raise ValueError("must be a list of strings or of lists of token ids")
-    if not all(value):
-        raise ValueError("must not hold an empty string or list")
-    return tuple(item if isinstance(item, str) else tuple(item) for item in value)
-
-
-def _is_token_ids(value: list[Any]) -> bool:
-    return all(type(item) is int for item in value)
-
-
 class StreamOptions(BodyPart):
     """How a stream is to be delivered."""
 
@@ -107,28 +71,6 @@ class StreamOptions(BodyPart):
     """End the stream with a chunk that has no choices and the usage of the whole request."""
     include_obfuscation: bool = False
     """Accepted and ignored: nothing is padded."""
-
-
-def _read_share(value: object) -> object:
-    if isinstance(value, str):
-        return read_percentage(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError('must be a number of tokens, or a share such as "5%" or 0.05')
-    return value
-
-
-def _checked_budget(amount: BudgetAmount) -> BudgetAmount:
-    fault = budget_fault(amount)
-    if fault is not None:
-        raise ValueError(fault)
-    return amount
-
-
-KvBudgetAmount = Annotated[
-    BudgetAmount,
-    BeforeValidator(_read_share, json_schema_input_type=int | float | str),
-    AfterValidator(_checked_budget),
-]
 
 
 class SpeculationOptions(BodyPart):
@@ -175,7 +117,7 @@ class GenerationBody(GrammarFields):
     """0 is greedy."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches top_p."""
-    top_k: Annotated[int | None, BeforeValidator(_top_k)] = None
+    top_k: TopK = None
     """Keep the k most likely tokens; 0, -1 or null keep all."""
     min_p: float = 0.0
     """Keep tokens with at least min_p times the largest probability."""
@@ -185,26 +127,19 @@ class GenerationBody(GrammarFields):
     """Subtracted from the logits of tokens that are in the output."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for every time that it is in the output."""
-    logit_bias: Annotated[
-        tuple[tuple[int, float], ...], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])
-    ] = ()
+    logit_bias: LogitBias = ()
     """Token ids (as strings) and what to add to their logits, -100 to 100."""
-    bad_words: Annotated[
-        tuple[str | tuple[int, ...], ...],
-        BeforeValidator(_bad_words, json_schema_input_type=list[str | list[int]]),
-    ] = ()
+    bad_words: BadWords = ()
     """Texts, or sequences of token ids, that the output must not contain."""
-    allowed_token_ids: Annotated[tuple[int, ...] | None, BeforeValidator(_one_or_many)] = None
+    allowed_token_ids: TokenIds | None = None
     """Only these tokens may be chosen."""
     seed: int | None = None
     """64-bit seed: the same request with the same seed gives the same tokens."""
     n: int = 1
     """Number of choices per prompt."""
-    stop: Annotated[
-        tuple[str, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
-    ] = ()
+    stop: Strings = ()
     """A string or strings that end the text; the text is cut before the first one found."""
-    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_one_or_many)] = ()
+    stop_token_ids: TokenIds = ()
     """Token ids that end the text, beside EOS."""
     include_stop_str_in_output: bool = False
     """Leave the stop string in the text."""
@@ -291,29 +226,10 @@ class GenerationBody(GrammarFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-Prompt = str | list[str] | list[int] | list[list[int]]
-
-
-def _prompt(value: object) -> object:
-    """Check the four shapes of a prompt in one message (a union of types would complain four times)."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        if all(isinstance(item, str) for item in value) or _is_token_ids(value):
-            return value
-        if all(isinstance(item, list) and _is_token_ids(item) for item in value):
-            return value
-    raise ValueError(
-        "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-    )
-
-
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[
-        Prompt, Field(union_mode="left_to_right"), BeforeValidator(_prompt, json_schema_input_type=Prompt)
-    ]
+    prompt: Prompt
     """Text, or token ids, or a list of either."""
     max_tokens: int = Field(default=16, ge=0)
     """Most tokens to generate per choice; 0 only with `echo` or `prompt_logprobs`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import math
@@ -359,6 +360,7 @@ async def _bad_words(body: GenerationBody, tokenizer: DoorTokenizer) -> tuple[tu
             token_ids = await tokenizer.encode(text, add_special_tokens=False)
             if token_ids:
                 sequences[token_ids] = None
+        await asyncio.sleep(0)  # short ones are encoded in the event loop, and there may be many
     return tuple(sequences)
 
 
@@ -420,7 +422,7 @@ def _check_prompt(
     for token_id in prompt:
         _check_token_id(token_id, description, param)
     limit = description.max_model_len
-    wanted = 1 if params.max_tokens is None else params.max_tokens
+    wanted = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
     if len(prompt) + wanted > limit:
         raise ApiError(
             400,

@@ -19,9 +19,10 @@ import uuid
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from deploy.openai.body_part import BodyPart
+from deploy.openai.json_text import read_json
 from specdec.core.sampling_params import Grammar
 
 OPENING = "<tool_call>"
@@ -87,7 +88,7 @@ class CalledFunction(BodyPart):
     @classmethod
     def _check_arguments(cls, arguments: str) -> str:
         try:
-            is_object = isinstance(json.loads(arguments or "{}"), dict)
+            is_object = isinstance(read_json(arguments or "{}"), dict)
         except ValueError as error:
             raise ValueError(f"must be JSON: {error}") from None
         if not is_object:
@@ -106,7 +107,7 @@ class EarlierCall(BodyPart):
 
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates expect it."""
-        arguments = json.loads(self.function.arguments or "{}")
+        arguments = read_json(self.function.arguments or "{}")
         return {
             "id": self.id,
             "type": "function",
@@ -115,16 +116,19 @@ class EarlierCall(BodyPart):
 
 
 def _named_or_word(value: object) -> object:
-    if isinstance(value, str) and value not in ("none", "auto", "required"):
+    if not isinstance(value, dict | NamedChoice) and value not in ("none", "auto", "required"):
         raise ValueError('must be "none", "auto", "required" or name a function')
     return value
 
 
-ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedChoice,
-    Field(union_mode="left_to_right"),
-    BeforeValidator(_named_or_word),
-]
+def _choice_kind(value: object) -> str:
+    """Decide by its type which of two shapes it is meant to have, so that one complaint comes out."""
+    return "<word>" if isinstance(value, str) else "<function>"
+
+
+_Word = Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+_Named = Annotated[NamedChoice, Tag("<function>")]
+ToolChoice = Annotated[_Word | _Named, Discriminator(_choice_kind), BeforeValidator(_named_or_word)]
 
 
 def forced_calls(tools: list[Tool], *, name: str | None, is_parallel: bool) -> Grammar:
@@ -225,7 +229,7 @@ def _overlap(text: str, mark: str) -> int:
 
 def _read_call(body: str) -> ReadCall | None:
     try:
-        call = json.loads(body)
+        call = read_json(body)
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

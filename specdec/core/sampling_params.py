@@ -17,6 +17,7 @@ MAX_STOP_STRINGS = 16
 MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 1024
 """Token ids that one request may bias."""
+MAX_BIAS = 100
 MAX_BAD_WORDS = 1024
 """Token sequences that one request may forbid."""
 MAX_BAD_WORD_TOKENS = 64
@@ -174,7 +175,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for token_id, bias in self.logit_bias:
             _require_int("logit_bias", token_id, 0, None)
-            _require_number("logit_bias", bias, -100.0, 100.0, "between -100 and 100")
+            _require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS, f"between -{MAX_BIAS} and {MAX_BIAS}")
         if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
             raise InputError("logit_bias names a token id twice", param="logit_bias")
 
