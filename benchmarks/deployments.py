@@ -12,13 +12,15 @@ import torch
 
 from benchmarks.groups import TwoGroups
 from benchmarks.in_process import open_engine
-from specdec.engine.build import build_parts, controller_for, cost_profile_of, modes_of
+from specdec.engine.build import build_parts
 from specdec.engine.config import EngineConfig
+from specdec.engine.controllers import controller_for, cost_profile_of, modes_of
 from specdec.engine.engine import Engine
 from specdec.engine.synthetic import SyntheticTarget
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
-from specdec.proposers.config import SpeculativeConfig, SyntheticAcceptance
+from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import (
     FixedController,

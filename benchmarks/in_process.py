@@ -21,8 +21,9 @@ from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.runner import ForwardInputs, ModelRunner
-from specdec.proposers.config import SpeculativeConfig, SyntheticAcceptance
+from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.sampling.noise import choice_seed
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import SpeculationController

@@ -10,8 +10,9 @@ from benchmarks.steady import Batch, Counted, decode_for, decode_tokens, read
 from specdec.core.request import Request
 from specdec.core.sequence import Sequence as TokenSequence
 from specdec.core.sequence import TokenConstraint
-from specdec.engine.build import build_parts, controller_for, cost_profile_of
+from specdec.engine.build import build_parts
 from specdec.engine.config import EngineConfig
+from specdec.engine.controllers import controller_for, cost_profile_of
 from specdec.engine.local_target import LocalTarget
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer

@@ -39,7 +39,7 @@ from specdec.engine.build import build_parts
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.synthetic import SyntheticTarget
-from specdec.proposers.config import SyntheticAcceptance
+from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.scheduling.speculation.modes import OverlapMode
 
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")

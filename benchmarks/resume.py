@@ -31,7 +31,7 @@ from benchmarks.workload import read_prompts, window
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
-from specdec.proposers.config import SyntheticAcceptance
+from specdec.proposers.synthetic_config import SyntheticAcceptance
 
 _K = 4
 _PROMPT_TOKENS = 64

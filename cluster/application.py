@@ -26,7 +26,7 @@ from cluster.placement import (
     require_plan,
     unchecked_placement,
 )
-from cluster.target_group import REMOTE_METHODS
+from cluster.pool_drafter import drafter_of_pool
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
 
@@ -61,7 +61,7 @@ class ModelPools:
     @property
     def has_drafter(self) -> bool:
         """Whether there is a draft pool."""
-        return self.engine.speculative_config.method in REMOTE_METHODS
+        return drafter_of_pool(self.engine) is not None
 
     @property
     def ranks(self) -> RanksPerModel:
@@ -105,11 +105,12 @@ def _bound(model: ModelPools, plan: PlacementPlan, surge_percent: int) -> serve.
         cluster,
         surge_percent=surge_percent,
     )
-    if plan.draft is None:
+    drafter = drafter_of_pool(engine)
+    if plan.draft is None or drafter is None:
         return coordinator.bind(engine, cluster)
     pool_scale = _scale_of_pool(cluster.draft_pool)
     pool = _deployment(DraftPoolReplica, DRAFT_POOL + model.suffix, pool_scale, plan.draft, cluster)
-    return coordinator.bind(engine, cluster, pool.bind(engine, cluster))
+    return coordinator.bind(engine, cluster, pool.bind(drafter, cluster))
 
 
 def snapshot_nodes() -> list[NodeSnapshot]:

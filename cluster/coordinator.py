@@ -21,6 +21,7 @@ from cluster.directory_actor import DirectoryLink
 from cluster.engine_loop import EngineLoop
 from cluster.generation import draft_generation, target_generation
 from cluster.handover import may_refuse
+from cluster.pool_drafter import drafter_of_pool
 from cluster.runtime import bind_host, channel_options, new_peer_id, own_placement_group
 from cluster.target_group import TargetGroup
 from specdec.core.clock import MonotonicClock
@@ -48,7 +49,7 @@ class CoordinatorReplica:
         self._peer_id = new_peer_id("coordinator")
         prepare_logging(self._peer_id)
         self._cluster = cluster
-        self._draft_generation = draft_generation(engine)
+        self._draft_generation = draft_generation(drafter_of_pool(engine) or engine)
         self._closed = False
         self._pool_waker = None if draft_pool is None else PoolWaker(draft_pool, cluster.draft_pool)
         self._has_drafters = False

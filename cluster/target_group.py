@@ -9,28 +9,25 @@ from collections.abc import Callable, Sequence
 
 from cluster.config import ClusterConfig
 from cluster.placement import ModelRanks
+from cluster.pool_drafter import REMOTE_METHODS
 from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ConfigError, TransportError
 from specdec.core.idle_work import WorkState
-from specdec.engine.build import (
-    build_tokenizer,
-    controller_for,
-    cost_profile_of,
-    kv_budgets_of,
-    modes_of,
-)
+from specdec.engine.build import build_tokenizer, kv_budgets_of
 from specdec.engine.config import EngineConfig
+from specdec.engine.controllers import controller_for, cost_profile_of, drafters_of, modes_of
 from specdec.engine.engine import Engine
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.synthetic import require_real
 from specdec.engine.tokenizer import Tokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_sampling import DraftSampling
-from specdec.proposers.registry import create_proposer, with_fallback
+from specdec.proposers.registry import create_each, create_proposer, with_fallback
 from specdec.proposers.target_facts import TargetFacts
 from specdec.proposers.tree_config import tree_shape
 from specdec.scheduling.speculation.cost import assumed_profile
@@ -42,9 +39,6 @@ from specdec.verification.registry import capabilities_of
 from workers.target_worker import TargetWorker
 
 logger = logging.getLogger(__name__)
-
-REMOTE_METHODS = frozenset({"draft_model"})
-"""Methods that draft in the draft pool; the others draft in the coordinator's own process."""
 
 
 class TargetGroup:
@@ -125,6 +119,7 @@ class TargetGroup:
             prefix_caching=self._config.cache.enable_prefix_caching,
             grammar=self._config.grammar,
             kv_budgets=kv_budgets_of(self._config.speculative_config),
+            drafters=drafters_of(self._config.speculative_config),
         )
 
     def check_idle(self) -> None:
@@ -201,6 +196,13 @@ class TargetGroup:
 
     def _make_proposer(self, description: TargetDescription, meanwhile: Callable[[], None]) -> Proposer:
         speculative = self._config.speculative_config
+        if speculative.method != "several":
+            return self._make_drafter(speculative, description, meanwhile)
+        return create_each(speculative, lambda one: self._make_drafter(one, description, meanwhile))
+
+    def _make_drafter(
+        self, speculative: SpeculativeConfig, description: TargetDescription, meanwhile: Callable[[], None]
+    ) -> Proposer:
         if speculative.method not in REMOTE_METHODS:
             facts = TargetFacts(
                 vocab_size=description.vocab_size,

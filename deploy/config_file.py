@@ -62,7 +62,7 @@ def parse_config(values: object) -> DrafthouseConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"must hold keys and values (target: ...), not {type(values).__name__}")
     problems = [
-        f"{'.'.join(keys)}: must be absolute here, got {path!r}"
+        f"{_dotted(keys)}: must be absolute here, got {path!r}"
         for keys in _path_keys(values)
         if isinstance(path := _at(values, keys), str) and not Path(path).is_absolute()
     ]
@@ -75,18 +75,32 @@ def parse_config(values: object) -> DrafthouseConfig:
         raise ConfigError("\n".join(text for _, text in found)) from None
 
 
-def _path_keys(values: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _path_keys(values: dict[str, Any]) -> Iterator[Location]:
     """Yield where paths may stand: for every model its own."""
     yield from _PATH_KEYS
+    yield from _drafter_path_keys(values, ())
     models = values.get("models")
     for name in models if isinstance(models, dict) else ():
         yield from (("models", str(name), *keys) for keys in _PATH_KEYS if keys[0] != "http")
+        yield from _drafter_path_keys(values, ("models", str(name)))
 
 
-def _at(values: dict[str, Any], keys: tuple[str, ...]) -> Any:
+def _drafter_path_keys(values: dict[str, Any], model: Location) -> Iterator[Location]:
+    """Yield where paths may stand in the list of several drafters."""
+    drafters = (*model, "speculative_config", "drafters")
+    listed = _at(values, drafters)
+    for index in range(len(listed)) if isinstance(listed, list) else ():
+        yield (*drafters, index, "model")
+        yield (*drafters, index, "compile", "cache_dir")
+
+
+def _at(values: dict[str, Any], keys: Location) -> Any:
     block: Any = values
     for name in keys:
-        block = block.get(name) if isinstance(block, dict) else None
+        if isinstance(block, list) and isinstance(name, int):
+            block = block[name]
+        else:
+            block = block.get(name) if isinstance(block, dict) else None
     return block
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from cluster.config import ClusterConfig
 from cluster.inventory import NodeSnapshot
 from cluster.placement import RanksPerModel, left_by, plan_placement, require_plan
+from cluster.pool_drafter import drafter_of_pool
 from deploy.config import DrafthouseConfig, HttpConfig
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
@@ -99,9 +100,9 @@ def check_models(engine: EngineConfig) -> None:
         CheckpointError, ConfigError: naming the folder or file and the cause.
     """
     folders = [Path(engine.target.model)]
-    speculative = engine.speculative_config
-    if speculative.model is not None and not speculative.has_heads:
-        folders.append(Path(speculative.model))
+    drafters = [one for one in engine.speculative_config.every_drafter if one.model is not None]
+    models = [one for one in drafters if not one.has_heads]
+    folders += [Path(str(one.model)) for one in models]
     try:
         checkpoints = [open_checkpoint(folder) for folder in folders]
     except CheckpointError:
@@ -109,19 +110,21 @@ def check_models(engine: EngineConfig) -> None:
 
         check_servable(engine.target)
         raise
-    if speculative.model is not None and speculative.has_heads:
+    for heads in (one for one in drafters if one.has_heads):
         from specdec.drafters.checkpoints.files import open_drafter
         from specdec.drafters.checkpoints.registry import detect
 
-        detect(open_drafter(speculative.model))  # the worker that loads it says whether it fits the target
+        detect(open_drafter(str(heads.model)))  # the worker that loads it says whether it fits the target
     _check_length(engine.target, checkpoints[0])
-    _check_draft_positions(engine.speculative_config, checkpoints[1:])
+    for drafter, checkpoint in zip(models, checkpoints[1:], strict=True):
+        _check_draft_positions(drafter, checkpoint)
     vocabularies = [_vocabulary(folder) for folder in folders]
-    if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):
-        # It says where they differ, at the price of importing transformers.
-        from specdec.proposers.draft_model_factory import require_same_tokenizer
+    for folder, vocabulary in zip(folders, vocabularies, strict=True):
+        if vocabulary != vocabularies[0]:
+            # It says where they differ, at the price of importing transformers.
+            from specdec.proposers.draft_model_factory import require_same_tokenizer
 
-        require_same_tokenizer(str(folders[1]), str(folders[0]))
+            require_same_tokenizer(str(folder), str(folders[0]))
 
 
 def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -136,23 +139,24 @@ def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
 
 def warnings_of(engine: EngineConfig) -> list[str]:
     """Return what can be run, but may not be meant. The models have been checked (`check_models`)."""
-    target, speculative = engine.target, engine.speculative_config
-    if speculative.model is None or speculative.has_heads:
-        return []
-    draft = open_checkpoint(Path(speculative.model))
-    target_len = target.max_model_len or _stated_positions(open_checkpoint(Path(target.model)))
-    num_positions = _draft_positions(speculative, draft)
-    if num_positions is None:
-        return []
-    return list(speculative.warnings_about(draft.path.name, num_positions, target_len))
-
-
-def _check_draft_positions(speculative: SpeculativeConfig, drafts: Sequence[Checkpoint]) -> None:
-    """Check that what `kv` keeps fits into the draft model's positions, as far as config.json says."""
-    for checkpoint in drafts:
-        num_positions = _draft_positions(speculative, checkpoint)
+    target = engine.target
+    warnings: list[str] = []
+    for speculative in engine.speculative_config.every_drafter:
+        if speculative.model is None or speculative.has_heads:
+            continue
+        draft = open_checkpoint(Path(speculative.model))
+        target_len = target.max_model_len or _stated_positions(open_checkpoint(Path(target.model)))
+        num_positions = _draft_positions(speculative, draft)
         if num_positions is not None:
-            speculative.require_positions(num_positions, checkpoint.path.name)
+            warnings += speculative.warnings_about(draft.path.name, num_positions, target_len)
+    return warnings
+
+
+def _check_draft_positions(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> None:
+    """Check that what `kv` keeps fits into the draft model's positions, as far as config.json says."""
+    num_positions = _draft_positions(speculative, checkpoint)
+    if num_positions is not None:
+        speculative.require_positions(num_positions, checkpoint.path.name)
 
 
 def _draft_positions(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> int | None:
@@ -191,7 +195,7 @@ def check_local_resources(config: DrafthouseConfig, num_cpus: int) -> None:
     available = {"CPU": float(num_cpus), "GPU": _num_gpus([model.cluster for model in models])}
     nodes = [NodeSnapshot(node_id="this machine", available=available, labels={})]
     for model in models:
-        has_drafter = model.engine.speculative_config.method == "draft_model"
+        has_drafter = drafter_of_pool(model.engine) is not None
         ranks = RanksPerModel.of(model.engine)
         plan = require_plan(plan_placement(model.cluster, nodes, has_drafter=has_drafter, ranks=ranks))
         nodes = left_by(plan, nodes)

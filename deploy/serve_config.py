@@ -58,7 +58,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def _check_models(engine: EngineConfig) -> None:
     """Check the models, where this node has them: what is found here costs no running replica its place."""
-    folders = [engine.target.model, engine.speculative_config.model]
+    folders = [engine.target.model, *(one.model for one in engine.speculative_config.every_drafter)]
     if all(Path(folder).is_dir() for folder in folders if folder is not None):
         check_models(engine)
 

@@ -94,6 +94,7 @@ class SimulatedRequest:
     ttft_s: float | None = None
     itl_s: float | None = None
     has_own_kv_budget: bool = True
+    own_drafter: int | None = None
 
     @property
     def max_draft_tokens(self) -> int:

@@ -14,6 +14,7 @@ from deploy.config_file import load_config
 from deploy.preflight import check_models, warnings_of
 from specdec.engine.config import EngineConfig
 from specdec.model.config import ModelConfig
+from specdec.proposers.config import SpeculativeConfig
 
 
 def validate_file(file: Path) -> None:
@@ -43,12 +44,17 @@ def _summary(config: EngineConfig) -> str:
     speculative = config.speculative_config
     if speculative.method == "none":
         return f"{target}, no drafter"
+    each = " or ".join(map(_drafter, speculative.choices))
+    return f"{target}, drafter {each}, k = {speculative.num_speculative_tokens}"
+
+
+def _drafter(speculative: SpeculativeConfig) -> str:
     drafter: str = speculative.method
     if speculative.model is not None:
         drafter += f" {as_typed(speculative.model)}"
     if speculative.quantization is not None:
         drafter += f" in {speculative.quantization}"
-    return f"{target}, drafter {drafter}, k = {speculative.num_speculative_tokens}"
+    return drafter
 
 
 def _numbers(model: ModelConfig) -> str:

@@ -10,7 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.status import ApplicationStatus, Status
-from specdec.transport.status import ChoiceStatus, DraftWorkerStatus, RecentStatus, TargetGroupStatus
+from specdec.transport.status import (
+    ChoiceStatus,
+    DrafterStatus,
+    DraftWorkerStatus,
+    RecentStatus,
+    TargetGroupStatus,
+)
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
@@ -133,8 +139,21 @@ def _speculation(group: TargetGroupStatus, choice: ChoiceStatus, *, alone: bool)
         lines.add_row(
             "draft ahead", f"{_percent(recent.hit_rate)} hits, {_percent(recent.late_rate or 0.0)} late"
         )
+    for drafter in group.drafters:
+        lines.add_row("shadow" if drafter.is_shadow else "drafter", _drafter(drafter))
     lines.add_row("pool worth", _pool_worth(choice.pool_worth))
     return Group(Text(title, style="bold"), lines)
+
+
+def _drafter(drafter: DrafterStatus) -> str:
+    if drafter.is_shadow:
+        text = f"{drafter.name}: looks at {drafter.num_requests} requests"
+    else:
+        text = f"{drafter.name}: {drafter.num_running} running, {drafter.num_requests} since the start"
+    if drafter.acceptance is None or drafter.tokens_per_pass is None:
+        return f"{text}; no proposals yet"
+    would = "would have been accepted" if drafter.is_shadow else "accepted"
+    return f"{text}; {drafter.acceptance:.2f} {would}, {drafter.tokens_per_pass:.2f} tokens per proposal"
 
 
 def _chosen_k(choice: ChoiceStatus) -> str:

@@ -87,10 +87,14 @@ class SpeculationOptions(BodyPart):
     (`speculative_config.kv.policy`): an integer is tokens; 0.05 or "5%" a share of the length, at least the
     server's `kv.floor`. Left out, the server decides."""
 
+    drafter: str | None = Field(default=None, min_length=1, max_length=32)
+    """Who drafts, by its name in `speculative_config.drafters`, where the server has several. Left out, the
+    server decides."""
+
     @model_validator(mode="after")
     def _check_any(self) -> Self:
-        if self.num_speculative_tokens is None and self.kv_budget is None:
-            raise ValueError("give num_speculative_tokens, kv_budget, or both")
+        if self.num_speculative_tokens is None and self.kv_budget is None and self.drafter is None:
+            raise ValueError("give num_speculative_tokens, kv_budget, drafter, or more than one of them")
         return self
 
 

@@ -340,6 +340,7 @@ def _requests(
                     epoch=Epoch(0),
                     num_draft_tokens=None if speculation is None else speculation.num_speculative_tokens,
                     kv_budget=None if speculation is None else speculation.kv_budget,
+                    drafter=None if speculation is None else speculation.drafter,
                     cache_salt=body.cache_salt,
                     priority=body.priority,
                     class_name=class_name,

@@ -55,6 +55,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     kv_budget: int | float | None = None
     """How much of its K/V drafts attend to, where there is a selection policy: an int is tokens, a float a
     share of the length. Changes speed alone; None: the server decides."""
+    drafter: str | None = None
+    """Which of several drafters drafts for it, by name; changes speed alone; None: the server decides."""
     owner: str | None = None
     """Whose it is: owners (API keys) take turns in the queue; None is an owner of its own."""
     cache_salt: str | None = None

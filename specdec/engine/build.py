@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.core.clock import MonotonicClock
-from specdec.core.errors import ConfigError, ResourceError
+from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
-from specdec.engine.profiling import ProfilePlan, ProfileProgress, drafts_anything, measure_profile
+from specdec.engine.controllers import build_controller, drafters_of
 from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, require_real
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import HuggingFaceTokenizer, Tokenizer
-from specdec.kv.selection import KvBudget, KvBudgets, KvSelection, budgets_of
+from specdec.kv.selection import KvBudgets, KvSelection, budgets_of
 from specdec.model.checkpoint import LoadProgress
-from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_proposer, with_fallback
 from specdec.proposers.target_facts import TargetFacts
 from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.speculation.controller import FixedController, SpeculationController
-from specdec.scheduling.speculation.cost import assumed_profile
-from specdec.scheduling.speculation.cost_profile import CostProfile, ProfileStore, profile_key
-from specdec.scheduling.speculation.goodput_controller import GoodputController
-from specdec.scheduling.speculation.modes import OverlapMode
-from specdec.scheduling.speculation.settings import ControllerSettings
+from specdec.scheduling.speculation.controller import SpeculationController
+from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.verification.base import VerificationRule
 from specdec.verification.registry import make_rule
 
@@ -67,6 +58,8 @@ class EngineParts:
     """Continuations that are drafted ahead for one request, at most."""
     kv_budgets: KvBudgets | None = None
     """How much drafts attend to; None: everything."""
+    drafters: DrafterSet | None = None
+    """Those that requests may get; None: there is but one."""
 
 
 def build_parts(
@@ -105,6 +98,7 @@ def build_parts(
         grammar=config.grammar,
         max_branches=config.speculative_config.max_branches,
         kv_budgets=kv_budgets_of(config.speculative_config),
+        drafters=drafters_of(config.speculative_config),
     )
 
 
@@ -122,7 +116,11 @@ def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer
 
 
 def draft_bytes(config: SpeculativeConfig) -> int:
-    """Return about how much memory a draft model takes that is loaded beside the target."""
+    """Return about how much memory draft models take that are loaded beside the target."""
+    return sum(map(_draft_model_bytes, config.every_drafter))
+
+
+def _draft_model_bytes(config: SpeculativeConfig) -> int:
     if config.method != "draft_model" or config.model is None or config.draft_tensor_parallel_size > 1:
         return 0  # heads are loaded before the memory is looked at
     from specdec.model.checkpoint import open_checkpoint
@@ -150,6 +148,7 @@ def build_target(
         UserError: as `build_parts`.
         TransportError: another rank died.
     """
+    config = seen_at_target(config)
     if config.target.num_ranks == 1 and ranks is None:
         return _build_whole_target(config, progress, reserved_bytes)
     from specdec.engine.rank_launch import leading
@@ -163,6 +162,11 @@ def build_target(
     with leading("target", config, size, device, ranks) as (group, followers):
         part = build_target_part(config, group, progress, reserved_bytes=reserved_bytes)
         return LeadingTarget(part, group, followers)
+
+
+def seen_at_target(config: EngineConfig) -> EngineConfig:
+    """Return a configuration as the target needs it: of several drafters with the one that drafts there."""
+    return config.model_copy(update={"speculative_config": config.speculative_config.at_target})
 
 
 def _build_whole_target(
@@ -226,6 +230,7 @@ def build_target_part(
     from specdec.model.parallel.group import same_fate
     from specdec.model.rank_graphs import compile_over_ranks
 
+    config = seen_at_target(config)
     loaded = load_model(config.target, progress, ranks)
     with same_fate(ranks):
         heads = _heads_of(config, loaded)
@@ -326,7 +331,8 @@ def _chooser(loaded: LoadedModel, config: EngineConfig) -> TokenChooser:
 
 def kv_budgets_of(config: SpeculativeConfig) -> KvBudgets | None:
     """Return how much the drafts of an engine attend to; None: everything."""
-    return budgets_of(config.kv, config.num_speculative_tokens)
+    own = config.at_target
+    return budgets_of(own.kv, own.num_speculative_tokens)
 
 
 def _rule_of(config: EngineConfig) -> VerificationRule:
@@ -437,137 +443,3 @@ def build_tokenizer(config: EngineConfig) -> Tokenizer:
 
     target = config.target
     return HuggingFaceTokenizer(load_tokenizer(target.model, trust_remote_code=target.trust_remote_code))
-
-
-def build_controller(
-    config: EngineConfig,
-    target: Target,
-    proposer: Proposer,
-    *,
-    modes: Sequence[OverlapMode] = ("lockstep",),
-    progress: ProfileProgress | None = None,
-) -> SpeculationController:
-    """Return the controller that a configuration asks for, with measured costs where it needs them.
-
-    Neither side may have any sequence yet; see `profiling.measure_profile`.
-
-    Args:
-        config: of the engine.
-        target: what will verify.
-        proposer: what will draft.
-        modes: the overlaps that are possible with these two.
-        progress: hears how far the measurements are, where there are any.
-
-    Raises:
-        ConfigError: `overlap` asks for one that is not possible.
-        TransportError: the target is lost.
-    """
-    speculative = config.speculative_config
-    if speculative.method == "none" or speculative.controller == "fixed":
-        return controller_for(config, assumed_profile(), modes)
-    return controller_for(config, cost_profile_of(config, target, proposer, progress), modes)
-
-
-def modes_of(proposer: ProposerCapabilities) -> tuple[OverlapMode, ...]:
-    """Return how rounds can be run with a proposer: what drafts in this process cannot be overlapped."""
-    if not proposer.remote:
-        return ("lockstep",)
-    return ("lockstep", "ping_pong", "draft_ahead") if proposer.looks_ahead else ("lockstep", "ping_pong")
-
-
-def controller_for(
-    config: EngineConfig, profile: CostProfile, modes: Sequence[OverlapMode] = ("lockstep",)
-) -> SpeculationController:
-    """Return the controller that a configuration asks for, given costs and the overlaps that are possible.
-
-    Raises:
-        ConfigError: `overlap` asks for one that is not.
-    """
-    speculative = config.speculative_config
-    overlap = speculative.overlap
-    if overlap != "auto" and overlap not in modes:
-        raise ConfigError(
-            f"speculative_config.overlap: {overlap} is not possible here, only {' and '.join(modes)}: "
-            "it takes a draft model in a process of its own"
-        )
-    allowed = tuple(modes) if overlap == "auto" else (overlap,)
-    if speculative.method == "none":
-        return FixedController(0)
-    if speculative.controller == "fixed":
-        return FixedController(
-            speculative.num_speculative_tokens, "lockstep" if overlap == "auto" else overlap
-        )
-    settings = ControllerSettings(
-        max_draft_tokens=speculative.num_speculative_tokens,
-        modes=allowed,
-        num_rows_beside=speculative.num_rows_beside,
-        max_branches=speculative.max_branches,
-        caps_by_batch=speculative.num_speculative_tokens_per_batch_size,
-        max_rows=config.scheduler.max_num_batched_tokens,
-        max_sequences=config.scheduler.max_num_seqs,
-        kv_budgets=() if speculative.kv.policy == "full" else speculative.kv.budgets,
-        keeps_kv_budgets=not speculative.is_self_drafting,
-    )
-    return GoodputController(settings, profile, MonotonicClock())
-
-
-def cost_profile_of(
-    config: EngineConfig, target: Target, proposer: Proposer, progress: ProfileProgress | None = None
-) -> CostProfile:
-    """Return what rounds cost here: as it was measured before, or measured now, or assumed.
-
-    Raises:
-        TransportError: the target is lost.
-    """
-    speculative = config.speculative_config
-    if speculative.profile_seconds == 0.0:
-        return assumed_profile()
-    plan = ProfilePlan(
-        key=_profile_key(config, target.description),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_draft_tokens=speculative.num_speculative_tokens,
-        budget_s=speculative.profile_seconds,
-        kv_budget=_measured_budget(speculative),
-    )
-    store = ProfileStore(speculative.profile_dir)
-    known = store.load(plan.key)
-    if known is not None and (known.draft or not drafts_anything(proposer, plan)):
-        return known
-    # Without costs of drafts, they are measured at the next start: draft workers may not be there yet.
-    profile = measure_profile(target, proposer, plan, known=known, progress=progress)
-    if profile != known:
-        store.save(profile)
-    return profile
-
-
-def _measured_budget(speculative: SpeculativeConfig) -> KvBudget | None:
-    """Return what drafts attend to that nobody tells how much; None: everything."""
-    if speculative.kv.policy == "full":
-        return None
-    return speculative.kv.token_budget if speculative.is_self_drafting else speculative.largest_kv_budget
-
-
-def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
-    """Name everything that costs depend on, as far as it can be known without asking the workers."""
-    target, draft = config.target, config.speculative_config
-    return profile_key(
-        target=description.revision,
-        dtype=description.dtype,
-        invariant=description.batch_invariant,
-        blocks=f"{description.num_blocks}x{description.block_size}",
-        target_setup=target.model_dump_json(exclude={"model"}),
-        draft_setup=draft.model_dump_json(
-            exclude={"profile_seconds", "profile_dir", "overlap", "controller", "fallback", "lookup_first"}
-        ),
-        draft=None if draft.model is None else _folder_state(draft.model),
-        scheduler=config.scheduler.model_dump_json(),
-        machine=f"{platform.node()} {platform.machine()} {len(os.sched_getaffinity(0))}",
-        versions=" ".join(f"{name} {metadata.version(name)}" for name in ("drafthouse", "torch")),
-    )
-
-
-def _folder_state(folder: str) -> str:
-    """Say which files a folder holds, by size and time: hashing weights would take longer than measuring."""
-    files = sorted(path for path in Path(folder).expanduser().glob("*") if path.is_file())
-    return ",".join(f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files)

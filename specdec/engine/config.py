@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from specdec.attention.config import flashinfer_refusal
 from specdec.core.config import StrictConfig
@@ -28,6 +28,18 @@ class EngineConfig(StrictConfig):
     """Batching and queueing."""
     grammar: GrammarConfig = GrammarConfig()
     """Bounds of the grammars (JSON schemas, regular expressions, ...) that requests bring."""
+
+    @model_validator(mode="after")
+    def _check_each_drafter(self) -> Self:
+        speculative = self.speculative_config
+        for place, one in enumerate(speculative.every_drafter if speculative.method == "several" else ()):
+            try:
+                type(self)(target=self.target, speculative_config=one)
+            except ValidationError as error:
+                reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+                name = speculative.drafters[place].name
+                raise ValueError(f"speculative_config.drafters[{place}] ({name}): {reason}") from None
+        return self
 
     @model_validator(mode="after")
     def _check_invariance(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -52,9 +53,11 @@ from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.service_rates import ServiceRates
 from specdec.scheduling.speculation.controller import (
     FixedController,
+    PicksDrafters,
     PicksKvBudgets,
     SpeculationController,
 )
+from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.state import ServiceKey
 
 _IDLE_PATIENCE_S = 0.01
@@ -104,12 +107,14 @@ class Engine:
         prefix_caching: bool = True,
         max_branches: int = 4,
         kv_budgets: KvBudgets | None = None,
+        drafters: DrafterSet | None = None,
     ) -> Self:
         """Make an engine of parts that exist already; it closes target and proposer with itself.
 
         Without a controller, 4 tokens are drafted per sequence and round. `prefix_caching` is the target's
         `cache.enable_prefix_caching`, `max_branches` the drafter's key of that name; `kv_budgets` say how
-        much drafts attend to, where there is a selection policy.
+        much drafts attend to, where there is a selection policy, `drafters` which ones requests may get,
+        where `proposer` is several.
         """
         parts = EngineParts(
             target=target,
@@ -121,6 +126,7 @@ class Engine:
             grammar=grammar or GrammarConfig(),
             max_branches=max_branches,
             kv_budgets=kv_budgets,
+            drafters=drafters,
         )
         engine = cls.__new__(cls)
         engine._set_up(parts, clock or MonotonicClock())
@@ -131,6 +137,8 @@ class Engine:
         self._parts = parts
         if parts.kv_budgets is not None and isinstance(parts.controller, PicksKvBudgets):
             parts.kv_budgets.pick = parts.controller.pick_kv_budget
+        if parts.drafters is not None and isinstance(parts.controller, PicksDrafters):
+            parts.drafters.pick = parts.controller.pick_drafter
         self._clock = clock
         self._idle_work = idle_work_of(parts.target, parts.proposer)
         self._metrics = EngineMetrics()
@@ -140,6 +148,7 @@ class Engine:
             pool_tokens=(description.num_blocks - 1) * description.block_size,
             max_num_waiting=parts.scheduler.max_num_waiting,
             kv_budgets=parts.kv_budgets,
+            drafters=parts.drafters,
         )
         self._stream_limits = StreamLimits(
             max_sequence_len=self._admission.max_sequence_len, eos_token_ids=description.eos_token_ids
@@ -160,6 +169,7 @@ class Engine:
             metrics=self._metrics,
             clock=clock,
             max_branches=parts.max_branches,
+            drafter_names=() if parts.drafters is None else parts.drafters.names,
         )
         self._deadlines = Deadlines()
         self._grammars = GrammarCompiler(
@@ -235,6 +245,10 @@ class Engine:
         if self._parts.kv_budgets is not None:
             budgets = [live.kv_budget for live in list(self._roster.running.values())]
             self._metrics.mean_kv_budget = sum(budgets) / len(budgets) if budgets else None
+        if self._parts.drafters is not None:
+            names = self._parts.drafters.names
+            running = [names[live.drafter] for live in list(self._roster.running.values())]
+            self._metrics.num_running_by_drafter = Counter({**dict.fromkeys(names, 0), **Counter(running)})
         self._metrics.num_waiting = len(self._roster.waiting) + len(self._preparation)
         self._metrics.queue_wait_s = self._rates.wait_s(self._num_to_end_before())
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage
@@ -295,6 +309,7 @@ class Engine:
             arrival_s=self._clock.now_s(),
             kv_variants=self._parts.target.description.kv_variants,
             kv_budgets=self._parts.kv_budgets,
+            drafters=self._parts.drafters,
         )
         self._metrics.prompt_tokens += live.num_prompt_tokens
         if live.finish is not None:  # a replay whose delivered tokens were all there is
@@ -445,7 +460,7 @@ class Engine:
         if live is not None:
             if live.stats.first_scheduled_s is None:
                 self._roster.turns.give_back(live.request.owner, live.num_expected_tokens)
-            self._parts.proposer.release((request_id,))
+            self._rounds.release(request_id)
             self._count_finish(live.end(finish, self._clock.now_s()))
 
     def _end_overdue(self) -> None:

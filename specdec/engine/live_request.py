@@ -18,6 +18,7 @@ from specdec.kv.block_table import BlockTable
 from specdec.kv.prefix_cache import PrefixTrail
 from specdec.kv.selection import KvBudgets
 from specdec.sampling.grammar import GrammarState
+from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.state import ServiceKey
 
 _SCORED_CHUNK = 128
@@ -31,6 +32,7 @@ class LiveRequest:
     """
 
     __slots__ = (
+        "_drafters",
         "_kv_budgets",
         "_kv_variants",
         "_logprobs",
@@ -38,6 +40,7 @@ class LiveRequest:
         "_prompt_logprobs",
         "_text",
         "_unreported_text",
+        "drafted_by",
         "finish",
         "generates",
         "grammar",
@@ -46,6 +49,7 @@ class LiveRequest:
         "kv_variant",
         "num_expected_tokens",
         "num_given_up",
+        "own_drafter",
         "params",
         "request",
         "request_id",
@@ -69,14 +73,20 @@ class LiveRequest:
         num_expected_tokens: int = 0,
         kv_variants: KvVariants | None = None,
         kv_budgets: KvBudgets | None = None,
+        drafters: DrafterSet | None = None,
     ) -> None:
         """Take a request in. Tokens delivered by an earlier epoch are read, not reported again.
 
         `kv_variants` are those of `TargetDescription`, `kv_budgets` those of the engine (None: drafts attend
-        to everything).
+        to everything), `drafters` too (None: there is but one).
         """
         self.request = request
         self.request_id = request.request_id
+        self._drafters = drafters
+        self.own_drafter = None if drafters is None else drafters.own(request.request_id, request.drafter)
+        """Which of several drafters it has, where nobody chooses; None: somebody does."""
+        self.drafted_by: set[int] = set()
+        """Which of several drafters have drafted for it."""
         self.service_key = service_key
         self.num_expected_tokens = num_expected_tokens
         """What it was thought to come to when it got its turn, prompt included."""
@@ -152,6 +162,13 @@ class LiveRequest:
         if budgets.pick is not None and not self.has_own_kv_budget:
             picked = budgets.pick(self.request_id, self.class_name)
         return budgets.tokens(self.request.kv_budget, self.committed_len, picked)
+
+    @property
+    def drafter(self) -> int:
+        """Who drafts for it at present, of several; 0 where there is but one."""
+        if self._drafters is None:
+            return 0
+        return self._drafters.of(self.own_drafter, self.request_id, self.class_name)
 
     @property
     def has_own_kv_budget(self) -> bool:

@@ -29,6 +29,37 @@ class MethodCounts:
 
 
 @dataclass(slots=True)
+class DrafterCounts(MethodCounts):
+    """Proposals by one of several drafters, or of one that is not heard."""
+
+    num_requests: int = 0
+    """Requests that it has drafted for; one that changed its drafter counts for each."""
+    draft_s: float = 0.0
+    """What it took."""
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one proposal that something has become of."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens of a round with a proposal: the accepted ones and one more; None: there was none."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    def series(self, prefix: str, labels: str) -> Mapping[str, float]:
+        """Return all values by name, `prefix` before and `labels` behind it."""
+        return {
+            f"{prefix}_num_drafts{labels}": self.num_drafts,
+            f"{prefix}_num_draft_tokens{labels}": self.num_draft_tokens,
+            f"{prefix}_num_accepted_tokens{labels}": self.num_accepted_tokens,
+            f"{prefix}_num_requests{labels}": self.num_requests,
+            f"{prefix}_time_seconds{labels}": self.draft_s,
+        }
+
+
+@dataclass(slots=True)
 class EngineMetrics:
     """Counters since the engine started, and gauges of its last round. Times are seconds."""
 
@@ -44,6 +75,12 @@ class EngineMetrics:
     """[i]: how often draft token i of a proposal was accepted; of a tree, one at depth i."""
     other_methods: dict[str, MethodCounts] = field(default_factory=dict)
     """The part of all these that was not drafted by `method`: what stood in, and what grammars forced."""
+    by_drafter: dict[str, DrafterCounts] = field(default_factory=dict)
+    """Of several drafters, by their names: all proposals that were verified."""
+    by_shadow: dict[str, DrafterCounts] = field(default_factory=dict)
+    """Of drafters that are not heard: proposals that were compared with what was generated."""
+    num_running_by_drafter: Counter[str] = field(default_factory=Counter)
+    """Requests that have each of several drafters."""
     num_moved_kv: int = 0
     """Accepted tokens of trees whose K/V had to be moved to their places."""
     num_rows_beside: int = 0
@@ -174,6 +211,11 @@ class EngineMetrics:
             values[f'spec_decode_num_accepted_tokens_by_method{{method="{method}"}}'] = (
                 counts.num_accepted_tokens
             )
+        for prefix, counts_of in (("drafter", self.by_drafter), ("shadow", self.by_shadow)):
+            for name, its in dict(counts_of).items():
+                values.update(its.series(prefix, f'{{drafter="{name}"}}'))
+        for name, count in dict(self.num_running_by_drafter).items():
+            values[f'drafter_num_requests_running{{drafter="{name}"}}'] = count
         for drop_reason, count in dict(self.proposals_dropped).items():
             values[f'spec_decode_num_proposals_dropped{{reason="{drop_reason}"}}'] = count
         for refusal, count in dict(self.refusals).items():

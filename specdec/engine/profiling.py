@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from specdec.engine.target import Target
 from specdec.kv.block_table import num_blocks_for
 from specdec.kv.selection import KvBudget
 from specdec.proposers.base import Proposer
+from specdec.proposers.several.proposer import members_of
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
 
 ProfileProgress = Callable[[int, int], None]
@@ -498,28 +499,33 @@ def measure_profile(
     clock = clock or MonotonicClock()
     started_s = clock.now_s()
     steps = TargetProfiler(target, plan, clock)
-    proposals: DraftProfiler | SelfDraftProfiler
-    if proposer.capabilities.at_target:
-        proposals = SelfDraftProfiler(steps, plan)
-    else:
-        proposals = DraftProfiler(proposer, target.description.vocab_size, plan, clock)
-    is_drafting = drafts_anything(proposer, plan)
-    num_planned = (len(steps.shapes()) if known is None else 0) + is_drafting * len(proposals.shapes())
+    members = members_of(proposer) if drafts_anything(proposer, plan) else ()
+    # Of several drafters, only what drafts at the target has a budget.
+    own_plan = plan if len(members) == 1 else replace(plan, kv_budget=None)
+    profilers = [
+        SelfDraftProfiler(steps, plan)
+        if one.capabilities.at_target
+        else DraftProfiler(one, target.description.vocab_size, own_plan, clock)
+        for one in members
+    ]
+    num_planned = (len(steps.shapes()) if known is None else 0) + sum(len(one.shapes()) for one in profilers)
     counter = _Counter(num_planned, progress)
-    draft: list[DraftPoint] = []
+    drafts: list[tuple[DraftPoint, ...]] = []
     try:
-        if is_drafting:
-            share = plan.budget_s * (1.0 - _VERIFY_SHARE)
-            draft = proposals.measure(_Deadline(clock, started_s + share), counter)
+        for place, one in enumerate(profilers, start=1):
+            share = plan.budget_s * (1.0 - _VERIFY_SHARE) * place / len(profilers)
+            drafts.append(tuple(one.measure(_Deadline(clock, started_s + share), counter)))
+        first, others = (drafts[0], tuple(drafts[1:])) if drafts else ((), ())
         if known is not None:
-            return msgspec.structs.replace(known, draft=tuple(draft))
+            return msgspec.structs.replace(known, draft=first, other_drafts=others)
         verify = steps.measure(_Deadline(clock, started_s + plan.budget_s), counter)
     finally:
         steps.forget()
     return CostProfile(
         key=plan.key,
         verify=tuple(verify[1:] or verify),
-        draft=tuple(draft),
+        draft=first,
+        other_drafts=others,
         num_stepped_rows=plan.num_stepped_rows,
     )
 

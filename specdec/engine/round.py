@@ -14,34 +14,30 @@ from dataclasses import dataclass, field
 import msgspec
 
 from specdec.core.clock import Clock
-from specdec.core.errors import ConfigError, ProtocolError, TransportError
+from specdec.core.errors import ProtocolError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.rows_beside import RowsBeside
+from specdec.engine.drafting import Drafting, Proposals
 from specdec.engine.grammar_drafts import masked_draft
 from specdec.engine.live_request import LiveRequest
-from specdec.engine.metrics import DropReason, EngineMetrics
-from specdec.engine.proposal_check import ProposalCheck, plainly
+from specdec.engine.metrics import EngineMetrics
 from specdec.engine.roster import Roster
 from specdec.engine.service import GRAMMAR_FAILED
+from specdec.engine.shadows import Shadows
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
 from specdec.engine.timed_controller import TimedController
 from specdec.proposers.base import AheadWish, AsksAhead, HearsBeside, Proposer
+from specdec.proposers.several.proposer import SeveralProposers
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import RoundPlan
 from specdec.tree.topology import tree
 from specdec.verification.answers import rows_of_verdict, verdict_of
 from specdec.verification.registry import capabilities_of
-
-Proposals = dict[RequestId, Proposal]
-
-_KEPT_UP_TOKENS = 48
-"""While nothing is drafted for a request, those who would draft elsewhere are told of so many tokens at a
-time: they read them meanwhile, and can go on at once when they are asked again."""
 
 _DEPTHS: Mapping[OverlapMode, int] = {"lockstep": 1, "ping_pong": 2, "draft_ahead": 1}
 """Rounds in flight at a time."""
@@ -69,6 +65,12 @@ class _Flight:
     drafting_s: float
     """T_draft, as whoever drafted measures it."""
     submitted_s: float
+    drafters: Mapping[RequestId, int]
+    """Of several, who was asked for drafts."""
+    drafter_s: Mapping[int, float]
+    """What each of several took."""
+    shadow_s: float
+    """What drafters took that are not heard, after the submission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,11 @@ class RoundLoop:
         metrics: EngineMetrics,
         clock: Clock,
         max_branches: int,
+        drafter_names: tuple[str, ...] = (),
     ) -> None:
         """Run rounds of these parts; continuations are drafted for `max_branches` verdicts of a request.
+
+        `drafter_names` are those of several drafters.
 
         Raises:
             ConfigError: the target verifies by a rule that cannot work with what the proposer gives, or
@@ -109,20 +114,13 @@ class RoundLoop:
         self._clock = clock
         self._max_branches = max_branches
         self._rule = capabilities_of(target.description.rule)
-        self._check = ProposalCheck(proposer.capabilities, self._rule, target.description.vocab_size)
-        self._method = metrics.method = proposer.capabilities.name
+        self._drafting = Drafting(proposer, target.description, self._rule, metrics, drafter_names)
+        shadows = proposer.shadows if isinstance(proposer, SeveralProposers) else ()
+        self._shadows = Shadows(shadows, metrics, clock)
         self._ahead: AsksAhead | None = None
         if proposer.capabilities.looks_ahead and isinstance(proposer, AsksAhead):
             self._ahead = proposer
         self._hears_beside = proposer if isinstance(proposer, HearsBeside) else None
-        self._keeps_up = proposer.capabilities.remote
-        self._is_drafted_there = proposer.capabilities.at_target
-        self._tells_tokens = self._is_drafted_there and bool(proposer.capabilities.hidden_layers)
-        if self._is_drafted_there and not target.description.drafts_itself:
-            raise ConfigError(
-                f"speculative_config.method: {self._method} needs a target that drafts for itself, and this "
-                "one does not"
-            )
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
         self._flights: deque[_Flight] = deque()
@@ -159,6 +157,11 @@ class RoundLoop:
         """Forget what is in flight: the target is lost."""
         self._flights.clear()
 
+    def release(self, request_id: RequestId) -> None:
+        """Have everybody who drafts forget a request that has left the roster."""
+        self._proposer.release((request_id,))
+        self._shadows.release(request_id)
+
     def _mode(self) -> OverlapMode:
         """Return the controller's mode, where the proposer is of a kind that it works with."""
         mode, capabilities = self._controller.mode, self._proposer.capabilities
@@ -173,14 +176,16 @@ class RoundLoop:
         if plan is None:
             return False
         planned_s = self._clock.now_s()
-        proposals = self._propose(plan)
+        proposals = self._drafting.propose(plan, self._roster.running)
         proposed_s = self._clock.now_s()
         step = self._pack(plan, proposals)
         lives = [self._roster.running[work.request_id] for work in step.works]
         for live in lives:
             live.is_in_flight = True
         submitted_s = self._clock.now_s()
+        drafters = self._drafting.drafters_of(plan.num_draft_tokens, self._roster.running)
         self._target.submit(step)
+        shadow_s = self._shadows.draft(lives)
         draft_s = proposed_s - planned_s
         self._waited_s += draft_s
         flight = _Flight(
@@ -197,6 +202,9 @@ class RoundLoop:
             drafted_s=proposed_s,
             drafting_s=0.0 if self._ahead is None else self._ahead.take_drafting_s(),
             submitted_s=submitted_s,
+            drafters=drafters,
+            drafter_s=self._drafting.take_seconds(),
+            shadow_s=shadow_s,
         )
         self._flights.append(flight)
         if mode == "draft_ahead":
@@ -231,44 +239,6 @@ class RoundLoop:
         self._metrics.num_preemptions += len(plan.preempted)
         return plan
 
-    def _propose(self, plan: RoundPlan) -> Proposals:
-        """Ask for proposals. Whatever does not fit is dropped: that request goes on with one token."""
-        if self._is_drafted_there:
-            return {}
-        budgets = plan.num_draft_tokens
-        running = self._roster.running
-        # Prompts that are still being read, and what goes on without drafts, come with a budget of 0: a
-        # proposer may read them too.
-        sequences = [
-            live
-            for live in map(running.__getitem__, plan.num_tokens)
-            if live.request_id in budgets
-            or live.awaits_drafts
-            or (self._keeps_up and live.num_untold >= _KEPT_UP_TOKENS)
-        ]
-        if not sequences:
-            return {}
-        for live in sequences:
-            live.told_len = live.committed_len
-        try:
-            proposals = self._proposer.propose(sequences, budgets)
-        except TransportError:
-            self._drop("late", len(budgets))
-            return {}
-        usable: Proposals = {}
-        for request_id, budget in budgets.items():
-            proposal = proposals.get(request_id)
-            if proposal is None:
-                self._metrics.num_missing_proposals += 1
-            elif (reason := self._check.fault(proposal, running[request_id], budget)) is not None:
-                self._drop(reason, 1)
-            elif proposal.token_ids or proposal.beside is not None:
-                usable[request_id] = plainly(proposal)
-        return usable
-
-    def _drop(self, reason: DropReason, count: int) -> None:
-        self._metrics.proposals_dropped[reason] += count
-
     def _pack(self, plan: RoundPlan, proposals: Proposals) -> TargetStep:
         admitted: list[AdmittedSequence] = []
         works: list[TargetWork] = []
@@ -276,7 +246,7 @@ class RoundLoop:
             live = self._roster.running[request_id]
             if not live.is_known_to_target:
                 live.is_known_to_target = True
-                admitted.append(live.admission(tells_tokens=self._tells_tokens))
+                admitted.append(live.admission(tells_tokens=self._drafting.tells_tokens))
             room = plan.num_draft_tokens.get(request_id, 0)
             num_beside = plan.num_rows_beside.get(request_id, 0)
             end = live.num_computed + num_tokens - room - num_beside
@@ -285,7 +255,7 @@ class RoundLoop:
                 needs_p_rows = self._rule.needs_p_rows
                 proposal, masks = masked_draft(live, live.grammar, proposal, room, needs_p_rows=needs_p_rows)
                 proposals[request_id] = proposal
-            elif self._is_drafted_there and end == live.committed_len and live.generates:
+            elif self._drafting.is_at_target(live) and end == live.committed_len and live.generates:
                 num_self_drafted = room
             work = self._work(live, end, proposal, masks, num_self_drafted)
             beside = None if proposal is None else proposal.beside
@@ -416,14 +386,15 @@ class RoundLoop:
             else:
                 proposal = flight.proposals.get(work.request_id)
                 if answer.drafted:
-                    proposal = self._own_proposal(live, answer)
+                    proposal = self._drafting.of_target(live, answer)
                 elif work.num_self_drafted:
                     self._metrics.num_missing_proposals += 1
                 num_before = live.committed_len
-                self._advance(live, answer, proposal, landing, now_s)
+                self._advance(live, answer, proposal, landing, now_s, flight.drafters.get(live.request_id))
                 if live.stats.trace is not None:
                     num_drafted = 0 if proposal is None else len(proposal.token_ids)
                     self._trace(live.stats.trace, flight, now_s, num_drafted, live.committed_len - num_before)
+                self._shadows.learn(live)
                 outputs.append(self._settle(live, now_s))
         return landing
 
@@ -450,17 +421,6 @@ class RoundLoop:
             )
         )
 
-    def _own_proposal(self, live: LiveRequest, answer: WorkResult) -> Proposal:
-        """Return what the target has drafted itself, as a proposal."""
-        return Proposal(
-            request_id=live.request_id,
-            committed_len=live.committed_len,
-            prefix_hash=live.prefix_hash,
-            token_ids=answer.drafted,
-            parents=answer.drafted_parents,
-            method=self._method,
-        )
-
     def _advance(
         self,
         live: LiveRequest,
@@ -468,6 +428,7 @@ class RoundLoop:
         proposal: Proposal | None,
         landing: _Landing,
         now_s: float,
+        drafter: int | None,
     ) -> None:
         """Commit what the target says; note what became of the draft, if there was one."""
         drafted, parents = ((), None) if proposal is None else (proposal.token_ids, proposal.parents)
@@ -489,6 +450,8 @@ class RoundLoop:
             self._metrics.num_lossy_tokens += num_kept
             live.stats.speculation.num_lossy_tokens += num_kept
         outcome = self._count_draft(live, proposal, verdict.accepted_nodes[:num_kept])
+        if not proposal.is_fallback:
+            self._drafting.count(live, drafter, outcome.num_drafted, outcome.num_accepted)
         (landing.stand_ins if proposal.is_fallback else landing.outcomes).append(outcome)
 
     def _settle(self, live: LiveRequest, now_s: float) -> RequestOutput:
@@ -504,7 +467,7 @@ class RoundLoop:
 
     def _retire(self, live: LiveRequest, output: RequestOutput) -> RequestOutput:
         self._roster.remove(live.request_id)
-        self._proposer.release((live.request_id,))
+        self.release(live.request_id)
         assert output.finish_reason is not None
         self._metrics.finished[output.finish_reason] += 1
         return output
@@ -515,7 +478,7 @@ class RoundLoop:
         num_drafted, num_accepted, parents = proposal.num_tokens, len(accepted_nodes), proposal.parents
         depth = None if parents is None else tree(parents).max_depth
         self._metrics.count_draft(num_drafted, num_accepted, depth)
-        if proposal.method != self._method:
+        if proposal.method != self._metrics.method:
             self._metrics.count_other_method(proposal.method, num_drafted, num_accepted)
         speculation = live.stats.speculation
         speculation.num_drafts += 1
@@ -539,7 +502,11 @@ class RoundLoop:
     ) -> None:
         num_committed = sum(len(output.token_ids) for output in landing.outputs)
         draft_s = flight.draft_s + result.draft_s
+        target_s = result.forward_s + result.sample_s
         verify_s = verified_s - flight.submitted_s - result.draft_s
+        # Who is not heard drafts while the target verifies, or before that where both are in this process.
+        shadow_s = verify_s - max(target_s, verify_s - flight.shadow_s)
+        verify_s -= shadow_s
         works = flight.step.works
         metrics = self._metrics
         metrics.num_rounds += 1
@@ -547,7 +514,6 @@ class RoundLoop:
         metrics.rounds_by_mode[flight.mode] += 1
         metrics.draft_s += draft_s
         metrics.verify_s += verify_s
-        target_s = result.forward_s + result.sample_s
         thought_s = self._controller.take_thought_s()
         if flight.mode != "lockstep" or self._flights:
             thought_s = 0.0  # it may have thought while it would have waited
@@ -568,7 +534,11 @@ class RoundLoop:
                 draft_ready_s=flight.draft_ready_s if result.draft_s == 0.0 else draft_s,
                 verify_s=verify_s,
                 target_s=target_s or None,
-                round_s=None if self._landed_s is None else verified_s - self._landed_s - thought_s,
+                round_s=None
+                if self._landed_s is None
+                else verified_s - self._landed_s - thought_s - shadow_s,
+                drafters=flight.drafters,
+                drafting_s=self._drafting.with_target_seconds(flight.drafter_s, result.draft_s),
                 num_elsewhere=sum(len(other.lives) for other in self._flights),
                 outcomes=landing.outcomes,
                 stand_ins=landing.stand_ins,

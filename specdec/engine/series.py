@@ -162,5 +162,43 @@ _OF_CONTROLLER: Mapping[str, Series] = {
     "speculation_stretch_rounds": Series("counter", "Rounds with longer drafts to see what those are worth."),
 }
 
-ENGINE_SERIES: Mapping[str, Series] = {**_OF_ROUNDS, **_OF_DRAFTS, **_OF_DRAFT_POOL, **_OF_CONTROLLER}
+_OF_SEVERAL: Mapping[str, Series] = {
+    "drafter_num_requests_running": Series(
+        "gauge", "Requests that take part in rounds, by the drafter that they have.", labels=("drafter",)
+    ),
+    **{
+        f"{prefix}_{name}": Series("counter", text, labels=("drafter",))
+        for prefix, texts in (
+            (
+                "drafter",
+                {
+                    "num_requests": "Requests that each of several drafters has drafted for.",
+                    "num_drafts": "Proposals of each that were verified.",
+                    "num_draft_tokens": "Draft tokens of each that were verified.",
+                    "num_accepted_tokens": "Draft tokens of each that were accepted.",
+                    "time_seconds": "Time in which rounds waited for each.",
+                },
+            ),
+            (
+                "shadow",
+                {
+                    "num_requests": "Requests that a drafter which is not heard looks at.",
+                    "num_drafts": "Its proposals that were compared with what was generated.",
+                    "num_draft_tokens": "Draft tokens of these.",
+                    "num_accepted_tokens": "Draft tokens that would have been accepted.",
+                    "time_seconds": "Time that it took.",
+                },
+            ),
+        )
+        for name, text in texts.items()
+    },
+}
+
+ENGINE_SERIES: Mapping[str, Series] = {
+    **_OF_ROUNDS,
+    **_OF_DRAFTS,
+    **_OF_DRAFT_POOL,
+    **_OF_CONTROLLER,
+    **_OF_SEVERAL,
+}
 """By name."""

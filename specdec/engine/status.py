@@ -11,7 +11,13 @@ from typing import NamedTuple
 from specdec.core.clock import Clock
 from specdec.engine.metrics import EngineMetrics, MethodCounts
 from specdec.scheduling.speculation.explanation import IN_WORDS, ControllerState
-from specdec.transport.status import ChoiceStatus, DraftLinkStatus, RecentStatus, TargetGroupStatus
+from specdec.transport.status import (
+    ChoiceStatus,
+    DrafterStatus,
+    DraftLinkStatus,
+    RecentStatus,
+    TargetGroupStatus,
+)
 
 _RECENT_S = 10.0
 """How far back "recent" goes."""
@@ -99,6 +105,7 @@ class StatusKeeper:
                 _Sample(self._clock.now_s(), _Totals.of(metrics, counters), _copied(metrics))
             ),
             draft_workers=draft_workers,
+            drafters=_drafters(metrics),
         )
 
     def _recent(self, now: _Sample) -> RecentStatus | None:
@@ -107,6 +114,23 @@ class StatusKeeper:
             seen.popleft()
         seen.append(now)
         return _since(seen[0], now)
+
+
+def _drafters(metrics: EngineMetrics) -> tuple[DrafterStatus, ...]:
+    heard = [(name, counts, False) for name, counts in metrics.by_drafter.items()]
+    shadows = [(name, counts, True) for name, counts in metrics.by_shadow.items()]
+    return tuple(
+        DrafterStatus(
+            name=name,
+            is_shadow=is_shadow,
+            num_running=metrics.num_running_by_drafter.get(name, 0),
+            num_requests=counts.num_requests,
+            num_drafted=counts.num_draft_tokens,
+            acceptance=_ratio(counts.num_accepted_tokens, counts.num_draft_tokens),
+            tokens_per_pass=counts.tokens_per_pass,
+        )
+        for name, counts, is_shadow in (*heard, *shadows)
+    )
 
 
 def _copied(metrics: EngineMetrics) -> Mapping[str, MethodCounts]:

@@ -19,7 +19,7 @@ from specdec.core.plan import TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.engine.config import EngineConfig
 from specdec.engine.target import Target
 from specdec.engine.tokenizer import Tokenizer
-from specdec.proposers.config import SyntheticAcceptance
+from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.sampling.made_up import NUM_TOKENS, guess
 from specdec.sampling.noise import uniform
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
@@ -16,11 +16,18 @@ from specdec.model.config import CompileConfig, Dtype, QuantizationName
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookup_config import (
     MOST_DRAFT_TOKENS,
-    Probability,
     RetrievalConfig,
     SuffixConfig,
     explain_suffix_keys,
 )
+from specdec.proposers.several.config import (
+    MOST_DRAFTERS,
+    DrafterConfig,
+    HeadsDrafter,
+    ModelDrafter,
+    fault_of,
+)
+from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.proposers.tree_config import ChainConfig, TreeConfig, tree_shape
 from specdec.verification.registry import capabilities_of
 
@@ -43,6 +50,7 @@ Method = Literal[
     "eagle3",
     "mtp",
     "parallel_heads",
+    "several",
 ]
 SELF_METHODS: Final = frozenset({"self", "layerskip", "quantized"})
 """The target drafts, or a view of it, on its own K/V."""
@@ -50,30 +58,16 @@ HEAD_METHODS: Final = frozenset({"medusa", "hydra", "eagle", "eagle3", "mtp", "p
 """Draft from hidden states of the target, in its process, with weights of their own."""
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
+_SHARED_KEYS: Final = (
+    "rejection_sample_method",
+    "allow_lossy",
+    "posterior_threshold",
+    "posterior_alpha",
+    "draft_top_k",
+)
+"""What all of several drafters have in common."""
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
 """Names that other engines give to rules."""
-
-
-class SyntheticAcceptance(StrictConfig):
-    """How often a made-up target agrees with the draft model; see `engine.synthetic`."""
-
-    acceptance: tuple[Probability, ...] = Field(min_length=1)
-    """Entry i: probability that draft token i stands, given that those before it do; the last entry goes for
-    all further ones."""
-    bonus_after_miss: tuple[Probability, ...] = (0.35, 0.50, 0.63)
-    """Entry F - 1: probability that what takes the place of a rejected token is among the drafter's next F
-    guesses."""
-    bonus_after_all: tuple[Probability, ...] = (0.50, 0.64, 0.72, 0.78)
-    """Entry F - 1: probability that the token behind a draft that stands as a whole, or behind none, is among
-    the drafter's first F guesses."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in ("bonus_after_miss", "bonus_after_all"):
-            hits = getattr(self, name)
-            if list(hits) != sorted(hits):
-                raise ValueError(f"{name}: more guesses cannot be right less often: write rising numbers")
-        return self
 
 
 class SpeculativeConfig(StrictConfig):
@@ -87,7 +81,8 @@ class SpeculativeConfig(StrictConfig):
     its K/V that `kv` selects); layerskip (the target's first `exit_layer` layers, on its K/V); quantized (the
     target with weights of fewer bits, `quantization`, on its K/V); medusa, hydra, parallel_heads (a head
     for each token to come on the target's hidden states, in its process); eagle, eagle3, mtp (a layer or more
-    that goes on behind its own drafts, on the target's hidden states, in its process)."""
+    that goes on behind its own drafts, on the target's hidden states, in its process); several (those of
+    `drafters`, for each request one)."""
     model: str | None = None
     """Path of the folder of the draft model, or of the heads; required by draft_model, medusa, hydra,
     parallel_heads, eagle and eagle3; mtp without it: the target's own folder."""
@@ -148,6 +143,10 @@ class SpeculativeConfig(StrictConfig):
     """The corpus of method retrieval, which needs it."""
     lookahead: LookaheadConfig = LookaheadConfig()
     """Of method lookahead: its window, its n-grams and its pool."""
+    drafters: tuple[DrafterConfig, ...] = Field(default=(), max_length=MOST_DRAFTERS)
+    """several: the drafters, each with a name, its method and that method's keys. Which of them a request
+    gets is its own choice, or that of their shares, or the controller's: by what each has brought requests
+    of its class for what it costs (with controller: fixed, the first)."""
     rejection_sample_method: Rule = "sample_and_match"
     """Verification rule. sample_and_match (the default), rejection, block and multi_round are lossless;
     typical changes what is generated at a temperature above 0, and responses say so."""
@@ -178,6 +177,30 @@ class SpeculativeConfig(StrictConfig):
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
+
+    def alone(self, drafter: DrafterConfig) -> Self:
+        """Return the configuration of one of `drafters`, as if there were no other."""
+        shared = {key: getattr(self, key) for key in _SHARED_KEYS}
+        if not isinstance(drafter, ModelDrafter | HeadsDrafter):
+            del shared["draft_top_k"]  # it samples nothing
+        return type(self).model_validate(shared | drafter.settings(self.num_speculative_tokens))
+
+    @property
+    def choices(self) -> tuple[Self, ...]:
+        """Configurations of the drafters that requests may get, in order: this one, where it is alone."""
+        if self.method != "several":
+            return (self,)
+        return tuple(self.alone(one) for one in self.drafters if one.shadow is None)
+
+    @property
+    def every_drafter(self) -> tuple[Self, ...]:
+        """Configurations of all drafters, those included that no request gets."""
+        return tuple(map(self.alone, self.drafters)) if self.method == "several" else (self,)
+
+    @property
+    def at_target(self) -> Self:
+        """The configuration of what drafts at the target; of the first drafter, where none does."""
+        return next((one for one in self.choices if one.has_heads or one.is_self_drafting), self.choices[0])
 
     @property
     def has_heads(self) -> bool:
@@ -388,6 +411,31 @@ class SpeculativeConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_drafters(self) -> Self:
+        if (self.method == "several") != bool(self.drafters):
+            raise ValueError(
+                "method several needs `drafters`, the list of them; no other method takes it: write both, or "
+                "neither"
+            )
+        if self.method != "several":
+            return self
+        fault = fault_of(self.drafters, self.num_speculative_tokens)
+        if fault is not None:
+            raise ValueError(fault)
+        for place, drafter in enumerate(self.drafters):
+            if drafter.shadow is not None and self.rejection_sample_method != "sample_and_match":
+                raise ValueError(
+                    f"drafters[{place}] ({drafter.name}): shadow: drafts that are not verified tell how they "
+                    "would have done under rejection_sample_method: sample_and_match alone: write that"
+                )
+            try:
+                self.alone(drafter)
+            except ValidationError as error:
+                reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"drafters[{place}] ({drafter.name}): {reason}") from None
+        return self
+
+    @model_validator(mode="after")
     def _check_lookahead(self) -> Self:
         if self.method != "lookahead":
             if self.lookahead != LookaheadConfig():
@@ -496,7 +544,7 @@ class SpeculativeConfig(StrictConfig):
         # Not by whether it was given: a configuration that has been dumped and read again gives everything.
         if self.draft_top_k in (None, type(self).model_fields["draft_top_k"].default):
             return self
-        if self.method != "draft_model" and not self.has_heads:
+        if self.method not in ("draft_model", "several") and not self.has_heads:
             raise ValueError(f"method {self.method} samples nothing: leave out draft_top_k")
         if self.rejection_sample_method in ("sample_and_match", "typical"):
             raise ValueError(

@@ -14,6 +14,7 @@ from specdec.proposers.lookup_first import LookupFirst
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
+from specdec.proposers.several.proposer import SeveralProposers, ShadowDrafter
 from specdec.proposers.suffix import SuffixProposer
 from specdec.proposers.target_facts import TargetFacts
 from specdec.proposers.tree_config import tree_shape
@@ -103,6 +104,37 @@ def _create_heads(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     )
 
 
+def _create_several(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
+    return create_each(config, lambda one: create_proposer(one, target))
+
+
+def create_each(
+    config: SpeculativeConfig, create: Callable[[SpeculativeConfig], Proposer]
+) -> SeveralProposers:
+    """Make the proposers of several drafters with `create`; none is left behind where one cannot be made."""
+    made: list[Proposer] = []
+    shadows: list[ShadowDrafter] = []
+    try:
+        for drafter in config.drafters:
+            alone = config.alone(drafter)
+            proposer = create(alone)
+            if drafter.shadow is None:
+                made.append(proposer)
+                continue
+            shadow = ShadowDrafter(
+                name=drafter.name,
+                proposer=proposer,
+                share=drafter.shadow,
+                num_draft_tokens=alone.num_speculative_tokens,
+            )
+            shadows.append(shadow)
+    except BaseException:
+        for one in (*made, *(shadow.proposer for shadow in shadows)):
+            one.close()
+        raise
+    return SeveralProposers(made, shadows=shadows)
+
+
 FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = {
     "none": _create_none,
     "ngram": _create_ngram,
@@ -119,5 +151,6 @@ FACTORIES: Mapping[str, Callable[[SpeculativeConfig, TargetFacts], Proposer]] = 
     "mtp": _create_heads,
     "parallel_heads": _create_heads,
     "draft_model": _create_draft_model,
+    "several": _create_several,
 }
 """Constructors by method."""

@@ -10,6 +10,7 @@ from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.request import Request
 from specdec.kv.selection import BudgetAmount, KvBudgets
 from specdec.scheduling.service_rates import Expectation
+from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.state import Schedulable, ServiceKey
 
 MAX_DRAFT_TOKENS = 64
@@ -34,6 +35,8 @@ class AdmissionLimits:
     max_num_waiting: int
     kv_budgets: KvBudgets | None = None
     """None: drafts attend to everything."""
+    drafters: DrafterSet | None = None
+    """None: there is but one."""
 
     @property
     def max_sequence_len(self) -> int:
@@ -73,6 +76,8 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
         )
     if request.kv_budget is not None:
         _check_kv_budget(request.kv_budget, requested, limits.kv_budgets)
+    if request.drafter is not None:
+        _check_drafter(request.drafter, limits.drafters)
 
 
 def _check_kv_budget(amount: BudgetAmount, num_draft_tokens: int | None, budgets: KvBudgets | None) -> None:
@@ -83,6 +88,18 @@ def _check_kv_budget(amount: BudgetAmount, num_draft_tokens: int | None, budgets
             param=param,
         )
     fault = budgets.fault(amount, num_draft_tokens)
+    if fault is not None:
+        raise InputError(f"{param}: {fault}", param=param)
+
+
+def _check_drafter(wanted: str, drafters: DrafterSet | None) -> None:
+    param = "speculation.drafter"
+    if drafters is None:
+        raise InputError(
+            f"{param}: there are no drafters to choose from here (speculative_config.drafters): leave it out",
+            param=param,
+        )
+    fault = drafters.fault(wanted)
     if fault is not None:
         raise InputError(f"{param}: {fault}", param=param)
 

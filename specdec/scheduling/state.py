@@ -42,6 +42,11 @@ class Schedulable(Protocol):
         ...
 
     @property
+    def own_drafter(self) -> int | None:
+        """Which of several drafters it has, where that is not the controller's to choose; None: it is."""
+        ...
+
+    @property
     def num_computed(self) -> int:
         """Leading committed tokens whose K/V are in the cache."""
         ...

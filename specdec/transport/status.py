@@ -73,6 +73,23 @@ class RecentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """draft_ahead: verdicts whose continuation did not come in time."""
 
 
+class DrafterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several drafters, or one that is not heard. Counts are since the target group's start."""
+
+    name: str
+    is_shadow: bool
+    """Whether its drafts are only compared with what was generated."""
+    num_running: int
+    """Requests that have it now."""
+    num_requests: int
+    """Requests that it has drafted for; of a shadow, that it looks at."""
+    num_drafted: int
+    acceptance: float | None
+    """Draft tokens accepted over those verified, or compared; None: there were none."""
+    tokens_per_pass: float | None
+    """Tokens of a round with a proposal of it."""
+
+
 class DraftLinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A draft worker as one target group sees it."""
 
@@ -108,6 +125,8 @@ class TargetGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     recent: RecentStatus | None = None
     """None: there were no rounds in the last seconds."""
     draft_workers: tuple[DraftLinkStatus, ...] = ()
+    drafters: tuple[DrafterStatus, ...] = ()
+    """Where there are several."""
 
 
 class DraftWorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

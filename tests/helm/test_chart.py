@@ -17,7 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.application import COORDINATOR, DRAFT_POOL
 from cluster.inventory import NodeSnapshot
 from cluster.placement import RanksPerModel, plan_placement, require_plan
-from cluster.target_group import REMOTE_METHODS
+from cluster.pool_drafter import REMOTE_METHODS
 from deploy.application import APPLICATION, INGRESS
 from deploy.config import DrafthouseConfig
 from deploy.monitoring.dashboards import ALL_DASHBOARDS

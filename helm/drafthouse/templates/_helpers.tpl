@@ -46,7 +46,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* Non-empty where drafts come from a draft model, which has pods of its own. */}}
 {{- define "drafthouse.hasDraftPool" -}}
-{{- if eq (dig "speculative_config" "method" "ngram" .Values.config) "draft_model" -}}yes{{- end -}}
+{{- $speculative := dig "speculative_config" dict .Values.config -}}
+{{- if eq (dig "method" "ngram" $speculative) "draft_model" -}}yes{{- end -}}
+{{- range (dig "drafters" list $speculative) -}}
+{{- if eq .method "draft_model" -}}yes{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Ranks of one copy of the target. */}}
@@ -79,7 +83,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if include "drafthouse.hasDraftPool" . -}}
 {{- $draft := $values.draft -}}
 {{- $draftRanks := dig "speculative_config" "draft_tensor_parallel_size" 1 $values.config | int -}}
-{{- if not (dig "speculative_config" "model" "" $values.config) -}}
+{{- if and (eq (dig "speculative_config" "method" "" $values.config) "draft_model") (not (dig "speculative_config" "model" "" $values.config)) -}}
 {{- fail "config.speculative_config.model: method draft_model needs the folder of a draft model" -}}
 {{- end -}}
 {{- if and $draft.gpu (ne (int $draft.gpu) $draftRanks) -}}

@@ -115,9 +115,10 @@ class AcceptanceTracker:
     on the average, and a success may come without a trial.
     """
 
-    def __init__(self, num_positions: int) -> None:
-        """Track the first `num_positions` draft tokens of proposals."""
+    def __init__(self, num_positions: int, max_classes: int = MAX_CLASSES) -> None:
+        """Track the first `num_positions` draft tokens of proposals, of so many classes apart."""
         self.num_positions = max(1, num_positions)
+        self._max_classes = max_classes
         self._slots: dict[RequestId, int] = {}
         self._free: list[int] = []
         self._requests = _Counts(self.num_positions)
@@ -382,7 +383,7 @@ class AcceptanceTracker:
     def _class_index(self, name: str) -> int:
         index = self._classes.get(name)
         if index is None:
-            if len(self._classes) >= MAX_CLASSES:
+            if len(self._classes) >= self._max_classes:
                 return 0
             index = self._classes[name] = len(self._classes)
             for counts in (self._class_verdicts, self._class_lengths):

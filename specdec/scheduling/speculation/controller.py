@@ -63,6 +63,10 @@ class RoundObservation:
     """Sequences in the other flight of ping_pong."""
     stand_ins: Sequence[DraftOutcome] = ()
     """Of proposals that stood in for missing ones: they tell nothing of the drafter."""
+    drafters: Mapping[RequestId, int] = field(default_factory=dict)
+    """Which of several drafters was asked, by request; empty where there is one."""
+    drafting_s: Mapping[int, float] = field(default_factory=dict)
+    """What each of several drafters took that was asked; of `draft_s`, their parts."""
     ahead: Sequence[AheadOutcome] = ()
     """What became of the continuations that this round could have had its drafts from: of the verdicts of
     the round before, where something was prepared for them."""
@@ -126,13 +130,33 @@ class PicksKvBudgets(Protocol):
         ...
 
 
+@runtime_checkable
+class PicksDrafters(Protocol):
+    """A controller that chooses who drafts for a request, too."""
+
+    @property
+    def pick_drafter(self) -> Callable[[RequestId, str], int] | None:
+        """Tells which drafter a request of a class has (any time, for requests that it has not seen, too).
+
+        It changes in `choose` only. None: there are not several to choose from.
+        """
+        ...
+
+
 class FixedController:
     """The same k for everyone, always."""
 
-    def __init__(self, num_draft_tokens: int, mode: OverlapMode = "lockstep") -> None:
-        """Draft `num_draft_tokens` (0 switches speculation off), always in one mode."""
+    def __init__(
+        self, num_draft_tokens: int, mode: OverlapMode = "lockstep", *, drafter_caps: Sequence[int] = ()
+    ) -> None:
+        """Draft `num_draft_tokens` (0 switches speculation off), always in one mode.
+
+        Of several drafters, each has a bound of its own, too: `drafter_caps`. A request that has none gets
+        the first.
+        """
         if num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must not be negative, got {num_draft_tokens}")
+        self._drafter_caps = tuple(drafter_caps)
         self._num_draft_tokens = num_draft_tokens
         self._mode = mode
         self._num_decoding = 0
@@ -158,7 +182,8 @@ class FixedController:
     def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
         """Return k for each."""
         self._num_decoding = len(decoding) + len(elsewhere)
-        return [self._num_draft_tokens] * len(decoding)
+        most, caps = self._num_draft_tokens, self._drafter_caps
+        return [min(most, caps[one.own_drafter or 0]) if caps else most for one in decoding]
 
     def fan_out(
         self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False

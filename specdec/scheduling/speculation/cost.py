@@ -467,7 +467,15 @@ def _unseen_slope(points: Sequence[DraftPoint]) -> float:
 class CostModel:
     """Costs of both sides."""
 
-    def __init__(self, profile: CostProfile, *, max_rows: int, max_sequences: int, max_steps: int) -> None:
+    def __init__(
+        self,
+        profile: CostProfile,
+        *,
+        max_rows: int,
+        max_sequences: int,
+        max_steps: int,
+        num_drafters: int = 1,
+    ) -> None:
         """Begin with a profile.
 
         Args:
@@ -475,9 +483,14 @@ class CostModel:
             max_rows: most rows of a round.
             max_sequences: most sequences, prepared continuations included.
             max_steps: longest proposal.
+            num_drafters: those that the profile says nothing of are thought to cost what is usual.
         """
         self.verify = VerifyCost(profile.verify, profile.num_stepped_rows, max_rows)
-        self.draft = DraftCost(profile.draft or assumed_profile().draft, max_sequences, max(1, max_steps))
+        known = [points or assumed_profile().draft for points in profile.drafts]
+        known += [assumed_profile().draft] * (num_drafters - len(known))
+        self.drafts = tuple(DraftCost(points, max_sequences, max(1, max_steps)) for points in known)
+        """By drafter."""
+        self.draft = self.drafts[0]
 
 
 def assumed_profile() -> CostProfile:

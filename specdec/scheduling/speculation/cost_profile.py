@@ -42,16 +42,23 @@ class DraftPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured costs of one target and one drafter where they run."""
+    """Measured costs of one target and its drafter, or drafters, where they run."""
 
     key: str
     """Everything that they depend on; see `profile_key`."""
     verify: tuple[VerifyPoint, ...]
     draft: tuple[DraftPoint, ...] = ()
     """None: drafting could not be measured."""
+    other_drafts: tuple[tuple[DraftPoint, ...], ...] = ()
+    """Of several drafters, those behind the first."""
     num_stepped_rows: int = 0
     """Up to so many rows, a step costs what the next measured number of rows costs: rows are padded to it."""
     format: int = PROFILE_FORMAT
+
+    @property
+    def drafts(self) -> tuple[tuple[DraftPoint, ...], ...]:
+        """What is known of each drafter."""
+        return (self.draft, *self.other_drafts)
 
     def fault(self) -> str | None:
         """Say what makes it unusable; None: it can be used."""
@@ -59,12 +66,13 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
             return f"format {self.format} instead of {PROFILE_FORMAT}"
         if not self.verify:
             return "no step of the target was measured"
-        seconds = [point.seconds for point in self.verify] + [point.seconds for point in self.draft]
+        drafts = [point for points in self.drafts for point in points]
+        seconds = [point.seconds for point in self.verify] + [point.seconds for point in drafts]
         if not all(math.isfinite(one) and one > 0.0 for one in seconds):
             return "times that are not positive"
         if any(min(point.num_sequences, point.num_rows) < 1 for point in self.verify):
             return "steps without rows"
-        if any(min(point.num_sequences, point.num_steps) < 1 for point in self.draft):
+        if any(min(point.num_sequences, point.num_steps) < 1 for point in drafts):
             return "proposals without tokens"
         return None
 

@@ -24,16 +24,16 @@ time per token down.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.scheduling.speculation.acceptance import AcceptanceEstimate
-from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.cost import CostModel, DraftCost
 from specdec.scheduling.speculation.guesses import hit_table
 from specdec.scheduling.speculation.modes import OverlapMode
 
@@ -70,6 +70,8 @@ class Batch:
     """[N]: tokens that a draft of each attends to; None: all that are committed."""
     itl_s: float = math.inf
     """Longest round that somebody wants, in seconds."""
+    drafters: Ints | None = None
+    """[N]: who drafts for each, by its place in `CostModel.drafts`; None: the first for all."""
 
     @property
     def num_sequences(self) -> int:
@@ -91,6 +93,7 @@ class Batch:
             contexts=None if contexts is None else contexts[start:end],
             draft_contexts=None if drafting is None else drafting[start:end],
             itl_s=self.itl_s,
+            drafters=None if self.drafters is None else self.drafters[start:end],
         )
 
 
@@ -197,36 +200,61 @@ class Evaluation:
         self._sizes = _sizes(num_tokens, self._num_asked)
         self._asked_at = int(np.searchsorted(self._sizes, self._num_asked))
         self._taking_part = taking_part.cumsum(0)[self._sizes]
+        self._by_drafter = self._part_by_drafter(taking_part)
         self._gains = gains.cumsum(0)[self._sizes].cumsum(1)
         self._draft_rows = rows.cumsum(0)[self._sizes].cumsum(1)
         self._asked_rows = self._taking_part.cumsum(1)
         if own_s is not None:
             self._weigh_contexts(index, rows)
 
+    def _part_by_drafter(self, taking_part: Floats) -> list[tuple[DraftCost, Floats]]:
+        """Return every drafter that somebody has, and who takes part in its steps: [S, K]."""
+        batch, drafts = self._batch, self._costs.drafts
+        if batch.drafters is None:
+            return [(drafts[0], self._taking_part)]
+        places = np.unique(batch.drafters).tolist()
+        if len(places) == 1:
+            return [(drafts[places[0]], self._taking_part)]
+        of_token = batch.drafters[self._requests]
+        parts = []
+        for place in places:
+            own = taking_part.copy()
+            own[1:][of_token != place] = 0.0
+            parts.append((drafts[place], own.cumsum(0)[self._sizes]))
+        return parts
+
+    def _of_drafters(self, cost: Callable[[DraftCost], float]) -> Floats:
+        """Return, for every sequence, something of the costs of its drafter: [N]."""
+        each = np.array([cost(one) for one in self._costs.drafts])
+        drafters = self._batch.drafters
+        return np.full(self._batch.num_sequences, each[0]) if drafters is None else each[drafters]
+
     @cached_property
     def _token_own_s(self) -> Floats | None:
-        """[N]: what reading its context costs a draft token, of the drafter and of the target; None: it is
-        about the same for all.
+        """[N]: what a draft token costs beside a row of the target: a place in a step of its drafter, and
+        reading its context, by the drafter and by the target; None: it is about the same for all.
         """
         batch, costs = self._batch, self._costs
         if batch.contexts is None and batch.draft_contexts is None:
             return None
-        own_s = costs.verify.own_context_s * self._contexts + costs.draft.per_token * self._draft_contexts
+        number = batch.num_sequences
+        own_s = costs.verify.own_context_s * self._contexts
+        own_s += self._of_drafters(lambda one: one.per_token) * self._draft_contexts
+        own_s += self._of_drafters(lambda one: one.per_sequence_s(number))
         spread_s = batch.num_sequences * float(own_s.max() - own_s.min())
         return own_s if spread_s > _ALIKE_SHARE * float(self._verify_table[0]) else None
 
     def _cheapness(self, own_s: Floats) -> Floats:
         """Return how cheap a draft token of each sequence is, beside the cheapest: [N].
 
-        The best set of any cost takes tokens by what they bring for what they cost. That is a row and a place
-        in a step, the same for all, and what reading the context costs.
+        The best set of any cost takes tokens by what they bring for what they cost. That is a row, the same
+        for all, and what else a draft token of the sequence costs.
         """
         number, table = self._batch.num_sequences, self._verify_table
         last = len(table) - 1
         row_s = float(table[min(2 * number, last)] - table[min(number, last)]) / number
         row_s -= self._costs.verify.own_context_s * self._mean_context
         cost_s = max(row_s, _LEAST_ROW_SHARE * float(table[0]) / number) + own_s
-        cost_s += self._costs.draft.per_sequence_s(number)
         cheapness: Floats = cost_s.min() / cost_s
         return cheapness
 
@@ -261,10 +289,19 @@ class Evaluation:
 
     @cached_property
     def _draft_s(self) -> Floats:
-        return self._costs.draft.by_steps(self._taking_part, self._draft_context)
+        return self._drafting_s(lambda taking_part: taking_part)
 
-    def _drafting_beside(self, taking_part: Floats) -> Floats:
-        return self._costs.draft.by_steps(taking_part, self._draft_context, is_overlapped=True)
+    def _drafting_s(self, taking_part: Callable[[Floats], Floats], *, is_overlapped: bool = False) -> Floats:
+        """Return the seconds of all drafters, one after the other: [S, K].
+
+        `taking_part` turns who takes part in the steps of one into who does at a time.
+        """
+        each = [
+            costs.by_steps(taking_part(own), self._draft_context, is_overlapped=is_overlapped)
+            for costs, own in self._by_drafter
+        ]
+        total: Floats = np.sum(each, axis=0) if len(each) > 1 else each[0]
+        return total
 
     @cached_property
     def _itl_s(self) -> float:
@@ -312,13 +349,13 @@ class Evaluation:
             return None
         cohort = (num_sequences + 1) // 2
         table = self._costs.verify.table(cohort, cohort * self._mean_context, is_overlapped=True)
-        draft_s = self._drafting_beside(np.ceil(self._taking_part / 2))
+        draft_s = self._drafting_s(lambda taking_part: np.ceil(taking_part / 2), is_overlapped=True)
         return self._alternating(self._verify_s(table, cohort), draft_s, least_draft_tokens)
 
     def cohort(self) -> Option | None:
         """Return the best choice where this batch is one cohort of ping_pong, and another is like it."""
         verify_s = self._verify_s(self._overlapped_table, self._batch.num_sequences)
-        return self._alternating(verify_s, self._drafting_beside(self._taking_part))
+        return self._alternating(verify_s, self._drafting_s(lambda part: part, is_overlapped=True))
 
     def _alternating(self, verify_s: Floats, draft_s: Floats, least_draft_tokens: int = 1) -> Option | None:
         num_sequences = self._batch.num_sequences
@@ -345,7 +382,7 @@ class Evaluation:
                 tokens += missing * outlook.stand_in_gain
                 other_rows = missing * outlook.stand_in_rows
             verify_s = self._verify_s(self._overlapped_table, num_sequences, has_drafts, other_rows)
-            draft_s = self._drafting_beside(self._taking_part * num_branches)
+            draft_s = self._drafting_s(partial(np.multiply, num_branches), is_overlapped=True)
             round_s = np.maximum(draft_s, verify_s) + self._overhead("draft_ahead")
             found = self._best(
                 "draft_ahead", tokens, round_s, draft_s, verify_s, least_draft_tokens, num_branches

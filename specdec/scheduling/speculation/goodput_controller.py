@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,11 +11,22 @@ from specdec.core.clock import Clock
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
 from specdec.kv.selection import KvBudget
-from specdec.scheduling.speculation.acceptance import AcceptanceTracker, Floats
+from specdec.scheduling.speculation.acceptance import MAX_CLASSES, AcceptanceTracker
 from specdec.scheduling.speculation.budget_picks import BudgetCosts, BudgetPicks
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.cost_profile import CostProfile
+from specdec.scheduling.speculation.decision import (
+    NUM_LEVELS,
+    Decision,
+    added_up,
+    drafted_gain,
+    expected_gain,
+    levels_of,
+    mean_draft_context,
+    region_of,
+)
+from specdec.scheduling.speculation.drafter_picks import DrafterCosts, DrafterPicks, drafter_costs
 from specdec.scheduling.speculation.evidence import Alarm, Evidence, MeasuredRound, Overheads
 from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Kind, Option
@@ -70,51 +79,11 @@ _LARGEST_CHANGE = 1.5
 _WORTH_WINDOW_S = 120.0
 _IDLE_ROUNDS = 4096
 """After so many rounds without a verdict a request is forgotten."""
-_NUM_LEVELS = 24
-"""Levels of acceptance that continuations are shared out by: shares that were worked out are used again."""
 _MAX_FAN_OUTS = 4096
 _FAN_OUT_ROUNDS = 512
 """Shares are worked out anew after so many rounds: more is known of ranks then."""
 _LATE_DECAY = 1.0 / 64.0
 _LATE_FORGIVEN_ROUNDS = 512.0
-
-
-class Region(NamedTuple):
-    """Batches that are alike: powers of two of sequences, of eight of context per sequence."""
-
-    sequences: int
-    context: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """One choice, with what was expected of it."""
-
-    batch: Batch
-    index: Mapping[RequestId, int]
-    region: Region
-    options: Mapping[Kind, Option]
-    rates: Mapping[Kind, float]
-    """Tokens per second of each option, measured rounds taken into account."""
-    option: Option
-    """What is done."""
-    reason: Reason
-    num_draft_tokens: Sequence[int]
-    """By request."""
-    is_partial: bool
-    """Whether these are those of the option for some requests only (a probe)."""
-    gains: Sequence[float]
-    """By request: accepted tokens that are expected of the draft tokens chosen."""
-    gains_if_drafted: Sequence[Sequence[float]]
-    """By request, by length: accepted tokens that are expected of a proposal."""
-    acceptance_levels: Sequence[bytes]
-    """By request, acceptance by position in `_NUM_LEVELS` levels."""
-
-    @property
-    def best_drafting(self) -> Option | None:
-        """The best option with drafts; None when there is none."""
-        kinds = [kind for kind in self.options if kind != "plain"]
-        return self.options[max(kinds, key=lambda kind: self.rates[kind])] if kinds else None
 
 
 class GoodputController:
@@ -137,12 +106,14 @@ class GoodputController:
         self._deciding = Pace(clock, _SHARE_OF_DECIDING)
         self._learning = Pace(clock, _SHARE_OF_LEARNING)
         num_steps = max(1, settings.max_draft_tokens)
-        self._acceptance = AcceptanceTracker(num_steps)
+        num_drafters = max(1, len(settings.drafter_caps))
+        self._acceptance = AcceptanceTracker(num_steps, num_drafters * MAX_CLASSES)
         self._costs = CostModel(
             profile,
             max_rows=settings.max_rows,
             max_sequences=settings.max_sequences * max(1, settings.max_branches),
             max_steps=num_steps,
+            num_drafters=num_drafters,
         )
         self._overheads = Overheads()
         self._evidence = Evidence()
@@ -181,6 +152,11 @@ class GoodputController:
                 settings.kv_budgets, self._acceptance, is_kept=settings.keeps_kv_budgets
             )
 
+        self._drafters: DrafterPicks | None = None
+        if len(settings.drafter_caps) > 1:
+            assert self._picks is None, "either drafters or KV budgets are picked"
+            self._drafters = DrafterPicks(settings.drafter_caps, self._acceptance)
+
     @property
     def mode(self) -> OverlapMode:
         """The mode of the last decision; lockstep without drafts."""
@@ -193,6 +169,11 @@ class GoodputController:
     def pick_kv_budget(self) -> Callable[[RequestId, str], KvBudget] | None:
         """Tells the KV budget of a request of a class; None: there are not several to choose from."""
         return None if self._picks is None else self._picks.of
+
+    @property
+    def pick_drafter(self) -> Callable[[RequestId, str], int] | None:
+        """Tells the drafter of a request of a class; None: there are not several to choose from."""
+        return None if self._drafters is None else self._drafters.of
 
     @property
     def state(self) -> ControllerState:
@@ -234,9 +215,12 @@ class GoodputController:
         """Return k of a sequence that came after the decision: the mean of the others."""
         if decision.option.kind == "plain" or decision.is_partial:
             return 0
-        self._classes.setdefault(one.request_id, self._class_of(one))
         chosen = decision.num_draft_tokens
-        return round(sum(chosen) / len(chosen))
+        usual = round(sum(chosen) / len(chosen))
+        if self._drafters is not None:
+            return min(usual, self._drafters.welcome(one))
+        self._classes.setdefault(one.request_id, self._class_of(one))
+        return usual
 
     def _is_due(self) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
@@ -246,6 +230,8 @@ class GoodputController:
         if self._has_tried:
             return True
         num_rounds = self._round - self._decided_round
+        if self._drafters is not None and self._drafters.is_due(self._round):
+            return True
         if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
             return False
         if self._round < self._alert_until:
@@ -275,14 +261,14 @@ class GoodputController:
             return (num_branches,)
         levels = decision.acceptance_levels[at]
         if is_foreign:
-            own = (levels[0] + 0.5) / _NUM_LEVELS
+            own = (levels[0] + 0.5) / NUM_LEVELS
             accepted = self._stand_ins.accepted[:num_pending]
             return share_guesses_behind_foreign(accepted, own, self._ranks.rates, num_branches)
         key = (levels[: num_pending + 1], num_pending, num_branches)
         shared = self._fan_outs.get(key)
         if shared is None:
             depths = np.minimum(np.arange(num_pending + 1), len(levels) - 1)
-            accepted = (np.frombuffer(levels, np.uint8)[depths] + 0.5) / _NUM_LEVELS
+            accepted = (np.frombuffer(levels, np.uint8)[depths] + 0.5) / NUM_LEVELS
             shared = share_guesses(accepted, self._ranks.rates, num_branches)
             self._fan_outs[key] = shared
         return shared
@@ -294,7 +280,11 @@ class GoodputController:
         if decision is None:
             return
         self._verdict_round += bool(observation.outcomes)
-        self._acceptance.note(observation.outcomes, self._owed(observation), self._classes)
+        owed = self._owed(observation)
+        if self._drafters is None:
+            self._acceptance.note(observation.outcomes, owed, self._classes)
+        else:
+            self._drafters.note(observation.outcomes, owed, observation.drafters)
         if observation.stand_ins or (self._stand_ins.are_there and observation.mode == "draft_ahead"):
             num_wanted = sum(budget > 0 for budget in observation.budgets.values())
             self._stand_ins.note(num_wanted - len(observation.outcomes), observation.stand_ins)
@@ -316,8 +306,10 @@ class GoodputController:
         num_sequences = len(sequences)
         if self._picks is not None:
             self._picks.review(self._verdict_round, sequences, self._budget_costs())
+        if self._drafters is not None:
+            self._drafters.review(self._round, sequences, self._drafter_costs(sequences))
         batch = self._batch_of(sequences)
-        region = _region_of(batch)
+        region = region_of(batch)
         evaluation = self._evaluate(batch)
         outlook = AheadOutlook(
             rates=self._ranks.rates,
@@ -337,7 +329,9 @@ class GoodputController:
         self._since_decision_s = 0.0
         is_known = self._decision is not None and self._decision.region == region
         self._calm = min(self._calm * _CALMER, _CALMEST) if is_known else 1.0
-        self._switch(options, rates, num_sequences)
+        has_trial = self._drafters is not None and self._drafters.has_trial
+        if not has_trial or self._kind is None:  # it says nothing of what is done otherwise
+            self._switch(options, rates, num_sequences)
         longer = self._longer(evaluation, outlook, options)
         option, reason = self._apply_trial(options, rates, num_sequences, longer)
         if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
@@ -346,6 +340,9 @@ class GoodputController:
         is_partial = reason == "probing" and option.kind == "lockstep" and self._tried(options, rates)[1]
         if is_partial:
             chosen = self._probed(chosen)
+        elif has_trial and self._kind == "lockstep" and reason != "auditing":
+            chosen = np.maximum(chosen, self._least_tried(sequences))
+            is_partial = True
         elif option.kind == "ping_pong" and num_here < num_sequences and reason != "stretching":
             # Rows and steps are those of a cohort: what is best for all together need not suit either.
             chosen = np.concatenate(
@@ -365,11 +362,9 @@ class GoodputController:
             reason=reason,
             num_draft_tokens=chosen.tolist(),
             is_partial=is_partial,
-            acceptance_levels=_levels(batch.estimate.accepted),
-            gains=_added_up(batch.estimate.reached)[np.arange(num_sequences), chosen].tolist(),
-            gains_if_drafted=_added_up(
-                np.cumprod(batch.estimate.accepted, axis=1, dtype=np.float64)
-            ).tolist(),
+            acceptance_levels=levels_of(batch.estimate.accepted),
+            gains=added_up(batch.estimate.reached)[np.arange(num_sequences), chosen].tolist(),
+            gains_if_drafted=added_up(np.cumprod(batch.estimate.accepted, axis=1, dtype=np.float64)).tolist(),
         )
         return self._decision
 
@@ -404,9 +399,15 @@ class GoodputController:
             ],
             dtype=np.int64,
         )
-        estimate = self._acceptance.estimate(
-            [one.request_id for one in sequences], [self._class_of(one) for one in sequences]
-        )
+        drafters = None
+        if self._drafters is None:
+            estimate = self._acceptance.estimate(
+                [one.request_id for one in sequences], [self._class_of(one) for one in sequences]
+            )
+        else:
+            estimate = self._drafters.estimate(sequences)
+            drafters = np.array([self._drafters.drafter(one) for one in sequences], dtype=np.int64)
+            caps = np.minimum(caps, np.array(self._settings.drafter_caps)[drafters])
         contexts = np.array([one.committed_len for one in sequences], dtype=np.float64)
         return Batch(
             estimate=estimate,
@@ -416,6 +417,7 @@ class GoodputController:
             contexts=contexts,
             draft_contexts=np.array([self._draft_context(one) for one in sequences], dtype=np.float64),
             itl_s=min((one.itl_s for one in sequences if one.itl_s is not None), default=math.inf),
+            drafters=drafters,
         )
 
     def _class_of(self, one: Schedulable) -> str:
@@ -435,6 +437,33 @@ class GoodputController:
             rate=decision.rates[best.kind],
             num_draft_tokens=max(1, round(float(best.num_draft_tokens.mean()))),
             is_drafting=self._kind != "plain",
+        )
+
+    def _drafter_costs(self, sequences: Sequence[Schedulable]) -> DrafterCosts:
+        decision = self._decision
+        rate = None
+        if decision is not None:
+            rate = decision.rates[decision.option.kind]
+        return drafter_costs(
+            self._costs,
+            len(sequences),
+            float(sum(one.committed_len for one in sequences)),
+            self._acceptance.num_positions,
+            rate=rate,
+            is_drafting=self._kind != "plain",
+        )
+
+    def _least_tried(self, sequences: Sequence[Schedulable]) -> np.typing.NDArray[np.int64]:
+        """Return the fewest tokens to draft for each: one for who tries a drafter, be it of no worth."""
+        assert self._drafters is not None
+        return np.array(
+            [
+                self._drafters.is_trying(one.request_id)
+                and one.requested_draft_tokens is None
+                and one.max_draft_tokens > 0
+                for one in sequences
+            ],
+            dtype=np.int64,
         )
 
     def _switch(
@@ -613,9 +642,11 @@ class GoodputController:
             self._costs.verify.note(shape, seconds, is_overlapped=is_overlapped)
         budgets = observation.budgets or {one.request_id: one.num_drafted for one in observation.outcomes}
         ready_s = observation.draft_ready_s
-        if budgets and ready_s is not None and observation.num_prompt_rows == 0:
+        if self._drafters is not None:
+            self._note_drafters(observation, decision)
+        elif budgets and ready_s is not None and observation.num_prompt_rows == 0:
             num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
-            attended = _mean_draft_context(decision, budgets, context / max(1, observation.num_sequences))
+            attended = mean_draft_context(decision, budgets, context / max(1, observation.num_sequences))
             self._costs.draft.note(budgets, attended, num_branches, ready_s, is_overlapped=is_overlapped)
         # Rounds that admit requests have more to do than others, with drafts or without.
         has_prompts = observation.num_prompt_rows > 0
@@ -623,6 +654,20 @@ class GoodputController:
             rest_s = observation.round_s - observation.draft_s - observation.verify_s
             has_drafts = _kind_of(observation) != "plain"
             self._overheads.note(observation.num_sequences, rest_s, has_drafts=has_drafts)
+
+    def _note_drafters(self, observation: RoundObservation, decision: Decision) -> None:
+        """Learn what each of several drafters takes."""
+        if observation.num_prompt_rows > 0:
+            return
+        usual = observation.context_tokens / max(1, observation.num_sequences)
+        for place, seconds in observation.drafting_s.items():
+            budgets = {
+                one: budget
+                for one, budget in observation.budgets.items()
+                if observation.drafters.get(one) == place
+            }
+            attended = mean_draft_context(decision, budgets, usual)
+            self._costs.drafts[place].note(budgets, attended, 1, seconds)
 
     def _note_times(self, observation: RoundObservation, decision: Decision) -> None:
         """Learn from how long a round took; of many short ones, from some."""
@@ -697,9 +742,9 @@ class GoodputController:
                 region=decision.region,
                 expected_s=expected_s,
                 measured_s=own_s,
-                expected_tokens=num_decoding + _expected_gain(decision, observation),
+                expected_tokens=num_decoding + expected_gain(decision, observation),
                 drafted_tokens=num_decoding
-                + _drafted_gain(decision, observation)
+                + drafted_gain(decision, observation)
                 + len(observation.stand_ins) * self._stand_ins.gain_if_there,
             )
             self._evidence.note(self._round, measured)
@@ -766,54 +811,7 @@ def _num_probed(num_sequences: int) -> int:
     return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
 
 
-def _region_of(batch: Batch) -> Region:
-    per_sequence = batch.context_tokens / batch.num_sequences
-    return Region(batch.num_sequences.bit_length(), max(0, math.ceil(math.log2(per_sequence / 512.0) / 3.0)))
-
-
 def _kind_of(observation: RoundObservation) -> Kind:
     if observation.mode == "lockstep" and not observation.outcomes and not any(observation.budgets.values()):
         return "plain"
     return observation.mode
-
-
-def _expected_gain(decision: Decision, observation: RoundObservation) -> float:
-    """Return the draft tokens that were expected to be accepted in a round, given who was in it."""
-    option, index = decision.option, decision.index
-    drafted = observation.budgets or [one.request_id for one in observation.outcomes]
-    gains = decision.gains
-    foreseen = sum(gains)
-    if not drafted or foreseen <= 0.0:
-        return 0.0
-    share = (option.tokens - len(gains)) / foreseen  # below 1 where not everyone has drafts (draft_ahead)
-    return share * sum(gains[index[one]] for one in drafted if one in index)
-
-
-def _drafted_gain(decision: Decision, observation: RoundObservation) -> float:
-    """Return the draft tokens that were to be accepted, given the proposals that there were."""
-    index, gains = decision.index, decision.gains_if_drafted
-    return sum(
-        gains[index[one.request_id]][min(one.num_drafted, len(gains[0]) - 1)]
-        for one in observation.outcomes
-        if one.request_id in index
-    )
-
-
-def _mean_draft_context(decision: Decision, budgets: Mapping[RequestId, int], usual: float) -> float:
-    """Return how many tokens a draft token attends to: the mean over all that were asked for."""
-    index, contexts = decision.index, decision.batch.draft_contexts
-    known = [(budget, index[one]) for one, budget in budgets.items() if one in index and budget > 0]
-    if contexts is None or not known:
-        return usual
-    return sum(budget * float(contexts[at]) for budget, at in known) / sum(budget for budget, _ in known)
-
-
-def _levels(accepted: Floats) -> list[bytes]:
-    return [row.tobytes() for row in (accepted * _NUM_LEVELS).astype(np.uint8)]
-
-
-def _added_up(probabilities: Floats) -> Floats:
-    """Return the sums of the first 0 to K of each row: [N, K + 1]."""
-    sums = np.zeros((probabilities.shape[0], probabilities.shape[1] + 1))
-    np.cumsum(probabilities, axis=1, out=sums[:, 1:])
-    return sums

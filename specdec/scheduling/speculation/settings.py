@@ -35,6 +35,9 @@ class ControllerSettings:
     trial_share: float = 0.004
     """Share of the time that may be lost by trying what is thought worse: probes and audits."""
 
+    drafter_caps: tuple[int, ...] = ()
+    """Largest k of each of several drafters, of which one is picked for each request; empty: there is one."""
+
     kv_budgets: tuple[KvBudget, ...] = ()
     """What drafts of a request may attend to; of several, one is picked for each request."""
     keeps_kv_budgets: bool = False

@@ -25,6 +25,7 @@ from deploy.status import Status
 from specdec.core.errors import TransportError
 from specdec.transport.status import (
     ChoiceStatus,
+    DrafterStatus,
     DraftWorkerStatus,
     RecentStatus,
     ServiceStatus,
@@ -75,6 +76,26 @@ OFF = msgspec.structs.replace(
     mean_num_draft_tokens=0.0,
     pool_worth=0.81,
 )
+DRAFTERS = (
+    DrafterStatus(
+        name="small",
+        is_shadow=False,
+        num_running=3,
+        num_requests=41,
+        num_drafted=1000,
+        acceptance=0.5,
+        tokens_per_pass=2.75,
+    ),
+    DrafterStatus(
+        name="next",
+        is_shadow=True,
+        num_running=0,
+        num_requests=2,
+        num_drafted=0,
+        acceptance=None,
+        tokens_per_pass=None,
+    ),
+)
 SERVICE = ServiceStatus(
     target_groups=(
         TargetGroupStatus(
@@ -85,6 +106,7 @@ SERVICE = ServiceStatus(
             kv_cache_usage=0.25,
             choice=CHOICE,
             recent=RECENT,
+            drafters=DRAFTERS,
         ),
         TargetGroupStatus(id="coordinator-b", incarnation=2, num_running=2, max_num_running=16, choice=OFF),
         TargetGroupStatus(id="coordinator-c", is_answering=False, is_serving=False),
@@ -158,6 +180,10 @@ def test_everything_is_shown_of_every_target_group() -> None:
     assert lines_with(stdout, "78 % hits, 2 % late")
     assert lines_with(stdout, "1.34 of plain decoding", ": worth its devices")
     assert lines_with(stdout, "0.81 of plain decoding", "the draft pool is not worth its devices")
+    assert lines_with(
+        stdout, "drafter", "small: 3 running, 41 since the start; 0.50 accepted, 2.75 tokens per"
+    )
+    assert lines_with(stdout, "shadow", "next: looks at 2 requests; no proposals yet")
     assert lines_with(stdout, "draft-1", "in time", "3", "4 of 32", "12 %")
     assert lines_with(stdout, "draft-2", "was late or silent")
     assert lines_with(stdout, "draft-3", "not asked yet")

@@ -103,6 +103,7 @@ def refusing_door() -> Door:
         ({"speculation": {"num_speculative_tokens": -1}}, "speculation.num_speculative_tokens"),
         ({"speculation": {"k": 1}}, "speculation.k"),
         ({"speculation": {}}, "speculation"),
+        ({"speculation": {"drafter": ""}}, "speculation.drafter"),
         ({"speculation": {"kv_budget": 0}}, "speculation.kv_budget"),
         ({"speculation": {"kv_budget": 1.5}}, "speculation.kv_budget"),
         ({"speculation": {"kv_budget": "much"}}, "speculation.kv_budget"),

@@ -80,6 +80,12 @@ def test_sampling_fields_reach_the_service(door: Door) -> None:
     assert request.kv_budget is None
 
 
+def test_a_drafter_reaches_the_service(door: Door) -> None:
+    door.complete(speculation={"drafter": "small"})
+    request = door.service.requests[-1]
+    assert (request.drafter, request.num_draft_tokens) == ("small", None)
+
+
 @pytest.mark.parametrize(("given", "amount"), [(512, 512), (0.05, 0.05), ("5%", 0.05), (1.0, 1.0)])
 def test_a_kv_budget_reaches_the_service(door: Door, given: object, amount: float) -> None:
     door.complete(speculation={"kv_budget": given})

@@ -13,11 +13,10 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import (
     build_draft_proposer,
     build_target,
-    controller_for,
-    cost_profile_of,
     draft_bytes,
 )
 from specdec.engine.config import EngineConfig
+from specdec.engine.controllers import controller_for, cost_profile_of
 from specdec.engine.engine import Engine
 from specdec.engine.profiling import measure_profile
 from specdec.engine.remote_proposer import RemoteProposer
@@ -180,7 +179,7 @@ def test_costs_are_measured_once_and_kept(
         measured.append(arguments[2].key)
         return measure_profile(*arguments, **options)
 
-    monkeypatch.setattr("specdec.engine.build.measure_profile", measure)
+    monkeypatch.setattr("specdec.engine.controllers.measure_profile", measure)
 
     def start(name: str, max_num_seqs: int = 4) -> None:
         speculative = {"controller": "goodput", "profile_dir": str(tmp_path / name), "profile_seconds": 0.5}
@@ -227,7 +226,7 @@ def test_a_draft_pool_that_comes_later_is_measured_at_the_next_start(tmp_path: P
 def test_nothing_is_measured_where_nothing_depends_on_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.engine.build.measure_profile", None)
+    monkeypatch.setattr("specdec.engine.controllers.measure_profile", None)
     Engine(config(folder, method="none", controller="goodput")).close()
     Engine(config(folder, method="ngram")).close()
     Engine(config(folder, method="ngram", controller="goodput", profile_seconds=0)).close()

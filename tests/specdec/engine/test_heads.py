@@ -133,6 +133,28 @@ def test_compiled_they_draft_what_they_draft_eagerly(
     assert counted[0][1] > 20
 
 
+def test_heads_are_one_of_several_drafters(bench: Bench, folder_of: FolderOf) -> None:
+    """Half the requests have heads, which draft in the target's step, half a lookup, in one batch."""
+    heads = {"name": "heads", "method": "medusa", "model": str(folder_of("medusa")), "share": 0.5}
+    lookup = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1, "share": 0.5}
+    config = config_of(
+        bench,
+        Path(),
+        "several",
+        model=None,
+        drafters=[lookup, heads],
+        cache={"block_size": 4, "num_blocks": 20},
+    )
+    with Engine(config) as engine:
+        results = engine.generate(PROMPTS, KINDS["plain"])
+        metrics = engine.metrics()
+        engine.check_integrity()
+    assert [one.token_ids for one in results] == bench.alone("llama", "plain")
+    assert metrics.num_preemptions > 0
+    assert metrics.by_drafter["heads"].num_accepted_tokens > 0
+    assert metrics.by_drafter["lookup"].num_drafts > 0
+
+
 def test_the_controller_measures_what_heads_cost(bench: Bench, folder_of: FolderOf, tmp_path: Path) -> None:
     config = config_of(
         bench, folder_of("medusa"), controller="goodput", profile_seconds=0.3, profile_dir=str(tmp_path)

@@ -6,7 +6,7 @@ import random
 import re
 
 from specdec.core.series import name_of
-from specdec.engine.metrics import EngineMetrics
+from specdec.engine.metrics import DrafterCounts, EngineMetrics
 from specdec.engine.series import ENGINE_SERIES
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.transport.memory import Faults
@@ -44,6 +44,8 @@ def full_metrics() -> EngineMetrics:
     metrics.refusals["late"] += 1
     metrics.rounds_by_mode["ping_pong"] += 1
     metrics.mean_kv_budget = 512.0
+    metrics.by_drafter["lookup"] = metrics.by_shadow["small"] = DrafterCounts()
+    metrics.num_running_by_drafter["lookup"] += 1
     metrics.speculation = ControllerState(num_requests_by_k=(1, 2), acceptance=(0.5,), pool_worth=1.5)
     return metrics
 

@@ -18,8 +18,9 @@ from specdec.engine.engine import Engine
 from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, verdict
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
-from specdec.proposers.config import SpeculativeConfig, SyntheticAcceptance
+from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.sampling.made_up import NUM_TOKENS, MadeUpChooser, guess
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.transport.base import PeerId

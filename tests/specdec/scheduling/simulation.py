@@ -32,6 +32,7 @@ class FakeRequest:
     kv_budget: int = 0
     """Tokens that its drafts attend to; 0: all."""
     has_own_kv_budget: bool = True
+    own_drafter: int | None = None
     first_round: int | None = None
 
     @property

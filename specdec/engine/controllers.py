@@ -1,0 +1,185 @@
+"""From a configuration to the controller of an engine, with measured costs where it needs them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from specdec.core.clock import MonotonicClock
+from specdec.core.description import TargetDescription
+from specdec.core.errors import ConfigError
+from specdec.engine.config import EngineConfig
+from specdec.engine.profiling import ProfilePlan, ProfileProgress, drafts_anything, measure_profile
+from specdec.engine.target import Target
+from specdec.kv.selection import KvBudget
+from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.config import SpeculativeConfig
+from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from specdec.scheduling.speculation.cost import assumed_profile
+from specdec.scheduling.speculation.cost_profile import CostProfile, ProfileStore, profile_key
+from specdec.scheduling.speculation.drafter_shares import DrafterSet
+from specdec.scheduling.speculation.goodput_controller import GoodputController
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.settings import ControllerSettings
+
+
+def drafters_of(config: SpeculativeConfig) -> DrafterSet | None:
+    """Return the drafters that requests of an engine may get; None: there is but one."""
+    if config.method != "several":
+        return None
+    choices = [one for one in config.drafters if one.shadow is None]
+    return DrafterSet(
+        names=tuple(one.name for one in choices), shares=tuple(one.share or 0.0 for one in choices)
+    )
+
+
+def build_controller(
+    config: EngineConfig,
+    target: Target,
+    proposer: Proposer,
+    *,
+    modes: Sequence[OverlapMode] = ("lockstep",),
+    progress: ProfileProgress | None = None,
+) -> SpeculationController:
+    """Return the controller that a configuration asks for, with measured costs where it needs them.
+
+    Neither side may have any sequence yet; see `profiling.measure_profile`.
+
+    Args:
+        config: of the engine.
+        target: what will verify.
+        proposer: what will draft.
+        modes: the overlaps that are possible with these two.
+        progress: hears how far the measurements are, where there are any.
+
+    Raises:
+        ConfigError: `overlap` asks for one that is not possible.
+        TransportError: the target is lost.
+    """
+    speculative = config.speculative_config
+    if speculative.method == "none" or speculative.controller == "fixed":
+        return controller_for(config, assumed_profile(), modes)
+    return controller_for(config, cost_profile_of(config, target, proposer, progress), modes)
+
+
+def modes_of(proposer: ProposerCapabilities) -> tuple[OverlapMode, ...]:
+    """Return how rounds can be run with a proposer: what drafts in this process cannot be overlapped."""
+    if not proposer.remote:
+        return ("lockstep",)
+    return ("lockstep", "ping_pong", "draft_ahead") if proposer.looks_ahead else ("lockstep", "ping_pong")
+
+
+def controller_for(
+    config: EngineConfig, profile: CostProfile, modes: Sequence[OverlapMode] = ("lockstep",)
+) -> SpeculationController:
+    """Return the controller that a configuration asks for, given costs and the overlaps that are possible.
+
+    Raises:
+        ConfigError: `overlap` asks for one that is not.
+    """
+    speculative = config.speculative_config
+    overlap = speculative.overlap
+    if overlap != "auto" and overlap not in modes:
+        raise ConfigError(
+            f"speculative_config.overlap: {overlap} is not possible here, only {' and '.join(modes)}: "
+            "it takes a draft model in a process of its own"
+        )
+    allowed = tuple(modes) if overlap == "auto" else (overlap,)
+    if speculative.method == "none":
+        return FixedController(0)
+    drafter_caps: tuple[int, ...] = ()
+    if speculative.method == "several":
+        drafter_caps = tuple(one.num_speculative_tokens for one in speculative.choices)
+    if speculative.controller == "fixed":
+        return FixedController(
+            speculative.num_speculative_tokens,
+            "lockstep" if overlap == "auto" else overlap,
+            drafter_caps=drafter_caps,
+        )
+    kv = speculative.at_target.kv
+    settings = ControllerSettings(
+        max_draft_tokens=speculative.num_speculative_tokens,
+        modes=allowed,
+        num_rows_beside=speculative.num_rows_beside,
+        max_branches=speculative.max_branches,
+        caps_by_batch=speculative.num_speculative_tokens_per_batch_size,
+        max_rows=config.scheduler.max_num_batched_tokens,
+        max_sequences=config.scheduler.max_num_seqs,
+        drafter_caps=drafter_caps,
+        kv_budgets=() if kv.policy == "full" else kv.budgets,
+        keeps_kv_budgets=not speculative.is_self_drafting,
+    )
+    return GoodputController(settings, profile, MonotonicClock())
+
+
+def cost_profile_of(
+    config: EngineConfig, target: Target, proposer: Proposer, progress: ProfileProgress | None = None
+) -> CostProfile:
+    """Return what rounds cost here: as it was measured before, or measured now, or assumed.
+
+    Raises:
+        TransportError: the target is lost.
+    """
+    speculative = config.speculative_config
+    if speculative.profile_seconds == 0.0:
+        return assumed_profile()
+    plan = ProfilePlan(
+        key=_profile_key(config, target.description),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_draft_tokens=speculative.num_speculative_tokens,
+        budget_s=speculative.profile_seconds,
+        kv_budget=_measured_budget(speculative.at_target),
+    )
+    store = ProfileStore(speculative.profile_dir)
+    known = store.load(plan.key)
+    if known is not None and (all(known.drafts) or not drafts_anything(proposer, plan)):
+        return known
+    # Without costs of drafts, they are measured at the next start: draft workers may not be there yet.
+    profile = measure_profile(target, proposer, plan, known=known, progress=progress)
+    if profile != known:
+        store.save(profile)
+    return profile
+
+
+def _measured_budget(speculative: SpeculativeConfig) -> KvBudget | None:
+    """Return what drafts attend to that nobody tells how much; None: everything."""
+    if speculative.kv.policy == "full":
+        return None
+    return speculative.kv.token_budget if speculative.is_self_drafting else speculative.largest_kv_budget
+
+
+def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
+    """Name everything that costs depend on, as far as it can be known without asking the workers."""
+    target, draft = config.target, config.speculative_config
+    return profile_key(
+        target=description.revision,
+        dtype=description.dtype,
+        invariant=description.batch_invariant,
+        blocks=f"{description.num_blocks}x{description.block_size}",
+        target_setup=target.model_dump_json(exclude={"model"}),
+        draft_setup=draft.model_dump_json(
+            exclude={
+                "profile_seconds": True,
+                "profile_dir": True,
+                "overlap": True,
+                "controller": True,
+                "fallback": True,
+                "lookup_first": True,
+                "drafters": {"__all__": {"name", "share"}},
+            }
+        ),
+        draft=[_folder_state(one.model) for one in draft.choices if one.model is not None] or None,
+        scheduler=config.scheduler.model_dump_json(),
+        machine=f"{platform.node()} {platform.machine()} {len(os.sched_getaffinity(0))}",
+        versions=" ".join(f"{name} {metadata.version(name)}" for name in ("drafthouse", "torch")),
+    )
+
+
+def _folder_state(folder: str) -> str:
+    """Say which files a folder holds, by size and time: hashing weights would take longer than measuring."""
+    files = sorted(path for path in Path(folder).expanduser().glob("*") if path.is_file())
+    return ",".join(f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files)

@@ -1,0 +1,1 @@
+"""Several drafters in one engine, one of them for each request."""

@@ -1,0 +1,106 @@
+"""One choice of the goodput controller, with what was expected of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.acceptance import Floats
+from specdec.scheduling.speculation.controller import RoundObservation
+from specdec.scheduling.speculation.explanation import Reason
+from specdec.scheduling.speculation.goodput import Batch, Kind, Option
+
+NUM_LEVELS = 24
+"""Levels of acceptance that continuations are shared out by: shares that were worked out are used again."""
+
+
+class Region(NamedTuple):
+    """Batches that are alike: powers of two of sequences, of eight of context per sequence."""
+
+    sequences: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One choice, with what was expected of it."""
+
+    batch: Batch
+    index: Mapping[RequestId, int]
+    region: Region
+    options: Mapping[Kind, Option]
+    rates: Mapping[Kind, float]
+    """Tokens per second of each option, measured rounds taken into account."""
+    option: Option
+    """What is done."""
+    reason: Reason
+    num_draft_tokens: Sequence[int]
+    """By request."""
+    is_partial: bool
+    """Whether these are those of the option for some requests only (a probe)."""
+    gains: Sequence[float]
+    """By request: accepted tokens that are expected of the draft tokens chosen."""
+    gains_if_drafted: Sequence[Sequence[float]]
+    """By request, by length: accepted tokens that are expected of a proposal."""
+    acceptance_levels: Sequence[bytes]
+    """By request, acceptance by position in `NUM_LEVELS` levels."""
+
+    @property
+    def best_drafting(self) -> Option | None:
+        """The best option with drafts; None when there is none."""
+        kinds = [kind for kind in self.options if kind != "plain"]
+        return self.options[max(kinds, key=lambda kind: self.rates[kind])] if kinds else None
+
+
+def region_of(batch: Batch) -> Region:
+    """Return the region that a batch is in."""
+    per_sequence = batch.context_tokens / batch.num_sequences
+    return Region(batch.num_sequences.bit_length(), max(0, math.ceil(math.log2(per_sequence / 512.0) / 3.0)))
+
+
+def expected_gain(decision: Decision, observation: RoundObservation) -> float:
+    """Return the draft tokens that were expected to be accepted in a round, given who was in it."""
+    option, index = decision.option, decision.index
+    drafted = observation.budgets or [one.request_id for one in observation.outcomes]
+    gains = decision.gains
+    foreseen = sum(gains)
+    if not drafted or foreseen <= 0.0:
+        return 0.0
+    share = (option.tokens - len(gains)) / foreseen  # below 1 where not everyone has drafts (draft_ahead)
+    return share * sum(gains[index[one]] for one in drafted if one in index)
+
+
+def drafted_gain(decision: Decision, observation: RoundObservation) -> float:
+    """Return the draft tokens that were to be accepted, given the proposals that there were."""
+    index, gains = decision.index, decision.gains_if_drafted
+    return sum(
+        gains[index[one.request_id]][min(one.num_drafted, len(gains[0]) - 1)]
+        for one in observation.outcomes
+        if one.request_id in index
+    )
+
+
+def mean_draft_context(decision: Decision, budgets: Mapping[RequestId, int], usual: float) -> float:
+    """Return how many tokens a draft token attends to: the mean over all that were asked for."""
+    index, contexts = decision.index, decision.batch.draft_contexts
+    known = [(budget, index[one]) for one, budget in budgets.items() if one in index and budget > 0]
+    if contexts is None or not known:
+        return usual
+    return sum(budget * float(contexts[at]) for budget, at in known) / sum(budget for budget, _ in known)
+
+
+def levels_of(accepted: Floats) -> list[bytes]:
+    """Return acceptance by request and position, [N, K], in `NUM_LEVELS` levels."""
+    return [row.tobytes() for row in (accepted * NUM_LEVELS).astype(np.uint8)]
+
+
+def added_up(probabilities: Floats) -> Floats:
+    """Return the sums of the first 0 to K of each row: [N, K + 1]."""
+    sums = np.zeros((probabilities.shape[0], probabilities.shape[1] + 1))
+    np.cumsum(probabilities, axis=1, out=sums[:, 1:])
+    return sums

@@ -1,0 +1,127 @@
+"""`speculative_config.drafters`: what goes together, and what is said where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from specdec.engine.config import EngineConfig
+from specdec.engine.controllers import drafters_of
+from specdec.proposers.config import SpeculativeConfig
+
+LOOKUP = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 3}
+MODEL = {"name": "small", "method": "draft_model", "model": "/models/small", "num_speculative_tokens": 3}
+WINDOW = {"name": "window", "method": "self", "kv": {"policy": "streaming", "budget": 256}}
+HEADS = {"name": "heads", "method": "eagle3", "model": "/models/heads"}
+
+
+def several(*drafters: dict[str, Any], **more: Any) -> SpeculativeConfig:
+    return SpeculativeConfig.model_validate({"method": "several", "drafters": list(drafters)} | more)
+
+
+def test_each_is_configured_as_if_it_were_alone() -> None:
+    config = several(
+        LOOKUP, MODEL, WINDOW, {**MODEL, "name": "next", "shadow": 0.1}, num_speculative_tokens=6
+    )
+    lookup, small, window = config.choices
+    assert (lookup.method, lookup.prompt_lookup_min, lookup.num_speculative_tokens) == ("ngram", 3, 6)
+    assert (small.model, small.num_speculative_tokens) == ("/models/small", 3)
+    assert small == SpeculativeConfig(method="draft_model", model="/models/small", num_speculative_tokens=3)
+    assert window.kv.token_budget.amount == 256
+    assert config.at_target == window
+    assert [one.method for one in config.every_drafter] == ["ngram", "draft_model", "self", "draft_model"]
+    assert several(LOOKUP, MODEL).at_target.method == "ngram"
+    drafters = drafters_of(config)
+    assert drafters is not None
+    assert drafters.names == ("lookup", "small", "window")
+    assert SpeculativeConfig.model_validate(config.model_dump()) == config
+
+
+def test_one_alone_is_what_it_was() -> None:
+    config = SpeculativeConfig(method="ngram")
+    assert config.choices == config.every_drafter == (config,)
+    assert config.at_target is config
+    assert drafters_of(config) is None
+
+
+def test_what_samples_shares_the_rule_and_its_settings() -> None:
+    config = several(LOOKUP, MODEL, rejection_sample_method="block", draft_top_k=64)
+    assert [one.rejection_sample_method for one in config.choices] == ["block", "block"]
+    assert [one.draft_top_k for one in config.choices] == [1024, 64]
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"method": "several"}, "method several needs `drafters`"),
+        ({"method": "ngram", "drafters": [LOOKUP]}, "no other method takes it"),
+        ({"drafters": [LOOKUP, LOOKUP]}, "the name lookup is there twice"),
+        ({"drafters": [{**LOOKUP, "shadow": 0.5}]}, "all of them are shadows"),
+        (
+            {"drafters": [{**LOOKUP, "name": f"n{index}"} for index in range(5)]},
+            "5 to choose from are too many: give at most 4",
+        ),
+        ({"drafters": [WINDOW, HEADS]}, "window and heads draft in the target's step, where there is place"),
+        (
+            {"drafters": [{**LOOKUP, "share": 0.7}, {**MODEL, "share": 0.6}]},
+            "shares add up to 1.3, more than all requests",
+        ),
+        (
+            {"drafters": [LOOKUP, {**MODEL, "share": 0.5, "shadow": 0.5}]},
+            r"drafters\[1\] \(small\): no request gets a shadow: leave out share or shadow",
+        ),
+        ({"drafters": [LOOKUP, {**HEADS, "shadow": 0.5}]}, "shadow: eagle3 drafts only what is verified"),
+        (
+            {"drafters": [LOOKUP, {**MODEL, "num_speculative_tokens": 9}]},
+            r"drafters\[1\] \(small\): num_speculative_tokens: 9 is more than the 4",
+        ),
+        (
+            {"drafters": [LOOKUP, {**WINDOW, "kv": {"policy": "streaming", "budget": [256, 512]}}]},
+            r"drafters\[1\] \(window\): kv.budget: one of several drafters takes one budget",
+        ),
+        (
+            {"drafters": [{**LOOKUP, "prompt_lookup_max": 2}]},
+            r"drafters\[0\] \(lookup\): prompt_lookup_min \(3\) must not exceed",
+        ),
+        (
+            {"drafters": [LOOKUP, WINDOW], "rejection_sample_method": "rejection"},
+            r"drafters\[1\] \(window\): rejection_sample_method: rejection does not go with method self",
+        ),
+        (
+            {"drafters": [LOOKUP, {**MODEL, "shadow": 0.1}], "rejection_sample_method": "block"},
+            "write that",
+        ),
+        ({"drafters": [LOOKUP], "overlap": "draft_ahead"}, "method several has none: leave out overlap"),
+        ({"drafters": [{"name": "x", "method": "lookahead"}]}, "lookahead"),
+        ({"drafters": [{**LOOKUP, "model": "/models/small"}]}, "Extra inputs are not permitted"),
+        ({"drafters": [LOOKUP], "model": "/models/small"}, "method several takes no `model`"),
+    ],
+)
+def test_what_does_not_go_together(config: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        SpeculativeConfig.model_validate({"method": "several"} | config)
+
+
+def test_what_the_target_cannot_do_names_the_drafter() -> None:
+    target = {"model": "/models/target", "pipeline_parallel_size": 2}
+    with pytest.raises(ValidationError, match=r"drafters\[1\] \(window\): .*pipeline_parallel_size: 2 yet"):
+        EngineConfig.model_validate({"target": target, "speculative_config": several(LOOKUP, WINDOW)})
+
+
+def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
+    from deploy.config_file import load_config
+
+    file = tmp_path / "several.yaml"
+    file.write_text(
+        "target: {model: target}\n"
+        "speculative_config:\n"
+        "  method: several\n"
+        "  drafters:\n"
+        "    - {name: lookup, method: ngram}\n"
+        "    - {name: small, method: draft_model, model: ../draft}\n"
+    )
+    small = load_config(file).speculative_config.choices[1]
+    assert small.model == str((tmp_path / "../draft").resolve())

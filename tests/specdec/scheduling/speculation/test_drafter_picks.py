@@ -1,0 +1,257 @@
+"""Several drafters to choose from, in virtual worlds: what trying costs, and that each gets the right one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.acceptance import Floats
+from specdec.scheduling.speculation.controller import RoundObservation, bounded_choice
+from specdec.scheduling.speculation.drafter_picks import Ints, best_assignment, worth_of
+from specdec.scheduling.speculation.goodput_controller import GoodputController
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.settings import ControllerSettings
+from tests.specdec.scheduling.simulation import FakeRequest
+from tests.specdec.scheduling.speculation.world import COSTS, Costs, World, _outcomes, profile_of
+
+LOOKUP = replace(COSTS["cpu"], draft=lambda n, c: 2e-6 * n, draft_start_s=2e-5)
+MODEL = COSTS["cpu"]
+SLOW = COSTS["expensive"]
+DRAFTERS = (LOOKUP, MODEL, SLOW)
+K = 8
+
+Chance = Callable[[FakeRequest, int], float]
+"""(request, drafter) -> probability that a draft token is accepted, at every position."""
+
+
+@dataclass
+class SeveralWorld(World):
+    """A world in which each request has one of several drafters at a time. What one drafts costs its own."""
+
+    drafters: Sequence[Costs] = DRAFTERS
+    chance: Chance = lambda _one, _drafter: 0.5
+    by_drafter: list[int] = field(default_factory=lambda: [0] * 8)
+    """Rounds of requests that each drafter was asked in."""
+
+    def _run_all(self, controller: object, mode: OverlapMode) -> None:
+        assert isinstance(controller, GoodputController)
+        pick = controller.pick_drafter
+        requests = self.requests
+        chosen = bounded_choice(controller, requests)
+        had = [
+            pick(one.request_id, one.class_name) if one.own_drafter is None and pick else one.own_drafter or 0
+            for one in requests
+        ]
+        chances = [self.chance(one, place) for one, place in zip(requests, had, strict=True)]
+        accepted, expected = [], 0.0
+        for chance, number in zip(chances, chosen, strict=True):
+            stands = 0
+            while stands < number and self.generator.random() < chance:
+                stands += 1
+            accepted.append(stands)
+            expected += sum(chance**position for position in range(1, number + 1))
+        times = {}
+        for place, costs in enumerate(self.drafters):
+            lengths = [number if its == place else 0 for number, its in zip(chosen, had, strict=True)]
+            if any(lengths):
+                times[place] = costs.drafting(lengths, [float(one.draft_context) for one in requests])
+                self.by_drafter[place] += sum(number > 0 for number in lengths)
+        contexts = [float(one.committed_len) for one in requests]
+        verify_s = self.costs.verifying(contexts, chosen)
+        overhead_s = self.costs.overhead(len(requests))
+        seen = {place: seconds * self._luck() for place, seconds in times.items()}
+        seen_verify_s = verify_s * self._luck()
+        self._commit(requests, accepted)
+        self._book(len(requests) + expected, sum(times.values()) + verify_s + overhead_s, any(chosen))
+        budgets = {one.request_id: number for one, number in zip(requests, chosen, strict=True) if number}
+        controller.observe(
+            RoundObservation(
+                num_rows=len(requests) + sum(chosen),
+                num_sequences=len(requests),
+                num_committed=len(requests) + sum(accepted),
+                draft_s=sum(seen.values()),
+                verify_s=seen_verify_s,
+                outcomes=_outcomes(requests, chosen, accepted),
+                round_s=sum(seen.values()) + seen_verify_s + overhead_s,
+                num_decoding=len(requests),
+                context_tokens=int(sum(contexts)),
+                budgets=budgets,
+                draft_ready_s=sum(seen.values()) if seen else None,
+                drafters={
+                    one.request_id: its
+                    for one, its in zip(requests, had, strict=True)
+                    if one.request_id in budgets
+                },
+                drafting_s=seen,
+            )
+        )
+
+
+def controller_of(drafters: Sequence[Costs] = DRAFTERS) -> GoodputController:
+    settings = ControllerSettings(
+        max_draft_tokens=K, max_rows=640, drafter_caps=(K,) * len(drafters) if len(drafters) > 1 else ()
+    )
+    profile = profile_of(drafters[0], noise=0.01)
+    others = tuple(profile_of(one, noise=0.01).draft for one in drafters[1:])
+    return GoodputController(settings, msgspec.structs.replace(profile, other_drafts=others))
+
+
+def world_of(
+    number: int, chance: Chance, *, drafters: Sequence[Costs] = DRAFTERS, seed: int = 1, **more: object
+) -> SeveralWorld:
+    return SeveralWorld(
+        costs=MODEL,
+        acceptance=lambda _round, _one: 0.0,
+        num_sequences=number,
+        drafters=drafters,
+        chance=chance,
+        seed=seed,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def rate_alone(number: int, chance: Chance, place: int, num_rounds: int = 400) -> float:
+    """What one drafter would bring by itself, with its own controller."""
+    world = world_of(number, lambda one, _: chance(one, place), drafters=(DRAFTERS[place],))
+    controller = controller_of((DRAFTERS[place],))
+    world.run(controller, 200)
+    return world.run(controller, num_rounds).rate
+
+
+def plain_rate(number: int) -> float:
+    world = world_of(number, lambda one, _: 0.0)
+    controller = GoodputController(ControllerSettings(max_draft_tokens=0), profile_of(MODEL, noise=0.01))
+    return world.run(controller, 200).rate
+
+
+CASES: dict[str, tuple[float, ...]] = {
+    "lookup": (0.85, 0.5, 0.6),
+    "model": (0.1, 0.85, 0.88),
+    "slow": (0.05, 0.2, 0.95),
+    "alike": (0.6, 0.6, 0.6),
+    "nothing": (0.02, 0.03, 0.05),
+}
+
+
+QUICK = [("lookup", 1), ("slow", 4)]
+
+
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [
+        pytest.param(case, number, marks=() if (case, number) in QUICK else pytest.mark.full)
+        for case in CASES
+        for number in (1, 4, 16)
+    ],
+)
+def test_nearly_as_good_as_the_best_drafter_alone(number: int, case: str) -> None:
+    chances = CASES[case]
+    best = max(rate_alone(number, lambda _, place: chances[place], place) for place in range(3))
+    controller = controller_of()
+    world = world_of(number, lambda _, place: chances[place])
+    world.run(controller, 600)
+    rate = world.run(controller, 2000).rate
+    assert rate >= 0.95 * best, (rate, best, world.by_drafter)
+    assert rate >= 0.97 * plain_rate(number)
+
+
+@pytest.mark.full
+def test_each_class_gets_its_own() -> None:
+    """Code repeats itself, prose does not: better than any drafter for both."""
+
+    def chance(one: FakeRequest, place: int) -> float:
+        return ((0.9, 0.5, 0.5) if one.class_name == "code" else (0.05, 0.8, 0.82))[place]
+
+    best = 0.0
+    for place in range(3):
+        alone = controller_of((DRAFTERS[place],))
+        world = world_of(4, lambda one, _, place=place: chance(one, place), drafters=(DRAFTERS[place],))
+        world.class_names = ("code", "prose")
+        world.run(alone, 200)
+        best = max(best, world.run(alone, 400).rate)
+    controller = controller_of()
+    world = world_of(4, chance, class_names=("code", "prose"))
+    world.run(controller, 800)
+    rate = world.run(controller, 1200).rate
+    assert rate > 1.05 * best
+    pick = controller.pick_drafter
+    assert pick is not None
+    assert (pick(RequestId("new"), "code"), pick(RequestId("other"), "prose")) == (0, 1)
+
+
+@pytest.mark.full
+def test_follows_when_a_drafter_gets_better_and_another_worse() -> None:
+    def chance(one: FakeRequest, place: int) -> float:
+        return ((0.85, 0.4, 0.4) if world.round_number < 800 else (0.05, 0.85, 0.4))[place]
+
+    controller = controller_of()
+    world = world_of(4, chance)
+    world.run(controller, 800)
+    before = list(world.by_drafter)
+    assert before[0] > 0.8 * sum(before)
+    world.run(controller, 600)
+    between = list(world.by_drafter)
+    world.run(controller, 400)
+    after = [late - early for late, early in zip(world.by_drafter, between, strict=True)]
+    assert after[1] > 0.8 * sum(after)
+
+
+def test_who_has_a_drafter_keeps_it() -> None:
+    controller = controller_of()
+    world = world_of(4, lambda one, place: (0.9, 0.1, 0.1)[place])
+    world.run(controller, 100)
+    for one in world.requests[:2]:
+        one.own_drafter = 1
+    owners = {one.request_id for one in world.requests[:2]}
+    chosen = bounded_choice(controller, world.requests)
+    assert len(chosen) == 4
+    world.run(controller, 3)
+    assert {one.request_id for one in world.requests if one.own_drafter == 1} <= owners
+
+
+def exhaustive(values: Floats, fixed: Floats, present: Ints, is_free: np.typing.NDArray[np.bool_]) -> float:
+    """The best worth of any assignment at all."""
+    free = np.flatnonzero(is_free)
+    best = -np.inf
+    for places in itertools.product(range(values.shape[1]), repeat=len(free)):
+        found = present.copy()
+        found[free] = places
+        best = max(best, worth_of(values, fixed, found).tokens)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_set_is_nearly_the_best_assignment(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    shares = []
+    for _ in range(20):
+        values = np.maximum.accumulate(generator.normal(0.5, 1.0, (4, 3, 3)), axis=2)
+        fixed = np.cumsum(generator.exponential(0.5, (3, 3)), axis=1)
+        present = generator.integers(0, 3, 4)
+        is_free = generator.random(4) < 0.8
+        found = best_assignment(values, fixed, present, is_free)
+        assert (found[~is_free] == present[~is_free]).all()
+        worth = worth_of(values, fixed, found).tokens
+        assert worth >= worth_of(values, fixed, present).tokens
+        best = exhaustive(values, fixed, present, is_free)
+        shares.append(1.0 if best == 0.0 else worth / best)
+    assert min(shares) > 0.6
+    assert sum(shares) / len(shares) > 0.95
+
+
+def test_fixed_costs_are_shared_by_those_who_need_them() -> None:
+    """One request alone does not pay a drafter's fixed costs; four do. Nobody else's are paid beside them."""
+    fixed = np.array([[0.0], [1.5]])
+    value = np.array([[[0.2], [1.0]]])
+    present = np.zeros(1, dtype=np.int64)
+    assert best_assignment(value, fixed, present, np.ones(1, dtype=bool)).tolist() == [0]
+    four = np.repeat(value, 4, axis=0)
+    assert (
+        best_assignment(four, fixed, np.zeros(4, dtype=np.int64), np.ones(4, dtype=bool)).tolist() == [1] * 4
+    )
