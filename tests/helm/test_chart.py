@@ -317,6 +317,16 @@ def test_the_pools_hold_what_is_to_be_placed(values: Values) -> None:
             place(fewer)
 
 
+def test_a_draft_model_among_several_drafters_has_pods_of_its_own() -> None:
+    lookup = {"name": "a", "method": "ngram"}
+    small = {"name": "b", "method": "draft_model", "model": "/models/b"}
+    for drafters, has_pool in (([lookup], False), ([lookup, small], True)):
+        values = {"config": {"speculative_config": {"method": "several", "drafters": drafters}}}
+        assert ("draft" in groups_of(ray_service(values))) == has_pool
+        config = parse_arguments(serve_config(values)["applications"][0]["args"]).config
+        assert len(config.speculative_config.drafters) == len(drafters)
+
+
 def test_overrides_of_deployments_reach_serve() -> None:
     autoscaling = {"min_replicas": 1, "max_replicas": 3}
     values = {
