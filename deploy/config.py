@@ -18,6 +18,7 @@ from deploy.openai.settings import (
     DEFAULT_WRITE_TIMEOUT_S,
 )
 from deploy.openai.tracing import TracingConfig
+from deploy.proxies import ProxyKind
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES
@@ -83,6 +84,18 @@ class HttpConfig(StrictConfig):
     """OpenTelemetry traces of requests (extra `tracing`); None: off, at no cost."""
     keep_alive_timeout_s: int = Field(default=75, ge=1)
     """Seconds that an idle connection is kept open."""
+    proxy: ProxyKind = "python"
+    """Which of Ray Serve's proxies clients speak to. haproxy: less time and work per request and event, but
+    it does not end TLS."""
+
+    @model_validator(mode="after")
+    def _check_proxy(self) -> Self:
+        if self.proxy == "haproxy" and self.tls is not None:
+            raise ValueError(
+                "proxy: haproxy cannot be combined with tls, which Ray Serve's HAProxy does not end; end it "
+                "in front, or write python"
+            )
+        return self
 
 
 class ModelPoolsConfig(StrictConfig):

@@ -12,21 +12,18 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from deploy.openai.slow_readers import PROXY_CALLBACK
+from deploy.proxies import proxy_environment
 from deploy.ray_guard import RayGuard, is_alive
 from specdec.core.errors import DrafthouseError, ResourceError
 
 _ENVIRONMENT = {
     # Workers would run at nice 15 and lose every race for a core.
     "RAY_worker_niceness": "0",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_CALLBACK,
-    # A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     # Who hangs will not drain: the time that it is given would pass before its place is free again.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -62,8 +59,10 @@ class RaySession:
         num_cpus: int | None,
         show_logs: bool,
         on_loss: Callable[[str], None] | None = None,
+        proxy: Mapping[str, str] | None = None,
     ) -> None:
         """`address` None starts a cluster of `num_cpus` CPUs (None: all that this process may use).
+        `proxy` is what its processes are to know of Serve's proxies (None: the Python one).
 
         `on_loss` is called in a thread of its own when such a cluster has died; its processes have been ended
         then. It has to end this one, which cannot be relied on to leave Ray's calls.
@@ -73,6 +72,7 @@ class RaySession:
         self._address = address
         self._num_cpus = num_cpus
         self._show_logs = show_logs
+        self._proxy = proxy_environment("python") if proxy is None else proxy
 
     @property
     def is_local(self) -> bool:
@@ -86,7 +86,7 @@ class RaySession:
             ResourceError: there is no cluster at the address.
             RayNotStarted: a cluster of our own did not come up.
         """
-        environment = _ENVIRONMENT | (_LOCAL_ENVIRONMENT if self.is_local else {})
+        environment = {**_ENVIRONMENT, **self._proxy, **(_LOCAL_ENVIRONMENT if self.is_local else {})}
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         if self.is_local and not _has_place_for_token():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from cluster.inventory import NodeSnapshot
 from cluster.placement import RanksPerModel, left_by, plan_placement, require_plan
 from cluster.pool_drafter import drafter_of_pool
 from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.proxies import HAPROXY_OPEN_FILES, HAPROXY_PORTS
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.model.checkpoint import Checkpoint, open_checkpoint
@@ -38,6 +40,36 @@ def check_exposure(http: HttpConfig, *, is_insecure_allowed: bool) -> None:
     )
 
 
+def check_proxy(http: HttpConfig, *, address: str | None) -> None:
+    """Refuse a proxy that is not ours to start, or that could not start here.
+
+    Raises:
+        ConfigError: Ray runs already, at `address`.
+        ResourceError: one of its ports is taken, or it may not open enough files.
+    """
+    if http.proxy == "python":
+        return
+    if address is not None:
+        raise ConfigError(
+            "http.proxy: with --address it is Ray's processes that decide: start them with the variables of "
+            "deploy/ray/haproxy.env, and leave it out"
+        )
+    may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= may_open < HAPROXY_OPEN_FILES:
+        raise ResourceError(
+            f"http.proxy: haproxy may have to open {HAPROXY_OPEN_FILES} files, and the limit is {may_open} "
+            "(ulimit -Hn); raise it, or write python"
+        )
+    for port in HAPROXY_PORTS.values():
+        try:
+            _require_free("127.0.0.1", port)
+        except OSError as error:
+            raise ResourceError(
+                f"http.proxy: haproxy cannot listen on 127.0.0.1 port {port}, which it needs: "
+                f"{error.strerror}; end what listens there, or write python"
+            ) from None
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches `host`."""
     if host == "localhost":
@@ -55,21 +87,25 @@ def check_port(http: HttpConfig) -> None:
         ResourceError: it cannot; says why.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        _require_free(http.host, http.port)
     except socket.gaierror as error:
         raise ConfigError(f"http.host: {http.host} is not an address: {error.strerror}") from None
+    except OSError as error:
+        raise ResourceError(
+            f"cannot listen on {http.host} port {http.port}: {error.strerror}; choose another with --port"
+        ) from None
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raise OSError if one cannot listen there, socket.gaierror if there is no such host."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     with socket.socket(family, kind, protocol) as listener:
         # As servers do: a port that is merely waiting for old connections to fade counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(1)
-        except OSError as error:
-            raise ResourceError(
-                f"cannot listen on {http.host} port {http.port}: {error.strerror}; choose another with --port"
-            ) from None
+        listener.bind(address)
+        listener.listen(1)
 
 
 def check_address(address: str) -> None:

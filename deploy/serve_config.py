@@ -83,6 +83,11 @@ def parse_arguments(args: Mapping[str, Any]) -> ServeArguments:
             "args.config.http.tls: it is Serve that listens here: give ssl_certfile and ssl_keyfile in "
             "http_options of this file instead"
         )
+    if config.http.proxy != "python":
+        raise ConfigError(
+            "args.config.http.proxy: it is Ray's processes that decide: start them with the variables of "
+            "deploy/ray/haproxy.env, and leave it out here"
+        )
     if config.http.api_keys_file is None and not insecure:
         raise ConfigError(
             "no API key would be asked for: set args.config.http.api_keys_file, or args.insecure: true if "

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from deploy.config import DrafthouseConfig
+from deploy.proxies import ProxyKind
 
 SCHEMA = Path(__file__).resolve().parent.parent / "helm" / "drafthouse" / "values.schema.json"
 
@@ -25,7 +26,7 @@ Strings = dict[str, str]
 
 DECIDED_BY_THE_CHART = {
     "DrafthouseConfig": ("models",),  # there are pods for one
-    "HttpConfig": ("host", "port", "api_keys_file", "tls"),
+    "HttpConfig": ("host", "port", "api_keys_file", "tls", "proxy"),
     "TargetGroupsConfig": ("num_groups", "bundle", "strategy", "tensor_parallel_across_nodes"),
     "DraftPoolConfig": ("num_workers", "bundle", "own_nodes"),
     "ClusterConfig": ("check_resources",),
@@ -122,6 +123,7 @@ class Pool(Block):
 class IngressPool(Pool):
     enabled: bool = True
     replicas: int = Field(ge=1)
+    proxy: ProxyKind = "python"
 
 
 class GpuPool(Pool):

@@ -12,6 +12,7 @@ import shlex
 import signal
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,9 +39,11 @@ from deploy.preflight import (
     check_local_resources,
     check_models,
     check_port,
+    check_proxy,
     usable_cpus,
     warnings_of,
 )
+from deploy.proxies import ProxyKind, local_haproxy, proxy_environment
 from deploy.tls import check_tls
 from specdec.core.errors import DrafthouseError, UserError
 
@@ -101,6 +104,7 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
     if config.http.tracing is not None:
         require_exporter()
     check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
+    check_proxy(config.http, address=options.address)
     if options.address is None:
         check_port(config.http)
     else:
@@ -124,12 +128,18 @@ def _serve(
     answers = sys.stdout
     num_cpus = options.num_cpus or usable_cpus()
     where = f"at {options.address}" if options.address else f"with {num_cpus} CPUs"
-    session = RaySession(
-        address=options.address, num_cpus=num_cpus, show_logs=options.show_logs, on_loss=_end_process
-    )
     # Ray writes messages of its own to standard output; ours is for the URL alone.
     others = sys.stderr if options.show_logs else RayMessages(_lines_to(console), session_log_folder)
-    with contextlib.redirect_stdout(others), _closing(session, console):
+    with contextlib.ExitStack() as stack:
+        session = RaySession(
+            address=options.address,
+            num_cpus=num_cpus,
+            show_logs=options.show_logs,
+            on_loss=_end_process,
+            proxy=stack.enter_context(_proxy_environment(config.http.proxy)),
+        )
+        stack.enter_context(contextlib.redirect_stdout(others))
+        stack.enter_context(_closing(session, console))
         with shown(console, f"starting Ray {where}"):
             session.open()
         _raise_on_signals()  # Ray has put a handler of its own in place
@@ -144,6 +154,17 @@ def _serve(
             typer.echo(_where(config, deployment.url), file=answers)
             for change in deployment.watch():
                 console.print(change, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _proxy_environment(kind: ProxyKind) -> Iterator[dict[str, str]]:
+    """What Ray's processes are to know of Serve's proxies, with a folder for the files of theirs."""
+    if kind == "python":
+        yield proxy_environment(kind)
+        return
+    # Short: sockets lie in it, whose paths may have 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="dh-ha-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield local_haproxy(Path(folder))
 
 
 def _end_process(message: str) -> NoReturn:

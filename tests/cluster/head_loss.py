@@ -11,36 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from benchmarks.reconnecting import Reading, read_stream
 from deploy.application import APPLICATION
-from deploy.config import DrafthouseConfig
 from deploy.config_file import parse_config
-from specdec.core.sampling_params import SamplingParams
-from specdec.engine.engine import Engine
 from tests.cluster.namespaces import Network
+from tests.http_load import LIMIT_S, NUM_CLIENTS, Load, connected, wanted_of
 
 OUTSIDE, HEAD, NODE = 1, 2, 3
 NUM_HOSTS = 3
-NUM_CLIENTS = 3
-LIMIT_S = 300.0
-PATIENCE_S = 200.0
 PORT, GCS_PORT, REDIS_PORT = 8000, 6379, 6380
 PASSWORD = "of-this-test"
-MAX_TOKENS = 120
 NODE_LABELS = {"pool": "models"}
 SHORT_OUTAGE_S = 8.0
 """Longer than a lease: whoever depends on the head would have noticed."""
@@ -104,98 +96,6 @@ def deploy(address: str, text: str) -> None:
     client = _get_global_client()
     assert client is not None
     client.deploy_apps(ServeDeploySchema.model_validate(config))
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request, and what the target generates for it alone."""
-
-    body: dict[str, Any]
-    token_ids: list[int]
-
-
-def wanted_of(config: DrafthouseConfig) -> list[Wanted]:
-    prompts = [[(7 * index + 3 * step) % 100 + 2 for step in range(5 + 9 * index)] for index in range(6)]
-    params = [
-        SamplingParams(temperature=float(index % 2), seed=index, max_tokens=MAX_TOKENS, ignore_eos=True)
-        for index in range(len(prompts))
-    ]
-    with Engine(config.served_models()[0].engine) as engine:
-        results = engine.generate(prompts, params)
-    return [
-        Wanted(
-            {
-                "model": "m",
-                "prompt": prompt,
-                "temperature": one.temperature,
-                "seed": one.seed,
-                "max_tokens": MAX_TOKENS,
-                "ignore_eos": True,
-                "return_token_ids": True,
-                "stream": True,
-            },
-            list(result.token_ids),
-        )
-        for prompt, one, result in zip(prompts, params, results, strict=True)
-    ]
-
-
-@dataclass(slots=True)
-class Load:
-    """Clients that read streams all the time, reconnect where they have to, and check every token."""
-
-    client: httpx.AsyncClient
-    wanted: list[Wanted]
-    num_complete: int = 0
-    num_breaks: int = 0
-    longest_pause_s: float = 0.0
-    readings: list[Reading] = field(default_factory=list)
-    """Of the streams that run."""
-    _is_over: bool = False
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    def start(self) -> None:
-        self._tasks += [asyncio.create_task(self._client()) for _ in range(NUM_CLIENTS)]
-
-    async def _client(self) -> None:
-        while not self._is_over:
-            wanted = self.wanted[next(self._numbers) % len(self.wanted)]
-            reading = Reading()
-            self.readings.append(reading)
-            await read_stream(
-                self.client, "/v1/completions", wanted.body, patience_s=PATIENCE_S, reading=reading
-            )
-            self.readings.remove(reading)
-            self.num_breaks += reading.num_breaks
-            self.longest_pause_s = max(self.longest_pause_s, reading.longest_pause_s)
-            assert (reading.refusal, reading.finish_reason) == (None, "length"), reading
-            assert reading.token_ids == wanted.token_ids
-            self.num_complete += 1
-
-    async def more(self, number: int) -> None:
-        """Wait until so many more streams are complete, those that run now included."""
-        least, until_s = self.num_complete + number, time.monotonic() + LIMIT_S
-        while self.num_complete < least:
-            self.check()
-            assert time.monotonic() < until_s, f"streams stand still at {self.num_complete}"
-            await asyncio.sleep(0.02)
-
-    def check(self) -> None:
-        """Raise what has gone wrong so far."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
-
-    async def end(self) -> None:
-        self._is_over = True
-        await asyncio.wait_for(asyncio.gather(*self._tasks), LIMIT_S)
-
-    async def give_up(self) -> None:
-        """Stop without waiting for what will not come."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +274,7 @@ async def run(world: World, config: dict[str, Any], scenario: str) -> None:
     world.start_node()
     python = [sys.executable, __file__, "deploy"]
     world.run(NODE, [*python, world.head, json.dumps(serve_config(config))], {})
-    async with httpx.AsyncClient(base_url=world.url, timeout=httpx.Timeout(PATIENCE_S)) as client:
+    async with connected(world.url) as client:
         await healthy(client)
         print(f"started in {time.monotonic() - began_s:.0f} s", flush=True)
         load = Load(client, wanted)

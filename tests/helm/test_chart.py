@@ -23,6 +23,7 @@ from deploy.config import DrafthouseConfig
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
 from deploy.monitoring.grafana import grafana_json
 from deploy.monitoring.rules import rules_yaml
+from deploy.proxies import ProxyKind, proxy_environment
 from deploy.serve_config import build, parse_arguments
 from scripts import helm_monitoring, helm_schema
 from specdec.core.errors import ResourceError
@@ -144,6 +145,8 @@ def test_values_file_shows_every_key() -> None:
         {"config": {"speculative_config": {"method": "magic"}}},
         {"config": {"speculative_config": {"num_speculative_tokens": 65}}},
         {"config": {"http": {"host": "0.0.0.0"}}},
+        {"config": {"http": {"proxy": "haproxy"}}},
+        {"ingress": {"proxy": "nginx"}},
         {"config": {"http": {"tls": {"certificate_file": "/a", "key_file": "/b"}}}},
         {"config": {"cluster": {"target_groups": {"num_groups": 2}}}},
         {"config": {"cluster": {"check_resources": True}}},
@@ -179,6 +182,7 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         (None, {"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress: is required"),
         (None, {"expose": {"enabled": True}}, "expose.host: is required"),
         ("cpu-dev", {"tls": {"existingSecret": "x"}, "ingress": {"enabled": False}}, "needs ingress.enabled"),
+        (None, {"tls": {"existingSecret": "x"}, "ingress": {"proxy": "haproxy"}}, "haproxy does not end TLS"),
         ("gpu", {"config": {"speculative_config": {"model": ""}}}, "needs the folder of a draft model"),
         (None, overriding("Router"), "no deployment Router here; known: Coordinator, Ingress"),
         (None, overriding("DraftPool"), "no deployment DraftPool here"),
@@ -325,6 +329,17 @@ def test_a_draft_model_among_several_drafters_has_pods_of_its_own() -> None:
         assert ("draft" in groups_of(ray_service(values))) == has_pool
         config = parse_arguments(serve_config(values)["applications"][0]["args"]).config
         assert len(config.speculative_config.drafters) == len(drafters)
+
+
+@pytest.mark.parametrize("kind", ["python", "haproxy"])
+def test_every_pod_knows_which_proxy_runs(kind: ProxyKind) -> None:
+    service = ray_service({"ingress": {"proxy": kind}})
+    pools = service["spec"]["rayClusterConfig"]
+    for pool in (pools["headGroupSpec"], *pools["workerGroupSpecs"]):
+        (container,) = pool["template"]["spec"]["containers"]
+        told = {one["name"]: one["value"] for one in container["env"] if one["name"].startswith("RAY_SERVE")}
+        del told["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"]  # not of proxies
+        assert told == proxy_environment(kind)
 
 
 def test_overrides_of_deployments_reach_serve() -> None:

@@ -141,6 +141,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and $values.tls.existingSecret (not $values.ingress.enabled) -}}
 {{- fail "tls.existingSecret: needs ingress.enabled: KubeRay asks the head's own door by HTTP, and would leave it out" -}}
 {{- end -}}
+{{- if and $values.tls.existingSecret (eq $values.ingress.proxy "haproxy") -}}
+{{- fail "ingress.proxy: haproxy does not end TLS; empty tls.existingSecret and end it in front (expose.tlsSecret), or write python" -}}
+{{- end -}}
 {{- if and $values.expose.enabled (not $values.expose.host) -}}
 {{- fail "expose.host: is required" -}}
 {{- end -}}

@@ -93,6 +93,16 @@ spec:
         - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.openai.slow_readers:proxy_middlewares"}
         # A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
         - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "2"}
+        {{- if eq $values.ingress.proxy "haproxy" }}
+        - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+        - {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /opt/venv/bin/drafthouse-haproxy}
+        - {name: RAY_SERVE_HAPROXY_METRICS_PORT, value: "9101"}
+        - {name: RAY_SERVE_HAPROXY_STATS_PORT, value: "8404"}
+        # Streams keep their process when another takes over after a reload.
+        - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: "3600"}
+        - {name: RAY_SERVE_HAPROXY_MAXCONN, value: "4096"}
+        - {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "3"}
+        {{- end }}
         # A replica that hangs will not drain: the time that it is given would pass before its place is free.
         - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
         {{- if ne $values.logFormat "text" }}

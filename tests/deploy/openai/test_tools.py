@@ -10,19 +10,9 @@ import jsonschema
 import openai
 import pytest
 
-from deploy.openai.app import create_app
-from deploy.openai.settings import DoorSettings
-from deploy.openai.tokenization import HuggingFaceTokenizer
 from deploy.openai.tools import CallReader, ReadCall, read_reply
-from specdec.engine.async_engine import AsyncEngine
-from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine
-from specdec.kv.config import CacheConfig
-from specdec.model.config import CompileConfig, ModelConfig
-from specdec.proposers.config import SpeculativeConfig
+from tests.deploy.openai.byte_level import byte_level_client
 from tests.deploy.openai.fakes import Door, ScriptedService, error_of, events_of
-from tests.deploy.openai.live import live_server
-from tests.specdec.engine.grammar_models import save_byte_level_model
 
 WEATHER = {
     "type": "object",
@@ -194,31 +184,8 @@ def test_template_that_knows_no_tools_is_told_apart() -> None:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     pytest.importorskip("llguidance")
-    folder = tmp_path_factory.mktemp("bytes")
-    save_byte_level_model(folder)
-    off = CompileConfig(mode="off")
-    config = EngineConfig(
-        target=ModelConfig(model=str(folder), dtype="float32", device="cpu", compile=off, num_threads=1),
-        speculative_config=SpeculativeConfig(
-            method="draft_model",
-            model=str(folder),
-            num_speculative_tokens=4,
-            controller="fixed",
-            compile=off,
-            num_threads=1,
-        ),
-        cache=CacheConfig(block_size=8, num_blocks=400),
-    )
-    service = AsyncEngine(Engine(config))
-    app = create_app(service, DoorSettings(served_model_name="bytes"), HuggingFaceTokenizer.load(folder))
-    try:
-        with (
-            live_server(app) as url,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
-        ):
-            yield client
-    finally:
-        service.close()
+    with byte_level_client(tmp_path_factory.mktemp("bytes")) as client:
+        yield client
 
 
 def forced(client: openai.OpenAI, tool_choice: Any, num_drafted: int = 4, **fields: Any) -> Any:
