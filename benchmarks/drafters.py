@@ -4,6 +4,7 @@
     python -m benchmarks.drafters --json benchmarks/results/drafters.json --resume    # the rest of a run
     python -m benchmarks.drafters --family eagle3 --family medusa                     # some of them
     python -m benchmarks.drafters --quick                                             # some minutes
+    python -m benchmarks.drafters --costs                                             # drafting alone
 
 The target is the demo target in bf16, as it is and made as costly as 100 million parameters
 (`benchmarks.inflate`: the same function, so that drafts stand as often). A cell is a target, a family, a
@@ -48,6 +49,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.draft_costs import DraftCost, all_heads, cost_headlines, cost_table, costs_of
 from benchmarks.drafter_families import FAMILIES, PLAIN, Family, Places, families_of
 from benchmarks.drafter_texts import Prompts, choose_prompts, mixed
 from benchmarks.drafters_summary import (
@@ -77,6 +79,8 @@ from training.prompts import MAX_TOKENS
 
 _BLOCK_SIZE = 16
 _COST_REPEATS = 3
+_COST_BATCHES = (1, 2, 8)
+"""Of `--costs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,6 +393,9 @@ def main(
     heads: Annotated[
         Path | None, typer.Option(help="Folder with a folder of heads for each family; MODELS/heads.")
     ] = None,
+    costs: Annotated[
+        bool, typer.Option(help="Only what drafting with heads costs; those not trained are random.")
+    ] = False,
 ) -> None:
     """Measure all families of drafters on one target.
 
@@ -404,6 +411,9 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(f"--family: {error}") from error
     places = Places(draft=models / "draft", heads=heads, corpus=Path(), index=Path())
+    if costs:
+        _report_costs(plan, [one for one in asked if _has_weights(one)], models, places, json)
+        return
     missing = [one.name for one in asked if not _is_there(one, places)]
     if family and missing:
         raise typer.BadParameter(
@@ -426,6 +436,28 @@ def main(
     for name in missing:
         console.print(f"not trained yet: {name}")
     report_headlines(headlines)
+
+
+def _report_costs(
+    plan: Plan, families: Sequence[Family], models: Path, places: Places, json: Path | None
+) -> None:
+    """Measure and show what drafting costs on the demo target."""
+    num_threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    target = models / "target"
+    measured: list[DraftCost] = []
+    with all_heads(families, target, places) as made, progress_bar() as progress:
+        for family in progress.track(families):
+            config_of = partial(engine_config, plan, target, num_threads=num_threads)
+            measured += costs_of(family, made, _COST_BATCHES, config_of)
+    headlines = cost_headlines(measured)
+    write_results(json, {"costs": measured, "threads": num_threads, "headlines": headlines})
+    Console(highlight=False, width=120).print(cost_table(measured))
+    report_headlines(headlines)
+
+
+def _has_weights(family: Family) -> bool:
+    return family.needs == "heads" or family.name == "mtp"
 
 
 def _is_there(family: Family, places: Places) -> bool:

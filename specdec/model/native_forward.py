@@ -46,7 +46,7 @@ from specdec.model.lowering import (
     Spread,
     domain_of,
 )
-from specdec.model.packed_weights import PackedWeights, panel_bytes
+from specdec.model.packed_weights import PackedWeights, panel_bytes, weights_of
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower
@@ -247,6 +247,8 @@ class NativeForward:
         self._plans: dict[tuple[int, int, int | None], int] = {}
         self._output_buffer = buffers[output.value]
         self.num_operations = len(steps)
+        self.weight_bytes = sum(one.nbytes for step in steps for one in weights_of(step.operation))
+        """Of what is not quantized; every run reads them."""
         self._output_value = output.value
         self._hidden_value = None if hidden is None else hidden.value
         instructions = [instruction for step in steps for instruction in self._encode(step)]

@@ -69,8 +69,8 @@ def _is_wanted(drafter: Drafter, config: CompileConfig) -> bool:
     return config.mode == "auto" and next(drafter.parameters()).device.type == "cpu"
 
 
-class _CompiledDrafter(CompileWork):
-    """What they have in common: libraries, weights, and counting what is to be packed."""
+class CompiledDrafter(CompileWork):
+    """What all have in common: libraries, weights, and counting what is to be packed."""
 
     def __init__(
         self,
@@ -101,6 +101,13 @@ class _CompiledDrafter(CompileWork):
     def num_packed_bytes(self) -> int:
         """Memory that packed weights take, beside those of the target."""
         return 0 if self._weights is None else self._weights.num_bytes
+
+    @abstractmethod
+    def weight_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of weights that drafting so many tokens, one behind the other, reads.
+
+        For measurements, once it is ready.
+        """
 
     def _compile(self) -> Iterator[str]:
         libraries = yield from build_libraries(self._cache_dir, is_quantized=self._how.is_quantized)
@@ -151,7 +158,7 @@ class _CompiledDrafter(CompileWork):
             raise CannotLower(f"its {what} differ from the eager ones by {difference:.1e} (relative)")
 
 
-class CompiledHeads(_CompiledDrafter):
+class CompiledHeads(CompiledDrafter):
     """Heads of a depth each, and their layers where they have any."""
 
     def __init__(self, heads: HeadsDrafter, how: DrafterCompilation, pool: DrafterPool | None = None) -> None:
@@ -193,6 +200,10 @@ class CompiledHeads(_CompiledDrafter):
         if not self.is_ready:
             return None
         return self._calls[depth].choose_behind(inputs, chooser, sequences, positions)
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        of_rows = 0 if self._prepare is None else self._prepare.weight_bytes
+        return of_rows + sum(call.weight_bytes for call in self._calls[:num_tokens])
 
     def _make(self, libraries: Libraries) -> Iterator[str]:
         heads = self._heads
@@ -254,7 +265,7 @@ class FeatureBatch(NamedTuple):
     """[T, H], of `FeatureDrafter.fuse` or made before."""
 
 
-class CompiledFeatures(_CompiledDrafter):
+class CompiledFeatures(CompiledDrafter):
     """A step of a drafter of features: it may go on behind its own tokens without coming back."""
 
     def __init__(self, drafter: FeatureDrafter, pool: DrafterPool, how: DrafterCompilation) -> None:
@@ -301,6 +312,11 @@ class CompiledFeatures(_CompiledDrafter):
         """Return the features [T, H] that the latest forward, of so many rows, has made."""
         assert self._step is not None
         return self._step.hidden(num_rows)
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        assert self._step is not None
+        fused = 0 if self._fuse is None else self._fuse.weight_bytes
+        return fused + num_tokens * self._step.weight_bytes
 
     def _make(self, libraries: Libraries) -> Iterator[str]:
         drafter = self._drafter

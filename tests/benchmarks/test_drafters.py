@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -13,8 +15,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import drafters, drafters_plots, steady
+from benchmarks import draft_costs, drafters, drafters_plots, steady
 from benchmarks.deployments import ExchangedController, Setting
+from benchmarks.draft_costs import DraftCost, cost_headlines, cost_table
 from benchmarks.draft_counts import DraftCounts
 from benchmarks.drafter_families import FAMILIES, PLAIN, Places, families_of
 from benchmarks.drafter_texts import CLASSES, mixed
@@ -69,6 +72,35 @@ def test_families_are_chosen_by_name() -> None:
     assert [one.name for one in families_of(("mtp", "ngram"))] == ["mtp", "ngram"]
     with pytest.raises(ValueError, match="no family 'engram'; known are none, ngram"):
         families_of(("engram",))
+
+
+def test_what_is_said_of_costs_is_of_the_smallest_batch_above_one() -> None:
+    fields = {"num_draft_tokens": 4, "eager_s": 0.02, "plain_s": 0.002, "weight_bytes": 10, "floor_s": 0.001}
+    costs = [
+        DraftCost(family=family, batch=batch, native_s=seconds, **fields)
+        for family, batch, seconds in (("eagle", 1, 0.001), ("eagle", 2, 0.003), ("medusa", 2, 0.002))
+    ]
+    assert cost_headlines(costs) == {
+        "draft_cost_b2_eagle": pytest.approx(1.5),
+        "draft_cost_b2_medusa": pytest.approx(1.0),
+        "worst_over_floor_b2": pytest.approx(3.0),
+    }
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(cost_table(costs))
+    assert "20.00" in console.export_text(), "eager ms"
+
+
+@pytest.mark.full
+def test_costs_of_heads_that_nobody_has_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain of each kind, on the demo target."""
+    monkeypatch.setattr(draft_costs, "_REPEATS", 1)
+    families = families_of(("hydra_plus", "eagle3"))
+    with draft_costs.all_heads(families, DEMO / "target", PLACES) as places:
+        for family in families:
+            config_of = partial(engine_config, QUICK, DEMO / "target", num_threads=1)
+            (cost,) = draft_costs.costs_of(family, places, (1,), config_of)
+            assert cost.weight_bytes > 4096 * 256 * 2, "of an LM head at least"
+            assert min(cost.eager_s, cost.native_s, cost.floor_s) > 0.0
 
 
 def test_the_plan_is_what_is_asked_for() -> None:
