@@ -42,7 +42,7 @@ class NativeObservation(ctypes.Structure):
 
 
 class NativeStep(ctypes.Structure):
-    """`dh::Step`: addresses of one step's metadata."""
+    """`dh::Step`: addresses of one step's metadata; in which no node of a tree was read before."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("query_start", ctypes.c_void_p),
@@ -56,6 +56,8 @@ class NativeStep(ctypes.Structure):
         ("table_width", ctypes.c_int32),
         ("mask_width", ctypes.c_int32),
         ("observation", NativeObservation),
+        ("num_known", ctypes.c_void_p),
+        ("node_positions", ctypes.c_void_p),
     ]
 
 

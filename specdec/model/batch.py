@@ -38,6 +38,9 @@ class SequenceSlice:
     parents: Sequence[int] | None = None
     """Tree: parent row (index into token_ids, -1: the cached prefix) of each token; None: a chain.
     Position ids follow depth."""
+    num_known: int = 0
+    """Tree: nodes that were read before, whose K/V lie right before those of these tokens. `parents` are of
+    them too, and count from the first of them. `try_generate` alone takes such slices."""
     shift: PositionShift | None = None
     """For models whose rotary embedding depends on the length of the sequence."""
     num_dropped: int = 0

@@ -422,11 +422,13 @@ class NativeForward:
             assert piece.num_logit_rows <= num_rows
             parents = None if piece.parents is None else array("i", piece.parents)
             assert parents is None or more == 0, "nothing follows the last row of a tree"
+            assert piece.num_known == 0 or len(piece.parents or ()) == piece.num_known + num_rows
             kept += (table,) if parents is None else (table, parents)
             described.extend((table.buffer_info()[0], piece.start, num_rows, piece.num_logit_rows, more))
             described.extend(piece.shift or (0, 0))
             described.append(piece.num_dropped)
-            described.append(0 if parents is None else parents.buffer_info()[0])  # together, `dh::Slice`
+            described.append(0 if parents is None else parents.buffer_info()[0])
+            described.append(piece.num_known)  # together, `dh::Slice`
             num_logit_rows += piece.num_logit_rows
             num_tokens += piece.num_logit_rows + more
         self._reserve("rows", len(token_ids))

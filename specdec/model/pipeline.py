@@ -113,12 +113,16 @@ class StageRunner(ModelRunner):
     ) -> Generated | None:
         """See `model.batch.GeneratingRunner.try_generate`: None too for rounds of several parts.
 
+        And for trees that were read in part: other stages would have to know.
+
         Raises:
             TransportError: a rank is gone.
         """
         assert observation is None, "what stages attend to is not put together"
         loaded, stage = self.loaded, self._stage
         if self.graphs is None or not stage.is_last or any(num_more):
+            return None
+        if any(piece.num_known for piece in slices):
             return None
         if len(micro_batches(slices, limit=self._max_parts, min_tokens=self._min_tokens)) > 1:
             return None

@@ -168,8 +168,9 @@ class FeatureRunner:
         if parents is None:
             assert len(piece.token_ids) == 1, "of a chain, one token at a time is drafted behind"
             parents = (ROOT,)
-        rows = self._features.read(piece.block_table, piece.start - 1, piece.start + len(parents))
-        return rows[[parent - ROOT for parent in parents]]
+        base = piece.start - piece.num_known
+        rows = self._features.read(piece.block_table, base - 1, base + len(parents))
+        return rows[[parent - ROOT for parent in parents[piece.num_known :]]]
 
 
 def _placed(piece: SequenceSlice) -> SequenceSlice:

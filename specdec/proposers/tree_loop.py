@@ -1,8 +1,9 @@
 """From committed prefixes to trees of draft tokens: a forward for each level, of all sequences together.
 
 Nodes that children are looked up behind are read: they lie behind the committed tokens, in the order in
-which that was wished for, and every level reads those before it once more, since rows of a batch see the
-cached prefix as a whole. Leaves are not read. `DraftedTree.read` says what lies where then.
+which that was wished for. Where a level is one native call, it reads its own nodes alone; else it reads those
+before it once more, since rows of a batch see the cached prefix as a whole. Leaves are not read.
+`DraftedTree.read` says what lies where then.
 """
 
 from __future__ import annotations
@@ -85,16 +86,19 @@ class Sprout:
             tuple(place[self.growth.parent_of(node)] for node in self.read),
         )
 
-    def slice(self) -> SequenceSlice:
+    def slice(self, *, is_whole: bool = True) -> SequenceSlice:
+        """Return all nodes to be read; unless `is_whole`, those alone that children are looked up behind."""
         start, read = self.start, self.read_nodes
+        num_known = 0 if is_whole else len(self.read) - len(self.asked)
         return SequenceSlice(
-            token_ids=read.token_ids,
-            start=start.end - start.num_dropped,
+            token_ids=read.token_ids[num_known:],
+            start=start.end - start.num_dropped + num_known,
             block_table=start.block_table,
             num_logit_rows=len(self.rows),
             parents=read.parents,
             shift=start.shift,
             num_dropped=start.num_dropped,
+            num_known=num_known,
         )
 
     def drafted(self, *, has_q_rows: bool) -> DraftedTree:
@@ -160,7 +164,7 @@ class RunnerNodes:
         return self._try_generate([start.first_slice() for start in starts], chooser)
 
     def try_read_nodes(self, sprouts: Sequence[Sprout], chooser: NativeChooser) -> bool:
-        return self._try_generate([sprout.slice() for sprout in sprouts], chooser)
+        return self._try_generate([sprout.slice(is_whole=False) for sprout in sprouts], chooser)
 
     def _try_generate(self, slices: Sequence[SequenceSlice], chooser: NativeChooser) -> bool:
         if self._generating is None:

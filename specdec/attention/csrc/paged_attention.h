@@ -38,6 +38,11 @@ struct Step {
   int32_t table_width;
   int32_t mask_width;
   Observation observation;
+  // Trees of which a part was read before; null: none. Columns of the mask begin with these nodes.
+  const int32_t* num_known;       // of each sequence: nodes whose K/V lie before those of this step's rows
+  const int64_t* node_positions;  // [sequences, mask_width], of all nodes
+
+  int known(int sequence) const { return num_known == nullptr ? 0 : num_known[sequence]; }
 };
 
 // What one layer's attention is. Pools are [blocks, num_kv_heads, block_size, head_dim], contiguous.
@@ -155,7 +160,7 @@ class BlockAttention {
     sums_ = nullptr;
     row_start_ = step_.query_start[block.sequence];
     context_ = step_.context_lens[block.sequence];
-    base_ = context_ - (step_.query_start[block.sequence + 1] - row_start_);
+    base_ = context_ - (step_.query_start[block.sequence + 1] - row_start_) - step_.known(block.sequence);
     for (int r = 0; r < block.count; ++r) {
       uint32_t* target = query_ + r * num_units_;
       std::memset(target, 0, num_units_ * sizeof(uint32_t));
@@ -353,11 +358,16 @@ class BlockAttention {
 
   bool visible_in_tree(int r, int key) const {
     if (key >= context_) return false;
-    const int ahead = key - base_;  // row of this step that holds the key, when not negative
+    const int ahead = key - base_;  // row of this step, or node read before, that holds the key, if not negative
     if (ahead >= 0 && !step_.ancestor_mask[row(r) * step_.mask_width + ahead]) return false;
     if (layer_.window == 0) return true;
-    const int64_t at = ahead >= 0 ? step_.positions[row_start_ + ahead] : key;
-    return step_.positions[row(r)] - at < layer_.window;
+    return step_.positions[row(r)] - (ahead >= 0 ? position_of(ahead) : key) < layer_.window;
+  }
+
+  // Of a node of the tree.
+  int64_t position_of(int node) const {
+    if (step_.node_positions == nullptr) return step_.positions[row_start_ + node];
+    return step_.node_positions[int64_t(block_.sequence) * step_.mask_width + node];
   }
 
   // Online softmax: turns scores into weights relative to the new maximum, rescales what came before.
@@ -533,8 +543,8 @@ struct AttentionPlan {
         const int count = std::min(kRowBlock, rows * group - first);
         const bool tree = step.ancestor_mask != nullptr;
         const int last_key = tree ? base + rows : base + (first + count - 1) / group + 1;
-        // No row of this step stands at a lower position than `base`, nor, in a chain, than its index.
-        const int lowest = tree ? base : base + first / group;
+        // No row of this step stands at a lower position than its tree, nor, in a chain, than its index.
+        const int lowest = tree ? base - step.known(s) : base + first / group;
         const int first_key = layer.window == 0 ? 0 : std::max(0, lowest - layer.window + 1) / kStep * kStep;
         for (int head = 0; head < layer.num_kv_heads; ++head) {
           const RowBlock block = {s, head, first, count};

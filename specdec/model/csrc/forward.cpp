@@ -522,7 +522,7 @@ class Generation {
       sequences_[kept] = sequences_[s];
       targets_[kept] = target;
       slices_[kept++] = {slice.block_table, slice.start + slice.num_rows, 1, 1, slice.num_more - 1, slice.shift,
-                          slice.shift_end, slice.num_dropped, nullptr};
+                          slice.shift_end, slice.num_dropped, nullptr, 0};
     }
     slices_.resize(kept);
     program_.give(next_rows_);

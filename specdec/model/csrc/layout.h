@@ -22,7 +22,8 @@ struct Slice {
   int64_t shift;           // added to the position ids that the model is given, at positions below shift_end
   int64_t shift_end;
   int64_t num_dropped;     // tokens of the sequence before these that the block table leaves out
-  const int32_t* parents;  // of its rows: an earlier one, -1: what is before them; null: each follows the one before
+  const int32_t* parents;  // of its nodes: an earlier one, -1: what is before them; null: each follows the one before
+  int64_t num_known;       // nodes that were read before, whose K/V lie before those of its rows, the other nodes
 };
 
 // Chooses tokens from fp32 logits; the caller brings it along, with what it needs to know.
@@ -50,29 +51,33 @@ class Layout {
     position_ids_.clear();
     absolute_.clear();
     logit_rows_.clear();
-    int64_t longest = 0, num_rows = 0, most_rows = 0;
+    int64_t longest = 0, num_rows = 0, most_nodes = 0;
     bool has_trees = false;
+    has_known_ = false;
     for (const Slice& slice : slices) {
       longest = std::max(longest, slice.start + slice.num_rows);
       num_rows += slice.num_rows;
-      most_rows = std::max(most_rows, slice.num_rows);
+      most_nodes = std::max(most_nodes, slice.num_known + slice.num_rows);
       has_trees |= slice.parents != nullptr;
+      has_known_ |= slice.num_known > 0;
     }
-    mask_width_ = has_trees ? int(most_rows) : 0;
+    mask_width_ = has_trees ? int(most_nodes) : 0;
     mask_.assign(num_rows * mask_width_, 0);
+    num_known_.clear();
+    node_positions_.assign(slices.size() * mask_width_, 0);
     table_width_ = int((longest + block_size - 1) / block_size);
     block_tables_.assign(slices.size() * table_width_, 0);
     for (size_t s = 0; s < slices.size(); ++s) {
       const Slice& slice = slices[s];
       const int64_t end = slice.start + slice.num_rows;
       std::copy_n(slice.block_table, (end + block_size - 1) / block_size, &block_tables_[s * table_width_]);
-      const int64_t first_row = int64_t(positions_.size());
+      if (has_trees) place_nodes(slice, &node_positions_[s * mask_width_]);
+      num_known_.push_back(int32_t(slice.num_known));
       for (int64_t at = slice.start; at < end; ++at) {
         slots_.push_back(int64_t(slice.block_table[at / block_size]) * block_size + at % block_size);
-        const int64_t row = at - slice.start, parent = slice.parents == nullptr ? row - 1 : slice.parents[row];
-        // Siblings stand at the same position, wherever their K/V are.
-        positions_.push_back(parent < 0 ? slice.start : positions_[first_row + parent] + 1);
-        if (has_trees) see_path(first_row, row, parent);
+        const int64_t node = slice.num_known + at - slice.start;
+        positions_.push_back(has_trees ? node_positions_[s * mask_width_ + node] : at);
+        if (has_trees) see_path(slice, node, &mask_[(positions_.size() - 1) * mask_width_]);
         const int64_t position = positions_.back() + slice.num_dropped;
         absolute_.push_back(position);
         position_ids_.push_back(position < slice.shift_end ? position + slice.shift : position);
@@ -87,7 +92,8 @@ class Layout {
   Step step() const {
     return {query_start_.data(), context_lens_.data(), block_tables_.data(), slots_.data(), positions_.data(),
             mask_width_ == 0 ? nullptr : mask_.data(), int32_t(positions_.size()), int32_t(context_lens_.size()),
-            table_width_, mask_width_, {}};
+            table_width_, mask_width_, {}, has_known_ ? num_known_.data() : nullptr,
+            has_known_ ? node_positions_.data() : nullptr};
   }
 
   // What the model is given; `Step::positions` are, of chains, the places in the block table.
@@ -97,17 +103,30 @@ class Layout {
   const std::vector<int64_t>& logit_rows() const { return logit_rows_; }
 
  private:
-  // A row sees what its parent sees, and itself.
-  void see_path(int64_t first_row, int64_t row, int64_t parent) {
-    uint8_t* sees = &mask_[(first_row + row) * mask_width_];
-    if (parent >= 0) std::copy_n(&mask_[(first_row + parent) * mask_width_], parent + 1, sees);
-    sees[row] = 1;
+  static int64_t parent_of(const Slice& slice, int64_t node) {
+    return slice.parents == nullptr ? node - 1 : slice.parents[node];
+  }
+
+  // Siblings stand at the same position, wherever their K/V are.
+  static void place_nodes(const Slice& slice, int64_t* positions) {
+    for (int64_t node = 0; node < slice.num_known + slice.num_rows; ++node) {
+      const int64_t parent = parent_of(slice, node);
+      positions[node] = parent < 0 ? slice.start - slice.num_known : positions[parent] + 1;
+    }
+  }
+
+  // A row sees itself and what leads to it.
+  static void see_path(const Slice& slice, int64_t node, uint8_t* sees) {
+    for (; node >= 0; node = parent_of(slice, node)) sees[node] = 1;
   }
 
   std::vector<int32_t> query_start_, context_lens_, block_tables_;
   std::vector<int64_t> slots_, positions_, position_ids_, absolute_, logit_rows_;
   std::vector<uint8_t> mask_;
+  std::vector<int32_t> num_known_;
+  std::vector<int64_t> node_positions_;
   int table_width_ = 0, mask_width_ = 0;
+  bool has_known_ = false;
 };
 
 }  // namespace dh

@@ -49,8 +49,8 @@ POISON = 77
 RunnerOf = Callable[[str], ModelRunner]
 
 
-def loaded_model(folder: Path, dtype: str) -> LoadedModel:
-    save_model(folder, "llama")
+def loaded_model(folder: Path, dtype: str, architecture: str = "llama") -> LoadedModel:
+    save_model(folder, architecture)
     return load_model(ModelConfig.model_validate({"model": str(folder), "dtype": dtype}))
 
 
@@ -78,7 +78,7 @@ def sibling(runner: ModelRunner) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def runner_of(tmp_path_factory: pytest.TempPathFactory) -> RunnerOf:
-    """Runners by "float32", "bfloat16" or "poisoned"; skips where nothing can be compiled."""
+    """Runners by "float32", "bfloat16", "poisoned" or "windowed"; skips where nothing can be compiled."""
     try:
         CpuPagedAttention()
     except NativeUnavailable as error:
@@ -86,7 +86,9 @@ def runner_of(tmp_path_factory: pytest.TempPathFactory) -> RunnerOf:
 
     @cache
     def make(kind: str) -> ModelRunner:
-        loaded = loaded_model(tmp_path_factory.mktemp(kind), "float32" if kind == "poisoned" else kind)
+        dtype = kind if kind == "bfloat16" else "float32"
+        architecture = "mistral" if kind == "windowed" else "llama"
+        loaded = loaded_model(tmp_path_factory.mktemp(kind), dtype, architecture)
         if kind == "poisoned":
             with torch.no_grad():
                 loaded.model.get_input_embeddings().weight[POISON] = torch.nan
@@ -344,13 +346,16 @@ TREES: dict[str, TreeShape] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["float32", "poisoned"])
+@pytest.mark.parametrize("kind", ["float32", "poisoned", "windowed"])
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 90])
 @pytest.mark.parametrize("shape", TREES)
 def test_trees_are_those_of_the_stepwise_loop(
     runner_of: RunnerOf, sampler: Sampler, shape: str, vocab_size: int, kind: str
 ) -> None:
-    """Ragged batches, mixed budgets and parameters, several tokens to catch up on."""
+    """Ragged batches, mixed budgets and parameters, several tokens to catch up on.
+
+    A level of the former reads its own nodes alone, and sees its paths in what was read before.
+    """
     runner = runner_of(kind)
     fused, stepwise = (
         TreeDraftLoop(
