@@ -60,7 +60,7 @@ class PackedWeights:
                 raise CannotLower(f"its packed weights take more than max_frozen_bytes = {self._max_bytes}")
             self._left_out.add(key)
             return None
-        panels = self._allocate(size)
+        panels = (self if self._borrowed is None else self._borrowed)._allocate(size)
         entry_point = (
             self._library.drafthouse_pack_f32
             if weight.dtype is torch.float32

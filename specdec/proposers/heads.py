@@ -205,9 +205,14 @@ class HeadProposer:
         )
         depth, max_depth = 0, self._heads.max_depth
         active = list(range(len(drafts)))
+        chooser = self._native_chooser(drafts)
         while active and depth < max_depth:
             chains = [drafts[number] for number in active]
-            token_ids = self._try_choose(logits, active, chains)
+            token_ids = None
+            if chooser is not None:
+                positions = [chain.view.committed_len + depth for chain in chains]
+                paths = [chain.token_ids for chain in chains]
+                token_ids = logits.try_choose(active, paths, chooser, active, positions)
             if token_ids is None:
                 logits_RV = logits.behind(active, [chain.token_ids for chain in chains])
                 token_ids = self._choose(chains, logits_RV[:, : self._vocab_size])
@@ -219,25 +224,14 @@ class HeadProposer:
                 number for number in active if depth == len(drafts[number].token_ids) < drafts[number].budget
             ]
 
-    def _try_choose(
-        self, logits: HeadLogits, prefixes: Sequence[int], chains: Sequence[HeadDraft]
-    ) -> list[int] | None:
-        """Return the next token of every chain, where nothing has to happen between logits and choice."""
+    def _native_chooser(self, chains: Sequence[HeadDraft]) -> NativeChooser | None:
+        """Return what chooses where the logits come out; None: something has to happen in between."""
         if self._compiled is None or not self._compiled.is_ready or self._sampling.gives_q_rows:
             return None
         if any(chain.shaper is not None or chain.view.constraint is not None for chain in chains):
             return None
-        chooser = self._sampler.chooser(
+        return self._sampler.chooser(
             [chain.sampling for chain in chains], self._vocab_size, self._sampling.noise_stream
-        )
-        if chooser is None:
-            return None
-        return logits.try_choose(
-            prefixes,
-            [chain.token_ids for chain in chains],
-            chooser,
-            range(len(chains)),
-            [chain.view.committed_len + len(chain.token_ids) for chain in chains],
         )
 
     def _choose(self, chains: Sequence[HeadDraft], logits_RV: torch.Tensor) -> list[int]:

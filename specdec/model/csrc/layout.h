@@ -71,13 +71,14 @@ class Layout {
       const Slice& slice = slices[s];
       const int64_t end = slice.start + slice.num_rows;
       std::copy_n(slice.block_table, (end + block_size - 1) / block_size, &block_tables_[s * table_width_]);
+      const int64_t first_row = int64_t(positions_.size());
       if (has_trees) place_nodes(slice, &node_positions_[s * mask_width_]);
       num_known_.push_back(int32_t(slice.num_known));
       for (int64_t at = slice.start; at < end; ++at) {
         slots_.push_back(int64_t(slice.block_table[at / block_size]) * block_size + at % block_size);
         const int64_t node = slice.num_known + at - slice.start;
         positions_.push_back(has_trees ? node_positions_[s * mask_width_ + node] : at);
-        if (has_trees) see_path(slice, node, &mask_[(positions_.size() - 1) * mask_width_]);
+        if (has_trees) see_path(slice, first_row, node);
         const int64_t position = positions_.back() + slice.num_dropped;
         absolute_.push_back(position);
         position_ids_.push_back(position < slice.shift_end ? position + slice.shift : position);
@@ -115,9 +116,15 @@ class Layout {
     }
   }
 
-  // A row sees itself and what leads to it.
-  static void see_path(const Slice& slice, int64_t node, uint8_t* sees) {
-    for (; node >= 0; node = parent_of(slice, node)) sees[node] = 1;
+  // The row of a node sees what its parent sees, and itself.
+  void see_path(const Slice& slice, int64_t first_row, int64_t node) {
+    uint8_t* sees = &mask_[(first_row + node - slice.num_known) * mask_width_];
+    sees[node] = 1;
+    int64_t parent = parent_of(slice, node);
+    if (parent >= slice.num_known)
+      std::copy_n(&mask_[(first_row + parent - slice.num_known) * mask_width_], parent + 1, sees);
+    else  // it has no row here
+      for (; parent >= 0; parent = parent_of(slice, parent)) sees[parent] = 1;
   }
 
   std::vector<int32_t> query_start_, context_lens_, block_tables_;
