@@ -41,7 +41,10 @@ class HiddenPool:
         """Return a copy of the rows of places `first` .. `end` - 1 of a sequence, [end - first, width]."""
         places = range(first, end)
         size = self.block_size
-        slots = [block_table[place // size] * size + place % size for place in places]
+        return self.read_slots([block_table[place // size] * size + place % size for place in places])
+
+    def read_slots(self, slots: Sequence[int]) -> torch.Tensor:
+        """Return a copy of the rows of `slots`, [slots, width]."""
         return self.rows.index_select(0, torch.tensor(slots, dtype=torch.long, device=self.rows.device))
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

@@ -143,34 +143,23 @@ class FeatureRunner:
     def _inputs(self, pieces: Sequence[SequenceSlice]) -> torch.Tensor:
         """Return what the drafter reads beside the tokens of all pieces, [T, H], contiguous."""
         states = [piece.states for piece in pieces if piece.states is not None]
-        fused: torch.Tensor | None = None
-        if states:
-            fused = self._fuse(torch.cat(states).to(self._pool.device, self._pool.dtype))
-            if len(states) == len(pieces):
-                return fused
-        parts: list[torch.Tensor] = []
-        num_fused = 0
-        for piece in pieces:
-            if piece.states is None:
-                parts.append(self._made_before(piece))
-                continue
-            assert fused is not None
-            parts.append(fused[num_fused : num_fused + len(piece.states)])
-            num_fused += len(piece.states)
-        return torch.cat(parts)
+        if len(states) == len(pieces):
+            return self._fuse(torch.cat(states).to(self._pool.device, self._pool.dtype))
+        assert not states, "committed tokens are read first"
+        return self._features.read_slots([slot for piece in pieces for slot in self._parent_slots(piece)])
 
     def _fuse(self, states: torch.Tensor) -> torch.Tensor:
         return self._drafter.fuse(states) if self._compiled is None else self._compiled.fuse(states)
 
-    def _made_before(self, piece: SequenceSlice) -> torch.Tensor:
-        """Return the features [tokens, H] that were made of the parents of drafted tokens."""
+    def _parent_slots(self, piece: SequenceSlice) -> list[int]:
+        """Return where the features lie that were made of the parents of drafted tokens."""
         parents = piece.parents
         if parents is None:
             assert len(piece.token_ids) == 1, "of a chain, one token at a time is drafted behind"
             parents = (ROOT,)
-        base = piece.start - piece.num_known
-        rows = self._features.read(piece.block_table, base - 1, base + len(parents))
-        return rows[[parent - ROOT for parent in parents[piece.num_known :]]]
+        first, size, table = piece.start - piece.num_known, self.block_size, piece.block_table
+        places = [first + parent for parent in parents[piece.num_known :]]
+        return [table[place // size] * size + place % size for place in places]
 
 
 def _placed(piece: SequenceSlice) -> SequenceSlice:
