@@ -30,7 +30,7 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.tree_config import tree_shape
 from specdec.scheduling.speculation.controller import FixedController
 
-_REPEATS = 7
+_REPEATS = 5
 """Decodings of which the median counts."""
 _ROUNDS = 12
 """Of each, about."""

@@ -79,7 +79,7 @@ from training.prompts import MAX_TOKENS
 
 _BLOCK_SIZE = 16
 _COST_REPEATS = 3
-_COST_BATCHES = (1, 2, 8)
+_COST_BATCHES = (2, 8)
 """Of `--costs`."""
 
 
