@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -386,6 +387,28 @@ def test_trees_are_those_of_the_stepwise_loop(
         sequences.advance(chosen, [()] * len(chosen))
     assert num_tokens > 100
     assert num_branches > 10
+
+
+def test_a_level_reads_its_own_nodes_alone(
+    runner_of: RunnerOf, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, levels = runner_of("float32"), []
+    generate = runner.try_generate
+
+    def watched(slices: Sequence[SequenceSlice], *more: Any) -> Any:
+        levels.append([(len(piece.token_ids), piece.num_known) for piece in slices])
+        return generate(slices, *more)
+
+    monkeypatch.setattr(runner, "try_generate", watched)
+    loop = TreeDraftLoop(
+        RunnerNodes(runner, runner), sampler, VOCAB_SIZE, SHARED_NOISE, uses_confidence=False
+    )
+    start = ChainStart(
+        token_ids=[5, 9, 4], start=0, block_table=range(1, 9), budget=10, params=PARAMS[0], seed=0
+    )
+    (tree,) = loop.draft([start], [StaticTree.of_widths([2, 2, 1], (0.5, 0.2)).begin(10)])
+    assert tree is not None
+    assert levels == [[(3, 0)], [(2, 0)], [(4, 2)]], "tokens, and nodes read before"
 
 
 class MustBeFused(NativeDraftLoop):
