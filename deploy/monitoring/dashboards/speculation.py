@@ -171,6 +171,32 @@ _SEVERAL = Row(
             ),
         ),
         Panel(
+            title="Accepted draft tokens, by drafter",
+            description="Share of its draft tokens that were the target's own; of a shadow's, that would "
+            "have been accepted.",
+            unit="percentunit",
+            queries=(
+                line(
+                    SHOWN.ratio("drafter_num_accepted_tokens", "drafter_num_draft_tokens", by=("drafter",)),
+                    "{{drafter}}",
+                ),
+                line(
+                    SHOWN.ratio("shadow_num_accepted_tokens", "shadow_num_draft_tokens", by=("drafter",)),
+                    "{{drafter}} (shadow)",
+                ),
+            ),
+        ),
+        Panel(
+            title="Requests drafted for, by drafter",
+            description="Requests per second that each begins to draft for; one that changes its drafter "
+            "counts for both.",
+            unit="reqps",
+            queries=(
+                line(SHOWN.rate("drafter_num_requests", by=("drafter",)), "{{drafter}}"),
+                line(SHOWN.rate("shadow_num_requests", by=("drafter",)), "{{drafter}} (shadow)"),
+            ),
+        ),
+        Panel(
             title="Time of each drafter",
             description="Seconds per second in which rounds waited for it. A shadow's: in which it drafted, "
             "beside the target or before it.",
