@@ -70,11 +70,9 @@ def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConf
 @pytest.mark.full
 def test_tokens_are_those_of_the_target_alone(deployed: None, config: ClusterConfig, alone: Plain) -> None:
     """Also when the target's worker dies amid the streams."""
-    wanted = [
-        msgspec.structs.replace(one, drafter=NAMES[index % 3])
-        for index, one in enumerate(requests(6, max_tokens=80, name="several"))
-    ]
+    plain = requests(6, max_tokens=80, name="several")
+    wanted = [msgspec.structs.replace(one, drafter=NAMES[index % 3]) for index, one in enumerate(plain)]
     least = {f'drafter_num_draft_tokens{{drafter="{name}"}}': 3 for name in NAMES}
     least['drafter_num_accepted_tokens{drafter="small"}'] = 10
     least['shadow_num_drafts{drafter="next"}'] = 3
-    outlive_the_target(config, wanted, alone(wanted), least)
+    outlive_the_target(config, wanted, alone(plain), least)

@@ -142,6 +142,72 @@ _CHOICE = Row(
         ),
     ),
 )
+_SEVERAL = Row(
+    title="Several drafters",
+    panels=(
+        Panel(
+            title="Requests by drafter",
+            description="Running requests by the drafter that they have: their own choice, a share of an "
+            "A/B test, or what the controller finds best. Empty unless there are several.",
+            unit="short",
+            is_stacked=True,
+            queries=(line(SHOWN.gauge("drafter_num_requests_running", by=("drafter",)), "{{drafter}}"),),
+        ),
+        Panel(
+            title="Tokens per proposal, by drafter",
+            description="1 + accepted tokens per proposal. Shadows: what proposals that nobody verified "
+            "would have brought.",
+            unit="short",
+            queries=(
+                line(
+                    "1 + "
+                    + SHOWN.ratio("drafter_num_accepted_tokens", "drafter_num_drafts", by=("drafter",)),
+                    "{{drafter}}",
+                ),
+                line(
+                    "1 + " + SHOWN.ratio("shadow_num_accepted_tokens", "shadow_num_drafts", by=("drafter",)),
+                    "{{drafter}} (shadow)",
+                ),
+            ),
+        ),
+        Panel(
+            title="Accepted draft tokens, by drafter",
+            description="Share of its draft tokens that were the target's own; of a shadow's, that would "
+            "have been accepted.",
+            unit="percentunit",
+            queries=(
+                line(
+                    SHOWN.ratio("drafter_num_accepted_tokens", "drafter_num_draft_tokens", by=("drafter",)),
+                    "{{drafter}}",
+                ),
+                line(
+                    SHOWN.ratio("shadow_num_accepted_tokens", "shadow_num_draft_tokens", by=("drafter",)),
+                    "{{drafter}} (shadow)",
+                ),
+            ),
+        ),
+        Panel(
+            title="Requests drafted for, by drafter",
+            description="Requests per second that each begins to draft for; one that changes its drafter "
+            "counts for both.",
+            unit="reqps",
+            queries=(
+                line(SHOWN.rate("drafter_num_requests", by=("drafter",)), "{{drafter}}"),
+                line(SHOWN.rate("shadow_num_requests", by=("drafter",)), "{{drafter}} (shadow)"),
+            ),
+        ),
+        Panel(
+            title="Time of each drafter",
+            description="Seconds per second in which rounds waited for it. A shadow's: in which it drafted, "
+            "beside the target or before it.",
+            unit="percentunit",
+            queries=(
+                line(SHOWN.rate("drafter_time_seconds", by=("drafter",)), "{{drafter}}"),
+                line(SHOWN.rate("shadow_time_seconds", by=("drafter",)), "{{drafter}} (shadow)"),
+            ),
+        ),
+    ),
+)
 _ROUNDS = Row(
     title="Where the time of a round goes",
     panels=(
@@ -210,5 +276,5 @@ SPECULATION = Dashboard(
     uid="drafthouse-speculation",
     title="Drafthouse / Speculation",
     description="Does drafting pay, and if not, why. Whatever it shows, the text is the target's.",
-    rows=(_ACCEPTANCE, _CHOICE, _ROUNDS),
+    rows=(_ACCEPTANCE, _CHOICE, _SEVERAL, _ROUNDS),
 )
