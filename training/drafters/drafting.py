@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional as F
 
 from specdec.drafters.attention import CausalRows, UnrolledRows
 from specdec.drafters.base import Drafter, FeatureDrafter, IndependentHeads, SequentialHeads
@@ -48,6 +49,16 @@ def draft_everywhere(
         for depth in range(depths):
             path = torch.cat([path, add(drafter.logits(depth, prepared, path))[..., None]], dim=-1)
     return torch.stack(drafts, dim=-1)
+
+
+def unfold_chains(choices: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """int64 [B, R, num_tokens] of a language model's next choices int64 [B, R] behind every prefix of a text.
+
+    Its d-th draft behind a prefix is read for its d-th choice along the text: the same, as long as all before
+    it were accepted, and nothing counts behind one that was not. -1 where the text ends.
+    """
+    columns = [F.pad(choices[:, depth:], (0, depth), value=-1) for depth in range(num_tokens)]
+    return torch.stack(columns, dim=-1)
 
 
 def accepted_per_round(matches: torch.Tensor, first: int) -> list[int]:

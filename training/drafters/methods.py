@@ -71,7 +71,7 @@ class MedusaTraining:
         self.drafter.start_from_target()
 
     def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
-        return _by_depth(medusa_losses(self.drafter, rows), self._decay)
+        return _by_depth(medusa_losses(self.drafter, rows.hidden, rows.tokens), self._decay)
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
         _only_published(layout, "medusa")

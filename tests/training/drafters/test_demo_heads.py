@@ -16,8 +16,8 @@ from deploy.cli.main import app
 from scripts import train_demo_heads
 from scripts.train_demo_heads import RECIPES, command, share_hidden_states, write_texts
 from training.drafters import train
+from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
-from training.drafters.train import TrainOptions
 
 
 def test_every_recipe_is_what_the_command_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from specdec.drafters.checkpoints.registry import load_drafter
 from training.drafters.acceptance import evaluate_acceptance
 from training.drafters.capture import Capture
 from training.drafters.methods import make_training
+from training.drafters.options import TrainOptions
 from training.drafters.recipe import METHODS, DrafterRecipe, Method
-from training.drafters.train import TrainOptions, train_drafter
+from training.drafters.train import train_drafter
 
 TINY: dict[str, Any] = {
     "steps": 6,
@@ -52,7 +53,7 @@ def losses(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "work" / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sorted({*METHODS} - {"medusa2", "layerskip", "draft_model"}))
 def test_every_method_learns_and_writes_what_loads(
     method: Method, model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -237,6 +238,26 @@ def test_another_run_in_the_same_folder_is_refused(target_folder: Path, texts: P
     train_drafter(DrafterRecipe(method="medusa", **(TINY | {"steps": 1})), chosen)
     with pytest.raises(ConfigError, match=r"holds a run with decay 0\.8, not 0\.5: give another --work"):
         train_drafter(DrafterRecipe(method="medusa", **(TINY | {"steps": 1, "decay": 0.5})), chosen)
+
+
+def test_what_lies_in_the_folder_is_not_written_over(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method="medusa", **(TINY | {"steps": 1}))
+    chosen = options(target_folder, texts, tmp_path, eval_texts=0)
+    chosen.out.mkdir()
+    train_drafter(recipe, chosen)
+    train_drafter(recipe, chosen)
+    with pytest.raises(
+        ConfigError, match=r"--out .*out holds files, and .*other no run that they could be of"
+    ):
+        train_drafter(recipe, dataclasses.replace(chosen, work=tmp_path / "other"))
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="file is a file: give a folder"):
+        train_drafter(recipe, dataclasses.replace(chosen, out=file))
+    with pytest.raises(ConfigError, match="target0 holds files"):
+        train_drafter(recipe, dataclasses.replace(chosen, out=target_folder, work=tmp_path / "third"))
 
 
 def test_layouts_that_do_not_hold_a_method(target_folder: Path, texts: Path, tmp_path: Path) -> None:
