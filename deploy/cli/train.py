@@ -53,6 +53,9 @@ def train(
             help="Residual blocks of a head, layers of EAGLE, or of the target that a draft model gets."
         ),
     ] = 1,
+    num_modules: Annotated[
+        int, typer.Option(help="mtp: modules, one for each depth; the last one for all later ones.")
+    ] = 1,
     prefix_layer: Annotated[bool, typer.Option("--prefix-layer", help="Hydra++.")] = False,
     draft_vocab_size: Annotated[
         int | None, typer.Option(help="EAGLE-3: token ids that it knows; without it, 32,000 at most.")
@@ -170,6 +173,7 @@ def train(
         accumulate=accumulate,
         depth=depth,
         num_layers=num_layers,
+        num_modules=num_modules,
         has_prefix_layer=prefix_layer,
         draft_vocab_size=draft_vocab_size,
         fused_layers=_integers(fused_layers),

@@ -49,6 +49,7 @@ from specdec.proposers.head_rows import HeadRows, PrefixRows, StateRows
 from specdec.proposers.head_trees import TreeHeadProposer
 from specdec.proposers.heads import HeadProposer, Heads
 from specdec.proposers.hidden import HiddenSource, PrefixStates
+from specdec.proposers.module_runner import ModuleRunner
 from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
@@ -206,9 +207,8 @@ def load_heads(
     cache = config.cache if drafts_here else CacheConfig(block_size=1, num_blocks=2)
     limits = _Limits(max_num_seqs=max_num_seqs, max_model_len=target.max_model_len)
     if isinstance(drafter, FeatureDrafter):
-        _require_one_module(drafter, config, target)
         backend = _backend_of(drafter.attention_layers, config, target)
-        runner = FeatureRunner(drafter, cache, backend=backend, **limits)
+        runner = _feature_runner(drafter, config, cache, backend, limits)
         return LoadedFeatureDrafter(config, drafter, runner, target, max_num_batched_tokens)
     assert isinstance(drafter, IndependentHeads | SequentialHeads)
     _warn_of_depth(drafter, config)
@@ -217,6 +217,22 @@ def load_heads(
         backend = _backend_of(layers, config, target)
         pool = DrafterPool(drafter, layers, cache, backend=backend, **limits)
     return LoadedHeads(config, drafter, pool, target, max_num_batched_tokens)
+
+
+def _feature_runner(
+    drafter: FeatureDrafter,
+    config: SpeculativeConfig,
+    cache: CacheConfig,
+    backend: AttentionBackend,
+    limits: _Limits,
+) -> FeatureRunner:
+    """Return what runs as many of the drafter's modules as there are depths to draft at."""
+    shape = tree_shape(config.tree)
+    most_depth = config.num_speculative_tokens if shape is None else shape.max_depth
+    num_modules = max(1, min(drafter.num_modules, most_depth))
+    if num_modules == 1:
+        return FeatureRunner(drafter, cache, backend=backend, **limits)
+    return ModuleRunner(drafter, cache, backend=backend, num_kept=num_modules, **limits)
 
 
 class _Limits(TypedDict):
@@ -309,11 +325,3 @@ def _sampler(config: SpeculativeConfig) -> Sampler:
 
 def _sampling(config: SpeculativeConfig) -> DraftSampling:
     return DraftSampling.under(capabilities_of(config.rejection_sample_method), config.draft_top_k)
-
-
-def _require_one_module(drafter: FeatureDrafter, config: SpeculativeConfig, target: LoadedModel) -> None:
-    if isinstance(drafter, Mtp) and len(drafter.mtp_modules) > 1:
-        raise ConfigError(
-            f"speculative_config.method: mtp drafts with one module; {config.model or target.path} has "
-            f"{len(drafter.mtp_modules)}, each for a depth of its own, which nothing drafts with yet"
-        )

@@ -20,7 +20,9 @@ def draft_everywhere(
 ) -> torch.Tensor:
     """int64 [B, T - 1, num_tokens]: drafts behind tokens 0 .. t + 1, for every t.
 
-    ``hidden`` [B, T - 1, F] of positions 0 .. T - 2 and ``tokens`` int64 [B, T].
+    ``hidden`` [B, T - 1, F] of positions 0 .. T - 2 and ``tokens`` int64 [B, T]. A drafter of several modules
+    goes on behind the text, not behind its drafts: what it drafts is the same as long as all drafts before
+    stand, and its later modules attend to rows of the text.
     """
     limit = drafter.max_depth
     depths = num_tokens if limit is None else min(num_tokens, limit)
@@ -39,6 +41,8 @@ def draft_everywhere(
             embedded = drafter.embed(following)
             step = drafter.step(embedded, features, positions + depth, attention, depth)
             features, following = step.features, add(drafter.logits(step.outputs))
+            if drafter.num_modules > 1:
+                following = F.pad(tokens[:, 2 + depth :], (0, 1 + depth))
     elif isinstance(drafter, IndependentHeads):
         for logits in drafter.logits(drafter.prepare(hidden, positions, CausalRows()))[:depths]:
             add(logits)

@@ -36,6 +36,8 @@ class DrafterRecipe(Schedule):
     """Weight of a depth's loss, of that before it."""
     num_layers: int = 1
     """Residual blocks of a head, decoder layers of EAGLE, or those of a draft model cut from the target."""
+    num_modules: int = 1
+    """MTP: modules, each for a depth of its own; the last is used again for later ones."""
     has_prefix_layer: bool = False
     """Hydra++."""
     draft_vocab_size: int | None = None
@@ -92,6 +94,8 @@ class DrafterRecipe(Schedule):
         for name in ("on_policy", "layer_dropout"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from 0 to 1")
+        if not 1 <= self.num_modules <= self.depth:
+            raise ConfigError(f"--num-modules must be from 1 to --depth ({self.depth})")
         if self.method == "medusa2":
             self._check_joint()
 
@@ -108,6 +112,7 @@ class DrafterRecipe(Schedule):
 
 
 _OF_METHODS: dict[str, tuple[Method, ...]] = {
+    "num_modules": ("mtp",),
     "has_prefix_layer": ("hydra",),
     "draft_vocab_size": ("eagle3",),
     "fused_layers": ("eagle3",),

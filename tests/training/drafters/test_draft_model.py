@@ -76,7 +76,7 @@ def test_the_target_itself_is_accepted_without_exception(model: PreTrainedModel)
     assert shifted["0.0"]["reached"] == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("on_policy", [0.0, 0.5])
+@pytest.mark.parametrize("on_policy", [0.5, pytest.param(0.0, marks=pytest.mark.full)])
 def test_an_interrupted_run_ends_with_the_same_weights(
     target_folder: Path, texts: Path, tmp_path: Path, on_policy: float
 ) -> None:
@@ -93,6 +93,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     assert not all(torch.equal(tensor, early[name]) for name, tensor in straight.items())
 
 
+@pytest.mark.full
 def test_a_model_with_the_targets_tokenizer_is_trained_further(
     target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_first_layers_learn_to_draft(target_folder: Path, texts: Path, tmp_path:
     assert drafted == run(method="none")
 
 
+@pytest.mark.full
 def test_an_interrupted_run_ends_with_the_same_weights(
     target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -59,7 +59,7 @@ def test_heads_learn_alone_before_the_target_joins_in(
     assert len(report["acceptance"]["0.7"]["reached"]) == 3
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.full)])
 def test_an_interrupted_run_ends_with_the_same_weights(
     target_folder: Path, texts: Path, tmp_path: Path, rank: int
 ) -> None:
@@ -178,6 +178,7 @@ def test_options_that_make_no_sense(
         train_drafter(recipe(), options(target_folder, texts, tmp_path, **changes))
 
 
+@pytest.mark.full
 def test_heads_can_be_started_from_those_of_medusa_1(
     target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:

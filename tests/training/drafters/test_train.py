@@ -15,10 +15,13 @@ from typer.testing import CliRunner
 
 from deploy.cli.main import app
 from specdec.core.errors import ConfigError
+from specdec.drafters.attention import CausalRows
 from specdec.drafters.base import TargetParts
 from specdec.drafters.checkpoints.registry import load_drafter
+from specdec.drafters.mtp import Mtp
 from training.drafters.acceptance import evaluate_acceptance
 from training.drafters.capture import Capture
+from training.drafters.drafting import draft_everywhere
 from training.drafters.methods import make_training
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import METHODS, DrafterRecipe, Method
@@ -114,6 +117,49 @@ def test_kept_hidden_states_and_the_targets_own_writing(
     assert kept.stat().st_size == 6 * 24 * 16 * 2
     (written,) = (tmp_path / "work").glob("samples-*.pt")
     assert written.stat().st_size > 6 * 24 * 8
+
+
+def test_several_mtp_modules(
+    model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method="mtp", **(TINY | {"steps": 20, "num_modules": 2}))
+    report = train_drafter(recipe, options(target_folder, texts, tmp_path))
+    logged = losses(tmp_path)
+    assert logged[-1]["d2"] < logged[0]["d2"]
+    reached = report["acceptance"]["0.7"]["reached"]
+    assert reached == sorted(reached, reverse=True)
+    drafter = load_drafter(tmp_path / "out", TargetParts.of(model))
+    assert isinstance(drafter, Mtp)
+    assert drafter.num_modules == 2
+    assert drafter.borrowed == {"embeddings", "head"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 2
+    further = options(target_folder, texts, tmp_path / "further", eval_texts=0, start_from=tmp_path / "out")
+    with pytest.raises(ConfigError, match="give the options that it was trained with"):
+        train_drafter(dataclasses.replace(recipe, num_modules=1), further)
+    with pytest.raises(ConfigError, match=r"--num-modules must be from 1 to --depth \(3\)"):
+        dataclasses.replace(recipe, num_modules=4)
+
+
+@torch.no_grad()
+def test_modules_are_evaluated_as_they_draft(model: PreTrainedModel) -> None:
+    """From every position: the chain that modules draft behind the text up to there, step by step."""
+    torch.manual_seed(2)
+    drafter = Mtp(TargetParts.of(model), num_modules=2)
+    tokens = torch.randint(5, 100, (1, 10))
+    capture = Capture(model, drafter.hidden_layers)
+    hidden = capture.hidden(capture.states(tokens))[:, :-1]
+    drafts = draft_everywhere(drafter, hidden, tokens, 3, lambda _, logits: logits.argmax(dim=-1))
+    for t in range(2, 6):
+        features, path = hidden[:, : t + 1], tokens[0, : t + 2].tolist()
+        for depth in range(3):
+            rows = torch.tensor([path[1 + min(depth, 1) :]])
+            places = torch.arange(rows.shape[1])[None]
+            step = drafter.step(drafter.embed(rows), features, places, CausalRows(), depth)
+            assert drafts[0, t, depth] == drafter.logits(step.outputs[0, -1]).argmax()
+            path.append(int(tokens[0, t + 2 + depth]))
+            own = step.features if depth == 0 else torch.cat([features, step.features[:, -1:]], dim=1)
+            features = own
 
 
 def test_weights_are_stored_as_they_are_asked_for(
