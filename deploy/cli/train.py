@@ -114,6 +114,10 @@ def train(
     on_policy: Annotated[
         float, typer.Option(help="draft_model: share of the steps on what it writes itself.")
     ] = 0.5,
+    hidden_folder: Annotated[
+        Path | None,
+        typer.Option(help="Keep them in this folder instead, which runs with another WORK may share."),
+    ] = None,
     matrix_lr: Annotated[float, typer.Option(help="Learning rate of matrices (Muon).")] = 2e-3,
     vector_lr: Annotated[float, typer.Option(help="Learning rate of LM heads and norms (AdamW).")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of initial weights, order and samples.")] = 0,
@@ -204,6 +208,7 @@ def train(
         sample_temperature=sample_temperature,
         start_from=start_from,
         keeps_hidden=keep_hidden,
+        hidden_folder=hidden_folder,
         layout=layout,
         stores_adapter=store == "adapter",
         stored_dtype=stored_dtype,

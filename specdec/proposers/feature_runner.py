@@ -31,6 +31,9 @@ _BACK_BY_ONE = PositionShift(offset=-1, end=1 << 62)
 class FeatureRunner:
     """Implements `model.batch.GeneratingRunner` on a `FeatureDrafter`. Not thread-safe."""
 
+    can_be_native = True
+    """Whether `compile` may be called."""
+
     def __init__(
         self,
         drafter: FeatureDrafter,
@@ -121,7 +124,7 @@ class FeatureRunner:
         """
         if self._compiled is None or not self._compiled.is_ready:
             return None
-        pieces = [_placed(piece) for piece in slices]
+        pieces = [placed(piece) for piece in slices]
         if not all(piece.token_ids for piece in pieces):
             return None
         generated = self._compiled.try_generate(

@@ -13,6 +13,7 @@ from torch import nn
 from specdec.attention.base import AttentionBackend, LayerAttention
 from specdec.attention.registry import choose_backend
 from specdec.core.errors import ConfigError
+from specdec.core.idle_work import IdleWork
 from specdec.drafters.base import (
     Borrowed,
     Drafter,
@@ -153,12 +154,16 @@ class LoadedFeatureDrafter:
     @property
     def later_bytes(self) -> int:
         pool_bytes = _later_bytes(self.runner.num_bytes, self.target)
+        if not self.runner.can_be_native:
+            return pool_bytes
         return pool_bytes + packed_bytes(self.drafter, self.config.compile)
 
     def proposer(self, source: HiddenSource, of_target: PackedOfTarget | None = None) -> DraftModelProposer:
         config, shape = self.config, tree_shape(self.config.tree)
         runner, sampler, sampling = self.runner, _sampler(config), _sampling(config)
-        compiled = runner.compile(_compilation(config, self.target, of_target))
+        idle_work: tuple[IdleWork, ...] = ()
+        if runner.can_be_native:
+            idle_work = (runner.compile(_compilation(config, self.target, of_target)),)
         make: Callable[..., DraftModelProposer]
         if shape is not None:
             make = partial(TreeDraftProposer, shape=shape, generating=runner)
@@ -173,7 +178,7 @@ class LoadedFeatureDrafter:
             max_context=config.max_model_len,
             eos_token_ids=self.target.eos_token_ids,
             sampling=sampling,
-            idle_work=(compiled,),
+            idle_work=idle_work,
             prefix_caching=False,
             name=config.method,
             states=PrefixStates(source, self.hidden_layers),
@@ -229,10 +234,10 @@ def _feature_runner(
     """Return what runs as many of the drafter's modules as there are depths to draft at."""
     shape = tree_shape(config.tree)
     most_depth = config.num_speculative_tokens if shape is None else shape.max_depth
-    num_modules = max(1, min(drafter.num_modules, most_depth))
-    if num_modules == 1:
+    if drafter.num_modules == 1:
         return FeatureRunner(drafter, cache, backend=backend, **limits)
-    return ModuleRunner(drafter, cache, backend=backend, num_kept=num_modules, **limits)
+    num_kept = max(1, min(drafter.num_modules, most_depth))
+    return ModuleRunner(drafter, cache, backend=backend, num_kept=num_kept, **limits)
 
 
 class _Limits(TypedDict):

@@ -63,6 +63,8 @@ class _Rows:
 class ModuleRunner(FeatureRunner):
     """A `FeatureRunner` that runs `num_kept` modules, and keeps for every slot what each of them made."""
 
+    can_be_native = False
+
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """See `FeatureRunner.forward`."""
@@ -131,13 +133,13 @@ class ModuleRunner(FeatureRunner):
         if piece.states is None:
             parents = (ROOT,) if piece.parents is None else piece.parents
             there = self._features.read(piece.block_table, piece.start - 1, piece.start + len(parents))
-            return there[[parent - ROOT for parent in parents]].unflatten(1, (self.num_kept, -1))
+            return there[[parent - ROOT for parent in parents]].view(len(parents), self.num_kept, -1)
         behind = torch.zeros(
             len(piece.token_ids), self._features.width, dtype=self._pool.dtype, device=self._pool.device
         )
         if piece.start > 0:
             behind[:1] = self._features.read(piece.block_table, piece.start - 1, piece.start)
-        return behind.unflatten(1, (self.num_kept, -1))
+        return behind.view(len(behind), self.num_kept, -1)
 
 
 def _depths(piece: SequenceSlice) -> list[int]:

@@ -142,12 +142,8 @@ def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
         check_same_tokenizer(options.target, options.start_from)
     ground = Groundwork.lay(recipe, options)
     draft = _beginning(ground, options.start_from)
-    capture = Capture(ground.model, (FINAL_NORM,))
     run = ground.begin_run({"draft": draft}, vocabulary_sizes=frozenset({TargetParts.of(draft).vocab_size}))
-    kept: KeptStates | None = None
-    if options.keeps_hidden:
-        kept = KeptStates(options.work / "hidden", capture, ground.rows.tokens, ground.outline)
-    training = DraftModelTraining(ground, draft, kept)
+    training = DraftModelTraining(ground, draft, ground.kept_states(Capture(ground.model, (FINAL_NORM,))))
     run.run(
         lambda number: run.accumulate(number, recipe.accumulate, training.loss),
         may_pause=lambda num_done: recipe.on_policy == 0.0 or num_done % REFRESH_STEPS == 0,

@@ -41,11 +41,8 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
         {"drafter": drafter},
         vocabulary_sizes=frozenset({capture.parts.vocab_size, _num_drafted_ids(training)}),
     )
-    kept: KeptStates | None = None
-    if options.keeps_hidden:
-        kept = KeptStates(options.work / "hidden", capture, ground.rows.tokens, ground.outline)
     drafter.train()
-    run.run(_steps(ground, training, capture, kept, run))
+    run.run(_steps(ground, training, capture, ground.kept_states(capture), run))
     with stored_as(drafter, getattr(torch, options.stored_dtype)):
         training.save(options.out, str(options.target), options.layout)
     acceptance: dict[str, Any] = {}

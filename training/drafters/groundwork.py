@@ -15,8 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.core.errors import ConfigError, ResourceError
-from specdec.model.checkpoint import open_checkpoint, outline_of
+from specdec.model.checkpoint import Checkpoint, open_checkpoint, outline_of, revision_of
 from specdec.model.loader import load_tokenizer
+from training.drafters.capture import Capture, KeptStates
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.rows import Rows
@@ -30,6 +31,7 @@ _AUTO_MODEL: Any = AutoModelForCausalLM
 _SAMPLED_AT_ONCE = 32
 _PROMPT_LENGTH = 64
 _RUN_FILE = "run.json"
+_END_BYTES = 1 << 20
 EVALUATION_FILE = "acceptance.json"
 
 
@@ -42,7 +44,9 @@ class Groundwork:
     model: PreTrainedModel
     """The target; without gradients."""
     outline: str
-    """Tells targets apart (`model.checkpoint.outline_of`)."""
+    """Tells targets of different shapes apart (`model.checkpoint.outline_of`)."""
+    fingerprint: str
+    """Tells targets apart whose weights differ in anything."""
     is_mixed: bool
     """Whether matrix products are in bfloat16."""
     tokenizer: PreTrainedTokenizerBase
@@ -58,7 +62,7 @@ class Groundwork:
             ConfigError: an option or a file of data is wrong.
             CheckpointError: the target cannot be read.
         """
-        outline = outline_of(open_checkpoint(options.target))
+        checkpoint = open_checkpoint(options.target)
         _require_free(options)
         torch.manual_seed(recipe.seed)
         device = _device(options)
@@ -86,7 +90,8 @@ class Groundwork:
             recipe=recipe,
             options=options,
             model=model,
-            outline=outline,
+            outline=outline_of(checkpoint),
+            fingerprint=_fingerprint(checkpoint),
             is_mixed=is_mixed,
             tokenizer=tokenizer,
             separator=separator,
@@ -122,6 +127,7 @@ class Groundwork:
         """
         recipe, options = self.recipe, self.options
         described = {**asdict(recipe), "target": self.outline, "rows": _digest(self.rows.tokens)}
+        described["target_weights"] = self.fingerprint
         described["start_from"] = None if options.start_from is None else str(options.start_from)
         _require_same_run(options.work, described)
         return TrainingRun(
@@ -138,6 +144,14 @@ class Groundwork:
             paces=paces,
         )
 
+    def kept_states(self, capture: Capture) -> KeptStates | None:
+        """What the target makes of the rows, where that is kept on disk."""
+        options = self.options
+        if not options.keeps_hidden and options.hidden_folder is None:
+            return None
+        folder = options.hidden_folder or options.work / "hidden"
+        return KeptStates(folder, capture, self.rows.tokens, self.fingerprint)
+
     def report(self, run: TrainingRun, num_parameters: int, acceptance: dict[str, Any]) -> dict[str, Any]:
         """What was done and measured; written to OUT, too."""
         recipe = self.recipe
@@ -152,6 +166,17 @@ class Groundwork:
             report["acceptance"] = acceptance
         (self.options.out / EVALUATION_FILE).write_text(json.dumps(report, indent=2) + "\n")
         return report
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """A hash of a target, with both ends of each weight file: of large ones the revision reads no weights."""
+    digest = hashlib.sha256(revision_of(checkpoint).encode())
+    for file in checkpoint.weight_files:
+        with file.open("rb") as stream:
+            digest.update(stream.read(_END_BYTES))
+            stream.seek(max(0, file.stat().st_size - _END_BYTES))
+            digest.update(stream.read(_END_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def load_frozen(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:

@@ -29,6 +29,8 @@ class TrainOptions:
     any model with its tokenizer), whose weights are trained further; None: new ones."""
     keeps_hidden: bool = False
     """Keep hidden states on disk, for later epochs and runs."""
+    hidden_folder: Path | None = None
+    """Where, for runs with other work folders too; None: in ``work``."""
     layout: CheckpointLayout = "published"
     stores_adapter: bool = False
     """medusa2: write what is added to the target (LoRA), not the target that it makes."""

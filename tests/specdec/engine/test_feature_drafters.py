@@ -211,6 +211,7 @@ def test_acceptance_is_what_the_module_predicts(
         ("eagle", "greedy", {"tree": {"shape": "static", "widths": [3, 2]}, "num_speculative_tokens": 9}),
         ("mtp", "plain", {"tree": {"shape": "dynamic", "top_k": 2, "depth": 4}, "num_speculative_tokens": 8}),
         ("eagle3", "greedy", {"cache_blocks": 12}),
+        ("eagle", "plain", {"tree": {"shape": "entropy"}, "num_speculative_tokens": 8}),
         ("mtp of three", "plain", {"cache_blocks": 40, "num_speculative_tokens": 5}),
         (
             "mtp of three",

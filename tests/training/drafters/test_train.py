@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
@@ -117,6 +118,46 @@ def test_kept_hidden_states_and_the_targets_own_writing(
     assert kept.stat().st_size == 6 * 24 * 16 * 2
     (written,) = (tmp_path / "work").glob("samples-*.pt")
     assert written.stat().st_size > 6 * 24 * 8
+
+
+def test_hidden_states_are_found_by_other_runs(
+    target_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by one that goes on after an interruption; not by those for a target with other weights."""
+    computed: list[int] = []
+    states = Capture.states
+
+    def counted(self: Capture, tokens: torch.Tensor) -> torch.Tensor:
+        computed.append(len(tokens))
+        return states(self, tokens)
+
+    monkeypatch.setattr(Capture, "states", counted)
+
+    def run(name: str, method: Method, target: Path = target_folder, **changes: Any) -> int:
+        computed.clear()
+        recipe = DrafterRecipe(method=method, **TINY)
+        if method == "draft_model":
+            recipe = dataclasses.replace(recipe, on_policy=0.0)
+        folder = tmp_path / "states"
+        train_drafter(
+            recipe, options(target, texts, tmp_path / name, eval_texts=0, hidden_folder=folder, **changes)
+        )
+        return sum(computed)
+
+    assert run("first", "medusa", stop_after_step=4) == 16
+    assert run("first", "medusa") == 8
+    assert run("second", "mtp") == 0
+    assert run("third", "draft_model") == 0
+    resumed = load_file(tmp_path / "first" / "out" / "medusa_lm_head.safetensors")
+    assert run("straight", "medusa") == 0
+    straight = load_file(tmp_path / "straight" / "out" / "medusa_lm_head.safetensors")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+    other = tmp_path / "other"
+    shutil.copytree(target_folder, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert run("fourth", "medusa", other) == 24
 
 
 def test_several_mtp_modules(
