@@ -20,6 +20,7 @@ from specdec.drafters.attention import CausalRows
 from specdec.drafters.base import TargetParts
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.mtp import Mtp
+from training.drafters import train
 from training.drafters.acceptance import evaluate_acceptance
 from training.drafters.capture import Capture
 from training.drafters.drafting import draft_everywhere
@@ -370,3 +371,33 @@ def test_the_command(target_folder: Path, texts: Path, tmp_path: Path) -> None:
     )
     assert missing.exit_code == 2
     assert "config.json" in missing.stderr
+
+
+def test_options_of_single_methods_reach_their_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[DrafterRecipe, TrainOptions]] = []
+
+    def note(recipe: DrafterRecipe, chosen: TrainOptions) -> dict[str, Any]:
+        seen.append((recipe, chosen))
+        return {"elapsed_s": 0.0}
+
+    monkeypatch.setattr(train, "train_drafter", note)
+    for arguments in (
+        "medusa2 --heads-first 9 --heads-weight 0.5 --lora-rank 4 --lora-alpha 8 --target-loss self"
+        " --store adapter --target-rate 0.1",
+        "layerskip --layer-dropout 0.2 --exit-scale 0.3 --exit-layer 2 --target-rate 0.2",
+        "draft_model --divergence jsd --on-policy 0.75",
+        "mtp --num-modules 3 --hidden-folder h",
+    ):
+        method, *more = arguments.split()
+        folders = ["--target", str(tmp_path), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+        done = CliRunner().invoke(app, ["train", method, *folders, *more], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    joint, exits, draft, mtp = (recipe for recipe, _ in seen)
+    assert (joint.heads_first, joint.heads_weight, joint.target_rate) == (9, 0.5, 0.1)
+    assert (joint.lora_rank, joint.lora_alpha, joint.target_loss) == (4, 8.0, "self")
+    assert seen[0][1].stores_adapter
+    assert (exits.layer_dropout, exits.exit_scale, exits.exit_layer, exits.target_rate) == (0.2, 0.3, 2, 0.2)
+    assert (draft.divergence, draft.on_policy) == ("jsd", 0.75)
+    assert (mtp.num_modules, seen[3][1].hidden_folder) == (3, Path("h"))
