@@ -85,7 +85,7 @@ DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
         ),
         ({"tree": {"shape": "dynamic", "widths": [2]}}, "tree.dynamic.widths"),
         ({"tree": DYNAMIC, "method": "ngram", "model": None}, "dynamic is .* method ngram has neither"),
-        ({"tree": {"shape": "entropy", "least_confidence": 0.0}}, "least_confidence.*greater than 0"),
+        ({"tree": {"shape": "entropy", "least_confidence": 0.0}}, "(?s)least_confidence.*greater than 0"),
         (
             {"tree": {"shape": "entropy", "top_k": 2, "depth": 1}},
             "shape: entropy has 2 nodes at most, fewer than num_speculative_tokens: 8",
