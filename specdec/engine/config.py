@@ -65,16 +65,17 @@ class EngineConfig(StrictConfig):
                 f"speculative_config.method: {method} does not go with target.pipeline_parallel_size: "
                 f"{target.pipeline_parallel_size} yet: write 1{instead}"
             )
-        shape = tree_shape(self.speculative_config.tree)
+        drafting = self.speculative_config.at_target
+        shape = tree_shape(drafting.tree)
         if (
-            self.speculative_config.is_self_drafting
+            drafting.is_self_drafting
             and target.tensor_parallel_size > 1
             and shape is not None
             and shape.uses_confidence
         ):
             raise ValueError(
-                f"speculative_config.tree.shape: {self.speculative_config.tree.shape} does not go with "
-                f"method {method} and target.tensor_parallel_size: {target.tensor_parallel_size}: no rank "
+                f"speculative_config.tree.shape: {drafting.tree.shape} does not go with method "
+                f"{drafting.method} and target.tensor_parallel_size: {target.tensor_parallel_size}: no rank "
                 "knows how likely a token is among all: write shape: static"
             )
         if method == "quantized" and target.tensor_parallel_size > 1:
