@@ -40,6 +40,7 @@ from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.sampling.sampler import Sampler
 from specdec.tree.dynamic import DynamicTree
+from specdec.tree.entropy import EntropyTree
 from specdec.tree.growth import TreeShape
 from specdec.tree.static import StaticTree, best_tree
 from specdec.tree.topology import longest_path, topology_of
@@ -69,6 +70,7 @@ SHAPES: Mapping[str, TreeShape] = {
     "chain of 8": chain(8),
     "static 4, 2, 1": StaticTree.of_widths([4, 2, 1], (0.5, 0.2, 0.1)),
     "dynamic, top 4, depth 5": DynamicTree(top_k=4, depth=5),
+    "entropy, top 4, depth 8": EntropyTree(top_k=4, depth=8, least_confidence=0.1),
 }
 """Of `NUM_NODES` nodes at most, and beside them the best static tree for what is measured."""
 
@@ -79,6 +81,7 @@ class Tally:
 
     num_tokens: int = 0
     num_rounds: int = 0
+    num_nodes: int = 0
 
     @property
     def tokens_per_pass(self) -> float:
@@ -152,6 +155,7 @@ class Reader:
                 if len(nodes) + 1 <= len(left[index]):  # else the measurement ends, not the path
                     tallies[index].num_tokens += len(nodes) + 1
                     tallies[index].num_rounds += 1
+                    tallies[index].num_nodes += made[view.request_id].num_tokens
                 committed = left[index][: len(nodes) + 1]
                 if len(left[index]) > len(committed):
                     view.commit(committed)
@@ -159,12 +163,14 @@ class Reader:
 
 
 def summarise(tallies: Sequence[Tally]) -> dict[str, float]:
-    """Return tokens per pass over all streams, with its standard error over streams."""
+    """Return tokens and nodes per pass over all streams, with the former's standard error over streams."""
+    num_rounds = sum(one.num_rounds for one in tallies)
     each = [one.tokens_per_pass for one in tallies if one.num_rounds]
     return {
-        "tokens_per_pass": sum(one.num_tokens for one in tallies) / sum(one.num_rounds for one in tallies),
+        "tokens_per_pass": sum(one.num_tokens for one in tallies) / num_rounds,
+        "nodes_per_pass": sum(one.num_nodes for one in tallies) / num_rounds,
         "error": statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf,
-        "num_rounds": sum(one.num_rounds for one in tallies),
+        "num_rounds": num_rounds,
     }
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EVERY_FILE = 4
 """One of so many files is trained on."""
 CHECKPOINT_EVERY_S = 30
-_EVERYWHERE = ("--row-length", "512", "--batch-rows", "8", "--keep-hidden", "--stored-dtype", "bfloat16")
+_EVERYWHERE = ("--row-length", "512", "--batch-rows", "8", "--stored-dtype", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def command(
     return [
         str(Path(sys.executable).with_name("drafthouse")),
         *("train", recipe.method, "--target", str(target), "--data", str(texts)),
-        *("--out", str(out / name), "--work", str(work / name)),
+        *("--out", str(out / name), "--work", str(work / name), "--hidden-folder", str(work / "hidden")),
         *("--checkpoint-every", str(CHECKPOINT_EVERY_S)),
         *_EVERYWHERE,
         *recipe.options,
@@ -88,15 +88,6 @@ def write_texts(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"text": file.text}) + "\n" for file in load_corpus().train[::EVERY_FILE]]
     path.write_text("".join(lines), encoding="utf-8")
-
-
-def share_hidden_states(work: Path, name: str) -> None:
-    """Let all runs keep hidden states in one folder: files are named by rows, layers and target."""
-    shared, own = work / "hidden", work / name / "hidden"
-    shared.mkdir(parents=True, exist_ok=True)
-    own.parent.mkdir(parents=True, exist_ok=True)
-    if not own.exists():
-        own.symlink_to(shared.resolve(), target_is_directory=True)
 
 
 def main(
@@ -125,7 +116,6 @@ def main(
         if (out / name / "acceptance.json").exists():
             console.print(f"{name}: finished before, {out / name}")
             continue
-        share_hidden_states(work, name)
         arguments = command(name, target=target, texts=texts, out=out, work=work, changes=changes)
         console.print(" ".join(arguments), soft_wrap=True)
         left_s = None if end_s is None else max(1.0, end_s - time.monotonic())

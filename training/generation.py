@@ -96,12 +96,16 @@ def sample(
 ) -> torch.Tensor:
     """Continue each prompt by ``num_tokens`` tokens: int64 [rows, num_tokens].
 
-    ``temperatures`` float [rows]. Rows go on past end-of-text; the caller cuts them.
+    ``temperatures`` float [rows]. Rows go on past end-of-text; the caller cuts them. The model may be on a
+    GPU; noise and what is returned are on the host, so that the noise is the same everywhere.
     """
+    device = model.device
     longest = max(map(len, prompts))
     pad = model.config.pad_token_id
-    tokens = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    padded = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    tokens = torch.tensor(padded, device=device)
+    there = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    mask = torch.tensor(there, device=device)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     has_padding = bool((mask == 0).any())
     cache = StaticCache(config=model.config, max_cache_len=longest + num_tokens)
@@ -109,16 +113,18 @@ def sample(
     output = torch.empty(len(prompts), num_tokens, dtype=torch.int64)
     with _decoding(model):
         for step in range(num_tokens):
-            logits = model(
+            said = model(
                 input_ids=tokens,
                 attention_mask=mask if has_padding else None,
                 position_ids=positions,
                 past_key_values=cache,
                 logits_to_keep=1,
-            ).logits[:, -1]
+            )
+            logits = said.logits[:, -1].cpu()
             noise = gumbel_noise(seed, step, *logits.shape) if is_noisy else None
-            tokens = noisy_choice(logits.float(), temperatures, noise).unsqueeze(1)
-            output[:, step] = tokens[:, 0]
+            chosen = noisy_choice(logits.float(), temperatures.cpu(), noise)
+            output[:, step] = chosen
+            tokens = chosen.unsqueeze(1).to(device)
             positions = positions[:, -1:] + 1
-            mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], dim=1)
+            mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
     return output

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How a module's learning rates differ from those of its run."""
+
+    share: float = 1.0
+    """Of the run's rates."""
+    first_step: int = 0
+    """Its weights stand still before; from then on they have a warm-up of their own."""
+
+
+ORDINARY = Pace()
 
 
 def learning_rate_factor(step: int, num_steps: int, warmup_steps: int, constant_share: float) -> float:
@@ -19,7 +34,7 @@ def learning_rate_factor(step: int, num_steps: int, warmup_steps: int, constant_
 
 
 def make_optimizers(
-    modules: Iterable[nn.Module],
+    modules: Iterable[tuple[nn.Module, Pace]],
     *,
     muon_lr: float,
     adamw_lr: float,
@@ -29,8 +44,46 @@ def make_optimizers(
     """Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for embeddings and norms.
 
     Matrices with as many rows as ``vocabulary_sizes`` are LM heads, whatever their names: AdamW's too.
-    Each group remembers its peak rate in ``peak_lr``; `set_learning_rates` scales it.
+    Each group remembers its peak rate in ``peak_lr`` and its pace; `set_learning_rates` scales it.
     """
+    by_pace: dict[Pace, list[nn.Module]] = {}
+    for module, pace in modules:
+        by_pace.setdefault(pace, []).append(module)
+    for_muon: list[dict[str, Any]] = []
+    for_adamw: list[dict[str, Any]] = []
+    for pace, members in by_pace.items():
+        matrices, others = _matrices_and_others(members, vocabulary_sizes)
+        embeddings = [parameter for parameter in others if parameter.ndim == 2]
+        vectors = [parameter for parameter in others if parameter.ndim < 2]
+        paced = {"share": pace.share, "first_step": pace.first_step}
+        if matrices:
+            for_muon.append({"params": matrices, **paced})
+        for_adamw.append({"params": embeddings, "weight_decay": weight_decay, **paced})
+        for_adamw.append({"params": vectors, "weight_decay": 0.0, **paced})
+    muon = torch.optim.Muon(
+        for_muon, lr=muon_lr, momentum=0.95, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(for_adamw, lr=adamw_lr, betas=(0.9, 0.95), fused=True)
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["share"] * group["lr"]
+    return [muon, adamw]
+
+
+def set_learning_rates(
+    optimizers: list[torch.optim.Optimizer], factor: float, step: int = 0, warmup_steps: int = 0
+) -> None:
+    """Set groups to ``factor`` times their peak rates; those that start late to less while they warm up."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            first = group.get("first_step", 0)  # checkpoints of earlier versions know no paces
+            own = (step - first + 1) / max(1, warmup_steps) if first else 1.0
+            group["lr"] = group["peak_lr"] * max(0.0, min(factor, own))
+
+
+def _matrices_and_others(
+    modules: Iterable[nn.Module], vocabulary_sizes: frozenset[int]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for module in modules:
@@ -41,25 +94,4 @@ def make_optimizers(
                 "embed_tokens" in name or "lm_head" in name or parameter.shape[0] in vocabulary_sizes
             )
             (matrices if parameter.ndim == 2 and not is_embedding else others).append(parameter)
-    embeddings = [parameter for parameter in others if parameter.ndim == 2]
-    vectors = [parameter for parameter in others if parameter.ndim < 2]
-    muon = torch.optim.Muon(
-        matrices, lr=muon_lr, momentum=0.95, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    adamw = torch.optim.AdamW(
-        [{"params": embeddings, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=adamw_lr,
-        betas=(0.9, 0.95),
-        fused=True,
-    )
-    for optimizer in (muon, adamw):
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
-    return [muon, adamw]
-
-
-def set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    """Set every group to ``factor`` times its peak rate."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = factor * group["peak_lr"]
+    return matrices, others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from training.checkpointing import load_checkpoint, save_checkpoint
-from training.optimization import learning_rate_factor, make_optimizers, set_learning_rates
+from training.optimization import ORDINARY, Pace, learning_rate_factor, make_optimizers, set_learning_rates
 from training.progress import TrainingLog
 from training.tokenizer import CONTEXT_LENGTH
 
@@ -72,14 +72,16 @@ class TrainingRun:
         options: RunOptions,
         *,
         vocabulary_sizes: frozenset[int] = frozenset(),
+        paces: Mapping[str, Pace] | None = None,
     ) -> None:
+        """``paces`` by name of a module, where they are not those of the recipe."""
         self._name = name
         self._recipe = recipe
         self._modules = modules
         self._options = options
         self._parameters = [p for module in modules.values() for p in module.parameters()]
         self._optimizers = make_optimizers(
-            modules.values(),
+            [(module, (paces or {}).get(name, ORDINARY)) for name, module in modules.items()],
             muon_lr=recipe.muon_lr,
             adamw_lr=recipe.adamw_lr,
             weight_decay=recipe.weight_decay,
@@ -124,12 +126,25 @@ class TrainingRun:
         loss.backward()
         self.step_optimizers(step)
 
+    def accumulate(
+        self, step: int, num_parts: int, loss: Callable[[int, int], tuple[torch.Tensor, dict[str, float]]]
+    ) -> dict[str, float]:
+        """Take one step down the mean of ``loss(step, part)`` over parts; return means of what it logs."""
+        means: dict[str, float] = {}
+        for part in range(num_parts):
+            value, logged = loss(step, part)
+            (value / num_parts).backward()
+            for name, number in logged.items():
+                means[name] = means.get(name, 0.0) + number / num_parts
+        self.step_optimizers(step)
+        return means
+
     def step_optimizers(self, step: int) -> None:
         """Take one step down the gradients there are, and clear them."""
         recipe = self._recipe
         nn.utils.clip_grad_norm_(self._parameters, recipe.clip_norm)
         factor = learning_rate_factor(step, recipe.steps, recipe.warmup_steps, recipe.constant_share)
-        set_learning_rates(self._optimizers, factor)
+        set_learning_rates(self._optimizers, factor, step, recipe.warmup_steps)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

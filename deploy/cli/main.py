@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.cli.border import DebugOption, leave_at_once, readable_errors
+from deploy.cli.merge import merge
 from deploy.cli.train import train
 
 DEFAULT_CONFIG = Path("configs/demo.yaml")
@@ -32,6 +33,7 @@ app.add_typer(bench_app)
 app.add_typer(dashboards_app)
 app.add_typer(rules_app)
 app.command()(readable_errors(train))
+app.command()(readable_errors(merge))
 
 
 def _print_version(is_asked: bool) -> None:

@@ -15,17 +15,27 @@ from specdec.core.errors import ConfigError
 
 def train(
     method: Annotated[
-        Literal["medusa", "hydra", "eagle", "eagle3", "mtp", "parallel_heads"],
+        Literal[
+            "medusa",
+            "hydra",
+            "eagle",
+            "eagle3",
+            "mtp",
+            "parallel_heads",
+            "medusa2",
+            "layerskip",
+            "draft_model",
+        ],
         typer.Argument(help="What is trained."),
     ],
-    target: Annotated[Path, typer.Option(help="Folder of the target model; it stays as it is.")],
+    target: Annotated[Path, typer.Option(help="Folder of the target model; nothing is written to it.")],
     data: Annotated[
         list[Path],
         typer.Option(
             help="Text files, JSON lines (text, prompt and completion, or messages) or folders; repeatable."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the finished drafter.")],
+    out: Annotated[Path, typer.Option(help="Folder for what is made: it must be new, or of this very run.")],
     work: Annotated[
         Path | None,
         typer.Option(help="Folder for checkpoints, log and caches; without it, OUT with -work behind it."),
@@ -34,8 +44,18 @@ def train(
     row_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
     batch_rows: Annotated[int, typer.Option(help="Rows of a forward.")] = 16,
     accumulate: Annotated[int, typer.Option(help="Forwards before the optimizer moves.")] = 1,
-    depth: Annotated[int, typer.Option(help="Tokens to look ahead: heads, or steps of training.")] = 4,
-    num_layers: Annotated[int, typer.Option(help="Residual blocks of a head, or layers of EAGLE.")] = 1,
+    depth: Annotated[
+        int, typer.Option(help="Tokens to look ahead: heads, steps of training, or of what is measured.")
+    ] = 4,
+    num_layers: Annotated[
+        int,
+        typer.Option(
+            help="Residual blocks of a head, layers of EAGLE, or of the target that a draft model gets."
+        ),
+    ] = 1,
+    num_modules: Annotated[
+        int, typer.Option(help="mtp: modules, one for each depth; the last one for all later ones.")
+    ] = 1,
     prefix_layer: Annotated[bool, typer.Option("--prefix-layer", help="Hydra++.")] = False,
     draft_vocab_size: Annotated[
         int | None, typer.Option(help="EAGLE-3: token ids that it knows; without it, 32,000 at most.")
@@ -50,11 +70,54 @@ def train(
     sample_temperature: Annotated[float, typer.Option(help="Of --samples.")] = 0.7,
     start_from: Annotated[
         Path | None,
-        typer.Option(help="Train the weights of this folder further; mtp: may be the target's own folder."),
+        typer.Option(
+            help="Train the weights of this folder further; mtp: may be the target's own folder; "
+            "draft_model: any model with the target's tokenizer; medusa2: Medusa heads."
+        ),
     ] = None,
     keep_hidden: Annotated[
         bool, typer.Option("--keep-hidden", help="Keep the target's hidden states in WORK.")
     ] = False,
+    heads_first: Annotated[
+        int, typer.Option(help="medusa2: steps in which the heads learn alone, before the target joins in.")
+    ] = 0,
+    heads_weight: Annotated[
+        float, typer.Option(help="medusa2: of the heads' losses, beside the target's own.")
+    ] = 0.2,
+    target_loss: Annotated[
+        Literal["text", "self"],
+        typer.Option(help="medusa2: hold the target to the text, or (with --lora-rank) to what it was."),
+    ] = "text",
+    lora_rank: Annotated[
+        int, typer.Option(help="medusa2: train matrices of this rank beside the target's; 0: its own.")
+    ] = 0,
+    lora_alpha: Annotated[float, typer.Option(help="medusa2: they are scaled by alpha / rank.")] = 16.0,
+    store: Annotated[
+        Literal["target", "adapter"],
+        typer.Option(help="medusa2: write the target that comes of it, or what is added (with --lora-rank)."),
+    ] = "target",
+    target_rate: Annotated[
+        float, typer.Option(help="medusa2, layerskip: the target's learning rates, as a share of the others.")
+    ] = 0.25,
+    layer_dropout: Annotated[
+        float, typer.Option(help="layerskip: how often the last layer is left out; earlier ones less.")
+    ] = 0.1,
+    exit_scale: Annotated[float, typer.Option(help="layerskip: weight of early exits' losses.")] = 0.5,
+    exit_layer: Annotated[
+        int | None,
+        typer.Option(help="layerskip: layers to measure drafts of; without it, half of them."),
+    ] = None,
+    divergence: Annotated[
+        Literal["forward_kl", "reverse_kl", "jsd", "total_variation"],
+        typer.Option(help="draft_model: between the target's distribution and its own."),
+    ] = "forward_kl",
+    on_policy: Annotated[
+        float, typer.Option(help="draft_model: share of the steps on what it writes itself.")
+    ] = 0.5,
+    hidden_folder: Annotated[
+        Path | None,
+        typer.Option(help="Keep them in this folder instead, which runs with another WORK may share."),
+    ] = None,
     matrix_lr: Annotated[float, typer.Option(help="Learning rate of matrices (Muon).")] = 2e-3,
     vector_lr: Annotated[float, typer.Option(help="Learning rate of LM heads and norms (AdamW).")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of initial weights, order and samples.")] = 0,
@@ -81,6 +144,8 @@ def train(
 ) -> None:
     """Train a drafter for a target; the same command goes on with an interrupted run.
 
+    medusa2 and layerskip make another target, with its drafter: what is served then is exact to that one.
+
     A twentieth of the documents is held out. At the end acceptance by position is measured behind their
     beginnings, printed, and written to OUT/acceptance.json.
 
@@ -91,11 +156,16 @@ def train(
         drafthouse train eagle3 --target models/demo/target --data chats.jsonl --out eagle3 --keep-hidden
 
         drafthouse train mtp --target models/demo/target --data texts/ --samples 2000 --out mtp
+
+        drafthouse train medusa2 --target models/demo/target --data texts/ --heads-first 300 --out medusa2
+
+        drafthouse train draft_model --target models/demo/target --data texts/ --num-layers 2 --out draft
     """
     import torch
 
+    from training.drafters import train as recipes
+    from training.drafters.options import TrainOptions
     from training.drafters.recipe import DrafterRecipe
-    from training.drafters.train import TrainOptions, train_drafter
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -107,10 +177,22 @@ def train(
         accumulate=accumulate,
         depth=depth,
         num_layers=num_layers,
+        num_modules=num_modules,
         has_prefix_layer=prefix_layer,
         draft_vocab_size=draft_vocab_size,
         fused_layers=_integers(fused_layers),
         is_v31=v31,
+        target_rate=target_rate,
+        heads_first=heads_first,
+        heads_weight=heads_weight,
+        target_loss=target_loss,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        layer_dropout=layer_dropout,
+        exit_scale=exit_scale,
+        exit_layer=exit_layer,
+        divergence=divergence,
+        on_policy=on_policy,
         muon_lr=matrix_lr,
         adamw_lr=vector_lr,
         seed=seed,
@@ -126,12 +208,14 @@ def train(
         sample_temperature=sample_temperature,
         start_from=start_from,
         keeps_hidden=keep_hidden,
+        hidden_folder=hidden_folder,
         layout=layout,
+        stores_adapter=store == "adapter",
         stored_dtype=stored_dtype,
         checkpoint_every_s=checkpoint_every,
         eval_texts=eval_texts,
     )
-    report = train_drafter(recipe, options)
+    report = recipes.train_drafter(recipe, options)
     console = Console(stderr=True, highlight=False)
     if "acceptance" in report:
         console.print(_table(report["acceptance"]))

@@ -124,6 +124,15 @@ class FeatureDrafter(Drafter):
     def attention_layers(self) -> tuple[LayerAttention, ...]:
         """Its layers with K/V of their own: what a pool is made for, and `PagedBatch.layers`."""
 
+    @property
+    def num_modules(self) -> int:
+        """Modules for a depth each; the last is used again for all later ones.
+
+        Module m has a row for every position t, which reads x_{t+1+m} and what module m - 1 made of row t,
+        and attends to its own rows up to t.
+        """
+        return 1
+
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Make features [B, T, H] of the target's hidden states [B, T, F]. They are the same, by default."""
         return hidden

@@ -75,6 +75,10 @@ class Mtp(FeatureDrafter):
         return self._attention_layers
 
     @property
+    def num_modules(self) -> int:
+        return len(self.mtp_modules)
+
+    @property
     def borrowed(self) -> frozenset[Borrowed]:
         own: dict[Borrowed, nn.Module | None] = {"embeddings": self.embed_tokens, "head": self.head}
         return frozenset(name for name, module in own.items() if module is None)

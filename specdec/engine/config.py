@@ -11,6 +11,7 @@ from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
 from specdec.model.config import ModelConfig
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
 
@@ -63,6 +64,19 @@ class EngineConfig(StrictConfig):
             raise ValueError(
                 f"speculative_config.method: {method} does not go with target.pipeline_parallel_size: "
                 f"{target.pipeline_parallel_size} yet: write 1{instead}"
+            )
+        drafting = self.speculative_config.at_target
+        shape = tree_shape(drafting.tree)
+        if (
+            drafting.is_self_drafting
+            and target.tensor_parallel_size > 1
+            and shape is not None
+            and shape.uses_confidence
+        ):
+            raise ValueError(
+                f"speculative_config.tree.shape: {drafting.tree.shape} does not go with method "
+                f"{drafting.method} and target.tensor_parallel_size: {target.tensor_parallel_size}: no rank "
+                "knows how likely a token is among all: write shape: static"
             )
         if method == "quantized" and target.tensor_parallel_size > 1:
             raise ValueError(

@@ -44,9 +44,8 @@ class SelfDrafter:
         shape: TreeShape | None = None,
     ) -> None:
         """Draft with the target's own `runner` and `sampler`, trees of `shape` where there is one."""
-        assert shape is None or not shape.uses_confidence, "it may read more nodes than are verified"
         self._selection = selection
-        self._shape = shape
+        self._shape = None if shape is None else shape.frugal()
         self._fused = NativeDraftLoop(runner, sampler, runner.vocab_size)
         self._stepwise = StepwiseDraftLoop(runner, sampler, runner.vocab_size)
         self._trees = TreeDraftLoop(
@@ -54,7 +53,7 @@ class SelfDrafter:
             sampler,
             runner.vocab_size,
             SHARED_NOISE,
-            uses_confidence=False,
+            uses_confidence=shape is not None and shape.uses_confidence,
         )
 
     def draft(

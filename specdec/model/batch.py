@@ -45,6 +45,8 @@ class SequenceSlice:
     """For models whose rotary embedding depends on the length of the sequence."""
     num_dropped: int = 0
     """Tokens of the sequence before these whose K/V the block table leaves out."""
+    depth: int = 0
+    """Of a token drafted in a chain: how many were drafted up to it. 0: committed ones, or a tree."""
     states: torch.Tensor | None = None
     """For drafters that read them: what the target made of the tokens one before these (none for the first
     of a sequence, which has nothing before it). None: of drafted tokens."""

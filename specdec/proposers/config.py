@@ -348,11 +348,6 @@ class SpeculativeConfig(StrictConfig):
                 f"{name} is about what a model or heads draft; method {self.method} has neither: leave out "
                 "tree"
             )
-        if self.is_self_drafting and self.tree.shape == "dynamic":
-            raise ValueError(
-                f"{name} may read more nodes than it proposes, for which method {self.method} has no "
-                "room in the target's K/V: write shape: static"
-            )
         if not capabilities_of(self.rejection_sample_method).takes_trees:
             raise ValueError(
                 f"{name}: rejection_sample_method {self.rejection_sample_method} takes chains: write "

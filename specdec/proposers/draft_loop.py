@@ -125,6 +125,7 @@ class StepwiseDraftLoop:
                     num_logit_rows=1,
                     shift=starts[number].shift,
                     num_dropped=starts[number].num_dropped,
+                    depth=len(chains[number]),
                 )
                 for number in active
             ]

@@ -31,6 +31,9 @@ _BACK_BY_ONE = PositionShift(offset=-1, end=1 << 62)
 class FeatureRunner:
     """Implements `model.batch.GeneratingRunner` on a `FeatureDrafter`. Not thread-safe."""
 
+    can_be_native = True
+    """Whether `compile` may be called."""
+
     def __init__(
         self,
         drafter: FeatureDrafter,
@@ -39,8 +42,11 @@ class FeatureRunner:
         max_num_seqs: int,
         max_model_len: int,
         backend: AttentionBackend,
+        num_kept: int = 1,
     ) -> None:
         """Allocate the pool, of a size that `cache` gives, for so many sequences of such a length.
+
+        `num_kept` rows of features are kept for every slot.
 
         Raises:
             ResourceError: the memory does not hold a single block.
@@ -48,8 +54,9 @@ class FeatureRunner:
         weight = next(drafter.parameters())
         row = weight.new_zeros(1, 1, len(drafter.hidden_layers) * drafter.target.hidden_size)
         with torch.inference_mode():
-            width = drafter.fuse(row).shape[-1]
+            width = num_kept * drafter.fuse(row).shape[-1]
         self._drafter = drafter
+        self.num_kept = num_kept
         self._pool = pool = DrafterPool(
             drafter,
             drafter.attention_layers,
@@ -83,7 +90,7 @@ class FeatureRunner:
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """See `Runner.forward`; slices without `states` are of tokens whose parents have been run before."""
-        pieces = [piece for piece in map(_placed, slices) if piece.token_ids]
+        pieces = [piece for piece in map(placed, slices) if piece.token_ids]
         if not pieces:
             return torch.empty(0, self.vocab_size, device=self._pool.device)
         features = self._inputs(pieces)
@@ -117,7 +124,7 @@ class FeatureRunner:
         """
         if self._compiled is None or not self._compiled.is_ready:
             return None
-        pieces = [_placed(piece) for piece in slices]
+        pieces = [placed(piece) for piece in slices]
         if not all(piece.token_ids for piece in pieces):
             return None
         generated = self._compiled.try_generate(
@@ -162,7 +169,7 @@ class FeatureRunner:
         return [table[place // size] * size + place % size for place in places]
 
 
-def _placed(piece: SequenceSlice) -> SequenceSlice:
+def placed(piece: SequenceSlice) -> SequenceSlice:
     """Return a slice with places in the drafter's cache for positions; the first token has none."""
     if piece.start > 0:
         return replace(piece, start=piece.start - 1)

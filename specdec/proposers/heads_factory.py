@@ -13,6 +13,7 @@ from torch import nn
 from specdec.attention.base import AttentionBackend, LayerAttention
 from specdec.attention.registry import choose_backend
 from specdec.core.errors import ConfigError
+from specdec.core.idle_work import IdleWork
 from specdec.drafters.base import (
     Borrowed,
     Drafter,
@@ -49,6 +50,7 @@ from specdec.proposers.head_rows import HeadRows, PrefixRows, StateRows
 from specdec.proposers.head_trees import TreeHeadProposer
 from specdec.proposers.heads import HeadProposer, Heads
 from specdec.proposers.hidden import HiddenSource, PrefixStates
+from specdec.proposers.module_runner import ModuleRunner
 from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
@@ -152,12 +154,16 @@ class LoadedFeatureDrafter:
     @property
     def later_bytes(self) -> int:
         pool_bytes = _later_bytes(self.runner.num_bytes, self.target)
+        if not self.runner.can_be_native:
+            return pool_bytes
         return pool_bytes + packed_bytes(self.drafter, self.config.compile)
 
     def proposer(self, source: HiddenSource, of_target: PackedOfTarget | None = None) -> DraftModelProposer:
         config, shape = self.config, tree_shape(self.config.tree)
         runner, sampler, sampling = self.runner, _sampler(config), _sampling(config)
-        compiled = runner.compile(_compilation(config, self.target, of_target))
+        idle_work: tuple[IdleWork, ...] = ()
+        if runner.can_be_native:
+            idle_work = (runner.compile(_compilation(config, self.target, of_target)),)
         make: Callable[..., DraftModelProposer]
         if shape is not None:
             make = partial(TreeDraftProposer, shape=shape, generating=runner)
@@ -172,7 +178,7 @@ class LoadedFeatureDrafter:
             max_context=config.max_model_len,
             eos_token_ids=self.target.eos_token_ids,
             sampling=sampling,
-            idle_work=(compiled,),
+            idle_work=idle_work,
             prefix_caching=False,
             name=config.method,
             states=PrefixStates(source, self.hidden_layers),
@@ -206,9 +212,8 @@ def load_heads(
     cache = config.cache if drafts_here else CacheConfig(block_size=1, num_blocks=2)
     limits = _Limits(max_num_seqs=max_num_seqs, max_model_len=target.max_model_len)
     if isinstance(drafter, FeatureDrafter):
-        _require_one_module(drafter, config, target)
         backend = _backend_of(drafter.attention_layers, config, target)
-        runner = FeatureRunner(drafter, cache, backend=backend, **limits)
+        runner = _feature_runner(drafter, config, cache, backend, limits)
         return LoadedFeatureDrafter(config, drafter, runner, target, max_num_batched_tokens)
     assert isinstance(drafter, IndependentHeads | SequentialHeads)
     _warn_of_depth(drafter, config)
@@ -217,6 +222,22 @@ def load_heads(
         backend = _backend_of(layers, config, target)
         pool = DrafterPool(drafter, layers, cache, backend=backend, **limits)
     return LoadedHeads(config, drafter, pool, target, max_num_batched_tokens)
+
+
+def _feature_runner(
+    drafter: FeatureDrafter,
+    config: SpeculativeConfig,
+    cache: CacheConfig,
+    backend: AttentionBackend,
+    limits: _Limits,
+) -> FeatureRunner:
+    """Return what runs as many of the drafter's modules as there are depths to draft at."""
+    shape = tree_shape(config.tree)
+    most_depth = config.num_speculative_tokens if shape is None else shape.max_depth
+    if drafter.num_modules == 1:
+        return FeatureRunner(drafter, cache, backend=backend, **limits)
+    num_kept = max(1, min(drafter.num_modules, most_depth))
+    return ModuleRunner(drafter, cache, backend=backend, num_kept=num_kept, **limits)
 
 
 class _Limits(TypedDict):
@@ -309,11 +330,3 @@ def _sampler(config: SpeculativeConfig) -> Sampler:
 
 def _sampling(config: SpeculativeConfig) -> DraftSampling:
     return DraftSampling.under(capabilities_of(config.rejection_sample_method), config.draft_top_k)
-
-
-def _require_one_module(drafter: FeatureDrafter, config: SpeculativeConfig, target: LoadedModel) -> None:
-    if isinstance(drafter, Mtp) and len(drafter.mtp_modules) > 1:
-        raise ConfigError(
-            f"speculative_config.method: mtp drafts with one module; {config.model or target.path} has "
-            f"{len(drafter.mtp_modules)}, each for a depth of its own, which nothing drafts with yet"
-        )

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from specdec.core.config import StrictConfig
 from specdec.tree.dynamic import DynamicTree
+from specdec.tree.entropy import EntropyTree
 from specdec.tree.growth import TreeShape
 from specdec.tree.static import StaticTree
 
@@ -76,7 +77,26 @@ class DynamicTreeConfig(StrictConfig):
         return DynamicTree(top_k=self.top_k, depth=self.depth)
 
 
-TreeConfig = Annotated[ChainConfig | StaticTreeConfig | DynamicTreeConfig, Field(discriminator="shape")]
+class EntropyTreeConfig(StrictConfig):
+    """A dynamic tree that is as wide as the draft model is unsure, and ends where there is no hope."""
+
+    shape: Literal["entropy"]
+    """It is wide where the draft model is unsure, narrow where it is sure, and ends early."""
+    top_k: int = Field(default=4, ge=2, le=16)
+    """Nodes that are looked behind at each depth, and most children of one."""
+    depth: int = Field(default=8, ge=1, le=16)
+    """Longest path: also most forwards of the draft model for one tree."""
+    least_confidence: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Nothing is drafted behind a path that is thought to stand with less than this."""
+
+    def make(self) -> TreeShape:
+        """Return the shape."""
+        return EntropyTree(top_k=self.top_k, depth=self.depth, least_confidence=self.least_confidence)
+
+
+TreeConfig = Annotated[
+    ChainConfig | StaticTreeConfig | DynamicTreeConfig | EntropyTreeConfig, Field(discriminator="shape")
+]
 
 
 def tree_shape(config: TreeConfig) -> TreeShape | None:

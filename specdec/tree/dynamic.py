@@ -21,6 +21,8 @@ class DynamicTree:
     """Nodes looked behind at each depth, and children of each."""
     depth: int
     """Longest path."""
+    is_frugal: bool = False
+    """Whether no more nodes are looked behind than there are nodes to propose."""
     uses_confidence = True
 
     @property
@@ -39,11 +41,24 @@ class DynamicTree:
 
     def num_looked_behind(self, num_nodes: int) -> int:
         """See `TreeShape`."""
-        return self.top_k * (min(self.depth, num_nodes) - 1)
+        looked_behind = self.top_k * (min(self.depth, num_nodes) - 1)
+        return min(looked_behind, num_nodes) if self.is_frugal else looked_behind
 
     def within(self, max_depth: int) -> DynamicTree:
         """See `TreeShape`."""
         return replace(self, depth=min(self.depth, max_depth))
+
+    def frugal(self) -> DynamicTree:
+        """See `TreeShape`."""
+        return replace(self, is_frugal=True)
+
+    def num_kept(self, children: Sequence[Child]) -> int:
+        """Return how many of a node's children, likeliest first, become nodes."""
+        return len(children)
+
+    def looks_behind(self, log_confidence: float) -> bool:
+        """Whether a node is worth to be looked behind, whose path is thought to stand with this."""
+        return True
 
 
 class _DynamicGrowth:
@@ -53,6 +68,7 @@ class _DynamicGrowth:
         self._shape = shape
         self._num_nodes = num_nodes
         self._num_levels = 0
+        self._num_asked = 0
         self._asked: Sequence[int] = (ROOT,)
         self._tokens: list[int] = []
         self._parents: list[int] = []
@@ -67,7 +83,8 @@ class _DynamicGrowth:
         first = len(self._tokens)
         for node, its_children in zip(self._asked, children, strict=True):
             before = 0.0 if node == ROOT else self._values[node]
-            for child in its_children[: self.num_children]:
+            wanted = its_children[: self.num_children]
+            for child in wanted[: self._shape.num_kept(its_children)]:
                 self._tokens.append(child.token_id)
                 self._parents.append(node)
                 self._values.append(before + min(child.log_confidence, 0.0))
@@ -76,9 +93,17 @@ class _DynamicGrowth:
             return ()
         # What is not among the best now has no child that could be: it is not looked behind.
         among_best = set(self._ranked()[: self._num_nodes - 1])
-        level = [node for node in range(first, len(self._tokens)) if node in among_best]
+        level = [
+            node
+            for node in range(first, len(self._tokens))
+            if node in among_best and self._shape.looks_behind(self._values[node])
+        ]
         level.sort(key=lambda node: (-self._values[node], node))
-        self._asked = sorted(level[: self._shape.top_k])
+        most = self._shape.top_k
+        if self._shape.is_frugal:
+            most = min(most, self._num_nodes - self._num_asked)
+        self._asked = sorted(level[:most])
+        self._num_asked += len(self._asked)
         return self._asked
 
     def token_of(self, node: int) -> int:

@@ -93,6 +93,10 @@ class TreeShape(Protocol):
         """Return behind how many nodes of such a tree, at most, children are looked up."""
         ...
 
+    def frugal(self) -> TreeShape:
+        """Return what is like it, but looks behind no more nodes than are proposed in the end."""
+        ...
+
     def within(self, max_depth: int) -> TreeShape:
         """Return what is left of it where no path may have more nodes than `max_depth`, at least 1."""
         ...

@@ -87,6 +87,10 @@ class StaticTree:
         nodes = [node for node, depth in enumerate(self._depths()) if depth <= max_depth]
         return StaticTree(pruned_parents(self.parents, nodes), tuple(self.ranks[node] for node in nodes))
 
+    def frugal(self) -> StaticTree:
+        """See `TreeShape`; nodes that are looked behind are among those that are proposed."""
+        return self
+
     def _depths(self) -> list[int]:
         """Of each node, 1 for those behind the root."""
         depths: list[int] = []

@@ -6,17 +6,23 @@ token: so what would be drafted from every position of the finished text gives e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from specdec.drafters.base import Drafter
+from specdec.drafters.base import Drafter, TargetParts
 from training.drafters.capture import Capture
-from training.drafters.drafting import accepted_per_round, draft_everywhere
+from training.drafters.drafting import Choose, accepted_per_round, draft_everywhere, unfold_chains
 from training.evaluation import acceptance_summary
 from training.generation import gumbel_noise, noisy_choice, sample
 
 TEMPERATURES = (0.0, 0.7)
+
+
+Drafts = Callable[[torch.Tensor, Choose], torch.Tensor]
+"""(text int64 [1, T], how to choose) -> drafts int64 [1, T - 1, k] behind tokens 0 .. t + 1, for every t."""
 
 
 def evaluate_acceptance(
@@ -32,12 +38,51 @@ def evaluate_acceptance(
     """Acceptance by position, per temperature; ``prompts`` int64 [N, P]."""
     limit = drafter.max_depth
     k = num_drafted if limit is None else min(num_drafted, limit)
+    dtype = next(drafter.parameters()).dtype
+
+    def drafts(text: torch.Tensor, choose: Choose) -> torch.Tensor:
+        hidden = capture.hidden(capture.states(text))[:, :-1].to(dtype)
+        return draft_everywhere(drafter, hidden, text, k, choose)
+
+    return measure_acceptance(
+        capture.model, drafts, prompts, num_generated=num_generated, k=k, seed=seed, temperatures=temperatures
+    )
+
+
+def evaluate_language_model(
+    target: PreTrainedModel,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    prompts: torch.Tensor,
+    *,
+    num_generated: int,
+    num_drafted: int,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The same of a drafter that is a language model: ``logits`` [1, T, V] of a text int64 [1, T]."""
+
+    def drafts(text: torch.Tensor, choose: Choose) -> torch.Tensor:
+        return unfold_chains(choose(0, logits(text)[:, 1:]), num_drafted)
+
+    return measure_acceptance(target, drafts, prompts, num_generated=num_generated, k=num_drafted, seed=seed)
+
+
+def measure_acceptance(
+    target: PreTrainedModel,
+    drafts: Drafts,
+    prompts: torch.Tensor,
+    *,
+    num_generated: int,
+    k: int,
+    seed: int,
+    temperatures: tuple[float, ...] = TEMPERATURES,
+) -> dict[str, Any]:
+    """Acceptance by position of ``k`` drafts a round, per temperature; ``prompts`` int64 [N, P]."""
     return {
         str(temperature): {
             "k": k,
             "texts": len(prompts),
             "generated": num_generated,
-            **_at(capture, drafter, prompts, num_generated, k, seed, temperature),
+            **_at(target, drafts, prompts, num_generated, k, seed, temperature),
         }
         for temperature in temperatures
     }
@@ -65,8 +110,8 @@ class _Choice:
 
 @torch.no_grad()
 def _at(
-    capture: Capture,
-    drafter: Drafter,
+    target: PreTrainedModel,
+    drafts: Drafts,
     prompts: torch.Tensor,
     num_generated: int,
     k: int,
@@ -75,25 +120,23 @@ def _at(
 ) -> dict[str, Any]:
     num_rows, prompt_length = prompts.shape
     written = sample(
-        capture.model,  # type: ignore[arg-type]
+        target,  # type: ignore[arg-type]
         prompts.tolist(),
         num_tokens=num_generated,
         temperatures=torch.full((num_rows,), temperature),
         seed=seed,
     )
     tokens = torch.cat([prompts, written], dim=1)
-    dtype = next(drafter.parameters()).dtype
+    vocab_size = TargetParts.of(target).vocab_size
     rounds: list[int] = []
     for row in range(num_rows):
-        own = tokens[row : row + 1].to(capture.model.device)
+        own = tokens[row : row + 1].to(target.device)
         noise = None
         if temperature > 0:
-            noise = _noise(seed, num_generated, num_rows, row, capture.parts.vocab_size)
-        hidden = capture.hidden(capture.states(own))[:, :-1].to(dtype)
-        choice = _Choice(temperature, noise, prompt_length)
-        drafts = draft_everywhere(drafter, hidden, own, k, choice)[0].cpu()
+            noise = _noise(seed, num_generated, num_rows, row, vocab_size)
+        drafted = drafts(own, _Choice(temperature, noise, prompt_length))[0].cpu()
         true = torch.stack([_shifted(tokens[row], 2 + depth) for depth in range(k)], dim=-1)
-        rounds += accepted_per_round(drafts == true[: len(drafts)], prompt_length - 1)
+        rounds += accepted_per_round(drafted == true[: len(drafted)], prompt_length - 1)
     return acceptance_summary(rounds, k)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional as F
 
 from specdec.drafters.attention import CausalRows, UnrolledRows
 from specdec.drafters.base import Drafter, FeatureDrafter, IndependentHeads, SequentialHeads
@@ -19,7 +20,9 @@ def draft_everywhere(
 ) -> torch.Tensor:
     """int64 [B, T - 1, num_tokens]: drafts behind tokens 0 .. t + 1, for every t.
 
-    ``hidden`` [B, T - 1, F] of positions 0 .. T - 2 and ``tokens`` int64 [B, T].
+    ``hidden`` [B, T - 1, F] of positions 0 .. T - 2 and ``tokens`` int64 [B, T]. A drafter of several modules
+    goes on behind the text, not behind its drafts: what it drafts is the same as long as all drafts before
+    stand, and its later modules attend to rows of the text.
     """
     limit = drafter.max_depth
     depths = num_tokens if limit is None else min(num_tokens, limit)
@@ -38,6 +41,8 @@ def draft_everywhere(
             embedded = drafter.embed(following)
             step = drafter.step(embedded, features, positions + depth, attention, depth)
             features, following = step.features, add(drafter.logits(step.outputs))
+            if drafter.num_modules > 1:
+                following = F.pad(tokens[:, 2 + depth :], (0, 1 + depth))
     elif isinstance(drafter, IndependentHeads):
         for logits in drafter.logits(drafter.prepare(hidden, positions, CausalRows()))[:depths]:
             add(logits)
@@ -48,6 +53,16 @@ def draft_everywhere(
         for depth in range(depths):
             path = torch.cat([path, add(drafter.logits(depth, prepared, path))[..., None]], dim=-1)
     return torch.stack(drafts, dim=-1)
+
+
+def unfold_chains(choices: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """int64 [B, R, num_tokens] of a language model's next choices int64 [B, R] behind every prefix of a text.
+
+    Its d-th draft behind a prefix is read for its d-th choice along the text: the same, as long as all before
+    it were accepted, and nothing counts behind one that was not. -1 where the text ends.
+    """
+    columns = [F.pad(choices[:, depth:], (0, depth), value=-1) for depth in range(num_tokens)]
+    return torch.stack(columns, dim=-1)
 
 
 def accepted_per_round(matches: torch.Tensor, first: int) -> list[int]:

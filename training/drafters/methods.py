@@ -15,6 +15,7 @@ from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.eagle3 import save_eagle3
 from specdec.drafters.checkpoints.hydra import save_hydra
 from specdec.drafters.checkpoints.medusa import save_medusa
+from specdec.drafters.checkpoints.mtp import save_modules
 from specdec.drafters.checkpoints.parallel_heads import save_parallel_heads
 from specdec.drafters.checkpoints.speculators import save_speculator
 from specdec.drafters.eagle import Eagle
@@ -71,7 +72,7 @@ class MedusaTraining:
         self.drafter.start_from_target()
 
     def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
-        return _by_depth(medusa_losses(self.drafter, rows), self._decay)
+        return _by_depth(medusa_losses(self.drafter, rows.hidden, rows.tokens), self._decay)
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
         _only_published(layout, "medusa")
@@ -151,16 +152,20 @@ class Eagle3Training:
 
 
 class MtpTraining:
-    """One MTP module, used again for every depth (as FastMTP trains it)."""
+    """MTP: one module, used again for every depth (as FastMTP trains it), or one for each (DeepSeek-V3)."""
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
         self._recipe = recipe
-        self.drafter = Mtp(target)
+        self.drafter = Mtp(target, num_modules=recipe.num_modules)
 
     def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
         return _by_depth(unrolled_losses(self.drafter, rows, self._recipe.depth), self._recipe.decay)
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
+        if self._recipe.num_modules > 1:
+            _only_published(layout, "several MTP modules")
+            save_modules(self.drafter, folder)
+            return
         save_speculator(
             self.drafter, folder, base_model=target_name, num_speculative_tokens=self._recipe.depth
         )

@@ -60,13 +60,18 @@ def decayed_mean(losses: list[torch.Tensor], decay: float) -> torch.Tensor:
     return torch.stack(weighted).sum() / sum(weights)
 
 
-def medusa_losses(heads: Medusa, rows: TargetRows) -> list[torch.Tensor]:
-    """Per head: cross entropy to the text (Medusa, equation 1)."""
+def medusa_losses(heads: Medusa, hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Per head: cross entropy to the text (Medusa, equation 1); of hidden [B, T, H], tokens int64 [B, T]."""
     losses = []
     for depth, head in enumerate(heads.heads):
-        logits = head(rows.hidden[:, : -2 - depth])
-        losses.append(F.cross_entropy(logits.flatten(0, 1).float(), rows.tokens[:, 2 + depth :].flatten()))
+        logits = head(hidden[:, : -2 - depth])
+        losses.append(F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 2 + depth :].flatten()))
     return losses
+
+
+def text_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of a language model's logits [B, T, V] to the text int64 [B, T]."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def hydra_losses(heads: Hydra, rows: TargetRows) -> list[torch.Tensor]:

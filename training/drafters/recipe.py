@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from specdec.core.errors import ConfigError
+from training.divergence import DivergenceName
 from training.run import Schedule
 
-Method = Literal["medusa", "hydra", "eagle", "eagle3", "mtp", "parallel_heads"]
+Method = Literal[
+    "medusa", "hydra", "eagle", "eagle3", "mtp", "parallel_heads", "medusa2", "layerskip", "draft_model"
+]
 METHODS: tuple[str, ...] = get_args(Method)
+TargetLoss = Literal["text", "self"]
 CheckpointLayout = Literal["published", "speculators"]
 
 
@@ -26,11 +30,14 @@ class DrafterRecipe(Schedule):
     accumulate: int = 1
     """Forwards before the optimizer moves."""
     depth: int = 4
-    """Tokens ahead: heads of Medusa and Hydra, steps of the training-time test of the others."""
+    """Tokens ahead: heads of Medusa and Hydra, steps of the training-time test of the others; of methods
+    without either, what acceptance is measured for."""
     decay: float = 0.8
     """Weight of a depth's loss, of that before it."""
     num_layers: int = 1
-    """Residual blocks of a head, or decoder layers of EAGLE."""
+    """Residual blocks of a head, decoder layers of EAGLE, or those of a draft model cut from the target."""
+    num_modules: int = 1
+    """MTP: modules, each for a depth of its own; the last is used again for later ones."""
     has_prefix_layer: bool = False
     """Hydra++."""
     draft_vocab_size: int | None = None
@@ -43,6 +50,28 @@ class DrafterRecipe(Schedule):
     """EAGLE: width of the uniform noise on features, to either side."""
     classification_weight: float = 0.1
     """EAGLE: of the cross entropy, beside the regression."""
+    target_rate: float = 0.25
+    """Methods that move the target: its learning rates, as a share of those below."""
+    heads_first: int = 0
+    """Medusa-2: steps in which the heads learn alone."""
+    heads_weight: float = 0.2
+    """Medusa-2: of the heads' losses, beside the target's own."""
+    target_loss: TargetLoss = "text"
+    """Medusa-2: what the target is held to: the text, or its own distributions before training."""
+    lora_rank: int = 0
+    """Medusa-2: of the matrices that are added to the target's; 0: its weights themselves are trained."""
+    lora_alpha: float = 16.0
+    """Medusa-2: what is added is scaled by alpha / rank."""
+    layer_dropout: float = 0.1
+    """LayerSkip's p_max."""
+    exit_scale: float = 0.5
+    """LayerSkip's e_scale."""
+    exit_layer: int | None = None
+    """LayerSkip: layers that draft where acceptance is measured; None: half of them."""
+    divergence: DivergenceName = "forward_kl"
+    """Draft model: from the target's distribution to its own."""
+    on_policy: float = 0.5
+    """Draft model: share of the steps on continuations that it writes itself (GKD's lambda)."""
     muon_lr: float = 2e-3
     adamw_lr: float = 1e-3
     weight_decay: float = 0.0
@@ -58,12 +87,46 @@ class DrafterRecipe(Schedule):
             raise ConfigError(
                 f"--row-length {self.row_length} is too short to look {self.depth} tokens ahead"
             )
-        own = {
-            "has_prefix_layer": ("hydra",),
-            "draft_vocab_size": ("eagle3",),
-            "fused_layers": ("eagle3",),
-            "is_v31": ("eagle3",),
-        }
-        for name, methods in own.items():
-            if getattr(self, name) and self.method not in methods:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, methods in _OF_METHODS.items():
+            if getattr(self, name) != defaults[name] and self.method not in methods:
                 raise ConfigError(f"{name} is of method {' and '.join(methods)}, not of {self.method}")
+        for name in ("on_policy", "layer_dropout"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be from 0 to 1")
+        if not 1 <= self.num_modules <= self.depth:
+            raise ConfigError(f"--num-modules must be from 1 to --depth ({self.depth})")
+        if self.method == "medusa2":
+            self._check_joint()
+
+    def _check_joint(self) -> None:
+        if self.lora_rank < 0:
+            raise ConfigError("--lora-rank must be at least 1, or 0 to train all of the target's weights")
+        if not 0 <= self.heads_first < self.steps:
+            raise ConfigError(f"--heads-first must be from 0 to one less than --steps ({self.steps})")
+        if self.target_loss == "self" and not self.lora_rank:
+            raise ConfigError(
+                "--target-loss self needs --lora-rank: without what is added the target is what it was; a "
+                "copy of all its weights is not kept"
+            )
+
+
+_OF_METHODS: dict[str, tuple[Method, ...]] = {
+    "num_modules": ("mtp",),
+    "has_prefix_layer": ("hydra",),
+    "draft_vocab_size": ("eagle3",),
+    "fused_layers": ("eagle3",),
+    "is_v31": ("eagle3",),
+    "target_rate": ("medusa2", "layerskip"),
+    "heads_first": ("medusa2",),
+    "heads_weight": ("medusa2",),
+    "target_loss": ("medusa2",),
+    "lora_rank": ("medusa2",),
+    "lora_alpha": ("medusa2",),
+    "layer_dropout": ("layerskip",),
+    "exit_scale": ("layerskip",),
+    "exit_layer": ("layerskip",),
+    "divergence": ("draft_model",),
+    "on_policy": ("draft_model",),
+}
+"""Settings that other methods do not read."""

@@ -15,7 +15,7 @@ import torch
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import TargetParts
-from specdec.drafters.checkpoints.files import DrafterFolder, write_tensors
+from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter, write_tensors
 from specdec.drafters.checkpoints.fit import check_shapes, fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.mtp import Mtp
@@ -77,7 +77,7 @@ def save_mtp(drafter: Mtp, folder: Path, dtype: torch.dtype | None = None) -> No
     `dtype` is what is stored; None: as they are. config.json must say `num_nextn_predict_layers`.
     """
     first = drafter.first_layer
-    tensors = {_deepseek_name(name, first): tensor for name, tensor in drafter.state_dict().items()}
+    tensors = _own_tensors(drafter)
     for index in range(first, first + len(drafter.mtp_modules)):
         own = {"embed_tokens.weight": drafter.embed_tokens, "shared_head.head.weight": drafter.head}
         for name, module in own.items():
@@ -88,6 +88,19 @@ def save_mtp(drafter: Mtp, folder: Path, dtype: torch.dtype | None = None) -> No
     write_tensors(
         folder / MTP_FILE, {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
     )
+
+
+def save_modules(drafter: Mtp, folder: Path) -> None:
+    """Write the modules to a folder of their own, in DeepSeek-V3's layout without what is the target's."""
+    text_config = drafter.target.config.to_dict()
+    write_drafter(
+        folder, {**text_config, "num_nextn_predict_layers": len(drafter.mtp_modules)}, _own_tensors(drafter)
+    )
+
+
+def _own_tensors(drafter: Mtp) -> dict[str, torch.Tensor]:
+    first = drafter.first_layer
+    return {_deepseek_name(name, first): tensor for name, tensor in drafter.state_dict().items()}
 
 
 def _fit(

@@ -16,7 +16,7 @@ from specdec.drafters.attention import CausalRows
 from specdec.drafters.base import FeatureDrafter, TargetParts
 from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.eagle3 import save_eagle3
-from specdec.drafters.checkpoints.mtp import save_mtp
+from specdec.drafters.checkpoints.mtp import save_modules, save_mtp
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3, Eagle3Settings
 from specdec.drafters.mtp import Mtp
@@ -28,7 +28,8 @@ from tests.specdec.engine.test_heads import config_of, refusal, serve
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
-METHODS = ["eagle", "eagle3", "mtp"]
+METHODS = ["eagle", "eagle3", "mtp", "mtp of three"]
+"""What is fitted; the first word is the method of the configuration."""
 Fitted = Callable[[str], FeatureDrafter]
 
 
@@ -57,16 +58,21 @@ def fit(drafter: FeatureDrafter, bench: Bench, num_steps: int = 150) -> None:
     optimizer = torch.optim.Adam(parameters, lr=3e-3)
     for step in range(num_steps):
         tokens, hidden = rows[step % len(rows)]
-        features = drafter.fuse(hidden)
-        made = drafter.step(
-            drafter.embed(tokens[:, 1:]),
-            features[:, :-1],
-            torch.arange(tokens.shape[1] - 1)[None],
-            CausalRows(),
-        )
-        guesses = drafter.logits(made.outputs[0, :-1])
-        loss = torch.nn.functional.cross_entropy(guesses, tokens[0, 2:])
-        loss = loss + torch.nn.functional.smooth_l1_loss(made.features, features[:, 1:].detach())
+        true = drafter.fuse(hidden)
+        features, loss = true[:, :-1], torch.zeros(())
+        for depth in range(drafter.num_modules):
+            made = drafter.step(
+                drafter.embed(tokens[:, 1 + depth :]),
+                features[:, : tokens.shape[1] - 1 - depth],
+                torch.arange(tokens.shape[1] - 1 - depth)[None],
+                CausalRows(),
+                depth,
+            )
+            guesses = drafter.logits(made.outputs[0, :-1])
+            loss = loss + torch.nn.functional.cross_entropy(guesses, tokens[0, 2 + depth :])
+            if drafter.num_modules == 1:
+                loss = loss + torch.nn.functional.smooth_l1_loss(made.features, true[:, 1:].detach())
+            features = made.features
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -85,6 +91,8 @@ def fitted(bench: Bench) -> Fitted:
                 drafter = Eagle(target, target.config)
             elif method == "mtp":
                 drafter = Mtp(target)
+            elif method == "mtp of three":
+                drafter = Mtp(target, num_modules=3)
             else:
                 settings = Eagle3Settings(config=target.config, fused_layers=(0, 1), has_embeddings=True)
                 drafter = Eagle3(target, settings)
@@ -106,7 +114,12 @@ def folder_of(
             made[method] = tmp_path_factory.mktemp(method)
             if method == "mtp":  # lies beside the target's own files
                 copytree(bench.models.load("llama").path, made[method], dirs_exist_ok=True)
-            save: Any = {"eagle": save_eagle, "eagle3": save_eagle3, "mtp": save_mtp}[method]
+            save: Any = {
+                "eagle": save_eagle,
+                "eagle3": save_eagle3,
+                "mtp": save_mtp,
+                "mtp of three": save_modules,
+            }[method]
             save(fitted(method), made[method])
         return made[method]
 
@@ -117,12 +130,30 @@ def folder_of(
 def drafted(drafter: FeatureDrafter, states: torch.Tensor, token_ids: Sequence[int], num: int) -> list[int]:
     """Return the greedy chain behind tokens, whose states before the last are `states`: no cache."""
     features = drafter.fuse(states[None])
+    if isinstance(drafter, Mtp) and drafter.num_modules > 1:
+        return drafted_by_modules(drafter, features, token_ids, num)
     path: list[int] = []
     while len(path) < num:
         read = torch.tensor([[*token_ids, *path]])[:, 1:]
         step = drafter.step(drafter.embed(read), features, torch.arange(read.shape[1])[None], CausalRows())
         path.append(int(drafter.logits(step.outputs[0, -1]).argmax()))
         features = torch.cat([features, step.features[:, -1:]], dim=1)
+    return path
+
+
+def drafted_by_modules(drafter: Mtp, features: torch.Tensor, token_ids: Sequence[int], num: int) -> list[int]:
+    """The same of several modules: module m over rows whose tokens are those of m places later."""
+    path: list[int] = []
+    for depth in range(num):
+        # The last module is used again: behind its own depth its rows are those that it has drafted itself.
+        read = torch.tensor([[*token_ids, *path]])[:, 1 + min(depth, drafter.num_modules - 1) :]
+        positions = torch.arange(read.shape[1])[None]
+        step = drafter.step(drafter.embed(read), features, positions, CausalRows(), depth)
+        path.append(int(drafter.logits(step.outputs[0, -1]).argmax()))
+        if depth < drafter.num_modules - 1:
+            features = step.features
+        else:
+            features = torch.cat([features, step.features[:, -1:]], dim=1)
     return path
 
 
@@ -152,7 +183,7 @@ def test_acceptance_is_what_the_module_predicts(
     """Chunked prompts, alone and in company: a state, position or K/V of elsewhere would cost acceptance."""
     num_drafted, num_accepted = predicted(bench, fitted(method), 4)
     assert num_accepted > 0.3 * num_drafted, "not fitted"
-    config = config_of(bench, folder_of(method), method, num_speculative_tokens=4)
+    config = config_of(bench, folder_of(method), method.split(maxsplit=1)[0], num_speculative_tokens=4)
     with Engine(config) as engine:
         alone = [engine.generate([one], GREEDY)[0].token_ids for one in PROMPTS]
         metrics = engine.metrics()
@@ -180,6 +211,14 @@ def test_acceptance_is_what_the_module_predicts(
         ("eagle", "greedy", {"tree": {"shape": "static", "widths": [3, 2]}, "num_speculative_tokens": 9}),
         ("mtp", "plain", {"tree": {"shape": "dynamic", "top_k": 2, "depth": 4}, "num_speculative_tokens": 8}),
         ("eagle3", "greedy", {"cache_blocks": 12}),
+        ("eagle", "plain", {"tree": {"shape": "entropy"}, "num_speculative_tokens": 8}),
+        ("mtp of three", "plain", {"cache_blocks": 40, "num_speculative_tokens": 5}),
+        (
+            "mtp of three",
+            "cut",
+            {"tree": {"shape": "dynamic", "top_k": 2, "depth": 4}, "num_speculative_tokens": 8},
+        ),
+        pytest.param("mtp of three", "penalties", {}, marks=pytest.mark.full),
     ],
 )
 def test_nothing_of_it_shows(
@@ -188,11 +227,12 @@ def test_nothing_of_it_shows(
     """With preemptions of the target; and with a cache of the drafter's that does not hold all requests."""
     more = dict(more)
     cache = {"block_size": 4, "num_blocks": more.pop("cache_blocks", 200)}
-    speculative = config_of(bench, folder_of(method), method, **more).speculative_config.model_dump()
+    folder, method = folder_of(method), method.split(maxsplit=1)[0]
+    speculative = config_of(bench, folder, method, **more).speculative_config.model_dump()
     speculative["cache"] = cache
-    config = config_of(
-        bench, folder_of(method), method, cache={"block_size": 4, "num_blocks": 20}
-    ).model_copy(update={"speculative_config": SpeculativeConfig.model_validate(speculative)})
+    config = config_of(bench, folder, method, cache={"block_size": 4, "num_blocks": 20}).model_copy(
+        update={"speculative_config": SpeculativeConfig.model_validate(speculative)}
+    )
     with Engine(config) as engine:
         results = engine.generate(PROMPTS, KINDS[kind])
         metrics = engine.metrics()
@@ -203,7 +243,7 @@ def test_nothing_of_it_shows(
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 @pytest.mark.parametrize(
     "more", [{}, {"tree": {"shape": "dynamic", "top_k": 3, "depth": 4}, "num_speculative_tokens": 10}]
 )
@@ -261,13 +301,14 @@ def test_rules_that_look_at_probabilities_get_them(
         pytest.param("eagle3", {"tensor_parallel_size": 2}, marks=pytest.mark.full),
         pytest.param("mtp", {"tensor_parallel_size": 2}, marks=pytest.mark.full),
         pytest.param("eagle", {"pipeline_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param("mtp of three", {"tensor_parallel_size": 2}, marks=pytest.mark.full),
     ],
 )
 def test_they_draft_for_a_target_over_two_ranks(
     bench: Bench, folder_of: Callable[[str], Path], rank_pool: Pools, method: str, target: dict[str, int]
 ) -> None:
     """What they compute with of the target is read in full where they are."""
-    config = config_of(bench, folder_of(method), method, target=target)
+    config = config_of(bench, folder_of(method), method.split(maxsplit=1)[0], target=target)
     streams, num_accepted = rank_pool(2).run(serve, config)[0]
     assert streams == bench.alone("llama", "greedy")
     assert num_accepted > 20
@@ -283,15 +324,9 @@ def test_states_of_an_earlier_stage_are_refused_in_all_of_them(
     assert all("which an earlier stage of the pipeline computes" in one for one in answers)
 
 
-def test_what_cannot_be_drafted_with_is_refused(
-    bench: Bench, folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_drafted_with_is_refused(bench: Bench, folder_of: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"method: eagle3, but .* holds Eagle: write method: eagle"):
         Engine(config_of(bench, folder_of("eagle"), "eagle3"))
-    copytree(bench.models.load("llama").path, tmp_path, dirs_exist_ok=True)
-    save_mtp(Mtp(TargetParts.of(bench.models.reference("llama")), num_modules=2), tmp_path)
-    with pytest.raises(ConfigError, match="has 2, each for a depth of its own"):
-        Engine(config_of(bench, tmp_path, "mtp"))
     for fields, message in (
         ({"method": "eagle"}, "method eagle needs `model`"),
         ({"method": "eagle", "model": "x", "cache": {"memory_fraction": 0.5}}, "cache.memory_fraction: 0.5"),

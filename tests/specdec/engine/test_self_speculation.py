@@ -45,6 +45,9 @@ from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.transport.base import PeerId
 from specdec.transport.memory import MemoryNetwork
+from specdec.tree.dynamic import DynamicTree
+from specdec.tree.entropy import EntropyTree
+from specdec.tree.growth import TreeShape
 from specdec.tree.static import StaticTree
 from tests.architectures import CORE_ARCHITECTURES, make_tokenizer
 from tests.rank_pool import Pools
@@ -91,12 +94,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 SELF_STREAMING = {"method": "self", "kv": {"policy": "streaming", "budget": 16, "sink_tokens": 4}}
 BUSHY = StaticTree.of_widths((3, 1, 1), (0.5, 0.3, 0.1))
+DYNAMIC = DynamicTree(top_k=3, depth=4)
+ENTROPY = EntropyTree(top_k=3, depth=5, least_confidence=0.02)
 
 
 @dataclass(frozen=True)
 class SelfSetting(Setting):
     kv: KvSelectionConfig = FULL
-    tree: StaticTree | None = None
+    tree: TreeShape | None = None
 
     def engine(self, models: Models, architecture: str) -> Engine:
         runner = self.runner(models.load(architecture), self.num_blocks)
@@ -177,6 +182,11 @@ COVER = [
     (
         "penalties",
         SelfSetting(num_draft_tokens=9, batch=4, chunk=80, kv=selecting("verified", every=4), tree=BUSHY),
+    ),
+    ("plain", SelfSetting(num_draft_tokens=7, batch=4, chunk=80, kv=FULL, tree=DYNAMIC, compiled=True)),
+    (
+        "cut",
+        SelfSetting(num_draft_tokens=7, batch=8, chunk=32, num_blocks=22, kv=streaming(12), tree=ENTROPY),
     ),
 ]
 
@@ -389,6 +399,18 @@ def test_the_likeliest_path_of_a_tree_that_sees_everything_is_accepted(models: M
     # Behind the last tokens there are fewer nodes.
     assert metrics.num_accepted_tokens > 2.5 * metrics.num_drafts
     assert metrics.num_moved_kv > 0
+
+
+@pytest.mark.parametrize("shape", [DYNAMIC, ENTROPY], ids=["dynamic", "entropy"])
+def test_trees_by_confidence_have_room_for_what_they_read(models: Models, shape: TreeShape) -> None:
+    """Seven nodes may be proposed, and so many read; a tree that sees everything is always right."""
+    setting = SelfSetting(num_draft_tokens=7, batch=4, chunk=200, kv=FULL, tree=shape)
+    with setting.engine(models, "llama") as engine:
+        engine.generate(PROMPTS[:4], UNENDING["greedy"])
+        engine.check_integrity()
+        metrics = engine.metrics()
+    assert metrics.num_drafts > 10
+    assert metrics.num_accepted_tokens > 1.2 * metrics.num_drafts
 
 
 @pytest.mark.full

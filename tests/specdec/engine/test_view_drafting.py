@@ -350,6 +350,16 @@ def test_settings_that_cannot_be(block: dict[str, object], message: str) -> None
             {"tensor_parallel_size": 2},
             "quantized .*tensor_para",
         ),
+        (
+            {"method": "layerskip", "exit_layer": 2, "tree": {"shape": "entropy"}},
+            {"tensor_parallel_size": 2},
+            "entropy does not go with method layerskip and target.tensor_parallel_size: 2",
+        ),
+        (
+            {"method": "self", "tree": {"shape": "dynamic"}},
+            {"tensor_parallel_size": 2},
+            "no rank knows how likely a token is among all: write shape: static",
+        ),
         ({"method": "quantized", "quantization": "int4"}, {"quantization": "int8"}, "leave one of them out"),
     ],
 )

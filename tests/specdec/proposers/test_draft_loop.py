@@ -30,6 +30,7 @@ from specdec.proposers.tree_loop import RunnerNodes, TreeDraftLoop
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import Sampler
 from specdec.tree.dynamic import DynamicTree
+from specdec.tree.entropy import EntropyTree
 from specdec.tree.growth import TreeShape
 from specdec.tree.static import StaticTree
 from tests.architectures import VOCAB_SIZE, save_model
@@ -344,6 +345,7 @@ class TestGenerating:
 TREES: dict[str, TreeShape] = {
     "static": StaticTree.of_widths([3, 2, 1], (0.5, 0.2, 0.1)),
     "dynamic": DynamicTree(top_k=3, depth=4),
+    "entropy": EntropyTree(top_k=3, depth=4, least_confidence=0.01),
 }
 
 
@@ -364,7 +366,7 @@ def test_trees_are_those_of_the_stepwise_loop(
             sampler,
             vocab_size,
             SHARED_NOISE,
-            uses_confidence=shape == "dynamic",
+            uses_confidence=TREES[shape].uses_confidence,
         )
         for its, generating in ((runner, runner), (runner_of(kind), None))
     )

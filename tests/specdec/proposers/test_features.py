@@ -30,6 +30,7 @@ from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.feature_runner import FeatureRunner
 from specdec.proposers.hidden import PrefixStates
+from specdec.proposers.module_runner import ModuleRunner
 from specdec.proposers.tree_config import DynamicTreeConfig, StaticTreeConfig, tree_shape
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import Sampler, noisy_scores
@@ -39,7 +40,11 @@ from tests.specdec.drafters.conftest import randomize, tiny_config
 from tests.specdec.proposers.contract import ProposerContract, view
 from tests.specdec.proposers.test_heads import VOCAB, MadeUpSource, made_up_row
 
-KINDS = ["eagle3", *(pytest.param(one, marks=pytest.mark.full) for one in ("eagle", "eagle3.1", "mtp"))]
+KINDS = [
+    "eagle3",
+    "mtp of three",
+    *(pytest.param(one, marks=pytest.mark.full) for one in ("eagle", "eagle3.1", "mtp")),
+]
 KNOWN = torch.tensor([1, 2, 3, 5, 6, 8, 9, 11, 14, 15, 16, 20, 23])
 """What EAGLE-3 has of the vocabulary."""
 SAMPLED, GREEDY = SamplingParams(), SamplingParams(temperature=0.0)
@@ -55,8 +60,8 @@ def make_drafter(kind: str) -> FeatureDrafter:
     made: FeatureDrafter
     if kind == "eagle":
         made = Eagle(target, tiny_config(num_hidden_layers=2))
-    elif kind == "mtp":
-        made = Mtp(target)
+    elif kind.startswith("mtp"):
+        made = Mtp(target, num_modules=3 if kind == "mtp of three" else 1)
     else:
         settings = Eagle3Settings(
             config=tiny_config(num_hidden_layers=1, hidden_size=24),
@@ -83,12 +88,13 @@ def make(
 ) -> DraftModelProposer:
     """With `how` there is a native form of the drafter, once its idle work is done."""
     drafter, sampler = make_drafter(kind), sampler or Sampler()
-    runner = FeatureRunner(
+    runner = (FeatureRunner if drafter.num_modules == 1 else ModuleRunner)(
         drafter,
         CacheConfig(block_size=4, num_blocks=num_blocks),
         max_num_seqs=8,
         max_model_len=64,
         backend=SdpaAttention(),
+        num_kept=drafter.num_modules,
     )
     idle_work = () if how is None else (runner.compile(how),)
     states = PrefixStates(MadeUpSource(missing), drafter.hidden_layers)
@@ -137,6 +143,17 @@ class TestMtp(ProposerContract):
         return make("mtp")
 
 
+class TestMtpModules(ProposerContract):
+    def make_proposer(self) -> Proposer:
+        return make("mtp of three")
+
+
+@pytest.mark.full
+class TestTreesOfMtpModules(ProposerContract):
+    def make_proposer(self) -> Proposer:
+        return make("mtp of three", shape=DYNAMIC)
+
+
 @pytest.mark.full
 class TestStaticTrees(ProposerContract):
     def make_proposer(self) -> Proposer:
@@ -151,14 +168,19 @@ class TestDynamicTrees(ProposerContract):
 
 @torch.no_grad()
 def logits_behind(drafter: FeatureDrafter, token_ids: Sequence[int], path: Sequence[int]) -> torch.Tensor:
-    """What the drafter says behind committed tokens and a path of drafts, [V]: whole rows, no cache."""
+    """What the drafter says behind committed tokens and a path of drafts, [V]: whole rows, no cache.
+
+    A later module reads later tokens behind the same states; the last one goes on behind its own features.
+    """
+    last = drafter.num_modules - 1
     states = torch.stack([made_up_row(token_ids[: at + 1]) for at in range(len(token_ids) - 1)])
     features = drafter.fuse(states[None])
     for depth in range(len(path) + 1):
-        read = torch.tensor([[*token_ids, *path[:depth]]])[:, 1:]
+        read = torch.tensor([[*token_ids, *path[:depth]]])[:, 1 + min(depth, last) :]
         positions = torch.arange(read.shape[1])[None]
-        step = drafter.step(drafter.embed(read), features, positions, CausalRows())
-        features = torch.cat([features, step.features[:, -1:]], dim=1)
+        step = drafter.step(drafter.embed(read), features, positions, CausalRows(), depth)
+        again = torch.cat([features, step.features[:, -1:]], dim=1)
+        features = step.features if depth < last else again
     logits = drafter.logits(step.outputs[0, -1])
     return logits if drafter.vocabulary is None else drafter.vocabulary.expand(logits)
 

@@ -75,7 +75,7 @@ DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"tree": {"shape": "bush"}}, "(?s)tree.*'chain', 'static', 'dynamic'"),
+        ({"tree": {"shape": "bush"}}, "(?s)tree.*'chain', 'static', 'dynamic', 'entropy'"),
         ({"tree": {"shape": "static"}}, "static needs either paths or widths"),
         ({"tree": {"shape": "static", "widths": [2], "paths": [[0]]}}, "either paths or widths"),
         ({"tree": {"shape": "static", "widths": [8, 8]}}, r"widths: \[8, 8\] make more than 64 nodes"),
@@ -85,9 +85,10 @@ DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
         ),
         ({"tree": {"shape": "dynamic", "widths": [2]}}, "tree.dynamic.widths"),
         ({"tree": DYNAMIC, "method": "ngram", "model": None}, "dynamic is .* method ngram has neither"),
+        ({"tree": {"shape": "entropy", "least_confidence": 0.0}}, "(?s)least_confidence.*greater than 0"),
         (
-            {"tree": DYNAMIC, "method": "self", "model": None},
-            "dynamic may read more nodes than it proposes.*method self has no room",
+            {"tree": {"shape": "entropy", "top_k": 2, "depth": 1}},
+            "shape: entropy has 2 nodes at most, fewer than num_speculative_tokens: 8",
         ),
         ({"tree": DYNAMIC, "rejection_sample_method": "block"}, "block takes chains: write sample_and_match"),
         (

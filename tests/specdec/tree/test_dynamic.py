@@ -48,6 +48,21 @@ def test_the_best_nodes_come_first_each_behind_its_parent(num_nodes: int, seed: 
     assert sum(asked) <= shape.num_looked_behind(num_nodes)
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_nodes", [1, 3, 8])
+def test_a_frugal_tree_looks_behind_no_more_than_it_proposes(num_nodes: int, seed: int) -> None:
+    shape = DynamicTree(top_k=4, depth=6)
+    best, values, asked = grown(shape.frugal(), num_nodes, seed)
+    assert values == sorted(values, reverse=True)
+    assert sum(asked) <= len(best.token_ids) <= num_nodes
+    assert sum(asked) <= shape.frugal().num_looked_behind(num_nodes) <= num_nodes
+
+
+def test_others_look_behind_more() -> None:
+    asked = [sum(grown(DynamicTree(top_k=4, depth=6), 8, seed)[2]) for seed in range(20)]
+    assert max(asked) > 8
+
+
 def test_nobody_is_looked_behind_who_cannot_have_a_child_among_the_best() -> None:
     growth = DynamicTree(top_k=3, depth=3).begin(3)
     asked = growth.grow([[Child(1, -0.1), Child(2, -2.0), Child(3, -3.0)]])

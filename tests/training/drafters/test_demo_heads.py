@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from benchmarks.drafter_families import FAMILIES
 from deploy.cli.main import app
 from scripts import train_demo_heads
-from scripts.train_demo_heads import RECIPES, command, share_hidden_states, write_texts
+from scripts.train_demo_heads import RECIPES, command, write_texts
 from training.drafters import train
+from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
-from training.drafters.train import TrainOptions
 
 
 def test_every_recipe_is_what_the_command_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_every_recipe_is_what_the_command_takes(tmp_path: Path, monkeypatch: pyt
         assert recipe.method == RECIPES[name].method
         assert options.out == tmp_path / "out" / name
         assert options.work == tmp_path / "work" / name
-        assert options.keeps_hidden
+        assert options.hidden_folder == tmp_path / "work" / "hidden", "in one folder for all"
         assert options.start_from == (tmp_path / "target" if name == "mtp" else None)
         assert options.stored_dtype == "bfloat16"
         assert options.checkpoint_every_s == 30
@@ -52,13 +52,6 @@ def test_every_recipe_is_what_the_command_takes(tmp_path: Path, monkeypatch: pyt
 def test_the_comparison_has_a_family_for_every_recipe() -> None:
     heads = {family.heads or family.name for family in FAMILIES if family.needs == "heads"}
     assert heads == set(RECIPES)
-
-
-def test_hidden_states_are_kept_in_one_folder(tmp_path: Path) -> None:
-    for method in ("medusa", "hydra", "medusa"):
-        share_hidden_states(tmp_path, method)
-    (tmp_path / "medusa" / "hidden" / "file").write_text("kept")
-    assert (tmp_path / "hydra" / "hidden" / "file").read_text() == "kept"
 
 
 def test_what_is_finished_is_left_out_and_what_is_cut_goes_on(

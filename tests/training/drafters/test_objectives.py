@@ -99,7 +99,7 @@ def test_medusa(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     heads = Medusa(TargetParts.of(model), num_heads=3)
     spread(heads)
     rows = rows_of(model, heads, tokens)
-    losses = medusa_losses(heads, rows)
+    losses = medusa_losses(heads, rows.hidden, rows.tokens)
     every = heads.logits(rows.hidden)
     picked = [F.cross_entropy(every[2, b, t], tokens[b, t + 4]) for b in range(2) for t in range(6)]
     torch.testing.assert_close(losses[2], torch.stack(picked).mean())

@@ -1,0 +1,111 @@
+"""Draft models: what they begin as, what they learn from, and what comes of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec.core.errors import CheckpointError, ConfigError
+from specdec.model.loader import check_same_tokenizer
+from tests.training.drafters.test_train import TINY, losses, options
+from training.drafters.acceptance import evaluate_language_model
+from training.drafters.draft_model import REFRESH_STEPS, first_layers, is_on_policy
+from training.drafters.recipe import DrafterRecipe
+from training.drafters.train import train_drafter
+
+
+def recipe(**changes: Any) -> DrafterRecipe:
+    return DrafterRecipe(method="draft_model", **(TINY | changes))
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.25, 10), (0.5, 20), (1.0, 40)])
+def test_its_own_writing_is_spread_evenly(share: float, count: int) -> None:
+    chosen = [is_on_policy(step, share) for step in range(40)]
+    assert sum(chosen) == count
+    assert abs(sum(chosen[:20]) - count / 2) <= 1
+
+
+def test_it_begins_as_the_targets_first_layers(model: PreTrainedModel) -> None:
+    draft = first_layers(model, 2)
+    tokens = torch.arange(12)[None] + 5
+    output = model(tokens, output_hidden_states=True)
+    base: Any = model.base_model
+    wanted = model.get_output_embeddings()(base.norm(output.hidden_states[2]))
+    torch.testing.assert_close(draft(tokens).logits, wanted)
+    with pytest.raises(ConfigError, match="--num-layers 6: the target has 6; a draft model has fewer"):
+        first_layers(model, 6)
+
+
+def test_it_learns_and_is_written_as_an_ordinary_model(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    chosen = options(target_folder, texts, tmp_path, stored_dtype="bfloat16", keeps_hidden=True)
+    report = train_drafter(recipe(steps=40, on_policy=0.25, num_layers=2), chosen)
+    logged = losses(tmp_path)
+    assert logged[-1]["rows"] < logged[0]["rows"]
+    assert any("draft_rows" in line for line in logged)
+    assert list((tmp_path / "work" / "hidden").glob("*.bin"))
+    assert check_same_tokenizer(target_folder, tmp_path / "out") == ()
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert draft.config.num_hidden_layers == 2
+    assert sum(parameter.numel() for parameter in draft.parameters()) == report["parameters"]
+    reached = report["acceptance"]["0.7"]["reached"]
+    assert len(reached) == 3
+    assert reached == sorted(reached, reverse=True)
+
+
+def test_the_target_itself_is_accepted_without_exception(model: PreTrainedModel) -> None:
+    def target(text: torch.Tensor) -> torch.Tensor:
+        return model(text).logits
+
+    prompts = torch.randint(5, 100, (3, 6), generator=torch.Generator().manual_seed(0))
+    same = evaluate_language_model(model, target, prompts, num_generated=16, num_drafted=3)
+    for temperature in ("0.0", "0.7"):
+        assert same[temperature]["reached"] == [1.0, 1.0, 1.0]
+    shifted = evaluate_language_model(
+        model, lambda text: target(text).roll(1, dims=-1), prompts, num_generated=16, num_drafted=3
+    )
+    assert shifted["0.0"]["reached"] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("on_policy", [0.5, pytest.param(0.0, marks=pytest.mark.full)])
+def test_an_interrupted_run_ends_with_the_same_weights(
+    target_folder: Path, texts: Path, tmp_path: Path, on_policy: float
+) -> None:
+    chosen = recipe(steps=REFRESH_STEPS + 3, on_policy=on_policy, row_length=12, batch_rows=2)
+
+    def run(name: str, **changes: Any) -> dict[str, torch.Tensor]:
+        train_drafter(chosen, options(target_folder, texts, tmp_path / name, eval_texts=0, **changes))
+        return load_file(tmp_path / name / "out" / "model.safetensors")
+
+    straight = run("straight")
+    early = run("resumed", stop_after_step=REFRESH_STEPS)
+    resumed = run("resumed")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+    assert not all(torch.equal(tensor, early[name]) for name, tensor in straight.items())
+
+
+@pytest.mark.full
+def test_a_model_with_the_targets_tokenizer_is_trained_further(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    first = options(target_folder, texts, tmp_path / "first", eval_texts=0)
+    train_drafter(recipe(steps=30, on_policy=0.0), first)
+    further = options(target_folder, texts, tmp_path / "further", eval_texts=0, start_from=first.out)
+    train_drafter(recipe(steps=10, on_policy=0.0, muon_lr=1e-4, adamw_lr=1e-4), further)
+    assert losses(tmp_path / "further")[0]["rows"] < losses(tmp_path / "first")[0]["rows"]
+    nowhere = options(target_folder, texts, tmp_path / "other", start_from=tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        train_drafter(recipe(), nowhere)
+    tokenizer = first.out / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"a"', '"\u00e4"'))
+    with pytest.raises(CheckpointError, match="has another tokenizer than the target"):
+        train_drafter(recipe(), options(target_folder, texts, tmp_path / "another", start_from=first.out))

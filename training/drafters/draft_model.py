@@ -1,0 +1,187 @@
+"""Draft models by generalised knowledge distillation (GKD, Agarwal et al. 2024) from the target.
+
+Rows are texts, or what the target writes (`--samples`), or, in a share of the steps, continuations that the
+draft model writes itself: there it learns the positions that it will meet. All are scored against the
+target's full distribution, at the temperatures at which the pair will be used.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec.core.errors import ConfigError
+from specdec.drafters.base import FINAL_NORM, TargetParts
+from specdec.model.checkpoint import open_checkpoint
+from specdec.model.loader import check_same_tokenizer
+from specdec.model.parallel.plan import UnsupportedParallelism
+from specdec.model.parallel.stages import layer_stack
+from training.divergence import divergence
+from training.draft_distillation import LOSS_TEMPERATURES, SAMPLE_TEMPERATURES, cycled
+from training.drafters.acceptance import evaluate_language_model
+from training.drafters.capture import Capture, KeptStates
+from training.drafters.groundwork import Groundwork, load_frozen
+from training.drafters.options import TrainOptions
+from training.drafters.recipe import DrafterRecipe
+from training.drafters.stored import save_language_model
+from training.generation import sample
+from training.progress import console
+
+_AUTO_MODEL: Any = AutoModelForCausalLM
+REFRESH_STEPS = 20
+"""Steps between fresh samples of the draft model. Checkpoints fall between: older weights are not kept."""
+
+
+def is_on_policy(step: int, share: float) -> bool:
+    """Whether a step reads what the draft model writes: ``share`` of all steps, evenly."""
+    return int((step + 1) * share) > int(step * share)
+
+
+class DraftModelTraining:
+    """A draft model, and what it learns from."""
+
+    def __init__(self, ground: Groundwork, draft: PreTrainedModel, kept: KeptStates | None) -> None:
+        self.draft = draft
+        self._ground = ground
+        self._kept = kept
+        self._capture = Capture(ground.model, (FINAL_NORM,))
+        self._written: dict[tuple[int, int], torch.Tensor] = {}
+        """What the draft model has written for the steps and parts up to the next refresh."""
+
+    def loss(self, step: int, part: int) -> tuple[torch.Tensor, dict[str, float]]:
+        """What to go down, and what to log."""
+        recipe, ground = self._ground.recipe, self._ground
+        on_policy = is_on_policy(step, recipe.on_policy)
+        if on_policy:
+            tokens = self._own_rows(step, part)
+            states = self._capture.states(tokens)
+        else:
+            indices = ground.rows.indices(step * recipe.accumulate + part)
+            tokens = ground.batch(step, part)
+            states = self._capture.states(tokens) if self._kept is None else self._kept.states(indices)
+        wanted = self._capture.logits(states)
+        heat = cycled(LOSS_TEMPERATURES, len(tokens), start=step).to(tokens.device)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=ground.is_mixed):
+            logits = self.draft(tokens, use_cache=False).logits
+        rows = [(one.float() / heat[:, None, None]).flatten(0, 1) for one in (wanted, logits)]
+        loss = divergence(recipe.divergence, rows[0], rows[1]).mean()
+        return loss, {"draft_rows" if on_policy else "rows": loss.item()}
+
+    def _own_rows(self, step: int, part: int) -> torch.Tensor:
+        """int64 [batch_rows, T]: beginnings of rows that the draft model, of the refresh, goes on with."""
+        if (step, part) not in self._written:
+            self._written = self._write(step - step % REFRESH_STEPS)
+        return self._written[step, part].to(self._ground.model.device)
+
+    def _write(self, first: int) -> dict[tuple[int, int], torch.Tensor]:
+        ground, recipe = self._ground, self._ground.recipe
+        places = [
+            (step, part)
+            for step in range(first, first + REFRESH_STEPS)
+            if is_on_policy(step, recipe.on_policy)
+            for part in range(recipe.accumulate)
+        ]
+        prompt_length = max(1, recipe.row_length // 4)
+        written: dict[tuple[int, int], torch.Tensor] = {}
+        for step, part in places:
+            prompts = ground.batch(step, part)[:, :prompt_length].cpu()
+            continuation = sample(
+                self.draft,  # type: ignore[arg-type]
+                prompts.tolist(),
+                num_tokens=recipe.row_length - prompt_length,
+                temperatures=cycled(SAMPLE_TEMPERATURES, len(prompts), start=step),
+                seed=recipe.seed * 1000 + step * recipe.accumulate + part,
+            )
+            written[step, part] = torch.cat([prompts, continuation], dim=1)
+        return written
+
+
+def first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """A model of the target's embeddings, norm, head and first layers: what a draft model begins as.
+
+    Raises:
+        ConfigError: nothing would be left out, or the target's layers are not in one list.
+    """
+    try:
+        name, stack = layer_stack(target)
+    except UnsupportedParallelism as error:
+        raise ConfigError(
+            f"draft_model: no model of fewer layers can be cut from this target ({error}); give --start-from"
+        ) from error
+    if num_layers >= len(stack):
+        raise ConfigError(f"--num-layers {num_layers}: the target has {len(stack)}; a draft model has fewer")
+    config = copy.deepcopy(target.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = list(text.layer_types)[:num_layers]
+    draft: PreTrainedModel = _AUTO_MODEL.from_config(config)
+    own = {
+        weight: tensor
+        for weight, tensor in target.state_dict().items()
+        if not weight.startswith(f"{name}.") or int(weight[len(name) + 1 :].split(".")[0]) < num_layers
+    }
+    draft.load_state_dict(own)
+    return draft.float()
+
+
+def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any]:
+    """Distil, or go on; OUT is an ordinary model folder with the target's tokenizer.
+
+    Raises:
+        ConfigError: an option, a file of data, or the recipe for this target is wrong.
+        CheckpointError: target, or the model to start from, cannot be read, or their tokenizers differ.
+    """
+    if options.start_from is not None:
+        open_checkpoint(options.start_from)
+        check_same_tokenizer(options.target, options.start_from)
+    ground = Groundwork.lay(recipe, options)
+    draft = _beginning(ground, options.start_from)
+    run = ground.begin_run({"draft": draft}, vocabulary_sizes=frozenset({TargetParts.of(draft).vocab_size}))
+    training = DraftModelTraining(ground, draft, ground.kept_states(Capture(ground.model, (FINAL_NORM,))))
+    run.run(
+        lambda number: run.accumulate(number, recipe.accumulate, training.loss),
+        may_pause=lambda num_done: recipe.on_policy == 0.0 or num_done % REFRESH_STEPS == 0,
+    )
+    save_language_model(draft, ground.tokenizer, options.out, getattr(torch, options.stored_dtype))
+    acceptance: dict[str, Any] = {}
+    if options.eval_texts:
+        console.print("measuring acceptance")
+        acceptance = evaluate_language_model(
+            ground.model,
+            _without_gradients(draft),
+            ground.beginnings(),
+            num_generated=options.eval_tokens,
+            num_drafted=recipe.depth,
+            seed=recipe.seed,
+        )
+    return ground.report(run, sum(parameter.numel() for parameter in draft.parameters()), acceptance)
+
+
+def _beginning(ground: Groundwork, start_from: Path | None) -> PreTrainedModel:
+    device = str(ground.model.device)
+    if start_from is None:
+        draft = first_layers(ground.model, ground.recipe.num_layers)
+        torch.nn.Module.to(draft, device)
+    else:
+        draft = load_frozen(start_from, torch.float32, device)
+    if TargetParts.of(draft).vocab_size != TargetParts.of(ground.model).vocab_size:
+        raise ConfigError(
+            f"--start-from {start_from} computes {TargetParts.of(draft).vocab_size} logits, the target "
+            f"{TargetParts.of(ground.model).vocab_size}: give a model with as many rows in its LM head"
+        )
+    return draft.eval().requires_grad_(requires_grad=True)
+
+
+def _without_gradients(draft: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    @torch.no_grad()
+    def logits(text: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = draft(text, use_cache=False).logits
+        return found
+
+    return logits
