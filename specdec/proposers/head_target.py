@@ -39,6 +39,8 @@ class HeadTarget:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    is_quantized: bool = False
+    """Whether the weights of its parts are."""
     incomplete: _Completed | None = None
     """None: all parts are here."""
 
@@ -61,6 +63,7 @@ class HeadTarget:
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
+            is_quantized=loaded.quantization is not None,
             incomplete=complete if is_divided else None,
         )
 

@@ -324,12 +324,12 @@ def _warn_of_depth(heads: Heads, config: SpeculativeConfig) -> None:
 
 
 def _compilation(
-    config: SpeculativeConfig, target: LoadedModel, of_target: PackedOfTarget | None
+    config: SpeculativeConfig, target: HeadTarget, of_target: PackedOfTarget | None
 ) -> DrafterCompilation:
     return DrafterCompilation(
         name=f"{config.method} ({target.path.name if config.model is None else config.model})",
         config=config.compile,
-        is_quantized=target.quantization is not None,
+        is_quantized=target.is_quantized,
         of_target=of_target or (lambda: None),
     )
 
