@@ -91,6 +91,7 @@ class CoordinatorReplica:
             compile_state=self._group.compile_state,
             generation=target_generation(engine),
             placement_group=own_placement_group(),
+            tensors=self._group.tensors,
         )
         self._directory.announce(self._member)
         self._pump.start(self._desk.hear, on_tick=self._tick, tick_s=_TICK_S)
@@ -130,10 +131,12 @@ class CoordinatorReplica:
 
     def _tick(self) -> None:
         self._desk.tick()
-        state = self._group.compile_state
-        if state != self._member.compile_state:
-            self._member = msgspec.structs.replace(self._member, compile_state=state)
-            self._directory.announce(self._member)
+        member = msgspec.structs.replace(
+            self._member, compile_state=self._group.compile_state, tensors=self._group.tensors
+        )
+        if member != self._member:
+            self._member = member
+            self._directory.announce(member)
         if self._pool_waker is not None:
             self._pool_waker.consider(is_needed=self._desk.num_streams > 0 and not self._has_drafters)
             self._report_demand()
@@ -154,7 +157,7 @@ class CoordinatorReplica:
         """Let current ingresses speak to us; use current draft workers."""
         self._pump.channel.admit([member.address for member in members if member.role == "ingress"])
         drafters = [
-            member.address
+            member
             for member in members
             if member.role == "draft" and member.generation == self._draft_generation
         ]

@@ -38,6 +38,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Of a coordinator or draft worker: id of the placement group of its replica."""
     compile_state: WorkState = "off"
     """Of a draft worker, and of a coordinator's target worker: what has become of compiling its forward."""
+    tensors: PeerAddress | None = None
+    """Where a draft worker takes hidden states, and from where a coordinator's target worker sends them; None
+    where nobody needs any."""
 
     @property
     def peer_id(self) -> PeerId:

@@ -26,7 +26,7 @@ from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.engine.config import EngineConfig
-from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.base import PeerId
 from workers.draft_worker import DraftWorker
 from workers.process import prepare_logging
 
@@ -46,7 +46,7 @@ class DraftPoolReplica:
         prepare_logging(self._name)
         self._engine = engine
         self._cluster = cluster
-        self._coordinators: list[PeerAddress] = []
+        self._coordinators: list[Member] = []
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._worker: WorkerHandle | None = None
@@ -118,7 +118,7 @@ class DraftPoolReplica:
         self._num_workers += 1
         with self._lock:
             self._worker_id = worker_id
-            worker.call("admit", self._coordinators)
+            self._tell_who_may_speak(worker)
         self._announce(
             Member(
                 address=address,
@@ -129,6 +129,7 @@ class DraftPoolReplica:
                 generation=draft_generation(self._engine),
                 placement_group=own_placement_group(),
                 compile_state=worker.compile_state(),
+                tensors=worker.tensor_address(),
             )
         )
         logger.info("draft worker %s is ready", worker_id)
@@ -146,14 +147,20 @@ class DraftPoolReplica:
                 self._announce(msgspec.structs.replace(member, compile_state=state))
 
     def _follow(self, members: tuple[Member, ...]) -> None:
-        coordinators = [member.address for member in members if member.role == "coordinator"]
         with self._lock:
-            self._coordinators = coordinators
+            self._coordinators = [member for member in members if member.role == "coordinator"]
             if self._worker is not None and self._worker_id is not None:
                 try:
-                    self._worker.call("admit", coordinators)
+                    self._tell_who_may_speak(self._worker)
                 except TransportError as error:
                     logger.warning("the draft worker was not told who may speak: %s", error)
+
+    def _tell_who_may_speak(self, worker: WorkerHandle) -> None:
+        coordinators = [member.address for member in self._coordinators]
+        targets = [
+            (member.tensors, member.peer_id) for member in self._coordinators if member.tensors is not None
+        ]
+        worker.call("admit", coordinators, targets)
 
     def _keep_alive(self) -> None:
         """Look after the worker; replace it when it is dead."""

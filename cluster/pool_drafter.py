@@ -5,9 +5,6 @@ from __future__ import annotations
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
 
-REMOTE_METHODS = frozenset({"draft_model"})
-"""Methods that draft in the draft pool; the others draft in the coordinator's process, or at the target."""
-
 
 def drafter_of_pool(engine: EngineConfig) -> EngineConfig | None:
     """Return what draft workers have to do with: an engine with their drafter alone; None: there are none.
@@ -16,7 +13,7 @@ def drafter_of_pool(engine: EngineConfig) -> EngineConfig | None:
         ConfigError: several drafters would have to draft there.
     """
     speculative = engine.speculative_config
-    remote = [one for one in speculative.every_drafter if one.method in REMOTE_METHODS]
+    remote = [one for one in speculative.every_drafter if one.drafts_in_pool]
     if len(remote) > 1:
         raise ConfigError(
             f"speculative_config.drafters: {len(remote)} of them are draft models, and draft workers hold "

@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from cluster.config import ClusterConfig
+from cluster.directory import Member
 from cluster.placement import ModelRanks
-from cluster.pool_drafter import REMOTE_METHODS
 from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
 from specdec.core.description import TargetDescription
-from specdec.core.errors import ConfigError, TransportError
+from specdec.core.errors import TransportError
 from specdec.core.idle_work import WorkState
 from specdec.engine.build import build_tokenizer, kv_budgets_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of, drafters_of, modes_of
 from specdec.engine.engine import Engine
+from specdec.engine.hidden_routing import HiddenRouting
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.synthetic import require_real
@@ -32,7 +33,7 @@ from specdec.proposers.target_facts import TargetFacts
 from specdec.proposers.tree_config import tree_shape
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
-from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.base import Channel, PeerAddress, PeerId
 from specdec.transport.status import DraftLinkStatus
 from specdec.transport.zmq import KeyPair, ZmqChannel
 from specdec.verification.registry import capabilities_of
@@ -65,7 +66,9 @@ class TargetGroup:
         self._worker: WorkerHandle | None = None
         self._target: RemoteTarget | None = None
         self._proposer: RemoteProposer | None = None
-        self._drafters: Sequence[PeerAddress] = ()
+        self._routing: HiddenRouting | None = None
+        self._drafters: Sequence[Member] = ()
+        self._tensors: PeerAddress | None = None
         self._revision: str | None = None
         self._profile: CostProfile | None = None
         self._compile_state: WorkState = "pending"
@@ -74,6 +77,11 @@ class TargetGroup:
     def compile_state(self) -> WorkState:
         """What has become of compiling the target's forward (any thread)."""
         return self._compile_state
+
+    @property
+    def tensors(self) -> PeerAddress | None:
+        """From where the target worker sends hidden states; None: nobody needs any (any thread)."""
+        return self._tensors
 
     def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
         """Start a target worker, replacing the one before, and return an engine over it.
@@ -94,6 +102,7 @@ class TargetGroup:
                 self._tokenizer = build_tokenizer(self._config)
             worker = loading.await_address(self._cluster.target_groups.load_timeout_s)
             self._compile_state = loading.compile_state()
+            self._tensors = loading.tensor_address()
             target = RemoteTarget(
                 channel,
                 worker,
@@ -106,7 +115,7 @@ class TargetGroup:
             raise
         self._target = target
         self._require_same_model(target.description)
-        proposer = self._make_proposer(target.description, meanwhile)
+        proposer = self._make_proposer(target, meanwhile)
         return Engine.from_parts(
             target=target,
             proposer=with_fallback(proposer, self._config.speculative_config),
@@ -129,12 +138,10 @@ class TargetGroup:
         if self._compile_state == "pending" and self._worker is not None:
             self._compile_state = self._worker.poll_compile_state() or "pending"
 
-    def set_drafters(self, drafters: Sequence[PeerAddress]) -> None:
+    def set_drafters(self, drafters: Sequence[Member]) -> None:
         """Use exactly these draft workers (any thread)."""
         self._drafters = drafters
-        proposer = self._proposer
-        if proposer is not None:
-            proposer.set_workers(drafters)
+        self._tell_drafters()
 
     def metrics(self) -> dict[str, float]:
         """Counters of the draft link."""
@@ -194,16 +201,24 @@ class TargetGroup:
             )
         self._revision = description.revision
 
-    def _make_proposer(self, description: TargetDescription, meanwhile: Callable[[], None]) -> Proposer:
+    def _tell_drafters(self) -> None:
+        drafters, proposer, routing = self._drafters, self._proposer, self._routing
+        if routing is not None:
+            routing.set_inboxes({one.peer_id: one.tensors for one in drafters if one.tensors is not None})
+        if proposer is not None:
+            proposer.set_workers([one.address for one in drafters])
+
+    def _make_proposer(self, target: RemoteTarget, meanwhile: Callable[[], None]) -> Proposer:
         speculative = self._config.speculative_config
         if speculative.method != "several":
-            return self._make_drafter(speculative, description, meanwhile)
-        return create_each(speculative, lambda one: self._make_drafter(one, description, meanwhile))
+            return self._make_drafter(speculative, target, meanwhile)
+        return create_each(speculative, lambda one: self._make_drafter(one, target, meanwhile))
 
     def _make_drafter(
-        self, speculative: SpeculativeConfig, description: TargetDescription, meanwhile: Callable[[], None]
+        self, speculative: SpeculativeConfig, target: RemoteTarget, meanwhile: Callable[[], None]
     ) -> Proposer:
-        if speculative.method not in REMOTE_METHODS:
+        description = target.description
+        if not speculative.drafts_in_pool:
             facts = TargetFacts(
                 vocab_size=description.vocab_size,
                 dtype=description.dtype,
@@ -211,13 +226,13 @@ class TargetGroup:
                 model=self._config.target.model,
             )
             return create_proposer(speculative, facts)
-        if speculative.method != "draft_model":
-            raise ConfigError(f"speculative_config.method: {speculative.method} has no remote form")
         sampling = DraftSampling.under(capabilities_of(speculative.rejection_sample_method))
         shape = tree_shape(speculative.tree)
         if shape is not None:
             sampling = sampling.for_trees(shape)
-        channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
+        channel: Channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
+        if speculative.has_remote_heads:
+            channel = self._routing = HiddenRouting(channel, target.send_hidden)
         proposer = RemoteProposer(
             channel,
             capabilities=ProposerCapabilities(
@@ -229,13 +244,15 @@ class TargetGroup:
                 kv="own",
                 remote=True,
                 max_context=speculative.max_prefix_len,
-                looks_ahead=shape is None,
+                hidden_layers=(-1,) if speculative.has_heads else (),  # or others: the workers know which
+                looks_ahead=shape is None and not speculative.has_heads,
             ),
             vocab_size=description.vocab_size,
             deadlines=self._cluster.draft_pool.deadlines,
             placement=self._cluster.draft_pool.placement,
+            first_epoch=time.time_ns(),  # draft workers know attempts of the engine before this one
             meanwhile=meanwhile,
         )
-        proposer.set_workers(self._drafters)
         self._proposer = proposer
+        self._tell_drafters()
         return proposer

@@ -46,6 +46,15 @@ class WorkerHandle:
             raise _readable(error, self._what) from error
         return address
 
+    def tensor_address(self) -> PeerAddress | None:
+        """Ask where the worker sends hidden states from, or takes them; None: it does neither.
+
+        Raises:
+            TransportError: the process is dead or does not answer.
+        """
+        address: PeerAddress | None = self.call("tensor_address")
+        return address
+
     def call(self, method: str, *args: object, timeout_s: float = 10.0) -> Any:
         """Call a method and wait.
 

@@ -14,17 +14,28 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.draft_shares import DraftShareConfig
 from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner, run_at_start
-from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
+from workers.process import (
+    ServingThread,
+    prepare_logging,
+    prepare_threads,
+    settle_memory,
+    tensor_peer_id,
+)
 from workers.progress import StartListener, StartProgress
 from workers.rank_worker import lead_ranks, threads_per_rank
 
 if TYPE_CHECKING:
+    from specdec.engine.hidden_inbox import HiddenInbox
+    from specdec.proposers.base import Proposer
+    from specdec.proposers.heads_factory import LoadedDrafter
     from specdec.transport.zmq import ZmqOptions
 
 logger = logging.getLogger(__name__)
 
 _QUIET_S = 0.5
 """How long no request must have been present before idle work begins."""
+_NUMBER_BYTES = 4
+"""Of a hidden state, at most."""
 
 
 class DraftWorkerProcess:
@@ -50,13 +61,20 @@ class DraftWorkerProcess:
         speculative = config.speculative_config
         num_threads = prepare_threads(threads_per_rank(speculative.num_threads, 1 + len(other_ranks)))
         # Only now, since OpenMP reads its settings when torch is loaded.
-        from specdec.engine.build import build_draft_grammars, build_draft_proposer
+        from specdec.engine.build import build_draft_grammars, build_draft_proposer, build_remote_heads
         from specdec.engine.draft_server import DraftServer
         from specdec.transport.zmq import ZmqChannel
 
         started_s = time.monotonic()
         logger.info("loading drafter %s (%d threads)", speculative.model or speculative.method, num_threads)
-        proposer = build_draft_proposer(config, lead_ranks("draft", config, host, other_ranks))
+        self._inbox: HiddenInbox | None = None
+        proposer: Proposer
+        if speculative.has_remote_heads:
+            heads = build_remote_heads(config)
+            self._inbox = _hidden_inbox(heads, speculative.hidden_memory_bytes, peer_id, host)
+            proposer = heads.proposer(self._inbox)
+        else:
+            proposer = build_draft_proposer(config, lead_ranks("draft", config, host, other_ranks))
         progress = StartProgress("draft", listener)
         self._works = idle_work_of(proposer)
         run_at_start(self._works, budget_s=speculative.compile.startup_seconds, report=progress.compiling)
@@ -76,6 +94,8 @@ class DraftWorkerProcess:
         def close() -> None:
             self._channel.close()
             grammars.close()
+            if self._inbox is not None:
+                self._inbox.close()
 
         self._thread = ServingThread("draft", serve_once, close)
         progress.ready()
@@ -88,20 +108,46 @@ class DraftWorkerProcess:
         """What has become of compiling the forward."""
         return state_of(self._works)
 
-    def admit(self, coordinators: list[PeerAddress]) -> None:
-        """Serve exactly these coordinators, and forget what others asked for."""
+    def tensor_address(self) -> PeerAddress | None:
+        """Where target workers send hidden states to; None: they are not needed."""
+        return None if self._inbox is None else self._inbox.address
+
+    def admit(
+        self, coordinators: list[PeerAddress], targets: Sequence[tuple[PeerAddress, PeerId]] = ()
+    ) -> None:
+        """Serve exactly these coordinators, and forget what others asked for.
+
+        `targets`: from where hidden states come, with the coordinators whose sequences they are of.
+        """
         self._channel.admit(coordinators)
+        if self._inbox is not None:
+            self._inbox.admit(targets)
         self._server.retain([coordinator.peer_id for coordinator in coordinators])
 
     def check_health(self) -> dict[str, float]:
         """Return counters; raise when nothing is served any more."""
         if not self._thread.is_alive:
             raise RuntimeError("the draft worker's serving thread has ended")
-        return {"num_sequences": float(self._server.num_sequences), **dict(self._server.counters)}
+        counters = dict(self._server.counters)
+        if self._inbox is not None:
+            counters.update(self._inbox.counters)
+        return {"num_sequences": float(self._server.num_sequences), **counters}
 
     def stop(self) -> None:
         """Serve no more."""
         self._thread.stop(self._channel.wake)
+
+
+def _hidden_inbox(heads: LoadedDrafter, memory_bytes: int, peer_id: PeerId, host: str) -> HiddenInbox:
+    from specdec.engine.hidden_inbox import HiddenInbox
+    from specdec.transport.torch_dist import TorchDistChannel
+
+    return HiddenInbox(
+        TorchDistChannel(tensor_peer_id(peer_id), host=host),
+        layers=heads.hidden_layers,
+        width=heads.state_width,
+        max_rows=max(1, memory_bytes // (heads.state_width * _NUMBER_BYTES)),
+    )
 
 
 DraftWorker = ray.remote(DraftWorkerProcess)

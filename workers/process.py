@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from specdec.kv.host_memory import give_back_freed
+from specdec.transport.base import PeerId
 from workers.logs import make_formatter
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,11 @@ def settle_memory() -> None:
     gc.collect()
     gc.freeze()
     give_back_freed()
+
+
+def tensor_peer_id(peer_id: PeerId) -> PeerId:
+    """Return the name of a worker's channel for tensors, given that of its channel for messages."""
+    return PeerId(f"{peer_id}-tensors")
 
 
 class ServingThread:

@@ -13,11 +13,19 @@ from specdec.core.idle_work import WorkState, state_of
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner, run_at_start
-from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
+from workers.process import (
+    ServingThread,
+    prepare_logging,
+    prepare_threads,
+    settle_memory,
+    tensor_peer_id,
+)
 from workers.progress import StartListener, StartProgress
 from workers.rank_worker import lead_ranks, threads_per_rank
 
 if TYPE_CHECKING:
+    from specdec.engine.hidden_sender import HiddenSender
+    from specdec.engine.kept_rows import KeptRows
     from specdec.transport.zmq import ZmqOptions
 
 logger = logging.getLogger(__name__)
@@ -73,19 +81,31 @@ class TargetWorkerProcess:
         settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         self._channel.admit([owner])
-        server = TargetServer(self._channel, target)
+        self._sender: HiddenSender | None = None
+        if config.speculative_config.has_remote_heads:
+            self._sender = _hidden_sender(target.hidden, peer_id, host)
+        server = TargetServer(self._channel, target, hidden=self._sender)
         idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
         def serve_once() -> None:
             was_served = server.step(idle.patience_s)
             idle.after(was_served, is_needed=False)
 
-        self._thread = ServingThread("target", serve_once, self._channel.close)
+        def close() -> None:
+            self._channel.close()
+            if self._sender is not None:
+                self._sender.close()
+
+        self._thread = ServingThread("target", serve_once, close)
         progress.ready()
 
     def address(self) -> PeerAddress:
         """How the coordinator reaches this worker. Answers once it serves."""
         return self._channel.address
+
+    def tensor_address(self) -> PeerAddress | None:
+        """Who draft workers get hidden states from; None: they need none."""
+        return None if self._sender is None else self._sender.address
 
     def compile_state(self) -> WorkState:
         """What has become of compiling the forward."""
@@ -99,6 +119,14 @@ class TargetWorkerProcess:
     def stop(self) -> None:
         """Serve no more."""
         self._thread.stop(self._channel.wake)
+
+
+def _hidden_sender(kept: KeptRows | None, peer_id: PeerId, host: str) -> HiddenSender:
+    from specdec.engine.hidden_sender import HiddenSender
+    from specdec.transport.torch_dist import TorchDistChannel
+
+    assert kept is not None, "a target keeps what heads in draft workers read"
+    return HiddenSender(TorchDistChannel(tensor_peer_id(peer_id), host=host), kept)
 
 
 TargetWorker = ray.remote(TargetWorkerProcess)

@@ -74,6 +74,7 @@ def build_parts(
     """
     if not is_measuring:
         require_real(config)
+    config = config.in_one_process()
     target = build_target(config, progress, reserved_bytes=draft_bytes(config.speculative_config))
     try:
         proposer = _build_proposer(config, target.description)
@@ -180,6 +181,7 @@ def _build_whole_target(
 
     loaded = load_model(config.target, progress)
     heads = _heads_of(config, loaded)
+    hidden_layers = _hidden_layers_of(config, loaded, heads)
     view = _view_of(config, loaded)
     backend = attention_of(loaded, config.target.attention_backend)
     runner = ModelRunner(
@@ -191,7 +193,7 @@ def _build_whole_target(
         + later_bytes(loaded, config.target.compile, backend)
         + (0 if heads is None else heads.later_bytes),
         backend=backend,
-        hidden_layers=() if heads is None else heads.hidden_layers,
+        hidden_layers=hidden_layers,
     )
     _require_length(config, runner)
     graphs = accelerate(runner, config.target.compile)
@@ -234,7 +236,7 @@ def build_target_part(
     loaded = load_model(config.target, progress, ranks)
     with same_fate(ranks):
         heads = _heads_of(config, loaded)
-        hidden_layers = () if heads is None else heads.hidden_layers
+        hidden_layers = _hidden_layers_of(config, loaded, heads)
         places_of(loaded, hidden_layers)  # all ranks hear of layers that are not here
         view = _view_of(config, loaded)
     if heads is not None:
@@ -265,17 +267,33 @@ def build_target_part(
 
 def _heads_of(config: EngineConfig, loaded: LoadedModel) -> LoadedDrafter | None:
     """Return the heads that draft beside a target, or beside its last stage."""
-    if not config.speculative_config.has_heads or not (loaded.stage is None or loaded.stage.is_last):
+    speculative = config.speculative_config
+    if not speculative.has_heads or speculative.has_remote_heads:
+        return None
+    if loaded.stage is not None and not loaded.stage.is_last:
         return None
     from specdec.proposers.heads_factory import load_heads
 
     return load_heads(
-        config.speculative_config,
+        speculative,
         loaded,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         drafts_here=loaded.ranks is None or loaded.ranks.rank == 0,
     )
+
+
+def _hidden_layers_of(
+    config: EngineConfig, loaded: LoadedModel, heads: LoadedDrafter | None
+) -> tuple[int, ...]:
+    """Return which hidden states are kept: for the heads that are here, or for those in draft workers."""
+    if heads is not None:
+        return heads.hidden_layers
+    if not config.speculative_config.has_remote_heads:
+        return ()
+    from specdec.proposers.heads_factory import layers_read_by_heads
+
+    return layers_read_by_heads(config.speculative_config, loaded)
 
 
 def _view_of(config: EngineConfig, loaded: LoadedModel) -> LoadedModel | None:
@@ -383,6 +401,22 @@ def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -
     size = speculative.draft_tensor_parallel_size
     with leading("draft", config, size, speculative.device, ranks) as (group, followers):
         return LeadingProposer(build_draft_part(config, group), group, followers)
+
+
+def build_remote_heads(config: EngineConfig) -> LoadedDrafter:
+    """Load heads as a draft worker does, which then needs a source of hidden states for them.
+
+    Raises:
+        UserError: as `build_parts`.
+    """
+    from specdec.proposers.heads_factory import load_remote_heads
+
+    return load_remote_heads(
+        config.speculative_config,
+        config.target,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
 
 
 def build_draft_part(config: EngineConfig, ranks: RankGroup) -> DraftModelProposer:

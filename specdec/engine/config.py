@@ -91,6 +91,22 @@ class EngineConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_remote_heads(self) -> Self:
+        speculative, num_stages = self.speculative_config, self.target.pipeline_parallel_size
+        if speculative.has_remote_heads and num_stages > 1:
+            raise ValueError(
+                f"speculative_config.heads_at: draft_pool does not go with target.pipeline_parallel_size: "
+                f"{num_stages} yet, since no stage has all hidden states: write heads_at: target, or use "
+                "tensor_parallel_size"
+            )
+        return self
+
+    def in_one_process(self) -> EngineConfig:
+        """Return what it means where one process has all of it."""
+        speculative = self.speculative_config
+        return self.model_copy(update={"speculative_config": speculative.in_one_process()})
+
+    @model_validator(mode="after")
     def _check_attention(self) -> Self:
         target, draft = self.target, self.speculative_config
         dtype = target.dtype if draft.dtype == "auto" else draft.dtype

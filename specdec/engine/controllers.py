@@ -66,8 +66,10 @@ def build_controller(
 
 
 def modes_of(proposer: ProposerCapabilities) -> tuple[OverlapMode, ...]:
-    """Return how rounds can be run with a proposer: what drafts in this process cannot be overlapped."""
-    if not proposer.remote:
+    """Return how rounds can be run with a proposer: what drafts in this process cannot be overlapped, nor
+    can what has to hear of the target first.
+    """
+    if not proposer.remote or proposer.hidden_layers:  # a target that is busy sends no hidden states
         return ("lockstep",)
     return ("lockstep", "ping_pong", "draft_ahead") if proposer.looks_ahead else ("lockstep", "ping_pong")
 

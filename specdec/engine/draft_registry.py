@@ -99,6 +99,7 @@ class DraftRegistry:
         deadlines: DraftDeadlineConfig,
         placement: DraftPlacementConfig,
         max_context: int | None = None,
+        first_epoch: int = 0,
         on_leave: Callable[[RequestId, Registration], None],
     ) -> None:
         """Begin without workers.
@@ -108,6 +109,7 @@ class DraftRegistry:
             deadlines: when a silent worker loses its sequences, and how often a full one is tried again.
             placement: how sequences are spread.
             max_context: longest prefix (tokens) that any worker continues; None: no limit.
+            first_epoch: greater than all that workers have heard of from somebody of this name.
             on_leave: called when a worker that is still there loses a sequence, for it to be told.
         """
         self._deadlines = deadlines
@@ -117,7 +119,7 @@ class DraftRegistry:
         self._max_length = max_context
         self._chance = random.Random(name)
         self._next_rebalance_s = 0.0
-        self._next_epoch = 0
+        self._next_epoch = first_epoch
         self._too_long: set[RequestId] = set()
         self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
         """Sequences that workers had room for and no longer have, and when to ask those again."""

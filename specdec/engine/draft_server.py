@@ -7,6 +7,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout, InputError
 from specdec.core.ids import RequestId, owned_id, owner_of
@@ -15,7 +17,15 @@ from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_grammar import DraftGrammars, FollowedGrammar
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
-from specdec.proposers.base import AheadWish, HasRoom, LooksAhead, Proposer, ReadsAlong, counters_of
+from specdec.proposers.base import (
+    AheadWish,
+    HasRoom,
+    LooksAhead,
+    Proposer,
+    ReadsAlong,
+    ReadsStates,
+    counters_of,
+)
 from specdec.transport.base import Channel, Envelope, PeerId
 from specdec.transport.messages import (
     DraftBranch,
@@ -53,6 +63,11 @@ _IDLE_S = 5.0
 is so long: one that is being generated is asked about in every round."""
 
 
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 8.0
+"""Between two calls for hidden states that were lost: these may be on their way, or be lost again."""
+
+
 class _Mirror:
     """A coordinator's sequence as it is known here. Satisfies `SequenceView`."""
 
@@ -74,6 +89,8 @@ class _Mirror:
                 opening.grammar, self.token_ids, opening.num_prompt_tokens, owner_of(request_id)
             )
         self.last_used_s = 0.0
+        self.ask_again_s = 0.0
+        self.pause_s = _FIRST_PAUSE_S
 
     @property
     def committed_len(self) -> int:
@@ -154,6 +171,7 @@ class DraftServer:
             self._ahead = proposer
         self._memory = proposer if isinstance(proposer, HasRoom) else None
         self._reader = proposer if isinstance(proposer, ReadsAlong) else None
+        self._of_states = proposer if isinstance(proposer, ReadsStates) else None
         self._max_length = proposer.capabilities.max_context or _MAX_LENGTH
         self._told_length = proposer.capabilities.max_context or 0
         self._grammars = grammars
@@ -170,9 +188,10 @@ class DraftServer:
         invalid_entries, unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads
         the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to
         another), outgrown_sequences (their coordinator's share of the memory is too small for them now),
-        unread_dropped (their coordinator said too much at a time), unexpected_messages (not for a draft
-        worker); and by metric name what coordinators are told: `draft_grammar_failures` and what the proposer
-        counts (`proposers.base.HasCounters`)."""
+        unread_dropped (their coordinator said too much at a time), states_asked_again (sequences whose
+        hidden states were lost), unexpected_messages (not for a draft worker); and by metric name what
+        coordinators are told: `draft_grammar_failures` and what the proposer counts
+        (`proposers.base.HasCounters`)."""
 
     @property
     def num_sequences(self) -> int:
@@ -380,12 +399,28 @@ class DraftServer:
                     continue
             spent_s[wish.coordinator] = max(draft_s + wish.read_s, spent_s[wish.coordinator])
             answer = _answer(wish.entry, its_proposals, is_full=is_full, num_unread=num_unread)
+            if not is_full and (rows_from := self._lost_rows(wish.mirror)) >= 0:
+                answer = msgspec.structs.replace(answer, rows_from=rows_from)
             answers[wish.coordinator].append(answer)
             rounds[wish.coordinator] = max(wish.round_id, rounds.get(wish.coordinator, wish.round_id))
         counts = self._new_counts() if answers else None
         for coordinator, its_answers in answers.items():
             self._send(coordinator, rounds[coordinator], its_answers, spent_s[coordinator], counts)
             counts = None
+
+    def _lost_rows(self, mirror: _Mirror) -> int:
+        """Return from which row on a coordinator is to have hidden states sent again; -1: not now."""
+        lost = None if self._of_states is None else self._of_states.missing_states.get(mirror.request_id)
+        now_s = self._clock.now_s()
+        if lost is None:  # none are, or no more
+            mirror.ask_again_s, mirror.pause_s = 0.0, _FIRST_PAUSE_S
+            return -1
+        if now_s < mirror.ask_again_s:
+            return -1
+        mirror.ask_again_s = now_s + mirror.pause_s
+        mirror.pause_s = min(2.0 * mirror.pause_s, _LONGEST_PAUSE_S)
+        self.counters["states_asked_again"] += 1
+        return lost
 
     def _num_unread(self, wish: _Wish) -> int:
         return 0 if self._reader is None else self._reader.num_unread(wish.mirror)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import torch
@@ -14,6 +14,9 @@ from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.transport.base import PeerAddress, PeerId, PeerLost, TensorChannel
 from specdec.transport.messages import HiddenRun, HiddenStates, HiddenWish, SendHidden
+
+_PARCEL_BYTES: Final = 8 << 20
+"""Rows of one message: those of a long prompt are sent in several, beside others' rather than before them."""
 
 
 class HiddenTaps(Protocol):
@@ -47,8 +50,18 @@ class HiddenSender:
         self._channel = channel
         self._taps = taps
         self._wishes: defaultdict[_Receiver, dict[RequestId, HiddenWish]] = defaultdict(dict)
+        self._attempts: dict[tuple[_Receiver, RequestId], int] = {}
+        """The newest attempt at a sequence that rows were wished for."""
+        self._new: set[tuple[_Receiver, RequestId]] = set()
+        """Whose first wish came after the last step: the target may not have heard yet that its sequence is
+        not another one that ended under the same name."""
         self.counters: Counter[str] = Counter()
         """hidden_rows_sent, hidden_rows_missing (wished for, and no longer kept)."""
+
+    @property
+    def address(self) -> PeerAddress:
+        """By which draft workers know it."""
+        return self._channel.address
 
     @property
     def num_waiting(self) -> int:
@@ -62,6 +75,10 @@ class HiddenSender:
         self._channel.connect(address)
         wishes = self._wishes[receiver]
         for wish in order.wishes:
+            name = (receiver, wish.request_id)
+            if self._attempts.get(name) != wish.epoch:
+                self._attempts[name] = wish.epoch
+                self._new.add(name)
             waiting = wishes.get(wish.request_id)
             if waiting is not None and waiting.epoch == wish.epoch:
                 wish = msgspec.structs.replace(wish, first_row=min(wish.first_row, waiting.first_row))
@@ -78,6 +95,9 @@ class HiddenSender:
 
     def step_done(self, known: Collection[RequestId]) -> None:
         """After a step: fulfil what it has made possible; drop wishes for sequences that are not `known`."""
+        self._new.clear()
+        for name in [name for name in self._attempts if name[1] not in known]:
+            del self._attempts[name]
         if not self._wishes:
             return
         self.fulfil()
@@ -88,15 +108,18 @@ class HiddenSender:
     def forget_all(self) -> None:
         """Drop all wishes: the worker has another owner."""
         self._wishes.clear()
+        self._attempts.clear()
+        self._new.clear()
 
     def close(self) -> None:
         """Close the channel. Idempotent."""
         self._channel.close()
 
     def _fulfil(self, receiver: _Receiver, wishes: dict[RequestId, HiddenWish]) -> None:
-        runs: list[HiddenRun] = []
-        parts: list[torch.Tensor] = []
+        parcel = _Parcel()
         for wish in list(wishes.values()):
+            if (receiver, wish.request_id) in self._new:
+                continue
             end_row = wish.committed_len - 1
             if end_row <= wish.first_row:
                 del wishes[wish.request_id]
@@ -106,22 +129,22 @@ class HiddenSender:
                 continue
             del wishes[wish.request_id]
             self.counters["hidden_rows_missing"] += end_row - wish.first_row - len(rows)
-            parts.append(rows)
-            runs.append(
-                HiddenRun(
-                    request_id=wish.request_id,
-                    epoch=wish.epoch,
-                    committed_len=wish.committed_len,
-                    prefix_hash=wish.prefix_hash,
-                    first_row=end_row - len(rows),
-                    num_rows=len(rows),
-                )
-            )
-        if runs:
-            hidden = torch.cat(parts)
-            self.counters["hidden_rows_sent"] += len(hidden)
-            message = HiddenStates(receiver.coordinator, self._taps.layers, tuple(runs))
-            self._channel.send_tensors(receiver.peer_id, message, {"hidden": hidden})
+            first_row = end_row - len(rows)
+            while len(rows):
+                part = rows[: parcel.num_free(rows)]
+                parcel.add(wish, first_row, part)
+                rows, first_row = rows[len(part) :], first_row + len(part)
+                if parcel.num_free(part) == 0:
+                    self._send(receiver, parcel)
+                    parcel = _Parcel()
+        if parcel.runs:
+            self._send(receiver, parcel)
+
+    def _send(self, receiver: _Receiver, parcel: _Parcel) -> None:
+        hidden = torch.cat(parcel.parts)
+        self.counters["hidden_rows_sent"] += len(hidden)
+        message = HiddenStates(receiver.coordinator, self._taps.layers, tuple(parcel.runs))
+        self._channel.send_tensors(receiver.peer_id, message, {"hidden": hidden})
 
     def _forget_lost_receivers(self) -> None:
         """A draft worker that is gone is called again only when somebody wishes it."""
@@ -134,3 +157,32 @@ class HiddenSender:
                 self._channel.disconnect(envelope.sender)
                 for receiver in [one for one in self._wishes if one.peer_id == envelope.sender]:
                     del self._wishes[receiver]
+
+
+class _Parcel:
+    """Rows for one message."""
+
+    def __init__(self) -> None:
+        self.runs: list[HiddenRun] = []
+        self.parts: list[torch.Tensor] = []
+        self._num_rows = 0
+
+    def num_free(self, rows: torch.Tensor) -> int:
+        """Return how many more rows like these there is room for."""
+        most = max(1, _PARCEL_BYTES // max(1, rows[0].nbytes))
+        return most - self._num_rows
+
+    def add(self, wish: HiddenWish, first_row: int, rows: torch.Tensor) -> None:
+        """Put in the rows of a sequence from `first_row` on."""
+        self._num_rows += len(rows)
+        self.parts.append(rows)
+        self.runs.append(
+            HiddenRun(
+                request_id=wish.request_id,
+                epoch=wish.epoch,
+                committed_len=wish.committed_len,
+                prefix_hash=wish.prefix_hash,
+                first_row=first_row,
+                num_rows=len(rows),
+            )
+        )

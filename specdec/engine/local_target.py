@@ -181,6 +181,8 @@ class LocalTarget:
         """
         if step.moves:
             self._runner.move_slots(step.moves)
+            if self.hidden is not None:
+                self.hidden.moved(step.moves)
         for request_id in step.released:
             self._sequences.pop(request_id, None)
         if self.hidden is not None:
@@ -306,9 +308,12 @@ class LocalTarget:
                 results = with_answers_beside(results, step.works, sequences, logits_beside, self._sampler)
             sample_s = time.perf_counter() - started_s - forward_s
         if self.hidden is not None:
-            for work in step.works:
+            for work, told in zip(step.works, results, strict=True):
                 table = self._sequences[work.request_id].block_table
-                self.hidden.note(work.request_id, table, work.start + len(work.token_ids))
+                end_row = work.start + len(work.token_ids)
+                # Who drafts here reads them once they have been moved.
+                path = _standing_path(work, told) if self._drafting is None else (end_row, ())
+                self.hidden.note(work.request_id, table, end_row, path)
         if observation is not None:
             assert self._watch is not None
             self._watch.learn(observation, step.works, results, self._scores_of(step.works))
@@ -483,6 +488,16 @@ class LocalTarget:
         spec = self._row_spec(work)._replace(num_rows=len(token_ids), depths=None)  # no noise is looked at
         rows = SamplingRows.build([spec], seen.device)
         return tuple(self._sampler.logprobs(seen, token_ids, params.logprobs, mode, rows))
+
+
+def _standing_path(work: TargetWork, result: WorkResult) -> tuple[int, Sequence[int]]:
+    """Return where the draft of a work begins, and which nodes of a tree stand."""
+    first = len(work.token_ids) - num_drafted(work)
+    parents = node_parents(work)
+    if parents is None or not result.token_ids:
+        return work.start + first, ()
+    verdict = verdict_of(work.token_ids[first:], parents, result.token_ids)
+    return work.start + first, verdict.accepted_nodes
 
 
 def _with_scores(results: Sequence[WorkResult], scores: _PromptScores) -> tuple[WorkResult, ...]:

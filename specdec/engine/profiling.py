@@ -475,8 +475,10 @@ class _Counter:
 
 
 def drafts_anything(proposer: Proposer, plan: ProfilePlan) -> bool:
-    """Whether there are proposals that could be measured."""
-    return proposer.capabilities.name != "none" and plan.max_draft_tokens > 0
+    """Whether there are proposals that could be measured: not from hidden states of made-up sequences."""
+    capabilities = proposer.capabilities
+    is_blind = capabilities.remote and len(capabilities.hidden_layers) > 0
+    return capabilities.name != "none" and not is_blind and plan.max_draft_tokens > 0
 
 
 def measure_profile(

@@ -14,6 +14,7 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
+from specdec.engine.kept_rows import KeptRows
 from specdec.engine.local_target import LocalTarget, run_to_the_end
 from specdec.engine.rank_commands import (
     AheadEntry,
@@ -85,6 +86,11 @@ class LeadingTarget:
     def description(self) -> TargetDescription:
         """Facts about the model."""
         return self._target.description
+
+    @property
+    def hidden(self) -> KeptRows | None:
+        """Hidden states of its sequences, where some are kept: rank 0 has them in full."""
+        return self._target.hidden
 
     @property
     def runner(self) -> ModelRunner:

@@ -142,6 +142,7 @@ class RemoteProposer:
         vocab_size: int,
         deadlines: DraftDeadlineConfig | None = None,
         placement: DraftPlacementConfig | None = None,
+        first_epoch: int = 0,
         clock: Clock | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
@@ -153,6 +154,8 @@ class RemoteProposer:
             vocab_size: the target's; a proposal with any other token id is dropped.
             deadlines: how long to wait, and how often a worker that is full is asked again.
             placement: how sequences are spread over the workers.
+            first_epoch: where attempts are counted from: beyond those of whoever spoke by the channel's name
+                before, or the workers take them for old ones.
             clock: of deadlines and counters.
             meanwhile: called once the workers have been asked: what may be done while they draft. Quick.
         """
@@ -164,6 +167,7 @@ class RemoteProposer:
             deadlines=deadlines or DraftDeadlineConfig(),
             placement=placement or DraftPlacementConfig(),
             max_context=capabilities.max_context,
+            first_epoch=first_epoch,
             on_leave=self._tell_to_forget,
         )
         self._talks: dict[PeerId, _Talk] = {}

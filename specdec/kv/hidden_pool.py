@@ -37,11 +37,13 @@ class HiddenPool:
         """Put row i into slot i of `slots_T` (int64, on the pool's device)."""
         self.rows.index_copy_(0, slots_T, rows_TW)
 
+    def slot(self, block_table: Sequence[int], place: int) -> int:
+        """Return where the row of a place of a sequence is."""
+        return block_table[place // self.block_size] * self.block_size + place % self.block_size
+
     def read(self, block_table: Sequence[int], first: int, end: int) -> torch.Tensor:
         """Return a copy of the rows of places `first` .. `end` - 1 of a sequence, [end - first, width]."""
-        places = range(first, end)
-        size = self.block_size
-        return self.read_slots([block_table[place // size] * size + place % size for place in places])
+        return self.read_slots([self.slot(block_table, place) for place in range(first, end)])
 
     def read_slots(self, slots: Sequence[int]) -> torch.Tensor:
         """Return a copy of the rows of `slots`, [slots, width]."""

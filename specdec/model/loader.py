@@ -140,7 +140,7 @@ def load_model(
         checkpoint = open_checkpoint(config.model)
         _check_size(checkpoint, on_paper.num_parameters)
         dtype = _resolve_dtype(config, checkpoint, hf_config)
-        device = _resolve_device(config.device) if ranks is None else ranks.device
+        device = resolve_device(config.device) if ranks is None else ranks.device
         if config.attention_backend == "flashinfer":
             require_flashinfer(device, dtype, _head_dims(hf_config))
         if config.num_threads is not None:
@@ -381,7 +381,12 @@ def _dtype_of_weights(checkpoint: Checkpoint) -> Any:
     return None
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """Return the device of a configuration's `device`.
+
+    Raises:
+        ResourceError: it cannot be used.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

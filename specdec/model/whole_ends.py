@@ -1,13 +1,14 @@
-"""Embeddings and LM head of a target in full, beside a rank that has a part of them, or none.
+"""Embeddings and LM head of a target in full, for whoever has a part of them, or none.
 
 Drafters in one rank compute with them alone: a collective for each drafted token would cost more than it
-saves memory.
+saves memory. Drafters in draft workers have nothing else of the target.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,19 +22,10 @@ from specdec.model.parallel.plan import UnsupportedParallelism
 
 _AUTO_MODEL: Any = AutoModelForCausalLM
 End = Literal["embeddings", "head"]
-
-
-class _Kind(NamedTuple):
-    getter: str
-    """Of a model of transformers."""
-    plain: type[nn.Module]
-    """What it must be: more than that is not known how to make."""
-
-
-_KINDS: dict[End, _Kind] = {
-    "embeddings": _Kind("get_input_embeddings", nn.Embedding),
-    "head": _Kind("get_output_embeddings", nn.Linear),
-}
+_PLAIN: dict[End, type[nn.Module]] = {"embeddings": nn.Embedding, "head": nn.Linear}
+"""What they must be: more than that is not known how to make."""
+_GETTERS: dict[End, str] = {"embeddings": "get_input_embeddings", "head": "get_output_embeddings"}
+"""Of a model of transformers."""
 
 
 def read_end(loaded: LoadedModel, end: End) -> nn.Module:
@@ -43,23 +35,42 @@ def read_end(loaded: LoadedModel, end: End) -> nn.Module:
         CheckpointError: it is not in the files.
         ConfigError: it is more than a matrix.
     """
-    getter, plain = _KINDS[end]
     whole = _on_paper(loaded)
-    on_paper: nn.Module = getattr(whole, getter)()
-    if type(on_paper) is not plain:
+    module: nn.Module = getattr(whole, _GETTERS[end])()
+    require_plain(module, end, loaded.path.name)
+    return read_module(whole, module, loaded.path, loaded.device, loaded.dtype)
+
+
+def require_plain(module: nn.Module, end: End, name: str) -> None:
+    """Check that one end of the model `name` can be made without the model around it.
+
+    Raises:
+        ConfigError: it is more than a matrix.
+    """
+    if type(module) is not _PLAIN[end]:
         raise ConfigError(
-            f"{loaded.path.name}: what it has as {end} ({type(on_paper).__name__}) is more than a matrix, "
-            "which no drafter can borrow of a target over several ranks yet: write 1 for "
-            "target.tensor_parallel_size and target.pipeline_parallel_size"
+            f"{name}: what it has as {end} ({type(module).__name__}) is more than a matrix, which no drafter "
+            "can borrow of a target over several ranks, or in another process, yet: write 1 for "
+            "target.tensor_parallel_size and target.pipeline_parallel_size, and heads_at: target"
         )
-    prefix = next(name for name, module in whole.named_modules() if module is on_paper)
-    names = {name: f"{prefix}.{name}" for name in on_paper.state_dict()}
+
+
+def read_module(
+    whole: PreTrainedModel, module: nn.Module, path: Path, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """Read the weights of a module of a model on paper, `whole`, from the model's folder.
+
+    Raises:
+        CheckpointError: they are not in the files.
+    """
+    prefix = next(name for name, one in whole.named_modules() if one is module)
+    names = {name: f"{prefix}.{name}" for name in module.state_dict()}
     try:
-        tensors = read_whole(whole, open_checkpoint(loaded.path), names.values())
+        tensors = read_whole(whole, open_checkpoint(path), names.values())
     except UnsupportedParallelism as refusal:
-        raise CheckpointError(f"{loaded.path}: {refusal}") from refusal
-    on_paper.load_state_dict({name: tensors[stored] for name, stored in names.items()}, assign=True)
-    return on_paper.to(loaded.device, loaded.dtype).requires_grad_(requires_grad=False).eval()
+        raise CheckpointError(f"{path}: {refusal}") from refusal
+    module.load_state_dict({name: tensors[stored] for name, stored in names.items()}, assign=True)
+    return module.to(device, dtype).requires_grad_(requires_grad=False).eval()
 
 
 def _on_paper(loaded: LoadedModel) -> PreTrainedModel:

@@ -224,6 +224,19 @@ class ReadsAlong(Protocol):
 
 
 @runtime_checkable
+class ReadsStates(Protocol):
+    """A proposer that reads hidden states of the target, which may get lost on their way to it."""
+
+    @property
+    def missing_states(self) -> Mapping[RequestId, int]:
+        """Sequences of the last call that have none to be read, because earlier ones were lost.
+
+        With the position from which on they have to come once more. Those that are late are not among them.
+        """
+        ...
+
+
+@runtime_checkable
 class HasCounters(Protocol):
     """A proposer that counts something worth exporting."""
 

@@ -32,6 +32,7 @@ from specdec.proposers.tree_config import ChainConfig, TreeConfig, tree_shape
 from specdec.verification.registry import capabilities_of
 
 _CACHE_BYTES = 256 << 20
+_HIDDEN_BYTES = 256 << 20
 _LONG_TEXT = 1 << 15
 """Tokens."""
 Method = Literal[
@@ -52,10 +53,11 @@ Method = Literal[
     "parallel_heads",
     "several",
 ]
+HeadPlace = Literal["target", "draft_pool"]
 SELF_METHODS: Final = frozenset({"self", "layerskip", "quantized"})
 """The target drafts, or a view of it, on its own K/V."""
 HEAD_METHODS: Final = frozenset({"medusa", "hydra", "eagle", "eagle3", "mtp", "parallel_heads"})
-"""Draft from hidden states of the target, in its process, with weights of their own."""
+"""Draft from hidden states of the target, in its process or in draft workers, with weights of their own."""
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _SHARED_KEYS: Final = (
@@ -80,9 +82,14 @@ class SpeculativeConfig(StrictConfig):
     draft_model (a smaller model with the same tokenizer); self (the target itself, attending to the part of
     its K/V that `kv` selects); layerskip (the target's first `exit_layer` layers, on its K/V); quantized (the
     target with weights of fewer bits, `quantization`, on its K/V); medusa, hydra, parallel_heads (a head
-    for each token to come on the target's hidden states, in its process); eagle, eagle3, mtp (a layer or more
-    that goes on behind its own drafts, on the target's hidden states, in its process); several (those of
-    `drafters`, for each request one)."""
+    for each token to come on the target's hidden states); eagle, eagle3, mtp (a layer or more that goes on
+    behind its own drafts, on the target's hidden states); `heads_at` says in which process; several
+    (those of `drafters`, for each request one)."""
+    heads_at: HeadPlace = "target"
+    """medusa, hydra, parallel_heads, eagle, eagle3, mtp: where they draft. target: in the target's process;
+    draft_pool: in draft workers, as a draft model does, to which target workers send hidden states over
+    `torch.distributed`. An engine that is all in one process has no draft pool: they draft at the target
+    there."""
     model: str | None = None
     """Path of the folder of the draft model, or of the heads; required by draft_model, medusa, hydra,
     parallel_heads, eagle and eagle3; mtp without it: the target's own folder."""
@@ -174,6 +181,9 @@ class SpeculativeConfig(StrictConfig):
     cache: CacheConfig = CacheConfig(memory_bytes=_CACHE_BYTES)
     """The KV cache of the draft model, or of heads that have K/V of their own (all but medusa, and hydra
     without a prefix layer); 256 MiB unless a size is given."""
+    hidden_memory_bytes: int = Field(default=_HIDDEN_BYTES, ge=1 << 20)
+    """heads_at: draft_pool: most memory (bytes) of a draft worker for hidden states of one target group that
+    its heads have not read yet. A single request may take more."""
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
@@ -204,8 +214,24 @@ class SpeculativeConfig(StrictConfig):
 
     @property
     def has_heads(self) -> bool:
-        """Whether heads draft, in the target's process."""
+        """Whether heads draft from the target's hidden states."""
         return self.method in HEAD_METHODS
+
+    @property
+    def has_remote_heads(self) -> bool:
+        """Whether heads draft in draft workers, to which hidden states are sent."""
+        return self.has_heads and self.heads_at == "draft_pool"
+
+    @property
+    def drafts_in_pool(self) -> bool:
+        """Whether there is something for draft workers to do."""
+        return self.method == "draft_model" or self.has_remote_heads
+
+    def in_one_process(self) -> SpeculativeConfig:
+        """Return what it means where there is no draft pool."""
+        if not self.has_remote_heads:
+            return self
+        return self.model_copy(update={"heads_at": "target", "device": "auto", "dtype": "auto"})
 
     @property
     def num_rows_beside(self) -> int:
@@ -482,6 +508,11 @@ class SpeculativeConfig(StrictConfig):
                 "num_speculative_tokens_per_batch_size bounds what the goodput controller chooses: "
                 "write controller: goodput"
             )
+        if self.overlap in ("ping_pong", "draft_ahead") and self.has_remote_heads:
+            raise ValueError(
+                f"overlap: {self.overlap} does not go with heads_at: draft_pool yet, since a target that is "
+                "busy sends no hidden states: write overlap: lockstep, or leave it out"
+            )
         if self.overlap in ("ping_pong", "draft_ahead") and self.method != "draft_model":
             raise ValueError(
                 f"overlap: {self.overlap} needs a draft model that runs beside the target; method "
@@ -535,6 +566,31 @@ class SpeculativeConfig(StrictConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.heads_at == "draft_pool" and not self.has_heads:
+            raise ValueError(
+                f"heads_at: draft_pool is about heads on the target's hidden states; method {self.method} "
+                "has none: leave it out"
+            )
+        if self.hidden_memory_bytes != _HIDDEN_BYTES and not self.has_remote_heads:
+            raise ValueError(
+                "hidden_memory_bytes is what draft workers take for hidden states: write heads_at: "
+                "draft_pool, or leave it out"
+            )
+        if self.has_heads and self.cache.memory_fraction is not None:
+            raise ValueError(
+                f"cache.memory_fraction: {self.cache.memory_fraction} is of a draft model's own "
+                f"memory; method {self.method} has none: write cache.memory_bytes or cache.num_blocks"
+            )
+        if self.has_heads and not self.has_remote_heads and (self.dtype, self.device) != ("auto", "auto"):
+            key = "dtype" if self.dtype != "auto" else "device"
+            raise ValueError(
+                f"{key}: heads run in the target's process as the target does: leave it out, or write "
+                "heads_at: draft_pool"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_draft_top_k(self) -> Self:
         # Not by whether it was given: a configuration that has been dumped and read again gives everything.
         if self.draft_top_k in (None, type(self).model_fields["draft_top_k"].default):
@@ -559,22 +615,13 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError(
                 f"method {self.method} has no model to divide: leave out draft_tensor_parallel_size"
             )
-        if self.method != "draft_model" and self.fallback != "none":
+        if not self.drafts_in_pool and self.fallback != "none":
             raise ValueError(
-                f"fallback: {self.fallback} stands in for a draft model; method {self.method} has none: "
-                "leave out fallback"
+                f"fallback: {self.fallback} stands in for a draft model, or for heads in draft workers; "
+                f"method {self.method} has none: leave out fallback"
             )
         if self.method != "draft_model" and self.attention_backend != "auto":
             raise ValueError(f"method {self.method} runs no model: leave out attention_backend")
-        if self.has_heads and self.cache.memory_fraction is not None:
-            raise ValueError(
-                f"cache.memory_fraction: {self.cache.memory_fraction} is of a draft model's own "
-                f"memory; method {self.method} runs beside the target: write cache.memory_bytes or "
-                "cache.num_blocks"
-            )
-        if self.has_heads and (self.dtype, self.device) != ("auto", "auto"):
-            key = "dtype" if self.dtype != "auto" else "device"
-            raise ValueError(f"{key}: heads run in the target's process as the target does: leave it out")
         if self.method not in ("draft_model", "quantized") and self.quantization is not None:
             raise ValueError(f"method {self.method} has no weights to quantize: leave out quantization")
         if self.quantization is not None and self.draft_tensor_parallel_size > 1:

@@ -138,7 +138,8 @@ class DraftModelProposer:
     ) -> dict[RequestId, Proposal]:
         """Catch up with the committed tokens, then draft; see the contract."""
         if self._states is not None:
-            sequences = self._states.begin(sequences)
+            awaited = [name for name, budget in num_draft_tokens.items() if budget > 0]
+            sequences = self._states.begin(sequences, awaited, self._sequences.first_unread)
         in_use = {sequence.request_id for sequence in sequences}
         draftings = [
             drafting
@@ -189,6 +190,11 @@ class DraftModelProposer:
                 self._num_branches += len(kept)
                 answers[drafting.view.request_id] = [self._branch_proposal(drafting, one) for one in kept]
         return answers
+
+    @property
+    def missing_states(self) -> Mapping[RequestId, int]:
+        """See `proposers.base.ReadsStates`."""
+        return {} if self._states is None else self._states.missing
 
     def num_unread(self, view: SequenceView) -> int:
         """See `proposers.base.ReadsAlong`."""

@@ -324,6 +324,13 @@ class DraftSequences:
             num_read = num_read if origin == present else origin.position
         return max(0, committed_len - 1 - num_read)
 
+    def first_unread(self, view: SequenceView) -> int:
+        """Return how many tokens of a sequence need not be read again when it is opened next."""
+        state = self._states.get(view.request_id)
+        if state is None or not state.seen.continues_in(view):
+            return 0
+        return min(state.num_read, view.committed_len - 1)
+
     def most_len(self, committed_len: int) -> int:
         """Return how long a prefix of so many tokens and its draft can be together."""
         window = self._window

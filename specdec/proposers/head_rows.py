@@ -33,6 +33,11 @@ class HeadRows(Protocol):
         """Return the rows of the sequences that have a budget; of those alone that can be drafted for now."""
         ...
 
+    @property
+    def missing(self) -> Mapping[RequestId, int]:
+        """See `proposers.base.ReadsStates`."""
+        ...
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget these sequences. Unknown ids are ignored."""
         ...
@@ -46,14 +51,20 @@ class StateRows:
         self._device, self._dtype = weight.device, weight.dtype
         self._source = source
 
+    @property
+    def missing(self) -> Mapping[RequestId, int]:
+        return {}  # the newest row is enough
+
     def read(self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]) -> Rows:
         wanted = [one for one in sequences if num_draft_tokens.get(one.request_id) and one.committed_len > 1]
         found = self._source.await_rows(wanted)
-        return {
-            one.request_id: rows.since(one.committed_len - 2)[-1:].to(self._device, self._dtype)
-            for one in wanted
-            if (rows := found.get(one.request_id)) is not None
-        }
+        newest: dict[RequestId, torch.Tensor] = {}
+        for one in wanted:
+            rows = found.get(one.request_id)
+            if rows is not None:
+                rows.read_from(one.committed_len - 2)
+                newest[one.request_id] = rows.since(one.committed_len - 2)[-1:].to(self._device, self._dtype)
+        return newest
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         self._source.release(tuple(request_ids))
@@ -100,9 +111,14 @@ class PrefixRows:
             rotary=None,
         )
 
+    @property
+    def missing(self) -> Mapping[RequestId, int]:
+        return self._states.missing
+
     @torch.inference_mode()
     def read(self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]) -> Rows:
-        readable = self._states.begin(sequences)
+        awaited = [name for name, budget in num_draft_tokens.items() if budget > 0]
+        readable = self._states.begin(sequences, awaited, self._sequences.first_unread)
         in_use = {one.request_id for one in readable}
         draftings = [
             drafting

@@ -167,6 +167,11 @@ class HeadProposer:
             self._draft(drafts)
         return {draft.view.request_id: self._proposal(draft) for draft in drafts if draft.token_ids}
 
+    @property
+    def missing_states(self) -> Mapping[RequestId, int]:
+        """See `proposers.base.ReadsStates`."""
+        return self._rows.missing
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """See `Proposer.release`."""
         ids = tuple(request_ids)

@@ -1,27 +1,18 @@
-"""Loads the heads that a configuration names, beside the target that they read."""
+"""Loads the heads that a configuration names, beside the target that they read or elsewhere."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypedDict
-
-from torch import nn
+from typing import Protocol
 
 from specdec.attention.base import AttentionBackend, LayerAttention
 from specdec.attention.registry import choose_backend
 from specdec.core.errors import ConfigError
 from specdec.core.idle_work import IdleWork
-from specdec.drafters.base import (
-    Borrowed,
-    Drafter,
-    FeatureDrafter,
-    IndependentHeads,
-    SequentialHeads,
-    TargetParts,
-)
+from specdec.drafters.base import Drafter, FeatureDrafter, IndependentHeads, SequentialHeads
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3
@@ -30,8 +21,8 @@ from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.parallel_heads import ParallelHeads
 from specdec.kv.config import CacheConfig
+from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel
-from specdec.model.whole_ends import read_end
 from specdec.proposers.base import Proposer
 from specdec.proposers.compiled_drafters import (
     CompiledHeads,
@@ -47,6 +38,7 @@ from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.feature_runner import FeatureRunner
 from specdec.proposers.head_rows import HeadRows, PrefixRows, StateRows
+from specdec.proposers.head_target import HeadTarget
 from specdec.proposers.head_trees import TreeHeadProposer
 from specdec.proposers.heads import HeadProposer, Heads
 from specdec.proposers.hidden import HiddenSource, PrefixStates
@@ -77,6 +69,11 @@ class LoadedDrafter(Protocol):
         ...
 
     @property
+    def state_width(self) -> int:
+        """Numbers in a row of these states."""
+        ...
+
+    @property
     def later_bytes(self) -> int:
         """Memory that they are going to take, beside what they have taken by now."""
         ...
@@ -97,12 +94,16 @@ class LoadedHeads:
     heads: Heads
     pool: DrafterPool | None
     """Of K/V of their layers, where they have any."""
-    target: LoadedModel
+    target: HeadTarget
     max_read_tokens: int
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return self.heads.hidden_layers
+
+    @property
+    def state_width(self) -> int:
+        return len(self.hidden_layers) * self.target.parts.hidden_size
 
     @property
     def later_bytes(self) -> int:
@@ -144,12 +145,16 @@ class LoadedFeatureDrafter:
     config: SpeculativeConfig
     drafter: FeatureDrafter
     runner: FeatureRunner
-    target: LoadedModel
+    target: HeadTarget
     max_read_tokens: int
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return self.drafter.hidden_layers
+
+    @property
+    def state_width(self) -> int:
+        return len(self.hidden_layers) * self.target.parts.hidden_size
 
     @property
     def later_bytes(self) -> int:
@@ -207,20 +212,63 @@ def load_heads(
         ConfigError: the method does not go with how the target is divided.
         ResourceError: the memory of the cache does not hold a single block.
     """
+    cache = config.cache if drafts_here else CacheConfig(block_size=1, num_blocks=2)
+    return _load(config, HeadTarget.beside(target), cache, max_num_seqs, max_num_batched_tokens)
+
+
+def load_remote_heads(
+    config: SpeculativeConfig, target: ModelConfig, *, max_num_seqs: int, max_num_batched_tokens: int
+) -> LoadedDrafter:
+    """Load what drafts for a target that other processes run; of that only the folder is looked at.
+
+    Args:
+        config: which, how large its K/V cache is, and where it runs.
+        target: what it drafts for.
+        max_num_seqs: sequences that a target runs at once.
+        max_num_batched_tokens: tokens that a target reads in a step.
+
+    Raises:
+        CheckpointError, ConfigError, ResourceError: as `load_heads`.
+    """
+    beside = HeadTarget.elsewhere(target, device=config.device, dtype=config.dtype)
+    return _load(config, beside, config.cache, max_num_seqs, max_num_batched_tokens)
+
+
+def layers_read_by_heads(config: SpeculativeConfig, target: LoadedModel) -> tuple[int, ...]:
+    """Return which hidden states `target` has to keep for heads in other processes.
+
+    The heads are loaded to know it, checked against the target, and let go.
+
+    Raises:
+        CheckpointError, ConfigError: as `load_heads`.
+    """
+    return _drafter_of(config, HeadTarget.beside(target)).hidden_layers
+
+
+def _load(
+    config: SpeculativeConfig,
+    target: HeadTarget,
+    cache: CacheConfig,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> LoadedDrafter:
     drafter = _drafter_of(config, target)
     drafter.to(target.device).requires_grad_(requires_grad=False)
-    cache = config.cache if drafts_here else CacheConfig(block_size=1, num_blocks=2)
-    limits = _Limits(max_num_seqs=max_num_seqs, max_model_len=target.max_model_len)
     if isinstance(drafter, FeatureDrafter):
-        backend = _backend_of(drafter.attention_layers, config, target)
-        runner = _feature_runner(drafter, config, cache, backend, limits)
+        runner = _feature_runner(drafter, config, cache, target, max_num_seqs)
         return LoadedFeatureDrafter(config, drafter, runner, target, max_num_batched_tokens)
     assert isinstance(drafter, IndependentHeads | SequentialHeads)
     _warn_of_depth(drafter, config)
     pool: DrafterPool | None = None
     if layers := drafter.attention_layers:
-        backend = _backend_of(layers, config, target)
-        pool = DrafterPool(drafter, layers, cache, backend=backend, **limits)
+        pool = DrafterPool(
+            drafter,
+            layers,
+            cache,
+            backend=_backend_of(layers, config, target),
+            max_num_seqs=max_num_seqs,
+            max_model_len=target.max_model_len,
+        )
     return LoadedHeads(config, drafter, pool, target, max_num_batched_tokens)
 
 
@@ -228,36 +276,31 @@ def _feature_runner(
     drafter: FeatureDrafter,
     config: SpeculativeConfig,
     cache: CacheConfig,
-    backend: AttentionBackend,
-    limits: _Limits,
+    target: HeadTarget,
+    max_num_seqs: int,
 ) -> FeatureRunner:
     """Return what runs as many of the drafter's modules as there are depths to draft at."""
-    shape = tree_shape(config.tree)
-    most_depth = config.num_speculative_tokens if shape is None else shape.max_depth
-    if drafter.num_modules == 1:
-        return FeatureRunner(drafter, cache, backend=backend, **limits)
-    num_kept = max(1, min(drafter.num_modules, most_depth))
-    return ModuleRunner(drafter, cache, backend=backend, num_kept=num_kept, **limits)
+    make: Callable[..., FeatureRunner] = FeatureRunner
+    if drafter.num_modules > 1:
+        shape = tree_shape(config.tree)
+        most_depth = config.num_speculative_tokens if shape is None else shape.max_depth
+        make = partial(ModuleRunner, num_kept=max(1, min(drafter.num_modules, most_depth)))
+    return make(
+        drafter,
+        cache,
+        backend=_backend_of(drafter.attention_layers, config, target),
+        max_num_seqs=max_num_seqs,
+        max_model_len=target.max_model_len,
+    )
 
 
-class _Limits(TypedDict):
-    """Of what a drafter's cache is for."""
-
-    max_num_seqs: int
-    max_model_len: int
-
-
-def _drafter_of(config: SpeculativeConfig, target: LoadedModel) -> Drafter:
+def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:
     """Load the drafter that is asked for, with all that it borrows of the target."""
     path = target.path if config.model is None else config.model
-    parts = TargetParts.of(target.model)
-    if target.vocab is not None:
-        parts = replace(parts, vocab_size=target.vocab_size)  # this rank has a part of the head
-    is_divided = target.vocab is not None or target.stage is not None
-    if is_divided and config.method == "mtp":
+    if config.method == "mtp":
         # Whether copies in a checkpoint are the target's own could not be told by a part of them.
-        parts = _with_whole(parts, ("embeddings", "head"), target)
-    drafter = load_drafter(path, parts, target.dtype)
+        target = target.whole()
+    drafter = load_drafter(path, target.parts, target.dtype)
     wanted = _KINDS[config.method]
     if not isinstance(drafter, wanted):
         named = next(name for name, kind in _KINDS.items() if isinstance(drafter, kind))
@@ -265,23 +308,12 @@ def _drafter_of(config: SpeculativeConfig, target: LoadedModel) -> Drafter:
             f"speculative_config.method: {config.method}, but {path} holds {type(drafter).__name__}: "
             f"write method: {named}"
         )
-    if is_divided and config.method != "mtp":
-        drafter.target = _with_whole(parts, drafter.borrowed, target)
+    target.lend(drafter)
     return drafter
 
 
-def _with_whole(parts: TargetParts, names: Iterable[Borrowed], target: LoadedModel) -> TargetParts:
-    """Return the parts of a target with some of which this rank has a part, or none, in full."""
-    ends: dict[Borrowed, nn.Module] = {name: read_end(target, name) for name in names}
-    return replace(
-        parts,
-        embeddings=ends.get("embeddings", parts.embeddings),
-        head=ends.get("head", parts.head),
-    )
-
-
 def _backend_of(
-    layers: Sequence[LayerAttention], config: SpeculativeConfig, target: LoadedModel
+    layers: Sequence[LayerAttention], config: SpeculativeConfig, target: HeadTarget
 ) -> AttentionBackend:
     return choose_backend(
         config.attention_backend,
@@ -292,7 +324,7 @@ def _backend_of(
     )
 
 
-def _later_bytes(num_bytes: int, target: LoadedModel) -> int:
+def _later_bytes(num_bytes: int, target: HeadTarget) -> int:
     # A CPU's memory is taken as it is written.
     return num_bytes if target.device.type == "cpu" else 0
 
@@ -312,12 +344,12 @@ def _warn_of_depth(heads: Heads, config: SpeculativeConfig) -> None:
 
 
 def _compilation(
-    config: SpeculativeConfig, target: LoadedModel, of_target: PackedOfTarget | None
+    config: SpeculativeConfig, target: HeadTarget, of_target: PackedOfTarget | None
 ) -> DrafterCompilation:
     return DrafterCompilation(
         name=f"{config.method} ({target.path.name if config.model is None else config.model})",
         config=config.compile,
-        is_quantized=target.quantization is not None,
+        is_quantized=target.is_quantized,
         of_target=of_target or (lambda: None),
     )
 

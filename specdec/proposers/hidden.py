@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -32,14 +33,23 @@ class HiddenRows(Protocol):
         """Return rows `row` .. end_row - 1; at the cost of those alone."""
         ...
 
+    def read_from(self, row: int) -> None:
+        """Hear that whoever reads them goes on at `row`: earlier ones may be forgotten, later ones may not.
+
+        Where it is before `first_row`, it needs rows that are not there.
+        """
+        ...
+
 
 class ReceivedRows:
     """Implements `HiddenRows` on rows that have come one after the other."""
 
     def __init__(self, first_row: int) -> None:
-        self._chunks: list[torch.Tensor] = []
+        self._chunks: deque[torch.Tensor] = deque()
         self.first_row = first_row
         self.end_row = first_row
+        self.are_missed = False
+        """Whether somebody needs rows before the first."""
 
     @property
     def num_rows(self) -> int:
@@ -63,6 +73,15 @@ class ReceivedRows:
                 break
         return torch.cat(wanted[::-1])[row - begin :]
 
+    def read_from(self, row: int) -> None:
+        """See `HiddenRows.read_from`."""
+        self.are_missed = row < self.first_row
+        while self._chunks and self.first_row + len(self._chunks[0]) <= row:
+            self.first_row += len(self._chunks.popleft())
+        if self._chunks and self.first_row < row:
+            self._chunks[0] = self._chunks[0][row - self.first_row :].clone()
+            self.first_row = row
+
 
 class PrefixStates:
     """What a draft model is given that reads the target's states: those of the prefixes of one call."""
@@ -72,22 +91,42 @@ class PrefixStates:
         self.layers = layers
         self._source = source
         self._rows: Mapping[RequestId, HiddenRows] = {}
+        self.missing: dict[RequestId, int] = {}
+        """Of sequences of the last call, the first row that is needed and has been lost."""
 
-    def begin(self, sequences: Sequence[SequenceView]) -> list[SequenceView]:
+    def begin(
+        self,
+        sequences: Sequence[SequenceView],
+        awaited: Collection[RequestId],
+        first_unread: Callable[[SequenceView], int],
+    ) -> list[SequenceView]:
         """Begin a call; return the sequences that can be read.
 
-        Those are not whose rows have not come, or no longer reach back to the first.
+        Those are not whose rows have not come, or do not reach back to the first that is needed.
+
+        Args:
+            sequences: of the call.
+            awaited: those that are worth waiting for.
+            first_unread: how many tokens of a sequence have been read and need not be read again.
         """
-        self._rows = self._source.await_rows([one for one in sequences if one.committed_len > 1])
-        return [
-            one
-            for one in sequences
-            if (rows := self._rows.get(one.request_id)) is not None and rows.first_row == 0
-        ]
+        self._rows = self._source.await_rows([one for one in sequences if one.committed_len > 1], awaited)
+        self.missing = {}
+        readable: list[SequenceView] = []
+        for one in sequences:
+            rows = self._rows.get(one.request_id)
+            if rows is None:
+                continue
+            first = _row_before(first_unread(one))
+            rows.read_from(first)
+            if rows.first_row <= first:
+                readable.append(one)
+            else:
+                self.missing[one.request_id] = first
+        return readable
 
     def before(self, request_id: RequestId, start: int, end: int) -> torch.Tensor:
         """Return the rows one before tokens `start` .. `end` - 1; the first token of a sequence has none."""
-        first = max(start, 1) - 1
+        first = _row_before(start)
         return self._rows[request_id].since(first)[: end - 1 - first]
 
     def release(self, request_ids: Sequence[RequestId]) -> None:
@@ -95,12 +134,20 @@ class PrefixStates:
         self._source.release(request_ids)
 
 
+def _row_before(position: int) -> int:
+    """Return the row that is read with the token at a position; the first token has none."""
+    return max(position, 1) - 1
+
+
 class HiddenSource(Protocol):
     """Where a proposer gets them from: in a draft worker, or in the target's process."""
 
-    def await_rows(self, sequences: Sequence[SequenceView]) -> Mapping[RequestId, HiddenRows]:
-        """Return the rows of exactly the prefixes given; wait a little for those that are on their way.
+    def await_rows(
+        self, sequences: Sequence[SequenceView], awaited: Collection[RequestId] | None = None
+    ) -> Mapping[RequestId, HiddenRows]:
+        """Return the rows of exactly the prefixes given.
 
+        Those of the `awaited` sequences (None: of all) are waited for a little, if they are on their way.
         Sequences whose newest rows have not come are absent: they go without a proposal in this round.
         """
         ...

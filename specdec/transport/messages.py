@@ -150,6 +150,8 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The draft worker has no place for this sequence, or none any more, and knows nothing of it."""
     num_unread: int = 0
     """Tokens of the prefix that have to be read before anything can be drafted behind it."""
+    rows_from: int = -1
+    """Hidden states of the prefix from this row on have been lost: they should be sent again. -1: none."""
 
 
 class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):
@@ -332,7 +334,10 @@ class SendHidden(msgspec.Struct, frozen=True, array_like=True, tag=60):
 
 
 class HiddenRun(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive rows of one sequence that end with row committed_len - 2; fewer than wished if lost."""
+    """Consecutive rows of one sequence, up to row committed_len - 2; fewer than wished if lost.
+
+    Where that is too much for one message, several bring them, one after the other.
+    """
 
     request_id: RequestId
     epoch: int

@@ -17,7 +17,6 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.application import COORDINATOR, DRAFT_POOL
 from cluster.inventory import NodeSnapshot
 from cluster.placement import RanksPerModel, plan_placement, require_plan
-from cluster.pool_drafter import REMOTE_METHODS
 from deploy.application import APPLICATION, INGRESS
 from deploy.config import DrafthouseConfig
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
@@ -305,7 +304,7 @@ def test_the_pools_hold_what_is_to_be_placed(values: Values) -> None:
     """And not a pod more: without the last target pod, or the last draft pod, it does not fit."""
     service = ray_service(values)
     config = parse_arguments(serve_config(values)["applications"][0]["args"]).config
-    has_drafter = config.speculative_config.method in REMOTE_METHODS
+    has_drafter = config.speculative_config.drafts_in_pool
     assert ("draft" in groups_of(service)) == has_drafter
 
     def place(nodes: list[NodeSnapshot]) -> None:
@@ -439,7 +438,9 @@ def test_budgets_follow_the_pools() -> None:
         found = of_kind(render(values), "PodDisruptionBudget")
         return {item["metadata"]["name"].rpartition("-")[2]: item["spec"]["maxUnavailable"] for item in found}
 
-    assert budgets(DRAFTED) == {"head": 0, "ingress": 1, "target": 1, "draft": 1}
+    heads = {"method": "eagle3", "model": "/models/heads", "heads_at": "draft_pool"}
+    for drafted in (DRAFTED, {"config": {"speculative_config": heads}}):
+        assert budgets(drafted) == {"head": 0, "ingress": 1, "target": 1, "draft": 1}
     assert budgets(values_of("magicdec")).keys() == {"head", "ingress", "target"}
     assert budgets(values_of("cpu-dev")) == {}
 

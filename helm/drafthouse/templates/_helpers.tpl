@@ -44,10 +44,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- end -}}
 
-{{/* Non-empty where drafts come from a draft model, which has pods of its own. */}}
+{{/* Non-empty where a draft model, or heads that are not at the target, draft: these have pods of their own. */}}
 {{- define "drafthouse.hasDraftPool" -}}
 {{- $speculative := dig "speculative_config" dict .Values.config -}}
 {{- if eq (dig "method" "ngram" $speculative) "draft_model" -}}yes{{- end -}}
+{{- if eq (dig "heads_at" "target" $speculative) "draft_pool" -}}yes{{- end -}}
 {{- range (dig "drafters" list $speculative) -}}
 {{- if eq .method "draft_model" -}}yes{{- end -}}
 {{- end -}}

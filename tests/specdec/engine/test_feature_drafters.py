@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -13,16 +12,12 @@ import torch
 from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.drafters.attention import CausalRows
-from specdec.drafters.base import FeatureDrafter, TargetParts
-from specdec.drafters.checkpoints.eagle import save_eagle
-from specdec.drafters.checkpoints.eagle3 import save_eagle3
-from specdec.drafters.checkpoints.mtp import save_modules, save_mtp
-from specdec.drafters.eagle import Eagle
-from specdec.drafters.eagle3 import Eagle3, Eagle3Settings
+from specdec.drafters.base import FeatureDrafter
 from specdec.drafters.mtp import Mtp
 from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
 from tests.rank_pool import Failure, Pools
+from tests.specdec.engine.fitted_drafters import FittedDrafters
 from tests.specdec.engine.linear_heads import hidden_of
 from tests.specdec.engine.test_heads import config_of, refusal, serve
 from tests.specdec.engine.test_identity import Models
@@ -46,84 +41,19 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(Models(tmp_path_factory.mktemp("models")))
 
 
-def fit(drafter: FeatureDrafter, bench: Bench, num_steps: int = 150) -> None:
-    """Fit it to texts of the target: the tokens behind every row, and the features that stand for its own."""
-    reference = bench.models.reference("llama")
-    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for kind in ("greedy", "plain"):
-        for prompt, stream in zip(PROMPTS, bench.alone("llama", kind), strict=True):
-            text = [*prompt, *stream]
-            rows.append((torch.tensor([text]), hidden_of(reference, text, drafter.hidden_layers)[None]))
-    parameters = [one for one in drafter.parameters() if one.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=3e-3)
-    for step in range(num_steps):
-        tokens, hidden = rows[step % len(rows)]
-        true = drafter.fuse(hidden)
-        features, loss = true[:, :-1], torch.zeros(())
-        for depth in range(drafter.num_modules):
-            made = drafter.step(
-                drafter.embed(tokens[:, 1 + depth :]),
-                features[:, : tokens.shape[1] - 1 - depth],
-                torch.arange(tokens.shape[1] - 1 - depth)[None],
-                CausalRows(),
-                depth,
-            )
-            guesses = drafter.logits(made.outputs[0, :-1])
-            loss = loss + torch.nn.functional.cross_entropy(guesses, tokens[0, 2 + depth :])
-            if drafter.num_modules == 1:
-                loss = loss + torch.nn.functional.smooth_l1_loss(made.features, true[:, 1:].detach())
-            features = made.features
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+@pytest.fixture(scope="module")
+def drafters(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> FittedDrafters:
+    return FittedDrafters(bench, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def fitted(bench: Bench) -> Fitted:
-    made: dict[str, FeatureDrafter] = {}
-    target = TargetParts.of(bench.models.reference("llama"))
-
-    def make(method: str) -> FeatureDrafter:
-        if method not in made:
-            torch.manual_seed(0)
-            drafter: FeatureDrafter
-            if method == "eagle":
-                drafter = Eagle(target, target.config)
-            elif method == "mtp":
-                drafter = Mtp(target)
-            elif method == "mtp of three":
-                drafter = Mtp(target, num_modules=3)
-            else:
-                settings = Eagle3Settings(config=target.config, fused_layers=(0, 1), has_embeddings=True)
-                drafter = Eagle3(target, settings)
-            fit(drafter, bench)
-            made[method] = drafter.requires_grad_(requires_grad=False).eval()
-        return made[method]
-
-    return make
+def fitted(drafters: FittedDrafters) -> Fitted:
+    return drafters.fitted
 
 
 @pytest.fixture(scope="module")
-def folder_of(
-    bench: Bench, fitted: Fitted, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def make(method: str) -> Path:
-        if method not in made:
-            made[method] = tmp_path_factory.mktemp(method)
-            if method == "mtp":  # lies beside the target's own files
-                copytree(bench.models.load("llama").path, made[method], dirs_exist_ok=True)
-            save: Any = {
-                "eagle": save_eagle,
-                "eagle3": save_eagle3,
-                "mtp": save_mtp,
-                "mtp of three": save_modules,
-            }[method]
-            save(fitted(method), made[method])
-        return made[method]
-
-    return make
+def folder_of(drafters: FittedDrafters) -> Callable[[str], Path]:
+    return drafters.folder_of
 
 
 @torch.no_grad()

@@ -154,6 +154,7 @@ def test_the_stale_the_foreign_and_the_malformed_are_counted_and_dropped() -> No
     for message, hidden in (
         (Ping(1), rows(5, 7)),
         (states, None),
+        (HiddenStates(OURS, LAYERS, ()), rows(5, 5)),
         (states, rows(5, 8)),
         (states, rows(5, 7)[:, :3]),
         (states, rows(5, 7).int()),
@@ -163,7 +164,7 @@ def test_the_stale_the_foreign_and_the_malformed_are_counted_and_dropped() -> No
     ):
         wire.send_as(message, hidden)
     assert torch.equal(wire.rows_of(view(6, epoch=1)), torch.arange(5.0))
-    assert wire.dropped() == {"hidden_stale": 3, "hidden_foreign": 1, "hidden_malformed": 8}
+    assert wire.dropped() == {"hidden_stale": 3, "hidden_foreign": 1, "hidden_malformed": 9}
     wire.send(run_of(0, 5), sender=wire.other, coordinator=OTHERS)
     assert torch.equal(wire.rows_of(view(6, epoch=1)), torch.arange(5.0)), "coordinators do not mix"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -62,6 +62,9 @@ class MadeUpRows:
     def since(self, row: int) -> torch.Tensor:
         return torch.stack([made_up_row(self._token_ids[: at + 1]) for at in range(row, self.end_row)])
 
+    def read_from(self, row: int) -> None:
+        """Nothing is kept."""
+
 
 def made_up_row(token_ids: Sequence[int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(extend_prefix_hash(EMPTY_PREFIX, token_ids) >> 1)
@@ -72,7 +75,9 @@ class MadeUpSource:
     def __init__(self, missing: Sequence[str] = ()) -> None:
         self._missing = missing
 
-    def await_rows(self, sequences: Sequence[SequenceView]) -> Mapping[RequestId, HiddenRows]:
+    def await_rows(
+        self, sequences: Sequence[SequenceView], awaited: Collection[RequestId] | None = None
+    ) -> Mapping[RequestId, HiddenRows]:
         return {
             one.request_id: MadeUpRows(one.token_ids)
             for one in sequences
