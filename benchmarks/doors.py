@@ -19,7 +19,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,9 +34,9 @@ from benchmarks.overload import Streams, completion, expected_texts, stream_all,
 from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.served import ServedProcess, serving
 from benchmarks.workload import read_prompts
+from deploy.config import HttpConfig
 from deploy.proxies import ProxyKind
 
-_KINDS: tuple[ProxyKind, ...] = ("python", "haproxy")
 _TITLES: Mapping[str, tuple[str, ...]] = {
     "proxy": ("ray::ProxyActor", "ray::HAProxyManager", "haproxy"),
     "door": ("ray::ServeReplica:drafthouse:Ingress",),
@@ -52,6 +52,7 @@ class Plan:
     """Of each kind, one after the other."""
     num_streams: int
     num_stream_tokens: int
+    kinds: tuple[ProxyKind, ...] = ("python", "haproxy")
 
 
 FULL = Plan(num_turns=3, num_requests=500, num_streams=1000, num_stream_tokens=64)
@@ -146,7 +147,7 @@ def measure_all(plan: Plan, family: Path, prompts: Sequence[str], progress: Prog
     config = streams_config(of_streams, family)
     turns = []
     for turn in range(plan.num_turns):
-        for kind in _KINDS if turn % 2 == 0 else _KINDS[::-1]:
+        for kind in plan.kinds if turn % 2 == 0 else plan.kinds[::-1]:
             task = progress.add_task(f"turn {turn + 1}: {kind}", total=plan.num_streams)
             values = {**config, "http": {**config["http"], "proxy": kind}}
             with serving(values) as server:
@@ -159,7 +160,7 @@ def measure_all(plan: Plan, family: Path, prompts: Sequence[str], progress: Prog
 def headlines(turns: Sequence[Turn]) -> dict[str, float]:
     """The numbers to watch: medians over turns."""
     numbers: dict[str, float] = {}
-    for kind in _KINDS:
+    for kind in dict.fromkeys(turn.proxy for turn in turns):
         own = [turn for turn in turns if turn.proxy == kind]
         for name in own[0].milliseconds:
             numbers[f"{kind}_{name}_p50_ms"] = statistics.median(
@@ -175,6 +176,7 @@ def headlines(turns: Sequence[Turn]) -> dict[str, float]:
 
 def main(
     quick: Annotated[bool, typer.Option(help="One turn, with fewer requests and streams.")] = False,
+    only: Annotated[str | None, typer.Option(help="python or haproxy: nothing of the other one.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
     models: Annotated[Path, typer.Option(help="Folder with target/ and prompts.jsonl.")] = Path(
         "models/demo"
@@ -185,6 +187,8 @@ def main(
     Example: python -m benchmarks.doors --quick --json runs/doors.json
     """
     plan = QUICK if quick else FULL
+    if only is not None:
+        plan = replace(plan, kinds=(HttpConfig.model_validate({"proxy": only}).proxy,))
     prompts = read_prompts(models / "prompts.jsonl")
     with progress_bar() as progress:
         turns = measure_all(plan, models, prompts, progress)
