@@ -3,8 +3,8 @@
     python -m benchmarks.doors --json benchmarks/results/doors.json     # about ten minutes
     python -m benchmarks.doors --quick                                  # about three
 
-`drafthouse serve` with the demo target, once behind each (`http.proxy`), by turns. Clients are on the same
-machine, and take their share of its cores.
+`drafthouse serve` with a target of one small layer, so that what is before it can be seen, once behind each
+(`http.proxy`), by turns. Clients are on the same machine, and take their share of its cores.
 
 - requests: one after the other on one connection, to what the door knows by itself (`/v1/models`);
 - connections: the same, a new connection for each;
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +32,14 @@ from rich.progress import Progress
 
 from benchmarks import overload
 from benchmarks.overload import Streams, completion, expected_texts, stream_all, streams_config
+from benchmarks.random_models import Shape, write_random_model
 from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.served import ServedProcess, serving
 from benchmarks.workload import read_prompts
 from deploy.config import HttpConfig
 from deploy.proxies import ProxyKind
 
+_SMALL = Shape(hidden_size=64, intermediate_size=128, num_layers=1, num_kv_heads=1)
 _TITLES: Mapping[str, tuple[str, ...]] = {
     "proxy": ("ray::ProxyActor", "ray::HAProxyManager", "haproxy"),
     "door": ("ray::ServeReplica:drafthouse:Ingress",),
@@ -178,9 +181,9 @@ def main(
     quick: Annotated[bool, typer.Option(help="One turn, with fewer requests and streams.")] = False,
     only: Annotated[str | None, typer.Option(help="python or haproxy: nothing of the other one.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
-    models: Annotated[Path, typer.Option(help="Folder with target/ and prompts.jsonl.")] = Path(
-        "models/demo"
-    ),
+    models: Annotated[
+        Path, typer.Option(help="Folder with target/ (for its tokenizer) and prompts.jsonl.")
+    ] = Path("models/demo"),
 ) -> None:
     """Compare Ray Serve's Python proxy with its HAProxy.
 
@@ -190,8 +193,9 @@ def main(
     if only is not None:
         plan = replace(plan, kinds=(HttpConfig.model_validate({"proxy": only}).proxy,))
     prompts = read_prompts(models / "prompts.jsonl")
-    with progress_bar() as progress:
-        turns = measure_all(plan, models, prompts, progress)
+    with progress_bar() as progress, tempfile.TemporaryDirectory() as folder:
+        write_random_model(models / "target", Path(folder) / "target", _SMALL)
+        turns = measure_all(plan, Path(folder), prompts, progress)
     numbers = headlines(turns)
     report_headlines(numbers)
     write_results(json_file, {"plan": plan, "turns": turns, "headlines": numbers})
