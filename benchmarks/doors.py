@@ -3,8 +3,8 @@
     python -m benchmarks.doors --json benchmarks/results/doors.json     # about ten minutes
     python -m benchmarks.doors --quick                                  # about three
 
-`drafthouse serve` with the demo target, once behind each (`http.proxy`), by turns. Clients are on the same
-machine, and take their share of its cores.
+`drafthouse serve` with a target of one small layer, so that what is before it can be seen, once behind each
+(`http.proxy`), by turns. Clients are on the same machine, and take their share of its cores.
 
 - requests: one after the other on one connection, to what the door knows by itself (`/v1/models`);
 - connections: the same, a new connection for each;
@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,12 +32,14 @@ from rich.progress import Progress
 
 from benchmarks import overload
 from benchmarks.overload import Streams, completion, expected_texts, stream_all, streams_config
+from benchmarks.random_models import Shape, write_random_model
 from benchmarks.report import progress_bar, report_headlines, write_results
 from benchmarks.served import ServedProcess, serving
 from benchmarks.workload import read_prompts
+from deploy.config import HttpConfig
 from deploy.proxies import ProxyKind
 
-_KINDS: tuple[ProxyKind, ...] = ("python", "haproxy")
+_SMALL = Shape(hidden_size=64, intermediate_size=128, num_layers=1, num_kv_heads=1)
 _TITLES: Mapping[str, tuple[str, ...]] = {
     "proxy": ("ray::ProxyActor", "ray::HAProxyManager", "haproxy"),
     "door": ("ray::ServeReplica:drafthouse:Ingress",),
@@ -52,6 +55,7 @@ class Plan:
     """Of each kind, one after the other."""
     num_streams: int
     num_stream_tokens: int
+    kinds: tuple[ProxyKind, ...] = ("python", "haproxy")
 
 
 FULL = Plan(num_turns=3, num_requests=500, num_streams=1000, num_stream_tokens=64)
@@ -146,7 +150,7 @@ def measure_all(plan: Plan, family: Path, prompts: Sequence[str], progress: Prog
     config = streams_config(of_streams, family)
     turns = []
     for turn in range(plan.num_turns):
-        for kind in _KINDS if turn % 2 == 0 else _KINDS[::-1]:
+        for kind in plan.kinds if turn % 2 == 0 else plan.kinds[::-1]:
             task = progress.add_task(f"turn {turn + 1}: {kind}", total=plan.num_streams)
             values = {**config, "http": {**config["http"], "proxy": kind}}
             with serving(values) as server:
@@ -159,7 +163,7 @@ def measure_all(plan: Plan, family: Path, prompts: Sequence[str], progress: Prog
 def headlines(turns: Sequence[Turn]) -> dict[str, float]:
     """The numbers to watch: medians over turns."""
     numbers: dict[str, float] = {}
-    for kind in _KINDS:
+    for kind in dict.fromkeys(turn.proxy for turn in turns):
         own = [turn for turn in turns if turn.proxy == kind]
         for name in own[0].milliseconds:
             numbers[f"{kind}_{name}_p50_ms"] = statistics.median(
@@ -175,19 +179,23 @@ def headlines(turns: Sequence[Turn]) -> dict[str, float]:
 
 def main(
     quick: Annotated[bool, typer.Option(help="One turn, with fewer requests and streams.")] = False,
+    only: Annotated[str | None, typer.Option(help="python or haproxy: nothing of the other one.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
-    models: Annotated[Path, typer.Option(help="Folder with target/ and prompts.jsonl.")] = Path(
-        "models/demo"
-    ),
+    models: Annotated[
+        Path, typer.Option(help="Folder with target/ (for its tokenizer) and prompts.jsonl.")
+    ] = Path("models/demo"),
 ) -> None:
     """Compare Ray Serve's Python proxy with its HAProxy.
 
     Example: python -m benchmarks.doors --quick --json runs/doors.json
     """
     plan = QUICK if quick else FULL
+    if only is not None:
+        plan = replace(plan, kinds=(HttpConfig.model_validate({"proxy": only}).proxy,))
     prompts = read_prompts(models / "prompts.jsonl")
-    with progress_bar() as progress:
-        turns = measure_all(plan, models, prompts, progress)
+    with progress_bar() as progress, tempfile.TemporaryDirectory() as folder:
+        write_random_model(models / "target", Path(folder) / "target", _SMALL)
+        turns = measure_all(plan, Path(folder), prompts, progress)
     numbers = headlines(turns)
     report_headlines(numbers)
     write_results(json_file, {"plan": plan, "turns": turns, "headlines": numbers})

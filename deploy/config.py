@@ -85,8 +85,8 @@ class HttpConfig(StrictConfig):
     keep_alive_timeout_s: int = Field(default=75, ge=1)
     """Seconds that an idle connection is kept open."""
     proxy: ProxyKind = "python"
-    """Which of Ray Serve's proxies clients speak to. haproxy: less time and work per request and event, but
-    it does not end TLS."""
+    """Which of Ray Serve's proxies clients speak to. haproxy speaks HTTP to the doors itself, and does not
+    end TLS."""
 
     @model_validator(mode="after")
     def _check_proxy(self) -> Self:

@@ -178,6 +178,9 @@ class CallReader:
         self.num_calls = 0
         self._pending = ""
         """Text that is not given out yet: it may be part of a call."""
+        self._blanks = ""
+        """What came directly behind a call so far, as long as nothing can be seen of it."""
+        self._is_behind_call = False
 
     def feed(self, text: str) -> tuple[str, list[ReadCall]]:
         """Take a further piece; return the text and the calls that are certain now."""
@@ -198,10 +201,11 @@ class CallReader:
                 break
             call = _read_call(body)
             if call is None:
-                content += opening + body + closing
+                content += self._between(opening + body + closing)
             else:
                 calls.append(call)
                 self.num_calls += 1
+                self._blanks, self._is_behind_call = "", True
             self._pending = behind
         return content, calls
 
@@ -211,8 +215,12 @@ class CallReader:
         return self._between(pending)
 
     def _between(self, text: str) -> str:
-        """Return text outside calls: line breaks behind a call mean nothing."""
-        return "" if self.num_calls and not text.strip() else text
+        """Return text outside calls. Line breaks behind a call mean nothing, unless text follows them."""
+        if self._is_behind_call and not text.strip():
+            self._blanks += text
+            return ""
+        text, self._blanks, self._is_behind_call = self._blanks + text, "", False
+        return text
 
 
 def read_reply(text: str) -> tuple[str, list[ReadCall]]:
