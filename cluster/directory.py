@@ -11,6 +11,7 @@ import msgspec
 
 from specdec.core.idle_work import WorkState
 from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.status import OnlineStatus
 
 ReportT = TypeVar("ReportT")
 Role = Literal["ingress", "coordinator", "draft"]
@@ -38,6 +39,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Of a coordinator or draft worker: id of the placement group of its replica."""
     compile_state: WorkState = "off"
     """Of a draft worker, and of a coordinator's target worker: what has become of compiling its forward."""
+    online: OnlineStatus | None = None
+    """Of a draft worker: what its draft model has learnt; None: it does not learn."""
 
     @property
     def peer_id(self) -> PeerId:

@@ -20,6 +20,7 @@ from specdec.proposers.lookup_config import (
     SuffixConfig,
     explain_suffix_keys,
 )
+from specdec.proposers.online_config import OnlineConfig
 from specdec.proposers.several.config import (
     MOST_DRAFTERS,
     DrafterConfig,
@@ -174,6 +175,8 @@ class SpeculativeConfig(StrictConfig):
     cache: CacheConfig = CacheConfig(memory_bytes=_CACHE_BYTES)
     """The KV cache of the draft model, or of heads that have K/V of their own (all but medusa, and hydra
     without a prefix layer); 256 MiB unless a size is given."""
+    online: OnlineConfig | None = None
+    """draft_model: the draft model goes on learning, from what the target writes. None: it does not."""
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
@@ -466,6 +469,17 @@ class SpeculativeConfig(StrictConfig):
         if self.fallback != "none" or self.lookup_first is not None:
             raise ValueError(
                 "synthetic_acceptance is that of the draft model alone: leave out fallback and lookup_first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_online(self) -> Self:
+        if self.online is not None:
+            self.online.require_draft_model(
+                method=self.method,
+                quantization=self.quantization,
+                num_ranks=self.draft_tensor_parallel_size,
+                is_made_up=self.synthetic_acceptance is not None,
             )
         return self
 
