@@ -128,12 +128,14 @@ def test_acceptance_rises_after_a_shift_and_tokens_stay(config: EngineConfig, le
     _, of_the_former = learning.serve(requests(FORMER, 8, "former"))
     first, during, last = (requests(LATTER, number, str(number)) for number in (8, 24, 9))
     tokens, before = learning.serve(first)
-    for batch in range(4):
-        learning.serve(requests(LATTER, 16, f"learnt{batch}"))
+    for batch in range(2):
+        learning.serve(requests(LATTER, 24, f"learnt{batch}"))
         learning.learn()
-    learning.serve(requests(LATTER, 16, "more"))
-    while learning.trainer.counters["online_training_steps"] % 20 < 18:  # a version is nearly done
+    num_tried = learning.proposer.counters["online_versions_tried"]
+    learning.serve(requests(LATTER, 32, "more"))
+    for _ in range(18 * QUICK.batch_texts):  # a version is nearly done
         learning.proposer.learn(learning.paced)
+        assert learning.proposer.counters["online_versions_tried"] > num_tried
     num_taken = learning.proposer.counters["online_versions_taken"]
     tokens |= learning.serve(during, is_learning=True)[0]
     assert learning.proposer.counters["online_versions_taken"] > num_taken
