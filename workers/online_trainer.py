@@ -44,7 +44,7 @@ class TrainerReport(NamedTuple):
 
 
 class OnlineTrainerProcess:
-    """Trains in a thread, with its share of a core, until it is stopped or its owner dies."""
+    """Trains in a thread, with its share of a core, until its owner ends it or dies."""
 
     def __init__(self, config: EngineConfig, name: PeerId, served: PackedVersion | None) -> None:
         """Load the draft model; go on from what is `served`, if that is not what it came with."""
@@ -81,10 +81,6 @@ class OnlineTrainerProcess:
         new, self._told = present - self._told, present
         packed = None if version is None else PackedVersion(version.number, save(dict(version.weights)))
         return TrainerReport(packed, dict(new), self._trainer.status)
-
-    def stop(self) -> None:
-        """Train no more."""
-        self._thread.stop(lambda: None)
 
 
 OnlineTrainerWorker = ray.remote(OnlineTrainerProcess)

@@ -76,7 +76,7 @@ class OnlineConfig(StrictConfig):
             ValueError: it cannot; names the setting.
         """
         if method != "draft_model":
-            raise ValueError(f"online: a draft model learns; method {method} has none: leave out online")
+            raise ValueError(f"online: method draft_model learns, not {method}: leave out online")
         if quantization is not None:
             raise ValueError(
                 f"online: weights in fewer bits do not learn: leave out quantization: {quantization}, or "

@@ -88,7 +88,7 @@ class OnlineTrainer:
         self._number = 0
         self._kept = self._copied()
         self._optimizer = self._new_optimizer()
-        self._ready: Version | None = None
+        self._ready: deque[Version] = deque(maxlen=1)
         self._last_trial: Trial | None = None
         self._counters = Counter(dict.fromkeys(_COUNTED, 0))
         self._pieces = self._learn()
@@ -120,8 +120,7 @@ class OnlineTrainer:
 
     def take_version(self) -> Version | None:
         """Return the newest version that has been found better, once."""
-        ready, self._ready = self._ready, None
-        return ready
+        return self._ready.pop() if self._ready else None
 
     def begin_with(self, version: Version) -> None:
         """Go on from a version that is served already. Before the first `run_next`."""
@@ -189,7 +188,7 @@ class OnlineTrainer:
         self._counters["online_versions_served"] += 1
         self._number += 1
         self._served, self._kept = tried, self._copied()
-        self._ready = Version(self._number, tried)
+        self._ready.append(Version(self._number, tried))
 
     def _drop(self) -> None:
         """Go back to what is served."""

@@ -142,7 +142,7 @@ def test_wrong_settings_are_explained(online: dict[str, object], said: str) -> N
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"method": "ngram"}, "method ngram has none"),
+        ({"method": "ngram"}, "draft_model learns, not ngram"),
         ({"quantization": "int8"}, "leave out quantization: int8"),
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size: 2"),
         ({"synthetic_acceptance": {"acceptance": [0.5]}}, "synthetic_acceptance makes verdicts up"),
