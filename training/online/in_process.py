@@ -69,6 +69,16 @@ class LearningProposer:
         """Do a piece of the trainer's work, and stage what has come of it."""
         self._trainer.hear(self._tap.take())
         paced.run_once()
+        self._stage()
+
+    def catch_up(self) -> None:
+        """Do all of the trainer's work that there is, without rests, and stage what has come of it."""
+        self._trainer.hear(self._tap.take())
+        while self._trainer.run_next():
+            pass
+        self._stage()
+
+    def _stage(self) -> None:
         if self._staged is None and (version := self._trainer.take_version()) is not None:
             self._staged = self._drafter.stage_weights(version.weights)
 

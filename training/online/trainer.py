@@ -114,6 +114,11 @@ class OnlineTrainer:
             acceptance_after=None if trial is None else trial.after,
         )
 
+    @property
+    def served(self) -> Version:
+        """The version that is served now, be it the one that the draft model came with."""
+        return Version(self._number, self._served)
+
     def hear(self, texts: Sequence[LearnableText]) -> None:
         """Take in texts that have ended."""
         self._heard.extend(texts)

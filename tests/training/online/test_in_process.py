@@ -81,12 +81,6 @@ class Learning:
         self.engine = Engine(config, around_drafter=learning)
         self.paced = PacedTrainer(trainer, 1.0, wait=lambda seconds: None)
 
-    def learn(self) -> None:
-        """Let the trainer do all that there is to do."""
-        self.proposer.learn(self.paced)
-        while self.trainer.run_next():
-            self.proposer.learn(self.paced)
-
     def serve(self, wanted: list[Request], *, is_learning: bool = False) -> tuple[Tokens, float]:
         """Return tokens and acceptance; if `is_learning`, pieces of training lie between the rounds."""
         before = self.engine.metrics().num_accepted_tokens, self.engine.metrics().num_draft_tokens
@@ -130,7 +124,7 @@ def test_acceptance_rises_after_a_shift_and_tokens_stay(config: EngineConfig, le
     tokens, before = learning.serve(first)
     for batch in range(2):
         learning.serve(requests(LATTER, 24, f"learnt{batch}"))
-        learning.learn()
+        learning.proposer.catch_up()
     num_tried = learning.proposer.counters["online_versions_tried"]
     learning.serve(requests(LATTER, 32, "more"))
     for _ in range(18 * QUICK.batch_texts):  # a version is nearly done

@@ -30,10 +30,6 @@ def same(first: Version, second: Version) -> bool:
     return all(torch.equal(one, second.weights[name]) for name, one in first.weights.items())
 
 
-def served(trainer: OnlineTrainer) -> Version:
-    return Version(0, {name: one.clone() for name, one in trainer._served.items()})
-
-
 def test_acceptance_rises_after_a_shift_of_domain(trainer: OnlineTrainer) -> None:
     trainer.hear(heard(FORMER, 20))
     work_off(trainer)
@@ -61,7 +57,8 @@ def test_a_version_of_garbage_is_refused_and_leaves_no_trace(of_the_former: Llam
     """Steps so large that they destroy what was known: the guard sees it on what was held back."""
     wild = QUICK.model_copy(update={"learning_rate": 1.0, "steps_per_version": 3})
     trainer = trainer_of(copy.deepcopy(of_the_former), wild)
-    before = served(trainer)
+    before = trainer.served
+    came_with = {name: one.clone() for name, one in before.weights.items()}
     trainer.hear(heard(FORMER, 30))
     work_off(trainer)
     status = trainer.status
@@ -70,7 +67,7 @@ def test_a_version_of_garbage_is_refused_and_leaves_no_trace(of_the_former: Llam
     assert status.acceptance_after is not None
     assert status.acceptance_after < status.acceptance_before - 0.5
     assert trainer.take_version() is None
-    assert same(before, served(trainer))
+    assert same(Version(0, came_with), trainer.served)
     now = Version(0, {name: one.detach() for name, one in trainer._model.named_parameters()})
     assert same(before, now)  # the next version begins where the served one is
 
