@@ -122,9 +122,8 @@ def test_acceptance_rises_after_a_shift_and_tokens_stay(config: EngineConfig, le
     _, of_the_former = learning.serve(requests(FORMER, 8, "former"))
     first, during, last = (requests(LATTER, number, str(number)) for number in (8, 24, 9))
     tokens, before = learning.serve(first)
-    for batch in range(2):
-        learning.serve(requests(LATTER, 24, f"learnt{batch}"))
-        learning.proposer.catch_up()
+    learning.serve(requests(LATTER, 24, "learnt"))
+    learning.proposer.catch_up()
     num_tried = learning.proposer.counters["online_versions_tried"]
     learning.serve(requests(LATTER, 32, "more"))
     for _ in range(18 * QUICK.batch_texts):  # a version is nearly done
