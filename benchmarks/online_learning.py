@@ -130,6 +130,9 @@ class Side:
 class LearningSide(Side):
     """One whose draft model learns between two batches."""
 
+    drafter: DraftModelProposer
+    proposer: LearningProposer
+
     def _open(self, models: Path) -> Engine:
         config = engine_config(self._plan, models, learns=True)
         self.trainer = load_trainer(config)
