@@ -11,6 +11,7 @@ import msgspec
 
 from specdec.core.idle_work import WorkState
 from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.status import OnlineStatus
 
 ReportT = TypeVar("ReportT")
 Role = Literal["ingress", "coordinator", "draft"]
@@ -41,6 +42,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     tensors: PeerAddress | None = None
     """Where a draft worker takes hidden states, and from where a coordinator's target worker sends them; None
     where nobody needs any."""
+    online: OnlineStatus | None = None
+    """Of a draft worker: what its draft model has learnt; None: it does not learn."""
 
     @property
     def peer_id(self) -> PeerId:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Any
 
 import msgspec
 
 from cluster.autoscaling.draft_demand import DraftDemand, pool_stats, read_demands
-from cluster.config import ClusterConfig
+from cluster.config import BundleConfig, ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
+from cluster.draft_learning import DraftLearning
 from cluster.generation import draft_generation
 from cluster.placement import ModelRanks
 from cluster.runtime import (
@@ -28,11 +30,14 @@ from specdec.core.errors import DrafthouseError, TransportError
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerId
 from workers.draft_worker import DraftWorker
+from workers.online_trainer import OnlineTrainerWorker, PackedVersion
 from workers.process import prepare_logging
 
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 30.0
+_NEWS_S = 5.0
+"""How often it is announced, at most, what the draft model has learnt: every member hears of it."""
 
 
 class DraftPoolReplica:
@@ -56,6 +61,10 @@ class DraftPoolReplica:
         self._member: Member | None = None
         self._counters: dict[str, float] = {}
         self._demands: tuple[DraftDemand, ...] = ()
+        self._announced_s = 0.0
+        self._learning: DraftLearning | None = None
+        if engine.speculative_config.online is not None:
+            self._learning = DraftLearning(self._start_trainer)
         self._directory = DirectoryLink(
             namespace=cluster.namespace,
             lease_s=cluster.membership.lease_s,
@@ -115,6 +124,8 @@ class DraftPoolReplica:
         worker = WorkerHandle(actor, "draft worker")
         self._worker = worker
         address = worker.await_address(pool.load_timeout_s)
+        if self._learning is not None:
+            self._learning.begin(worker)
         self._num_workers += 1
         with self._lock:
             self._worker_id = worker_id
@@ -133,6 +144,23 @@ class DraftPoolReplica:
             )
         )
         logger.info("draft worker %s is ready", worker_id)
+
+    def _start_trainer(self, served: PackedVersion | None) -> Any:
+        """Start a trainer in this replica's bundle; what it takes of the CPU is in the configuration."""
+        trainer_id = new_peer_id("trainer")
+        options = worker_options(BundleConfig(num_cpus=0.0), trainer_id, self._cluster.namespace)
+        return OnlineTrainerWorker.options(**options).remote(self._engine, trainer_id, served)
+
+    def _follow_learning(self, worker: WorkerHandle, learning: DraftLearning) -> None:
+        """Let the worker's draft model learn; announce what has come of it."""
+        learning.exchange(worker)
+        member, now_s = self._member, time.monotonic()
+        if member is None or member.online == learning.status:
+            return
+        is_news = member.online is None or learning.status is None
+        if is_news or now_s >= self._announced_s + _NEWS_S:
+            self._announced_s = now_s
+            self._announce(msgspec.structs.replace(member, online=learning.status))
 
     def _announce(self, member: Member) -> None:
         self._member = member
@@ -170,6 +198,8 @@ class DraftPoolReplica:
                 assert self._worker is not None
                 self._counters = self._worker.call("check_health", timeout_s=self._cluster.membership.lease_s)
                 self._follow_compiling(self._worker)
+                if self._learning is not None:
+                    self._follow_learning(self._worker, self._learning)
                 if self._cluster.draft_pool.autoscaling is not None:
                     self._demands = read_demands(self._cluster.namespace) or ()
                 backoff_s = 0.5
@@ -193,6 +223,8 @@ class DraftPoolReplica:
 
     def _close(self) -> None:
         self._stop.set()
+        if self._learning is not None:
+            self._learning.stop()
         self._directory.close()
         if self._worker is not None:
             self._worker.stop()

@@ -54,4 +54,5 @@ def _draft_worker(member: Member, told: Iterable[TargetGroupStatus]) -> DraftWor
         is_waited_for=any(link.is_waited_for for link in links) if links else None,
         num_requests=sum(link.num_requests for link in links),
         max_requests=member.capacity,
+        online=member.online,
     )

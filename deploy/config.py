@@ -152,6 +152,20 @@ class DrafthouseConfig(EngineConfig):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Self:
+        blocks = {"": self.speculative_config} | {
+            f"models.{name}.": model.speculative_config for name, model in self.models.items()
+        }
+        for where, speculative in blocks.items():
+            online = speculative.online
+            if online is not None and online.tenants and self.http.api_keys_file is None:
+                raise ValueError(
+                    f"{where}speculative_config.online.tenants names API keys, and there are none without "
+                    "http.api_keys_file: give the file, or write allow_shared: true instead of tenants"
+                )
+        return self
+
     def engine(self) -> EngineConfig:
         """Return the first model's engine alone."""
         return _engine_of(self)

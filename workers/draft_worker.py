@@ -26,9 +26,11 @@ from workers.rank_worker import lead_ranks, threads_per_rank
 
 if TYPE_CHECKING:
     from specdec.engine.hidden_inbox import HiddenInbox
+    from specdec.engine.text_tap import LearnableText
     from specdec.proposers.base import Proposer
     from specdec.proposers.heads_factory import LoadedDrafter
     from specdec.transport.zmq import ZmqOptions
+    from workers.online_trainer import PackedVersion
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class DraftWorkerProcess:
         # Only now, since OpenMP reads its settings when torch is loaded.
         from specdec.engine.build import build_draft_grammars, build_draft_proposer, build_remote_heads
         from specdec.engine.draft_server import DraftServer
+        from specdec.engine.text_tap import TextTap
         from specdec.transport.zmq import ZmqChannel
 
         started_s = time.monotonic()
@@ -84,7 +87,12 @@ class DraftWorkerProcess:
         settle_memory()
         self._channel = ZmqChannel(peer_id, host=host, options=options)
         grammars = build_draft_grammars(config)
-        self._server = server = DraftServer(self._channel, proposer, grammars=grammars, shares=shares)
+        self._tap = None if speculative.online is None else TextTap(speculative.online)
+        self._server = server = DraftServer(
+            self._channel, proposer, grammars=grammars, shares=shares, tap=self._tap
+        )
+        self._proposer = proposer
+        self._taking = False
         idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
         def serve_once() -> None:
@@ -132,6 +140,41 @@ class DraftWorkerProcess:
         if self._inbox is not None:
             counters.update(self._inbox.counters)
         return {"num_sequences": float(self._server.num_sequences), **counters}
+
+    def take_texts(self) -> Sequence[LearnableText]:
+        """Return, once, the texts that have ended since the last call, as far as they may be learnt from."""
+        return () if self._tap is None else self._tap.take()
+
+    def use_version(self, version: PackedVersion) -> bool:
+        """Draft with other weights from the next batch on; nobody waits while they are prepared.
+
+        Return False where that cannot be yet: ask again.
+        """
+        from safetensors.torch import load
+
+        from specdec.model.renewal import TakesWeights
+
+        proposer = self._proposer
+        assert isinstance(proposer, TakesWeights), "checked by SpeculativeConfig"
+        if self._taking:
+            return False
+        if self.compile_state() == "pending":
+            return False
+        staged = proposer.stage_weights(load(version.weights))
+        self._taking = True
+
+        def take() -> None:
+            if proposer.take_weights(staged):
+                self._server.count({"online_versions_taken": 1})
+                logger.info("drafting with version %d of the weights", version.number)
+            self._taking = False
+
+        self._server.before_next(take)
+        return True
+
+    def count(self, counts: dict[str, int]) -> None:
+        """Tell coordinators what was counted elsewhere, by metric name."""
+        self._server.count(counts)
 
     def stop(self) -> None:
         """Serve no more."""

@@ -14,6 +14,7 @@ from specdec.transport.status import (
     ChoiceStatus,
     DrafterStatus,
     DraftWorkerStatus,
+    OnlineStatus,
     RecentStatus,
     TargetGroupStatus,
 )
@@ -30,6 +31,9 @@ def view_of(status: Status, url: str) -> RenderableType:
             parts += [Text(), _speculation(group, group.choice, alone=len(status.target_groups) == 1)]
     if status.draft_workers:
         parts += [Text(), _draft_workers(status.draft_workers, status.now)]
+        parts += [
+            _online(worker.id, worker.online) for worker in status.draft_workers if worker.online is not None
+        ]
     return Group(*parts)
 
 
@@ -107,6 +111,21 @@ def _draft_workers(workers: Iterable[DraftWorkerStatus], now: float) -> Table:
         total = (f"{num_requests} of {num_places}", _share(num_requests, num_places))
         table.add_row("all", "", "", "", *total, style="bold")
     return table
+
+
+def _online(worker: str, online: OnlineStatus) -> Text:
+    """What a draft model has learnt."""
+    served = f"version {online.version}" if online.version else "the weights that it came with"
+    text = (
+        f"{worker} learns online: drafts with {served}; {online.num_tried} tried, "
+        f"{online.num_refused} refused; {online.num_buffered_tokens} tokens kept"
+    )
+    if online.acceptance_before is not None and online.acceptance_after is not None:
+        text += (
+            f"; held-back acceptance at the last trial {online.acceptance_before:.3f}, of the new version "
+            f"{online.acceptance_after:.3f}"
+        )
+    return Text(text)
 
 
 def _draft_state(worker: DraftWorkerStatus) -> Text:

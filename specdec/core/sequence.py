@@ -59,6 +59,11 @@ class SequenceView(Protocol):
         ...
 
     @property
+    def owner(self) -> str | None:
+        """Whose text it is (`Request.owner`), as far as whoever shows it knows."""
+        ...
+
+    @property
     def kv_budget(self) -> int:
         """Tokens that drafts may attend to, at present; 0: as whoever drafts is configured."""
         ...
@@ -124,6 +129,11 @@ class Sequence:
     def cache_salt(self) -> str | None:
         """Only sequences of one salt may share K/V."""
         return self.request.cache_salt
+
+    @property
+    def owner(self) -> str | None:
+        """Whose text it is."""
+        return self.request.owner
 
     @property
     def is_decoding(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.core.errors import ResourceError
@@ -26,6 +28,8 @@ from specdec.scheduling.speculation.controller import SpeculationController
 from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.verification.base import VerificationRule
 from specdec.verification.registry import make_rule
+
+logger = logging.getLogger(__name__)
 
 # Loading torch and transformers takes seconds and hundreds of megabytes: a coordinator, which has neither
 # model in its process, never does, and so they are imported where a model is built.
@@ -63,11 +67,16 @@ class EngineParts:
 
 
 def build_parts(
-    config: EngineConfig, progress: LoadProgress | None = None, *, is_measuring: bool = False
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    *,
+    is_measuring: bool = False,
+    around_drafter: Callable[[Proposer], Proposer] | None = None,
 ) -> EngineParts:
     """Load models and tokenizer; `progress` hears of the target's.
 
-    Only who `is_measuring` gets an engine whose output is made up (`synthetic_acceptance`).
+    Only who `is_measuring` gets an engine whose output is made up (`synthetic_acceptance`). What
+    `around_drafter` makes of the drafter drafts in its place, and owns it; whoever has it learn gives it.
 
     Raises:
         UserError: a checkpoint, a device or the memory is not as the configuration says.
@@ -78,6 +87,10 @@ def build_parts(
     target = build_target(config, progress, reserved_bytes=draft_bytes(config.speculative_config))
     try:
         proposer = _build_proposer(config, target.description)
+        if around_drafter is not None:
+            proposer = around_drafter(proposer)
+        elif config.speculative_config.online is not None:
+            logger.warning("speculative_config.online: nothing is learnt by an engine in this process")
     except BaseException:
         target.close()
         raise
@@ -429,6 +442,32 @@ def build_draft_part(config: EngineConfig, ranks: RankGroup) -> DraftModelPropos
     from specdec.proposers.draft_model_factory import load_draft_model
 
     return load_draft_model(config.speculative_config, _facts_of_folder(config), ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCheckpoint:
+    """A draft model as who trains it needs to know it."""
+
+    folder: Path
+    dtype: str
+    """Numbers that it is served in, by their name in torch."""
+    vocab_size: int
+    """The target's."""
+
+
+def draft_checkpoint(config: EngineConfig) -> DraftCheckpoint:
+    """Return what is known of the draft model without loading it.
+
+    Raises:
+        CheckpointError: a folder is not as it should be.
+    """
+    from specdec.proposers.draft_model_factory import draft_model_config
+
+    facts = _facts_of_folder(config)
+    model = draft_model_config(config.speculative_config, facts)
+    return DraftCheckpoint(
+        folder=Path(model.model).expanduser(), dtype=model.dtype, vocab_size=facts.vocab_size
+    )
 
 
 def build_draft_grammars(config: EngineConfig) -> DraftGrammars:

@@ -171,6 +171,7 @@ def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
                 "controller": True,
                 "fallback": True,
                 "lookup_first": True,
+                "online": True,
                 "drafters": {"__all__": {"name", "share"}},
             }
         ),

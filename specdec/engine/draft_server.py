@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from specdec.core.clock import Clock, MonotonicClock
-from specdec.core.errors import ChannelTimeout, InputError
+from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.draft_entries import answer_to, is_valid
 from specdec.engine.draft_grammar import DraftGrammars, FollowedGrammar
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
+from specdec.engine.text_tap import TextTap
 from specdec.proposers.base import (
     AheadWish,
     HasRoom,
@@ -28,7 +30,6 @@ from specdec.proposers.base import (
 )
 from specdec.transport.base import Channel, Envelope, PeerId
 from specdec.transport.messages import (
-    DraftBranch,
     DraftOpening,
     ProposeAnswer,
     ProposeEntry,
@@ -42,11 +43,6 @@ logger = logging.getLogger(__name__)
 _PREFILL_TOKENS = 64
 """An entry with more unseen tokens than this is served after, not with, those that are quick."""
 
-_MAX_DRAFT_TOKENS = 64
-_MAX_PENDING = 64
-_MAX_BRANCHES = 64
-"""Of one entry: as many as a configuration may ask for, or more. What asks for more is dropped."""
-_MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_LENGTH = 1 << 20
 """Tokens of a sequence, where the proposer has no limit of its own."""
 
@@ -79,6 +75,7 @@ class _Mirror:
         self.params: SamplingParams = opening.params
         self.seed = opening.seed
         self.cache_salt = opening.cache_salt
+        self.owner = opening.owner
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX
@@ -161,9 +158,13 @@ class DraftServer:
         *,
         grammars: DraftGrammars | None = None,
         shares: DraftShareConfig | None = None,
+        tap: TextTap | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Serve `proposer`; with `grammars`, its drafts keep to the grammars of requests."""
+        """Serve `proposer`; with `grammars`, its drafts keep to the grammars of requests.
+
+        `tap` hears of every sequence that ends.
+        """
         self._channel = channel
         self._proposer = proposer
         self._ahead: LooksAhead | None = None
@@ -177,6 +178,9 @@ class DraftServer:
         self._grammars = grammars
         self._shares = shares or DraftShareConfig()
         self._told: Counter[str] = Counter()
+        self._tap = tap
+        self._before_next: deque[Callable[[], object]] = deque()
+        self._counted_elsewhere: Counter[str] = Counter()
         self._clock = clock or MonotonicClock()
         self._clients: dict[PeerId, _Client] = {}
         self._num_sequences = 0
@@ -190,8 +194,8 @@ class DraftServer:
         another), outgrown_sequences (their coordinator's share of the memory is too small for them now),
         unread_dropped (their coordinator said too much at a time), states_asked_again (sequences whose
         hidden states were lost), unexpected_messages (not for a draft worker); and by metric name what
-        coordinators are told: `draft_grammar_failures` and what the proposer counts
-        (`proposers.base.HasCounters`)."""
+        coordinators are told: `draft_grammar_failures`, what the proposer (`proposers.base.HasCounters`) and
+        the tap count, and what was counted elsewhere (`count`)."""
 
     @property
     def num_sequences(self) -> int:
@@ -206,6 +210,14 @@ class DraftServer:
     def retain(self, coordinators: Iterable[PeerId]) -> None:
         """Forget, soon, the sequences of all other coordinators (any thread)."""
         self._members = frozenset(coordinators)
+
+    def before_next(self, act: Callable[[], object]) -> None:
+        """Have something done before the next batch, by the thread that serves (any thread)."""
+        self._before_next.append(act)
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Tell coordinators what was counted elsewhere since the last call (any thread)."""
+        self.before_next(lambda: self._counted_elsewhere.update(counts))
 
     def step(self, timeout_s: float | None) -> bool:
         """Wait for a message, make a batch of drafts; return whether one came within `timeout_s`, or waited.
@@ -226,6 +238,8 @@ class DraftServer:
         for coordinator, client in self._clients.items():
             if client.unread:
                 self._read(coordinator, client, now_s)
+        while self._before_next:
+            self._before_next.popleft()()
         self._serve()
         return True
 
@@ -299,7 +313,7 @@ class DraftServer:
 
         Return what is to be answered at once, if there is nothing to draft.
         """
-        if not _is_valid(entry):
+        if not is_valid(entry):
             self.counters["invalid_entries"] += 1
             return None
         name = entry.request_id
@@ -313,19 +327,19 @@ class DraftServer:
         if entry.committed_len > self._max_length:
             # Nothing can be drafted behind it: there is no reason to keep it.
             self._forget(client, name)
-            return _answer(entry)
+            return answer_to(entry)
         if (mirror is None or entry.epoch > mirror.epoch) and entry.opening is not None:
             self._forget(client, name)
             if not self._make_place(coordinator, client, entry):
                 self.counters["refused_entries"] += 1
-                return _answer(entry, is_full=True)
+                return answer_to(entry, is_full=True)
             inner_id = sequence_name(coordinator, name, entry.epoch)
             mirror = client.mirrors[name] = _Mirror(inner_id, entry.epoch, entry.opening, self._grammars)
             self._num_sequences += 1
         if mirror is None or mirror.epoch != entry.epoch or not _catch_up(mirror, entry):
-            self._forget(client, name)
+            self._forget(client, name, is_sound=False)
             self.counters["restarts_asked"] += 1
-            return _answer(entry, needs_start=True)
+            return answer_to(entry, needs_start=True)
         mirror.last_used_s = now_s
         client.mirrors.move_to_end(name)
         earlier = client.wishes.get(name)
@@ -398,7 +412,7 @@ class DraftServer:
                 if num_unread and self._reads_on(wish, num_unread, draft_s):
                     continue
             spent_s[wish.coordinator] = max(draft_s + wish.read_s, spent_s[wish.coordinator])
-            answer = _answer(wish.entry, its_proposals, is_full=is_full, num_unread=num_unread)
+            answer = answer_to(wish.entry, its_proposals, is_full=is_full, num_unread=num_unread)
             if not is_full and (rows_from := self._lost_rows(wish.mirror)) >= 0:
                 answer = msgspec.structs.replace(answer, rows_from=rows_from)
             answers[wish.coordinator].append(answer)
@@ -487,6 +501,9 @@ class DraftServer:
         present = Counter({name: int(count) for name, count in counters_of(self._proposer).items()})
         if self._grammars is not None:
             present["draft_grammar_failures"] = self._grammars.counters["grammar_failures"]
+        if self._tap is not None:
+            present.update(self._tap.counters)
+        present.update(self._counted_elsewhere)
         if present == self._told:
             return None
         new, self._told = present - self._told, present
@@ -498,13 +515,16 @@ class DraftServer:
         if mirror is not None and mirror.epoch <= released.epoch:
             self._forget(client, released.request_id)
 
-    def _forget(self, client: _Client, request_id: RequestId) -> None:
+    def _forget(self, client: _Client, request_id: RequestId, *, is_sound: bool = True) -> None:
+        """Forget a sequence; unless `is_sound`, its tokens may not be what was committed."""
         client.wishes.pop(request_id, None)
         mirror = client.mirrors.pop(request_id, None)
         if mirror is not None:
             self._num_sequences -= 1
             if mirror.constraint is not None:
                 mirror.constraint.close()
+            if self._tap is not None and is_sound:
+                self._tap.note(mirror)
             self._proposer.release([mirror.request_id])
 
     def _sweep(self) -> None:
@@ -537,75 +557,3 @@ def _catch_up(mirror: _Mirror, entry: ProposeEntry) -> bool:
     mirror.extend(entry.token_ids[known:])
     mirror.kv_budget = entry.kv_budget
     return mirror.prefix_hash == entry.prefix_hash
-
-
-def _is_valid(entry: ProposeEntry) -> bool:
-    """Return whether an entry makes sense, and what it asks for has a bounded cost."""
-    token_ids = entry.token_ids
-    return (
-        0 <= entry.num_draft_tokens <= _MAX_DRAFT_TOKENS
-        and entry.committed_len >= 1
-        and len(token_ids) <= entry.committed_len
-        and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID))
-        and 0 <= entry.kv_budget <= _MAX_TOKEN_ID
-        and (entry.opening is None or _is_valid_opening(entry.opening))
-        and (entry.fan_out is None or _is_valid_outlook(entry.pending, entry.fan_out))
-    )
-
-
-def _is_valid_opening(opening: DraftOpening) -> bool:
-    try:
-        opening.params.checked()
-    except InputError:
-        return False
-    return 0 <= opening.num_prompt_tokens <= _MAX_TOKEN_ID
-
-
-def _is_valid_outlook(pending: Sequence[int], fan_out: Sequence[int]) -> bool:
-    return (
-        len(fan_out) == len(pending) + 1 <= _MAX_PENDING + 1
-        and min(pending, default=0) >= 0
-        and max(pending, default=0) <= _MAX_TOKEN_ID
-        and min(fan_out) >= 0
-        and sum(fan_out) <= _MAX_BRANCHES
-    )
-
-
-def _answer(
-    entry: ProposeEntry,
-    proposals: Sequence[Proposal] = (),
-    *,
-    needs_start: bool = False,
-    is_full: bool = False,
-    num_unread: int = 0,
-) -> ProposeAnswer:
-    if proposals and entry.fan_out is not None:
-        return _ahead_answer(entry, proposals)
-    proposal = proposals[0] if proposals else None
-    return ProposeAnswer(
-        request_id=entry.request_id,
-        epoch=entry.epoch,
-        committed_len=entry.committed_len,
-        prefix_hash=entry.prefix_hash,
-        token_ids=proposal.token_ids if proposal is not None else (),
-        noise_stream=proposal.noise_stream if proposal is not None else None,
-        parents=proposal.parents if proposal is not None else None,
-        needs_start=needs_start,
-        q_rows=proposal.q_rows if proposal is not None else None,
-        is_full=is_full,
-        num_unread=num_unread,
-    )
-
-
-def _ahead_answer(entry: ProposeEntry, proposals: Sequence[Proposal]) -> ProposeAnswer:
-    return ProposeAnswer(
-        request_id=entry.request_id,
-        epoch=entry.epoch,
-        committed_len=entry.committed_len,
-        prefix_hash=entry.prefix_hash,
-        token_ids=(),
-        noise_stream=proposals[0].noise_stream,
-        branches=tuple(
-            [DraftBranch(one.committed_len, one.prefix_hash, one.token_ids, one.q_rows) for one in proposals]
-        ),
-    )

@@ -82,16 +82,23 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, *, progress: LoadProgress | None = None, is_measuring: bool = False
+        self,
+        config: EngineConfig,
+        *,
+        progress: LoadProgress | None = None,
+        is_measuring: bool = False,
+        around_drafter: Callable[[Proposer], Proposer] | None = None,
     ) -> None:
         """Load what `config` names; `progress` hears how far the target's loading is.
 
         Only who `is_measuring` may have output that is made up (`speculative_config.synthetic_acceptance`).
+        What `around_drafter` makes of the drafter drafts in its place, and owns it.
 
         Raises:
             UserError: a checkpoint, a device or the memory is not as the configuration says.
         """
-        self._set_up(build_parts(config, progress, is_measuring=is_measuring), MonotonicClock())
+        parts = build_parts(config, progress, is_measuring=is_measuring, around_drafter=around_drafter)
+        self._set_up(parts, MonotonicClock())
 
     @classmethod
     def from_parts(

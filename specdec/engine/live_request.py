@@ -198,6 +198,11 @@ class LiveRequest:
         return self.request.cache_salt
 
     @property
+    def owner(self) -> str | None:
+        """Whose text it is."""
+        return self.request.owner
+
+    @property
     def class_name(self) -> str:
         """What kind of request it is."""
         return self.request.class_name

@@ -87,6 +87,7 @@ class MadeUpSequence:
     """Implements `SequenceView` with random tokens. It grows as if they had been committed."""
 
     constraint: TokenConstraint | None = None
+    owner: str | None = None
     kv_budget = 0
 
     def __init__(

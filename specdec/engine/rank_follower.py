@@ -118,6 +118,7 @@ class _Followed:
         self.params: SamplingParams = opening.params
         self.seed = opening.seed
         self.cache_salt = opening.cache_salt
+        self.owner: str | None = None
         self.num_prompt_tokens = opening.num_prompt_tokens
         self.token_ids: list[int] = []
         self.prefix_hash = EMPTY_PREFIX

@@ -601,6 +601,7 @@ def _entry(wish: _Wish | AheadWish, registration: Registration) -> ProposeEntry:
             sequence.num_prompt_tokens,
             sequence.cache_salt,
             None if sequence.constraint is None else sequence.constraint.grammar,
+            sequence.owner,
         )
     return ProposeEntry(
         request_id=sequence.request_id,

@@ -96,6 +96,30 @@ _OF_DRAFTS: Mapping[str, Series] = {
     "draft_grammar_failures": Series("counter", "Grammars that draft models could not follow."),
 }
 
+_OF_ONLINE_LEARNING: Mapping[str, Series] = {
+    "online_texts_heard": Series("counter", "Texts that ended and may be learnt from, at draft workers."),
+    "online_texts_dropped": Series("counter", "Of these, those that no trainer fetched in time."),
+    "online_tokens_buffered": Series("counter", "Tokens of texts that trainers of draft models kept."),
+    "online_tokens_dropped": Series("counter", "Of these, those that have given way since."),
+    "online_training_steps": Series("counter", "Steps of the optimizers of draft models."),
+    "online_versions_tried": Series("counter", "Versions of draft models that were trained."),
+    "online_versions_served": Series(
+        "counter", "Of these, those that beat the version before on what was held back."
+    ),
+    "online_versions_refused": Series("counter", "Of these, those that did not, and were dropped."),
+    "online_versions_taken": Series("counter", "Times that a draft worker took other weights."),
+    "online_trial_tokens": Series("counter", "Held-back tokens that versions were judged by."),
+    "online_trial_matches_before": Series(
+        "counter", "Of these, those that the version served would have drafted."
+    ),
+    "online_trial_matches_after": Series(
+        "counter", "Of these, those that the version tried would have drafted."
+    ),
+    "online_trainers_lost": Series(
+        "counter", "Trainers of draft models that died, with the texts they kept."
+    ),
+}
+
 _OF_DRAFT_POOL: Mapping[str, Series] = {
     "draft_workers": Series("gauge", "Draft workers that are waited for.", "max"),
     "draft_pool_usage_perc": Series(
@@ -198,6 +222,7 @@ ENGINE_SERIES: Mapping[str, Series] = {
     **_OF_ROUNDS,
     **_OF_DRAFTS,
     **_OF_DRAFT_POOL,
+    **_OF_ONLINE_LEARNING,
     **_OF_CONTROLLER,
     **_OF_SEVERAL,
 }

@@ -141,6 +141,7 @@ class _Watched:
     """A sequence as far as the target knows it. Satisfies `SequenceView`."""
 
     kv_budget = 0
+    owner = None
     constraint = None
     """Whoever has the grammar does not have the target draft."""
 

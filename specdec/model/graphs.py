@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from specdec.attention.cpu import NativeLayer
 from specdec.attention.metadata import slots_of
 from specdec.attention.observation import Observation
+from specdec.core.errors import CheckpointError
 from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.compile_work import CompileWork, build_libraries
@@ -32,7 +33,7 @@ from specdec.model.native_compile import (
     relative_difference,
     tolerance_of,
 )
-from specdec.model.native_forward import NativeForward
+from specdec.model.native_forward import NativeForward, StagedForward
 from specdec.model.packed_weights import PackedWeights
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.recording import NUM_ROWS, CannotLower, single_threaded
@@ -177,6 +178,30 @@ class CompiledForward(CompileWork):
         offset = 0 if piece.shift is None else piece.shift.offset
         end = piece.start + piece.num_dropped + len(piece.token_ids) + num_more
         return end + offset > self._num_position_ids
+
+    def stage_weights(self, replaced: Callable[[torch.Tensor], torch.Tensor | None]) -> StagedForward | None:
+        """Prepare other weights for what is compiled, if anything is; any thread.
+
+        Raises:
+            CheckpointError: it holds something that was computed from weights.
+        """
+        forward = self._forward
+        try:
+            return None if forward is None else forward.stage(replaced)
+        except CannotLower as error:
+            raise CheckpointError(
+                f"{self._runner.loaded.path.name} cannot be given other weights, unless compile.mode is off: "
+                f"{error}"
+            ) from error
+
+    def take_weights(self, staged: StagedForward | None) -> bool:
+        """Run with what was staged; False when that was before, or is while, something is compiled."""
+        if self._state == "pending" or self._forward is not (None if staged is None else staged.of):
+            return False
+        if staged is not None and self._forward is not None:
+            self._forward.take(staged)
+            self._weights = staged.weights
+        return True
 
     def _forget(self) -> None:
         self._weights = self._forward = None

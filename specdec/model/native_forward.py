@@ -153,6 +153,16 @@ class _Scratch:
     domain: str
 
 
+@dataclass(frozen=True, slots=True)
+class StagedForward:
+    """What a forward reads instead of its weights, once it takes it."""
+
+    of: NativeForward
+    weights: PackedWeights
+    buffers: dict[int, torch.Tensor]
+    """By index: whatever depends on weights."""
+
+
 def load_quantized_kernel(cache_dir: Path) -> ctypes.c_void_p:
     """Build or load the kernels of quantized linear layers; return the function that `NativeForward` calls.
 
@@ -280,6 +290,33 @@ class NativeForward:
     def __del__(self) -> None:
         if getattr(self, "_program", None) is not None:
             self._library.drafthouse_program_destroy(self._program)
+
+    def stage(self, replaced: Callable[[torch.Tensor], torch.Tensor | None]) -> StagedForward:
+        """Prepare other weights; any thread, while this one runs.
+
+        Raises:
+            CannotLower: something that it reads was computed from weights, so that it has no replacement.
+        """
+        weights, panels = self._weights.renewed(replaced)
+        tables = {table.data_ptr() for table in self._tables.values()}
+        buffers: dict[int, torch.Tensor] = {}
+        for index, tensor in self._fixed.items():
+            if tensor.data_ptr() in tables:
+                continue
+            new = panels.get(tensor.data_ptr())
+            new = replaced(tensor) if new is None else new
+            if new is None:
+                raise CannotLower(f"something of shape {list(tensor.shape)} was computed from its weights")
+            buffers[index] = new
+        return StagedForward(self, weights, buffers)
+
+    def take(self, staged: StagedForward) -> None:
+        """Run with what was staged for this forward from now on."""
+        assert staged.of is self
+        self._weights = staged.weights
+        self._fixed.update(staged.buffers)
+        for index, tensor in staged.buffers.items():
+            self._set_buffer(index, tensor)
 
     def bind_caches(self, caches: LayerCaches) -> ctypes.Array[NativeLayer]:
         """Describe K/V pools for `run`; the pools must outlive the result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -77,6 +78,26 @@ class PackedWeights:
         self._packed[key] = (weight, panels)
         self.num_bytes += size
         return panels
+
+    def renewed(
+        self, replaced: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> tuple[PackedWeights, dict[int, torch.Tensor]]:
+        """Return other weights in the same layout, and their panels by the address of those here.
+
+        Raises:
+            CannotLower: one of them has no replacement.
+        """
+        assert self._borrowed is None, "what is borrowed is not this one's to replace"
+        other = PackedWeights(self._library, self._max_bytes)
+        panels: dict[int, torch.Tensor] = {}
+        for weight, present in self._packed.values():
+            new = replaced(weight)
+            if new is None:
+                raise CannotLower(f"a weight of shape {list(weight.shape)} is not one of the model's own")
+            packed = other.pack(new)
+            assert packed is not None, "as large as what is here"
+            panels[present.data_ptr()] = packed
+        return other, panels
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Side by side, so that small weights share huge pages."""

@@ -20,6 +20,7 @@ from specdec.proposers.lookup_config import (
     SuffixConfig,
     explain_suffix_keys,
 )
+from specdec.proposers.online_config import OnlineConfig
 from specdec.proposers.several.config import (
     MOST_DRAFTERS,
     DrafterConfig,
@@ -184,6 +185,8 @@ class SpeculativeConfig(StrictConfig):
     hidden_memory_bytes: int = Field(default=_HIDDEN_BYTES, ge=1 << 20)
     """heads_at: draft_pool: most memory (bytes) of a draft worker for hidden states of one target group that
     its heads have not read yet. A single request may take more."""
+    online: OnlineConfig | None = None
+    """draft_model: the draft model goes on learning, from what the target writes. None: it does not."""
     kv: KvSelectionConfig = KvSelectionConfig()
     """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
     same whatever it says."""
@@ -492,6 +495,17 @@ class SpeculativeConfig(StrictConfig):
         if self.fallback != "none" or self.lookup_first is not None:
             raise ValueError(
                 "synthetic_acceptance is that of the draft model alone: leave out fallback and lookup_first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_online(self) -> Self:
+        if self.online is not None:
+            self.online.require_draft_model(
+                method=self.method,
+                quantization=self.quantization,
+                num_ranks=self.draft_tensor_parallel_size,
+                is_made_up=self.synthetic_acceptance is not None,
             )
         return self
 

@@ -20,6 +20,8 @@ from specdec.core.prefix_hash import extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
 from specdec.model.batch import Runner
+from specdec.model.renewal import StagedWeights, stage, take
+from specdec.model.runner import ModelRunner
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.proposers.bonus import BonusBy, BonusGuesser, Outlook, OutlookRead
 from specdec.proposers.branches import BlockCopy, Branch, HeldBranch
@@ -208,6 +210,21 @@ class DraftModelProposer:
     def crowded_out(self) -> Sequence[RequestId]:
         """See `proposers.base.HasRoom`."""
         return self._sequences.crowded_out
+
+    def stage_weights(self, weights: Mapping[str, torch.Tensor]) -> StagedWeights:
+        """See `model.renewal.TakesWeights`."""
+        return stage(self._model_runner(), weights)
+
+    def take_weights(self, staged: StagedWeights) -> bool:
+        """See `model.renewal.TakesWeights`. Sequences keep what was read of them with the former weights."""
+        is_taken = take(self._model_runner(), staged)
+        if is_taken:
+            self._sequences.renew()
+        return is_taken
+
+    def _model_runner(self) -> ModelRunner:
+        assert isinstance(self._runner, ModelRunner), "whoever learns has a model of its own"
+        return self._runner
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Free the blocks of these sequences."""

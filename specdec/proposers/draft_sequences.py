@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from specdec.model.rotary import RotaryRule
 
 
+_KV_VARIANT_BITS = 16
+"""More than there are variants of K/V by the length of a text."""
+
+
 class DraftSequence:
     """What the draft model has read of one sequence."""
 
@@ -47,6 +51,7 @@ class DraftSequence:
         "standing",
         "table",
         "trail",
+        "weights",
     )
 
     def __init__(self, owner: str, table: BlockTable, salt: str | None) -> None:
@@ -56,6 +61,8 @@ class DraftSequence:
         self.trail = PrefixTrail(salt)
         """Names of the blocks of the prefix `seen`."""
         self.kv_variant = 0
+        self.weights = 0
+        """Which weights the K/V of its first tokens are of, where others may find them."""
         self.shift: PositionShift | None = None
         self.seen = SeenPrefix()
         self.is_foreign = False
@@ -83,7 +90,7 @@ class DraftSequence:
         if not self.seen.continues_in(sequence):
             self.forget()
             self.seen = SeenPrefix()
-            self.trail = PrefixTrail(sequence.cache_salt, self.kv_variant)
+            self.trail = PrefixTrail(sequence.cache_salt, self.kv_name)
             self.is_foreign = False
             self.shaper = None
         committed = sequence.token_ids[self.seen.length :]
@@ -106,10 +113,15 @@ class DraftSequence:
         self.seen.update(sequence)
         return moves
 
+    @property
+    def kv_name(self) -> int:
+        """Tells K/V of the same tokens apart: by the text's length, and by the weights that it began with."""
+        return self.weights << _KV_VARIANT_BITS | self.kv_variant
+
     def forget(self) -> None:
         """Give all blocks back. They are never written again: others may have them by now."""
         self.table.release()
-        self.trail.reset(self.kv_variant)
+        self.trail.reset(self.kv_name)
         self.num_read = 0
         self.drafted, self.drafted_parents = (), None
         self.assumed = ()
@@ -187,6 +199,7 @@ class DraftSequences:
         self._num_cached_tokens = 0
         self._num_new_origins = 0
         self._too_long: set[RequestId] = set()
+        self._weights = 0
         self._num_too_long = 0
         self._num_true_branches = 0
 
@@ -223,6 +236,15 @@ class DraftSequences:
             if state is not None:
                 self.branches.drop(request_id)
                 state.table.release()
+
+    def renew(self) -> None:
+        """The model has other weights from now on.
+
+        What was read of sequences stays theirs, though it is of the former weights: reading all of it again
+        would leave everybody without drafts meanwhile, for the sake of a few more that stand. Nobody who
+        begins from now on finds any of it.
+        """
+        self._weights += 1
 
     def check_integrity(self) -> None:
         """Assert that all blocks held are held by a sequence known here, or by a branch of one."""
@@ -445,6 +467,9 @@ class DraftSequences:
 
     def _borrow(self, cache: PrefixCache, state: DraftSequence, sequence: SequenceView) -> None:
         """Begin with what has been read of other sequences."""
+        if state.weights != self._weights:
+            state.weights = self._weights
+            state.trail.reset(state.kv_name)
         blocks = cache.find(state.trail, sequence.token_ids)
         cache.lend(blocks, state.trail, state.table)
         state.num_read = len(blocks) * self._block_size

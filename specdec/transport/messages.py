@@ -90,6 +90,8 @@ class DraftOpening(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str | None = None
     grammar: Grammar | None = None
     """What the output must look like, in full (`params` has it without its text)."""
+    owner: str | None = None
+    """Whose text it is, as `Request.owner`."""
 
 
 class ProposeEntry(msgspec.Struct, frozen=True, array_like=True):

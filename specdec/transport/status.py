@@ -129,6 +129,21 @@ class TargetGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Where there are several."""
 
 
+class OnlineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a draft model has learnt from traffic (`speculative_config.online`)."""
+
+    version: int = 0
+    """The newest that has been found better than the one before; 0: what the draft model came with."""
+    num_tried: int = 0
+    num_refused: int = 0
+    num_buffered_tokens: int = 0
+    """Of texts that are kept to learn from and to judge by."""
+    acceptance_before: float | None = None
+    """Of the version served at the last trial, on what was held back; None: there was none."""
+    acceptance_after: float | None = None
+    """Of the version tried then."""
+
+
 class DraftWorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One draft worker of the pool."""
 
@@ -144,6 +159,8 @@ class DraftWorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of all target groups that answer."""
     max_requests: int
     """How many it takes."""
+    online: OnlineStatus | None = None
+    """None: its draft model does not learn."""
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):

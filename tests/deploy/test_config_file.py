@@ -146,3 +146,21 @@ def test_mistakes_in_further_models_are_named(tmp_path: Path, text: str, expecte
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, "target: {model: m}\n" + text))
     assert expected in str(caught.value)
+
+
+ONLINE = (
+    "target: {{model: m}}\nspeculative_config: {{method: draft_model, model: d, online: {online}}}\n{http}"
+)
+
+
+def test_tenants_that_are_learnt_from_have_keys(tmp_path: Path) -> None:
+    digest = "a" * 64
+    for online, http in (
+        ("{allow_shared: true}", ""),
+        (f"{{tenants: [{digest}]}}", "http: {api_keys_file: k}"),
+    ):
+        config = load_config(write(tmp_path, ONLINE.format(online=online, http=http)))
+        assert config.speculative_config.online is not None
+    alone = write(tmp_path, ONLINE.format(online=f"{{tenants: [{digest}]}}", http=""))
+    with pytest.raises(ConfigError, match=r"online\.tenants names API keys, and there are none without"):
+        load_config(alone)

@@ -272,9 +272,58 @@ _ROUNDS = Row(
     ),
 )
 
+_LEARNING = Row(
+    title="Draft models that learn (speculative_config.online)",
+    panels=(
+        Panel(
+            title="Acceptance on what was held back",
+            description="At trials: of the version that was served, and of the one that was tried. Tokens of "
+            "texts that neither was trained on.",
+            unit="percentunit",
+            queries=(
+                line(SHOWN.ratio("online_trial_matches_before", "online_trial_tokens"), "served"),
+                line(SHOWN.ratio("online_trial_matches_after", "online_trial_tokens"), "tried"),
+            ),
+        ),
+        Panel(
+            title="Versions",
+            description="Tried; of these, better than the version before, or dropped. Taken: by draft "
+            "workers. All refused for long: there is nothing more to learn, or the learning rate is wrong.",
+            unit="short",
+            queries=(
+                line(SHOWN.increase("online_versions_tried"), "tried"),
+                line(SHOWN.increase("online_versions_served"), "better"),
+                line(SHOWN.increase("online_versions_refused"), "dropped"),
+                line(SHOWN.increase("online_versions_taken"), "taken"),
+                line(SHOWN.increase("online_trainers_lost"), "trainers lost"),
+            ),
+        ),
+        Panel(
+            title="Texts, and steps of training",
+            description="Texts that ended and may be learnt from, and those that no trainer fetched; steps "
+            "of the optimizers.",
+            unit="ops",
+            queries=(
+                line(SHOWN.rate("online_texts_heard"), "heard"),
+                line(SHOWN.rate("online_texts_dropped"), "dropped"),
+                line(SHOWN.rate("online_training_steps"), "steps"),
+            ),
+        ),
+        Panel(
+            title="Buffers of trainers",
+            description="Tokens that come in, and that give way.",
+            unit="tokens/s",
+            queries=(
+                line(SHOWN.rate("online_tokens_buffered"), "in"),
+                line(SHOWN.rate("online_tokens_dropped"), "out"),
+            ),
+        ),
+    ),
+)
+
 SPECULATION = Dashboard(
     uid="drafthouse-speculation",
     title="Drafthouse / Speculation",
     description="Does drafting pay, and if not, why. Whatever it shows, the text is the target's.",
-    rows=(_ACCEPTANCE, _CHOICE, _SEVERAL, _ROUNDS),
+    rows=(_ACCEPTANCE, _CHOICE, _SEVERAL, _ROUNDS, _LEARNING),
 )

@@ -27,6 +27,7 @@ from specdec.transport.status import (
     ChoiceStatus,
     DrafterStatus,
     DraftWorkerStatus,
+    OnlineStatus,
     RecentStatus,
     ServiceStatus,
     TargetGroupStatus,
@@ -120,6 +121,14 @@ SERVICE = ServiceStatus(
             is_waited_for=True,
             num_requests=4,
             max_requests=32,
+            online=OnlineStatus(
+                version=2,
+                num_tried=5,
+                num_refused=3,
+                num_buffered_tokens=8100,
+                acceptance_before=0.41,
+                acceptance_after=0.555,
+            ),
         ),
         DraftWorkerStatus(
             id="draft-2",
@@ -187,6 +196,11 @@ def test_everything_is_shown_of_every_target_group() -> None:
     assert lines_with(stdout, "draft-1", "in time", "3", "4 of 32", "12 %")
     assert lines_with(stdout, "draft-2", "was late or silent")
     assert lines_with(stdout, "draft-3", "not asked yet")
+    assert (
+        "draft-1 learns online: drafts with version 2; 5 tried, 3 refused; 8100 tokens kept; held-back "
+        "acceptance at the last trial 0.410, of the new version 0.555"
+    ) in " ".join(stdout.split())
+    assert stdout.count("learns online") == 1
     assert lines_with(stdout, "all", "4 of 96", "4 %")
 
 

@@ -22,6 +22,8 @@ OF_DRAFT_WORKERS = {
     "draft_grammar_failures",
 }
 """Counted where a draft model is."""
+OF_ONLINE_LEARNING = {name for name in ENGINE_SERIES if name.startswith("online_")}
+"""Counted by draft workers and trainers, where draft models learn (tests/training/online)."""
 OF_THE_POOL = {
     "draft_workers",
     "draft_pool_usage_perc",
@@ -59,7 +61,7 @@ def test_what_an_engine_exports_is_described() -> None:
     assert names <= ENGINE_SERIES.keys()
     for series in exported:
         assert tuple(re.findall(r'(\w+)="', series)) == ENGINE_SERIES[name_of(series)].labels
-    assert ENGINE_SERIES.keys() - names <= OF_DRAFT_WORKERS | OF_THE_POOL
+    assert ENGINE_SERIES.keys() - names <= OF_DRAFT_WORKERS | OF_THE_POOL | OF_ONLINE_LEARNING
 
 
 def test_a_pool_that_nobody_compares_has_no_worth() -> None:

@@ -31,6 +31,7 @@ class FrozenView:
     num_prompt_tokens: int = 1
     cache_salt: str | None = None
     constraint: TokenConstraint | None = None
+    owner: str | None = None
     kv_budget: int = 0
 
     @property

@@ -1,0 +1,88 @@
+"""What a draft worker makes of single entries: whether one makes sense, and how it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.core.errors import InputError
+from specdec.core.proposal import Proposal
+from specdec.transport.messages import DraftBranch, DraftOpening, ProposeAnswer, ProposeEntry
+
+_MAX_DRAFT_TOKENS = 64
+_MAX_PENDING = 64
+_MAX_BRANCHES = 64
+"""Of one entry: as many as a configuration may ask for, or more. What asks for more is dropped."""
+_MAX_TOKEN_ID = (1 << 31) - 1
+
+
+def is_valid(entry: ProposeEntry) -> bool:
+    """Return whether an entry makes sense, and what it asks for has a bounded cost."""
+    token_ids = entry.token_ids
+    return (
+        0 <= entry.num_draft_tokens <= _MAX_DRAFT_TOKENS
+        and entry.committed_len >= 1
+        and len(token_ids) <= entry.committed_len
+        and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID))
+        and 0 <= entry.kv_budget <= _MAX_TOKEN_ID
+        and (entry.opening is None or _is_valid_opening(entry.opening))
+        and (entry.fan_out is None or _is_valid_outlook(entry.pending, entry.fan_out))
+    )
+
+
+def _is_valid_opening(opening: DraftOpening) -> bool:
+    try:
+        opening.params.checked()
+    except InputError:
+        return False
+    return 0 <= opening.num_prompt_tokens <= _MAX_TOKEN_ID
+
+
+def _is_valid_outlook(pending: Sequence[int], fan_out: Sequence[int]) -> bool:
+    return (
+        len(fan_out) == len(pending) + 1 <= _MAX_PENDING + 1
+        and min(pending, default=0) >= 0
+        and max(pending, default=0) <= _MAX_TOKEN_ID
+        and min(fan_out) >= 0
+        and sum(fan_out) <= _MAX_BRANCHES
+    )
+
+
+def answer_to(
+    entry: ProposeEntry,
+    proposals: Sequence[Proposal] = (),
+    *,
+    needs_start: bool = False,
+    is_full: bool = False,
+    num_unread: int = 0,
+) -> ProposeAnswer:
+    """Answer with what was drafted, or say why nothing was."""
+    if proposals and entry.fan_out is not None:
+        return _ahead_answer(entry, proposals)
+    proposal = proposals[0] if proposals else None
+    return ProposeAnswer(
+        request_id=entry.request_id,
+        epoch=entry.epoch,
+        committed_len=entry.committed_len,
+        prefix_hash=entry.prefix_hash,
+        token_ids=proposal.token_ids if proposal is not None else (),
+        noise_stream=proposal.noise_stream if proposal is not None else None,
+        parents=proposal.parents if proposal is not None else None,
+        needs_start=needs_start,
+        q_rows=proposal.q_rows if proposal is not None else None,
+        is_full=is_full,
+        num_unread=num_unread,
+    )
+
+
+def _ahead_answer(entry: ProposeEntry, proposals: Sequence[Proposal]) -> ProposeAnswer:
+    return ProposeAnswer(
+        request_id=entry.request_id,
+        epoch=entry.epoch,
+        committed_len=entry.committed_len,
+        prefix_hash=entry.prefix_hash,
+        token_ids=(),
+        noise_stream=proposals[0].noise_stream,
+        branches=tuple(
+            [DraftBranch(one.committed_len, one.prefix_hash, one.token_ids, one.q_rows) for one in proposals]
+        ),
+    )

@@ -1,0 +1,94 @@
+"""Settings of a draft model that goes on learning: `speculative_config.online`."""
+
+from __future__ import annotations
+
+import re
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from specdec.core.config import StrictConfig
+
+_DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+
+
+class OnlineConfig(StrictConfig):
+    """What a draft model learns from, and when what it has learnt is served."""
+
+    tenants: tuple[str, ...] = ()
+    """SHA-256 digests (hex) of the API keys whose texts may be learnt from, as in `http.api_keys_file`; texts
+    of others are not even kept. Whoever is named agrees that texts of theirs shape the drafter of all."""
+    allow_shared: bool = False
+    """Learn from every text, whosever it is; without it only those of `tenants` are learnt from."""
+    learning_rate: float = Field(default=2e-4, gt=0.0, le=1.0, allow_inf_nan=False)
+    """Of AdamW, at its peak."""
+    batch_texts: int = Field(default=8, ge=1, le=1024)
+    """Texts of one optimizer step."""
+    max_text_tokens: int = Field(default=512, ge=16, le=1 << 17)
+    """Tokens of a text that one step reads, at most; a part of longer ones."""
+    steps_per_version: int = Field(default=50, ge=1, le=1 << 20)
+    """Optimizer steps before a version is tried on what was held back."""
+    min_new_tokens: int = Field(default=4096, ge=1)
+    """Generated tokens that have to be heard before another version is begun."""
+    max_buffer_tokens: int = Field(default=1 << 20, ge=256, le=1 << 30)
+    """Tokens of texts that are kept, prompts included, about 8 bytes each; of whoever has most the oldest
+    give way."""
+    held_back_share: float = Field(default=0.2, gt=0.0, le=0.5)
+    """Share of the texts, by their prompts, that no version is trained on: versions are judged by them."""
+    min_held_back_tokens: int = Field(default=1024, ge=1)
+    """Generated tokens of such texts without which nothing is judged, so that nothing is begun."""
+    min_gain: float = Field(default=0.01, ge=0.0, le=1.0)
+    """How much larger the acceptance of a version on these must be than that of the one that is served."""
+    cpu_share: float = Field(default=0.25, gt=0.0, le=1.0)
+    """Of one core of the draft worker's machine: how much the trainer takes at most, on average."""
+    seed: int = 0
+    """Of the order in which texts are learnt from."""
+
+    @field_validator("tenants", mode="after")
+    @classmethod
+    def _read_tenants(cls, tenants: tuple[str, ...]) -> tuple[str, ...]:
+        found = [_DIGEST.fullmatch(one.lower()) for one in tenants]
+        digests = tuple(one[1] for one in found if one is not None)
+        if len(digests) < len(tenants):
+            raise ValueError(
+                "tenants are SHA-256 digests of API keys, 64 hexadecimal digits each, as `drafthouse keys "
+                "new` prints them; a key or a name does not do"
+            )
+        return digests
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.allow_shared and self.tenants:
+            raise ValueError("allow_shared: true learns from everybody: leave out tenants, or allow_shared")
+        if not self.allow_shared and not self.tenants:
+            raise ValueError(
+                "nobody's texts may be learnt from: name API keys in `tenants`, or write allow_shared: true "
+                "to learn from all (drafts of each then show, by how fast they are, what others have written)"
+            )
+        return self
+
+    def require_draft_model(
+        self, *, method: str, quantization: str | None, num_ranks: int, is_made_up: bool
+    ) -> None:
+        """Check that what drafts can be given other weights.
+
+        Raises:
+            ValueError: it cannot; names the setting.
+        """
+        if method != "draft_model":
+            raise ValueError(f"online: method draft_model learns, not {method}: leave out online")
+        if quantization is not None:
+            raise ValueError(
+                f"online: weights in fewer bits do not learn: leave out quantization: {quantization}, or "
+                "online"
+            )
+        if num_ranks > 1:
+            raise ValueError(
+                f"online does not go with draft_tensor_parallel_size: {num_ranks} yet: leave one of them out"
+            )
+        if is_made_up:
+            raise ValueError("online: synthetic_acceptance makes verdicts up: leave one of them out")
+
+    def may_learn_from(self, owner: str | None) -> bool:
+        """Whether texts of an owner (`Request.owner`) may be learnt from."""
+        return self.allow_shared or (owner is not None and owner in self.tenants)

@@ -1,0 +1,139 @@
+"""A draft pool whose models learn from traffic, while draft workers and their trainers die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, TargetGroupsConfig
+from specdec.core.request import Request
+from specdec.engine.config import EngineConfig
+from specdec.kv.config import CacheConfig
+from specdec.model.config import CompileConfig, ModelConfig
+from specdec.proposers.config import SpeculativeConfig
+from specdec.scheduling.config import SchedulerConfig
+from specdec.transport.status import OnlineStatus, ServiceStatus
+from tests.cluster.conftest import deployed_on_ray
+from tests.cluster.test_running_cluster import Streams, kill, metric, with_service, worker
+from tests.training.online.domains import FORMER, LATTER, QUICK, model_of, save
+from tests.training.online.test_in_process import plain_tokens, requests
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def learning_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """A target that knows two domains, a draft model that knows the former and may learn."""
+    folder = tmp_path_factory.mktemp("learning")
+    target = save(model_of([FORMER, LATTER], num_layers=2, num_steps=100), folder / "target")
+    draft = save(model_of([FORMER]), folder / "draft")
+    eager = CompileConfig(mode="off")
+    return EngineConfig(
+        target=ModelConfig(model=str(target), dtype="float32", num_threads=1, compile=eager),
+        speculative_config=SpeculativeConfig(
+            method="draft_model",
+            model=str(draft),
+            num_speculative_tokens=3,
+            controller="fixed",
+            num_threads=1,
+            compile=eager,
+            online=QUICK,
+        ),
+        cache=CacheConfig(num_blocks=256, block_size=4),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+    )
+
+
+@pytest.fixture(scope="module")
+def config(
+    ray_cluster: None, learning_config: EngineConfig, cluster_config: ClusterConfig
+) -> Iterator[ClusterConfig]:
+    half = BundleConfig(num_cpus=0.5)
+    chosen = cluster_config.model_copy(
+        update={
+            "namespace": "drafthouse-online",
+            "membership": cluster_config.membership.model_copy(update={"lease_s": 20.0}),
+            "target_groups": TargetGroupsConfig(bundle=half),
+            "draft_pool": DraftPoolConfig(bundle=half),
+        }
+    )
+    with deployed_on_ray(learning_config, chosen):
+        yield chosen
+
+
+async def learnt(service: object, holds: Callable[[OnlineStatus], bool]) -> OnlineStatus:
+    """Wait until the one draft worker has learnt as much."""
+    async with asyncio.timeout(120):
+        while True:
+            status: ServiceStatus = await service.status()  # type: ignore[attr-defined]
+            for one in status.draft_workers:
+                if one.online is not None and holds(one.online):
+                    return one.online
+            await asyncio.sleep(0.2)
+
+
+async def served(service: object, wanted: list[Request]) -> dict[str, list[int]]:
+    streams = Streams(service, wanted)
+    await streams.finish()
+    return streams.tokens
+
+
+async def acceptance(service: object, wanted: list[Request]) -> float:
+    """Of draft tokens of these requests."""
+
+    async def counts() -> tuple[float, float]:
+        await asyncio.sleep(1.0)
+        values = await service.metrics()  # type: ignore[attr-defined]
+        return (
+            values["spec_decode_num_accepted_tokens"],
+            values["spec_decode_num_draft_tokens"],
+        )
+
+    before = await counts()
+    await served(service, wanted)
+    after = await counts()
+    return (after[0] - before[0]) / max(1.0, after[1] - before[1])
+
+
+def test_a_pool_learns_and_what_dies_takes_nothing_with_it(
+    config: ClusterConfig, learning_config: EngineConfig
+) -> None:
+    async def scenario(service: object) -> None:
+        await served(service, requests(FORMER, 8, "warm"))
+        before = await acceptance(service, requests(LATTER, 8, "before"))
+        first = requests(LATTER, 64, "first")
+        tokens = await served(service, first)
+        version = (await learnt(service, lambda online: online.version >= 1)).version
+        await metric(service, "online_versions_taken", lambda value: value >= 1)
+
+        # The draft worker dies while there is more to learn; the next one has what was learnt.
+        second = requests(LATTER, 48, "second")
+        streams = Streams(service, second)
+        await asyncio.sleep(0.3)
+        kill(config, "draft")
+        await streams.finish()
+        tokens |= streams.tokens
+        await metric(service, "draft_workers", lambda value: value == 1)
+        after_loss = await learnt(service, lambda online: online.version >= version)
+        assert after_loss.num_buffered_tokens > 0
+
+        # So does its trainer; another one goes on from what is served.
+        trainer = worker(config, "trainer")
+        kill(config, "trainer")
+        third = requests(LATTER, 64, "third")
+        tokens |= await served(service, third)
+        await metric(service, "online_trainers_lost", partial(at_least, 1))
+        assert (await learnt(service, lambda online: online.num_buffered_tokens > 0)).version >= version
+        assert worker(config, "trainer") != trainer
+        after = await acceptance(service, requests(LATTER, 8, "after"))
+        assert after > before + 0.2
+        assert tokens == plain_tokens(learning_config, [*first, *second, *third])
+
+    with_service(config, scenario)
+
+
+def at_least(least: float, value: float) -> bool:
+    return value >= least

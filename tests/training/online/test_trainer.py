@@ -1,0 +1,164 @@
+"""What a draft model learns from traffic, and what it is not let to."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.training.online.domains import FORMER, LATTER, QUICK, heard, model_of, trainer_of, work_off
+from training.online.guard import Trial, is_better
+from training.online.pace import PacedTrainer, rest_s
+from training.online.trainer import OnlineTrainer, Version
+
+
+@pytest.fixture(scope="module")
+def of_the_former() -> LlamaForCausalLM:
+    """A draft model that knows one domain."""
+    return model_of([FORMER])
+
+
+@pytest.fixture
+def trainer(of_the_former: LlamaForCausalLM) -> OnlineTrainer:
+    return trainer_of(copy.deepcopy(of_the_former))
+
+
+def same(first: Version, second: Version) -> bool:
+    return all(torch.equal(one, second.weights[name]) for name, one in first.weights.items())
+
+
+def test_acceptance_rises_after_a_shift_of_domain(trainer: OnlineTrainer) -> None:
+    trainer.hear(heard(FORMER, 20))
+    work_off(trainer)
+    status = trainer.status
+    assert status.num_tried == 1
+    assert status.acceptance_before is not None
+    assert status.acceptance_before > 0.9  # of what it knows
+    trainer.hear(heard(LATTER, 40, seed=1))
+    trainer.buffer.begin_version()  # the first judge of the new domain: nothing has been learnt yet
+    trainer.hear(heard(LATTER, 20, seed=2))
+    work_off(trainer)
+    status = trainer.status
+    assert (status.version, status.num_tried) == (1, 2)
+    assert status.acceptance_before is not None
+    assert status.acceptance_after is not None
+    assert status.acceptance_before < 0.6
+    assert status.acceptance_after > status.acceptance_before + 0.2
+    version = trainer.take_version()
+    assert version is not None
+    assert version.number == 1
+    assert trainer.take_version() is None
+
+
+def test_a_version_of_garbage_is_refused_and_leaves_no_trace(of_the_former: LlamaForCausalLM) -> None:
+    """Steps so large that they destroy what was known: the guard sees it on what was held back."""
+    wild = QUICK.model_copy(update={"learning_rate": 1.0, "steps_per_version": 3})
+    trainer = trainer_of(copy.deepcopy(of_the_former), wild)
+    before = trainer.served
+    came_with = {name: one.clone() for name, one in before.weights.items()}
+    trainer.hear(heard(FORMER, 30))
+    work_off(trainer)
+    status = trainer.status
+    assert (status.version, status.num_tried, status.num_refused) == (0, 1, 1)
+    assert status.acceptance_before is not None
+    assert status.acceptance_after is not None
+    assert status.acceptance_after < status.acceptance_before - 0.5
+    assert trainer.take_version() is None
+    assert same(Version(0, came_with), trainer.served)
+    now = Version(0, {name: one.detach() for name, one in trainer._model.named_parameters()})
+    assert same(before, now)  # the next version begins where the served one is
+
+
+@pytest.mark.full
+def test_what_nobody_can_learn_is_not_served(trainer: OnlineTrainer) -> None:
+    trainer.hear(heard(FORMER, 30, is_rubbish=True))
+    work_off(trainer)
+    assert (trainer.status.num_tried, trainer.status.num_refused) == (1, 1)
+
+
+@pytest.mark.full
+def test_weights_that_are_no_numbers_are_refused(of_the_former: LlamaForCausalLM) -> None:
+    trainer = trainer_of(copy.deepcopy(of_the_former))
+    trainer.hear(heard(FORMER, 30))
+    while trainer.run_next():
+        with torch.no_grad():
+            next(trainer._model.parameters()).fill_(math.nan)
+    assert (trainer.status.version, trainer.status.num_refused) == (0, 1)
+
+
+@pytest.mark.full
+def test_versions_are_judged_in_the_numbers_that_they_are_served_in(of_the_former: LlamaForCausalLM) -> None:
+    trainer = trainer_of(copy.deepcopy(of_the_former), dtype=torch.bfloat16)
+    trainer.hear(heard(LATTER, 60))
+    work_off(trainer)
+    version = trainer.take_version()
+    assert version is not None
+    assert {one.dtype for one in version.weights.values()} == {torch.bfloat16}
+
+
+@pytest.mark.full
+def test_another_trainer_goes_on_where_one_has_died(
+    trainer: OnlineTrainer, of_the_former: LlamaForCausalLM
+) -> None:
+    trainer.hear(heard(LATTER, 60))
+    work_off(trainer)
+    version = trainer.take_version()
+    assert version is not None
+    heir = trainer_of(copy.deepcopy(of_the_former))
+    heir.begin_with(version)
+    assert heir.status.version == 1
+    heir.hear(heard(LATTER, 60))
+    work_off(heir)
+    assert heir.status.acceptance_before == trainer.status.acceptance_after
+
+
+def test_nothing_is_begun_without_anything_to_judge_by(of_the_former: LlamaForCausalLM) -> None:
+    demanding = QUICK.model_copy(update={"min_held_back_tokens": 10_000})
+    trainer = trainer_of(copy.deepcopy(of_the_former), demanding)
+    trainer.hear(heard(LATTER, 60))
+    assert not trainer.run_next()
+    assert trainer.status.num_tried == 0
+
+
+@pytest.mark.full
+def test_two_trainers_of_one_seed_learn_the_same(of_the_former: LlamaForCausalLM) -> None:
+    versions = []
+    for _ in range(2):
+        trainer = trainer_of(copy.deepcopy(of_the_former))
+        trainer.hear(heard(LATTER, 60))
+        work_off(trainer)
+        versions.append(trainer.take_version())
+    first, second = versions
+    assert first is not None
+    assert second is not None
+    assert same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("trial", "better"),
+    [
+        (Trial(1000, 400, 450, 80), True),  # 30 lost
+        (Trial(1000, 400, 405, 5), False),  # less than the margin
+        (Trial(100, 40, 44, 12), False),  # 12 won, 8 lost: chance
+        (Trial(1000, 400, 380, 100), False),
+        (Trial(0, 0, 0, 0), False),
+    ],
+    ids=["better", "too little", "chance", "worse", "nothing to judge by"],
+)
+def test_what_is_better(trial: Trial, better: bool) -> None:
+    assert is_better(trial, min_gain=0.01) is better
+
+
+def test_a_trainer_rests_for_its_share_of_a_core(trainer: OnlineTrainer) -> None:
+    assert rest_s(1.0, 0.25) == 3.0
+    assert rest_s(1.0, 1.0) == 0.0
+    rests: list[float] = []
+    paced = PacedTrainer(trainer, 0.5, wait=rests.append)
+    paced.run_once()  # nothing heard yet
+    trainer.hear(heard(LATTER, 60))
+    paced.run_once()
+    assert rests[0] > 0.0
+    assert rests[1] > 0.0

@@ -1,0 +1,114 @@
+"""Texts that may be learnt from, bounded, by whose they are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
+from specdec.engine.text_tap import LearnableText
+from specdec.proposers.online_config import OnlineConfig
+
+
+def is_held_back(text: LearnableText, share: float) -> bool:
+    """Whether nobody is trained on a text: texts of equal prompts are on the same side."""
+    prompt = text.token_ids[: text.num_prompt_tokens]
+    return extend_prefix_hash(EMPTY_PREFIX, prompt) < share * 2**64
+
+
+class _Side:
+    """Texts for one purpose, each owner's apart. Of the owner who has most, the oldest give way."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self.by_owner: dict[str | None, deque[LearnableText]] = {}
+        self._tokens_of: Counter[str | None] = Counter()
+
+    def add(self, text: LearnableText) -> int:
+        """Add a text; return how many tokens gave way."""
+        self.by_owner.setdefault(text.owner, deque()).append(text)
+        self._count(text, len(text.token_ids))
+        num_dropped = 0
+        while self.num_tokens > self.max_tokens:
+            owner, _ = self._tokens_of.most_common(1)[0]
+            oldest = self.by_owner[owner].popleft()
+            if not self.by_owner[owner]:
+                del self.by_owner[owner]
+            self._count(oldest, -len(oldest.token_ids))
+            num_dropped += len(oldest.token_ids)
+        return num_dropped
+
+    def _count(self, text: LearnableText, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._tokens_of[text.owner] += num_tokens
+
+    def newest(self) -> Iterator[LearnableText]:
+        """The newest of every owner, then the next of every owner, and so on."""
+        turns = itertools.zip_longest(*(reversed(texts) for texts in self.by_owner.values()))
+        return (text for turn in turns for text in turn if text is not None)
+
+
+class TextBuffer:
+    """What a trainer has heard: most of it to train on, a part to judge by. Bounded."""
+
+    def __init__(self, config: OnlineConfig, vocab_size: int) -> None:
+        """Hold nothing yet; texts with tokens from `vocab_size` on are of no use to the draft model."""
+        self._config = config
+        self._vocab_size = vocab_size
+        num_held_back = round(config.held_back_share * config.max_buffer_tokens)
+        self._to_train_on = _Side(config.max_buffer_tokens - num_held_back)
+        self._held_back = _Side(num_held_back)
+        self.num_new_tokens = 0
+        """Generated tokens to train on that have come since `begin_version`."""
+        self.counters = Counter({"online_tokens_buffered": 0, "online_tokens_dropped": 0})
+        """By metric name: `online_tokens_buffered`, `online_tokens_dropped` (of these, since dropped)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts held."""
+        return self._to_train_on.num_tokens + self._held_back.num_tokens
+
+    @property
+    def owners(self) -> frozenset[str | None]:
+        """Whose texts are held."""
+        return frozenset((*self._to_train_on.by_owner, *self._held_back.by_owner))
+
+    def add(self, text: LearnableText) -> None:
+        """Hold a text, if the configuration lets it be learnt from."""
+        is_of_use = text.num_generated > 0 and max(text.token_ids) < self._vocab_size
+        if not is_of_use or not self._config.may_learn_from(text.owner):
+            return
+        is_judge = is_held_back(text, self._config.held_back_share)
+        side = self._held_back if is_judge else self._to_train_on
+        self.counters["online_tokens_buffered"] += len(text.token_ids)
+        self.counters["online_tokens_dropped"] += side.add(text)
+        self.num_new_tokens += 0 if is_judge else text.num_generated
+
+    def has_enough(self) -> bool:
+        """Whether another version is worth beginning, and can be judged."""
+        if self.num_new_tokens < self._config.min_new_tokens or not self._to_train_on.by_owner:
+            return False
+        wanted = self._config.min_held_back_tokens
+        return sum(text.num_generated for text in self.held_back(wanted)) >= wanted
+
+    def begin_version(self) -> None:
+        """Count new tokens from here on."""
+        self.num_new_tokens = 0
+
+    def draw(self, rng: random.Random) -> LearnableText:
+        """Return a text to train on, each owner's as likely as another's."""
+        owner = rng.choice(list(self._to_train_on.by_owner))
+        return rng.choice(self._to_train_on.by_owner[owner])
+
+    def held_back(self, num_tokens: int) -> list[LearnableText]:
+        """Return texts to judge by, the newest, with so many generated tokens if there are so many."""
+        texts: list[LearnableText] = []
+        for text in self._held_back.newest():
+            if num_tokens <= 0:
+                break
+            texts.append(text)
+            num_tokens -= text.num_generated
+        return texts
