@@ -25,6 +25,7 @@ STARTING_RAY = (
     "tests/deploy/test_serve_faults.py",
     "tests/deploy/test_local_ray.py",
     "tests/deploy/test_serve_deploy.py",
+    "tests/deploy/test_haproxy.py",
     "tests/deploy/test_rolling_update.py",
     "tests/deploy/monitoring/test_live_cluster.py",
 )

@@ -17,7 +17,7 @@ import torch
 
 from specdec.core.errors import ResourceError, TransportError
 from specdec.kv.config import CacheConfig
-from specdec.model import graphs
+from specdec.model import native_compile
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import ModelConfig
 from specdec.model.graphs import CompiledForward
@@ -221,7 +221,7 @@ def test_another_file_at_the_same_place_is_not_taken(rank_pool: Pools) -> None:
 
 def run_with_broken_rank(group: RankGroup, folder: Path, place: str) -> Ran:
     """Rank 1 cannot lower the forward, or lowers it wrongly."""
-    before = getattr(graphs, place)
+    before = getattr(native_compile, place)
 
     def broken(*args: Any) -> Any:
         if place == "lower":
@@ -230,11 +230,11 @@ def run_with_broken_rank(group: RankGroup, folder: Path, place: str) -> Ran:
         return before([*operations[:3], *operations[4:]], results)
 
     if group.rank == 1:
-        setattr(graphs, place, broken)
+        setattr(native_compile, place, broken)
     try:
         return run(group, folder, Way())
     finally:
-        setattr(graphs, place, before)
+        setattr(native_compile, place, before)
 
 
 @pytest.mark.parametrize("place", ["lower", "fuse"])

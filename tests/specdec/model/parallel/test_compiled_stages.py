@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from specdec.kv.config import CacheConfig
-from specdec.model import graphs
+from specdec.model import native_compile
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import ModelConfig
 from specdec.model.graphs import CompiledForward
@@ -231,7 +231,7 @@ def run_with_nudge(group: RankGroup, folder: Path, way: Way) -> Ran:
 
 def run_with_broken_rank(group: RankGroup, folder: Path, way: Way, place: str, who: int) -> Ran:
     """Rank `who` cannot lower the forward, or lowers it wrongly."""
-    before = getattr(graphs, place)
+    before = getattr(native_compile, place)
 
     def broken(*args: Any) -> Any:
         if place == "lower":
@@ -244,11 +244,11 @@ def run_with_broken_rank(group: RankGroup, folder: Path, way: Way, place: str, w
         return before(operations, results)
 
     if group.rank == who:
-        setattr(graphs, place, broken)
+        setattr(native_compile, place, broken)
     try:
         return run(group, folder, way)
     finally:
-        setattr(graphs, place, before)
+        setattr(native_compile, place, before)
 
 
 @pytest.mark.parametrize("grid", ["3", "2x2"])
