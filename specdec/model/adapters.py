@@ -8,7 +8,7 @@ attention implementation, its own attention runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -36,7 +36,7 @@ def adapt(model: PreTrainedModel) -> None:
     for module in model.modules():
         anything: Any = module
         if isinstance(module, FalconAttention):
-            anything.forward = _falcon_forward(anything, anything.forward, step)
+            anything.forward = _FalconForward(anything, anything.forward, step)
         elif isinstance(module, FalconLinear) and "forward" not in vars(module):
             # The same product and sum, in the form that can be compiled; a rank's own forward stays.
             anything.forward = torch.nn.Linear.forward.__get__(module)
@@ -63,15 +63,23 @@ class _Step:
         self.paged = None
 
 
-def _falcon_forward(module: Any, own: Callable[..., Any], step: _Step) -> Callable[..., Any]:
-    """All generations of Falcon lay out [groups, queries of the group | key | value]."""
-    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+class _FalconForward:
+    """All generations of Falcon lay out [groups, queries of the group | key | value].
 
-    rotate: Any = apply_rotary_pos_emb
+    No closure: a copy of the model, as a view of it in fewer bits is, has to have one of its own modules.
+    """
 
-    def forward(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    def __init__(self, module: Any, own: Callable[..., Any], step: _Step) -> None:
+        self._module = module
+        self._own = own
+        self._step = step
+
+    def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+        module, rotate = self._module, cast("Any", apply_rotary_pos_emb)
         if module.config._attn_implementation != ATTENTION_NAME:
-            return own(hidden_states, **kwargs)
+            return self._own(hidden_states, **kwargs)
         batch, length, _ = hidden_states.shape
         grouped = module.query_key_value(hidden_states).view(
             batch, length, module.num_kv_heads, -1, module.head_dim
@@ -80,8 +88,6 @@ def _falcon_forward(module: Any, own: Callable[..., Any], step: _Step) -> Callab
         key, value = grouped[:, :, :, -2].transpose(1, 2), grouped[:, :, :, -1].transpose(1, 2)
         query, key = rotate(query, key, *kwargs["position_embeddings"])
         attended, _ = paged_attention(
-            module, query, key, value, None, paged=step.paged, scaling=module.inv_norm_factor
+            module, query, key, value, None, paged=self._step.paged, scaling=module.inv_norm_factor
         )
         return module.dense(attended.flatten(2)), None
-
-    return forward

@@ -121,7 +121,7 @@ def test_views_change_nothing_of_the_model(loaded_of: LoadedOf) -> None:
         assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("architecture", mostly_full(QUANTIZABLE, ("llama", "gpt2")))
+@pytest.mark.parametrize("architecture", mostly_full(QUANTIZABLE, ("llama", "gpt2", "falcon")))
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_fewer_bits_are_those_of_a_quantized_model(loaded_of: LoadedOf, architecture: str, name: str) -> None:
     loaded = loaded_of(architecture)
