@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cluster.autoscaling.draft_demand import DraftDemand, pool_stats, read_demands
-from cluster.config import BundleConfig, ClusterConfig
+from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
 from cluster.draft_learning import DraftLearning
@@ -148,7 +148,7 @@ class DraftPoolReplica:
     def _start_trainer(self, served: PackedVersion | None) -> Any:
         """Start a trainer in this replica's bundle; what it takes of the CPU is in the configuration."""
         trainer_id = new_peer_id("trainer")
-        options = worker_options(BundleConfig(num_cpus=0.0), trainer_id, self._cluster.namespace)
+        options = worker_options(None, trainer_id, self._cluster.namespace)
         return OnlineTrainerWorker.options(**options).remote(self._engine, trainer_id, served)
 
     def _follow_learning(self, worker: WorkerHandle, learning: DraftLearning) -> None:

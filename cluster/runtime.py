@@ -52,19 +52,20 @@ def rank_options(role: str, bundle: BundleConfig, ranks: ModelRanks, namespace: 
 
 
 def worker_options(
-    bundle: BundleConfig, name: PeerId, namespace: str, *, bundle_index: int = 0
+    bundle: BundleConfig | None, name: PeerId, namespace: str, *, bundle_index: int = 0
 ) -> dict[str, Any]:
     """Actor options that put a worker into this replica's own placement group.
 
     One process holds one model: a worker that dies is replaced by its owner, not restarted by Ray, so that
-    it gets a new identity.
+    it gets a new identity. Without a bundle it takes nothing of the group's resources: it works beside
+    others.
     """
     options: dict[str, Any] = {
         "name": name,
         "namespace": namespace,
-        "num_cpus": bundle.num_cpus,
-        "num_gpus": bundle.num_gpus,
-        "resources": dict(bundle.resources),
+        "num_cpus": 0.0 if bundle is None else bundle.num_cpus,
+        "num_gpus": 0.0 if bundle is None else bundle.num_gpus,
+        "resources": {} if bundle is None else dict(bundle.resources),
         "max_restarts": 0,
     }
     group = get_current_placement_group()
