@@ -1,18 +1,24 @@
 """Random faults under load: is a request lost, is a token wrong, how long until everything is there again?
 
-    python -m benchmarks.chaos --json benchmarks/results/chaos.json    # 200 faults
-    python -m benchmarks.chaos --quick                                 # 20 faults, with fast health checks
+    python -m benchmarks.chaos --json benchmarks/results/chaos.json              # 200 faults
+    python -m benchmarks.chaos --json benchmarks/results/chaos.json --resume     # the rest of a run
+    python -m benchmarks.chaos --quick                                           # 20, fast health checks
 
 The demo pair in float32 on a Ray cluster of several nodes on this machine: two target groups, each
 on a node, a draft worker on a third, two ingress replicas. Streams run all the time, greedy and sampled, with
 speculation. Processes are killed or stopped at random, one fault after the other: draft worker, rank of a
-target, coordinator, ingress, HTTP proxy, a whole Ray node, a rank that hangs, a slow drafter, a coordinator
-that is cut off until it is given up and then comes back. A client whose connection breaks sends its request
-again with `Last-Event-ID`. Every stream is compared, token by token, with what the target alone generates in
-one process without speculation.
+target, coordinator, ingress, HTTP proxy, a whole Ray node, a rank or an ingress that hangs, a slow drafter, a
+coordinator that is cut off until it is given up and then comes back; as root also a worker that the kernel
+ends for want of memory, and a full disk. A client whose connection breaks sends its request again with
+`Last-Event-ID`. Every stream is compared, token by token, with what the target alone generates in one process
+without speculation.
 
 A request is lost when its client is refused for good or has waited for `--patience` seconds. Recovery of a
 fault is the time from the fault until every process is there again, weights loaded, and the door says so.
+
+Each fault, with the streams that ended since the one before, is kept beside the results as soon as it is
+over. A run that is interrupted writes the results of what has happened, and goes on behind it with --resume,
+with a deployment of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,11 +39,13 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.progress import Progress, TaskID
+from rich.console import Console
 
 from benchmarks.chaos_cluster import ChaosCluster, NoVictim, Shape
+from benchmarks.interruption import end_on_sigterm
+from benchmarks.kept_cells import KeptCells
 from benchmarks.reconnecting import Reading, read_stream
-from benchmarks.report import progress_bar, report_headlines, write_results
+from benchmarks.report import progress_bar, report_headlines, to_plain, write_results
 from benchmarks.workload import read_prompts
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
@@ -68,7 +76,7 @@ class Plan:
 FULL = Plan(num_faults=200, shape=Shape(tensor_parallel_size=2))
 QUICK = Plan(
     num_faults=20,
-    shape=Shape(lease_s=1.5, step_timeout_s=4.0, proxy_check_s=0.5),
+    shape=Shape(lease_s=1.5, step_timeout_s=4.0, proxy_check_s=0.5, health_timeout_s=5.0),
     num_streams=4,
     num_requests=12,
     longest_rest_s=0.5,
@@ -160,7 +168,7 @@ class Load:
         self._expected = expected
         self._patience_s = patience_s
         self._numbers: Iterator[int] = itertools.cycle(range(len(bodies)))
-        self._started_s = time.monotonic()
+        self.started_s = time.monotonic()
         self._is_over = False
         self.streams: list[Stream] = []
 
@@ -191,7 +199,7 @@ class Load:
             self.streams.append(
                 Stream(
                     request=number,
-                    began_s=began_s - self._started_s,
+                    began_s=began_s - self.started_s,
                     seconds=time.monotonic() - began_s,
                     is_lost=not reading.is_complete,
                     is_wrong=self._is_wrong(reading, self._expected[number]),
@@ -210,33 +218,45 @@ class Load:
         return reading.token_ids != expected or reading.finish_reason != "length"
 
 
+class NotRepaired(Exception):
+    """What a fault before has broken is not there again: no harm can be done to it."""
+
+
 class Trouble:
     """Does harm, one fault after the other, and waits until it is over."""
 
-    def __init__(self, cluster: ChaosCluster, plan: Plan) -> None:
+    def __init__(self, cluster: ChaosCluster, plan: Plan, started_s: float) -> None:
+        """`started_s`: where faults count their time from."""
         self._cluster = cluster
         self._plan = plan
-        self._random = Random(plan.seed + 1)
-        self._started_s = time.monotonic()
-        self.faults: list[Fault] = []
+        self._started_s = started_s
 
-    def run(self, progress: Progress, task: TaskID) -> None:
-        """Have all faults of the plan happen."""
-        possible = self._cluster.faults()
-        for kind in draw_faults(list(possible), self._plan.num_faults, self._plan.seed):
-            progress.update(task, description=kind.replace("_", " "))
-            time.sleep(self._random.uniform(0.0, self._plan.longest_rest_s))
+    def happen(self, kind: str, number: int) -> Fault:
+        """Have a fault of the plan happen; return when it is over.
+
+        Raises:
+            NotRepaired: there is nobody whom it could happen to, and nobody comes.
+        """
+        # One of its own for each: a run that goes on where it was cut does the same harm.
+        random = Random(f"{self._plan.seed}-{number}")
+        time.sleep(random.uniform(0.0, self._plan.longest_rest_s))
+        began_s = self._harm(kind, random)
+        recovery_s = self._recover(began_s)
+        return Fault(kind=kind, at_s=began_s - self._started_s, recovery_s=recovery_s)
+
+    def _harm(self, kind: str, random: Random) -> float:
+        """Do it; return when."""
+        harm = self._cluster.faults()[kind]
+        give_up_s = time.monotonic() + self._plan.recovery_limit_s
+        while True:
             began_s = time.monotonic()
-            while True:
-                try:
-                    possible[kind](self._random)
-                    break
-                except NoVictim:  # of a fault before that has taken too long
-                    time.sleep(_POLL_S)
-                    began_s = time.monotonic()
-            recovery_s = self._recover(began_s)
-            self.faults.append(Fault(kind=kind, at_s=began_s - self._started_s, recovery_s=recovery_s))
-            progress.advance(task)
+            try:
+                harm(random)
+                return began_s
+            except NoVictim:  # of a fault before that has taken too long
+                if began_s >= give_up_s:
+                    raise NotRepaired(f"{kind}: nobody is there, and nobody has come") from None
+                time.sleep(_POLL_S)
 
     def _recover(self, began_s: float) -> float | None:
         while (seconds := time.monotonic() - began_s) < self._plan.recovery_limit_s:
@@ -262,25 +282,110 @@ def summary_of(faults: Sequence[Fault], limit_s: float) -> dict[str, dict[str, f
     }
 
 
-def torment(cluster: ChaosCluster, load: Load, plan: Plan, progress: Progress) -> Trouble:
-    """Do all harm under load; return when the last stream has ended."""
-    trouble = Trouble(cluster, plan)
-    task = progress.add_task("faults", total=plan.num_faults)
+class Record:
+    """What has happened so far, in this run and in parts of it that were cut."""
+
+    def __init__(self, kept: KeptCells, plan: Plan) -> None:
+        self._kept = kept
+        self._plan = plan
+
+    @property
+    def num_faults(self) -> int:
+        """Faults that are over."""
+        return self._count("fault")
+
+    def keep_fault(self, fault: Fault, streams: Sequence[Stream]) -> None:
+        """Write the next fault, and the streams that ended since the one before."""
+        cell = f"fault {self.num_faults}"
+        self._kept.keep(cell, {"fault": to_plain(fault), "streams": to_plain(streams)})
+
+    def keep_rest(self, streams: Sequence[Stream]) -> None:
+        """Write the streams that ended after the last fault of this part of the run."""
+        self._kept.keep(f"rest {self._count('rest')}", {"streams": to_plain(streams)})
+
+    def faults(self) -> list[Fault]:
+        """Return all of them."""
+        return [Fault(**cell["fault"]) for cell in self._cells("fault")]
+
+    def streams(self) -> list[Stream]:
+        """Return all of them."""
+        cells = [*self._cells("fault"), *self._cells("rest")]
+        return [Stream(**stream) for cell in cells for stream in cell["streams"]]
+
+    def results(self, config: dict[str, Any], stopped_by: str | None) -> dict[str, Any]:
+        """Return what the results file is to hold."""
+        limit_s = self._plan.recovery_limit_s
+        faults, streams = self.faults(), self.streams()
+        recoveries = [limit_s if fault.recovery_s is None else fault.recovery_s for fault in faults]
+        return {
+            "plan": self._plan,
+            "config": config,
+            "stopped_by": stopped_by,
+            "parts": self._parts(),
+            "faults": faults,
+            "recovery_by_kind": summary_of(faults, limit_s),
+            "streams": streams,
+            "num_streams": len(streams),
+            "num_broken_connections": sum(stream.num_breaks for stream in streams),
+            "num_error_events": sum(stream.num_error_events for stream in streams),
+            "refusals": Counter(stream.refusal for stream in streams if stream.refusal),
+            "headlines": {
+                "faults": len(faults),
+                "lost": sum(stream.is_lost for stream in streams),
+                "wrong": sum(stream.is_wrong for stream in streams),
+                "recovery_p95_s": p95(recoveries) if recoveries else 0.0,
+            },
+        }
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """Return where and when faults were measured: a run that was cut is measured in parts."""
+        parts: dict[str, dict[str, Any]] = {}
+        for cell in self._cells("fault"):
+            part = parts.setdefault(cell["measured"]["date"], {"measured": cell["measured"], "num_faults": 0})
+            part["num_faults"] += 1
+        return list(parts.values())
+
+    def _count(self, what: str) -> int:
+        return next(n for n in itertools.count() if not self._kept.is_kept(f"{what} {n}"))
+
+    def _cells(self, what: str) -> list[dict[str, Any]]:
+        return [self._kept.result(f"{what} {n}") for n in range(self._count(what))]
+
+
+def torment(
+    cluster: ChaosCluster, load: Load, plan: Plan, record: Record, tick: Callable[[str], None]
+) -> None:
+    """Do under load all harm that is left to do; return when the last stream has ended.
+
+    Raises:
+        NotRepaired: the deployment does not recover. What was done and read until then is in the record.
+    """
+    trouble = Trouble(cluster, plan, load.started_s)
+    kinds = draw_faults(list(cluster.faults()), plan.num_faults, plan.seed)
+    num_told = 0
     # The clients have a thread of their own, not the trouble: Ray starts nodes in the main thread only.
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(lambda: asyncio.run(load.run(plan.num_streams)))
         try:
-            trouble.run(progress, task)
+            for number in range(record.num_faults, plan.num_faults):
+                tick(kinds[number].replace("_", " "))
+                fault = trouble.happen(kinds[number], number)
+                streams = load.streams[num_told:]
+                num_told += len(streams)
+                record.keep_fault(fault, streams)
         finally:
             load.end()
-            progress.update(task, description="waiting for the last streams")
-        reading.result()
-    return trouble
+            tick("waiting for the last streams")
+            reading.result()
+            record.keep_rest(load.streams[num_told:])
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="20 faults, with fast health checks.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was cut, where it was.")
+    ] = False,
     faults: Annotated[int | None, typer.Option(min=1, help="Number of faults.")] = None,
     patience: Annotated[float, typer.Option(help="Seconds without an event until a client gives up.")] = 300,
     family: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
@@ -291,9 +396,12 @@ def main(
 
     Example: python -m benchmarks.chaos --quick --json runs/chaos.json
     """
+    end_on_sigterm()
     plan = QUICK if quick else FULL
     if faults is not None:
         plan = replace(plan, num_faults=faults)
+    kept = KeptCells(json, to_plain(plan), resume=resume)
+    record, stopped_by = Record(kept, plan), None
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(progress_bar())
         starting = progress.add_task("what the target generates alone", total=2)
@@ -303,32 +411,24 @@ def main(
         progress.update(starting, advance=1, description="starting the cluster")
         stack.enter_context(cluster)
         progress.advance(starting)
-        load = Load(cluster.url, bodies, expected, patience)
-        trouble = torment(cluster, load, plan, progress)
-    limit_s = plan.recovery_limit_s
-    recoveries = [limit_s if fault.recovery_s is None else fault.recovery_s for fault in trouble.faults]
-    headlines = {
-        "faults": len(trouble.faults),
-        "lost": sum(stream.is_lost for stream in load.streams),
-        "wrong": sum(stream.is_wrong for stream in load.streams),
-        "recovery_p95_s": p95(recoveries),
-    }
-    write_results(
-        json,
-        {
-            "plan": plan,
-            "config": cluster.config.model_dump(mode="json"),
-            "faults": trouble.faults,
-            "recovery_by_kind": summary_of(trouble.faults, limit_s),
-            "streams": load.streams,
-            "num_streams": len(load.streams),
-            "num_broken_connections": sum(stream.num_breaks for stream in load.streams),
-            "num_error_events": sum(stream.num_error_events for stream in load.streams),
-            "refusals": Counter(stream.refusal for stream in load.streams if stream.refusal),
-            "headlines": headlines,
-        },
-    )
-    report_headlines(headlines)
+        task = progress.add_task("faults", total=plan.num_faults)
+
+        def tick(what: str) -> None:
+            progress.update(task, completed=record.num_faults, description=what)
+
+        try:
+            torment(cluster, Load(cluster.url, bodies, expected, patience), plan, record, tick)
+        except NotRepaired as error:
+            stopped_by = str(error)
+        except KeyboardInterrupt:
+            stopped_by = "interrupted"
+    results = record.results(cluster.config.model_dump(mode="json"), stopped_by)
+    write_results(json, results)
+    report_headlines(results["headlines"])
+    if stopped_by is not None:
+        Console(stderr=True).print(f"[red]stopped after {record.num_faults} faults: {stopped_by}[/red]")
+        raise typer.Exit(1)
+    kept.forget()
 
 
 if __name__ == "__main__":

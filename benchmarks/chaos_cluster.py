@@ -19,12 +19,19 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from benchmarks.full_disk import can_mount, filled_up, small_disk
+from benchmarks.starving import can_starve, starve
 from deploy.config import DrafthouseConfig
 
 _MARK = "DRAFTHOUSE_CHAOS"
 _PROBE_TIMEOUT_S = 3.0
 _POLL_S = 0.2
 _START_S = 900.0
+_NODE_ATTEMPTS = 3
+_NODE_START_S = 120
+"""Ray's own patience, 15 s, is too short for a busy machine."""
+_DISK = "2g"
+"""For logs of hours."""
 _TARGET_WORKER = "ray::TargetWorkerProcess"
 _DRAFT_WORKER = "ray::DraftWorkerProcess"
 _RANK = "ray::RankWorkerProcess"
@@ -52,6 +59,8 @@ class Shape:
     """After which a rank that hangs is taken for dead."""
     proxy_check_s: float = 2.0
     """Between checks of Serve's HTTP proxies; a dead one fails three."""
+    health_timeout_s: float = 10.0
+    """After which a check of a replica that hangs has failed; it is replaced after three."""
     resume_window_s: float = 120.0
 
     @property
@@ -77,6 +86,7 @@ class ChaosCluster:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.config = _config(shape, family.resolve(), port)
+        self._mounts = contextlib.ExitStack()
         self._nodes: Any = None
         self._target_nodes: list[Any] = []
 
@@ -89,6 +99,8 @@ class ChaosCluster:
         """Start everything and wait until it serves."""
         # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="dhch", dir="/tmp"))
+        if can_mount():  # what is filled up must not be the disk of this machine
+            self._mounts.enter_context(small_disk(self._folder, _DISK))
         (self._folder / "ray").mkdir()
         os.environ |= {
             _MARK: self._mark,
@@ -96,7 +108,9 @@ class ChaosCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(self.shape.proxy_check_s),
+            "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
             "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_raylet_start_wait_time_s": str(_NODE_START_S),
             "RAY_TMPDIR": str(self._folder),
             "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
         }
@@ -146,6 +160,13 @@ class ChaosCluster:
         self._target_nodes.append(self._add_node("target_slot", self.shape.tensor_parallel_size))
 
     def _add_node(self, slot: str, number: int) -> Any:
+        """Start a node; again where it took longer than Ray waits, which a busy machine is enough for."""
+        for _ in range(_NODE_ATTEMPTS - 1):
+            with contextlib.suppress(Exception):  # Ray has no type of its own for it
+                return self._start_node(slot, number)
+        return self._start_node(slot, number)
+
+    def _start_node(self, slot: str, number: int) -> Any:
         return self._nodes.add_node(num_cpus=1, resources={slot: number}, object_store_memory=80 << 20)
 
     def _clean_up(self) -> None:
@@ -161,6 +182,7 @@ class ChaosCluster:
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        self._mounts.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _processes(self) -> Iterator[psutil.Process]:
@@ -246,6 +268,23 @@ class ChaosCluster:
         found = self.processes()
         _pick(found[_TARGET_WORKER] + found[_RANK], random).send_signal(signal.SIGSTOP)
 
+    def hang_ingress(self, random: Random) -> None:
+        """Stop an ingress for good: its streams stand still until Serve finds out."""
+        _pick(self.processes()[_INGRESS], random).send_signal(signal.SIGSTOP)
+
+    def starve_worker(self, random: Random) -> None:
+        """Take the memory of a worker away: the kernel ends it."""
+        found = self.processes()
+        starve(_pick(found[_TARGET_WORKER] + found[_RANK] + found[_DRAFT_WORKER], random))
+
+    def fill_disk(self, random: Random) -> None:
+        """Fill up the disk with Ray's folder for a while; a draft worker dies meanwhile."""
+        victim = _pick(self.processes()[_DRAFT_WORKER], random)
+        with filled_up(self._folder):
+            time.sleep(random.uniform(0.5, 1.5))
+            victim.kill()
+            time.sleep(random.uniform(0.5, 1.5))
+
     def slow_drafter(self, random: Random) -> None:
         """Stop a draft worker for a while that is too short to take it for dead."""
         victim = _pick(self.processes()[_DRAFT_WORKER], random)
@@ -267,8 +306,8 @@ class ChaosCluster:
             victim.send_signal(signal.SIGCONT)
 
     def faults(self) -> Mapping[str, Callable[[Random], None]]:
-        """Everything that can be done to it, by name."""
-        kinds = (
+        """Everything that can be done to it on this machine, by name."""
+        kinds = [
             self.kill_draft_worker,
             self.kill_target_rank,
             self.kill_coordinator,
@@ -276,9 +315,14 @@ class ChaosCluster:
             self.kill_proxy,
             self.kill_node,
             self.hang_target_rank,
+            self.hang_ingress,
             self.slow_drafter,
             self.cut_off_coordinator,
-        )
+        ]
+        if can_starve():
+            kinds.append(self.starve_worker)
+        if can_mount():
+            kinds.append(self.fill_disk)
         return {kind.__name__: kind for kind in kinds}
 
 
@@ -325,6 +369,7 @@ def _config(shape: Shape, family: Path, port: int) -> DrafthouseConfig:
                     "bundle": {"num_cpus": 0, "resources": {"draft_slot": 1}},
                 },
                 "membership": {"lease_s": shape.lease_s, "renew_s": shape.lease_s / 6},
+                "health_checks": {"period_s": 1.0, "timeout_s": shape.health_timeout_s},
                 "drain_timeout_s": 5,
             },
             "http": {

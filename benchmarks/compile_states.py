@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Set
 
 import httpx
 
@@ -16,8 +17,8 @@ def compile_states(url: str) -> dict[str, str]:
     return {part: state for state, part, count in _SERIES.findall(text) if float(count)}
 
 
-def wait_compiled(url: str, timeout_s: float) -> None:
-    """Wait until nothing is left to be compiled.
+def wait_compiled(url: str, timeout_s: float, parts: Set[str] = frozenset({"target", "draft"})) -> None:
+    """Wait until nothing is left to be compiled. `parts`: those that have workers.
 
     Raises:
         RuntimeError: something runs eagerly for good: what would be measured is not what is meant.
@@ -27,7 +28,7 @@ def wait_compiled(url: str, timeout_s: float) -> None:
     states: dict[str, str] = {}
     while time.monotonic() < give_up_s:
         states = compile_states(url)
-        if set(states) == {"target", "draft"} and "pending" not in states.values():
+        if set(states) == parts and "pending" not in states.values():
             break
         time.sleep(0.5)
     else:

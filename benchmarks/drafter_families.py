@@ -52,6 +52,11 @@ class Family:
             return places.heads / (self.heads or self.name)
         return places.draft if self.needs == "draft" else None
 
+    def is_there(self, places: Places) -> bool:
+        """Whether it can be measured: its weights are there, or it has none."""
+        folder = self.folder(places)
+        return folder is None or (folder / "config.json").is_file()
+
     def config(self, places: Places) -> dict[str, Any]:
         """Return its `speculative_config`."""
         config = {"method": self.name, "num_speculative_tokens": max(self.lengths), **self.settings}

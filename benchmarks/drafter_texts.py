@@ -25,7 +25,8 @@ CLASSES: tuple[PromptClass, ...] = get_args(PromptClass)
 _REPEATING: PromptClass = "repeated"
 _CANDIDATES = 8
 """For each prompt that is wanted; about a fifth of them do not loop."""
-_AT_ONCE = 32
+AT_ONCE = 32
+"""Candidates that are continued together."""
 
 Prompts = Mapping[str, Sequence[tuple[int, ...]]]
 """By class."""
@@ -61,10 +62,10 @@ def _not_looping(
     """Return at least `number` of the prompts, if so many are found: the first ones."""
     params = SamplingParams(temperature=0.0, max_tokens=max(num_tokens, LOOP_WINDOW), ignore_eos=True)
     found: list[Sequence[int]] = []
-    for first in range(0, len(prompts), _AT_ONCE):
+    for first in range(0, len(prompts), AT_ONCE):
         if len(found) >= number:
             break
-        own = prompts[first : first + _AT_ONCE]
+        own = prompts[first : first + AT_ONCE]
         requests = batch_requests([tuple(one) for one in own], params, 0, f"choice-{name}-{first}")
         record = run_batch(engine, requests)
         found += [

@@ -2,6 +2,7 @@
 
     python -m benchmarks.drafters --json benchmarks/results/drafters.json             # some hours
     python -m benchmarks.drafters --json benchmarks/results/drafters.json --resume    # the rest of a run
+    python -m benchmarks.drafters --json FILE --resume --minutes 30                   # a piece of it
     python -m benchmarks.drafters --family eagle3 --family medusa                     # some of them
     python -m benchmarks.drafters --quick                                             # some minutes
     python -m benchmarks.drafters --costs                                             # drafting alone
@@ -11,7 +12,8 @@ The target is the demo target in bf16, as it is and made as costly as 100 millio
 batch size and a temperature. In it every draft length of the family is tried for a moment on all classes of
 text together, and the best of them is measured again: class by class, in turn (ABBA) with plain decoding by
 an engine of its own that has no drafter. Both decode as many tokens of the same texts, drawn with the same
-seeds; only decoding counts, prompts are read before. Numbers over classes are geometric means.
+seeds; only decoding counts, prompts are read before. Numbers over classes are geometric means. Where a cell
+would take too long, fewer tokens are decoded, and the end says so (`benchmarks/drafters_plan.py`).
 
     tokens_per_pass   tokens that a forward of the target brings each sequence
     reached           [i]: share of these passes in which draft token i stands
@@ -34,11 +36,14 @@ hidden states for as many tokens as the target has room for. Families whose head
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json as json_format
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,197 +56,28 @@ from rich.progress import Progress
 
 from benchmarks.draft_costs import DraftCost, all_heads, cost_headlines, cost_table, costs_of
 from benchmarks.drafter_families import FAMILIES, PLAIN, Family, Places, families_of
-from benchmarks.drafter_texts import Prompts, choose_prompts, mixed
-from benchmarks.drafters_summary import (
-    AS_IT_IS,
-    GOAL,
-    INFLATED,
-    Cell,
-    Runs,
-    headlines_of,
-    short_of,
-    summarise,
-    table_of,
-)
+from benchmarks.drafter_texts import AT_ONCE, Prompts, choose_prompts
+from benchmarks.drafters_cell import Bench
+from benchmarks.drafters_plan import AS_IT_IS, BLOCK_SIZE, FULL, INFLATED, QUICK, Cell, Plan, rest_of
+from benchmarks.drafters_summary import GOAL, headlines_of, short_of, shortened_of, table_of
 from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.kept_cells import KeptCells
-from benchmarks.kv_costs import Step, forward_seconds
 from benchmarks.measured_engine import MeasuredEngine
 from benchmarks.report import progress_bar, report_headlines, to_plain, write_results
-from benchmarks.steady import SPARE_TOKENS, Batch, Counted
+from benchmarks.steady import SPARE_TOKENS
 from benchmarks.tensor_memory import live_tensor_bytes
-from benchmarks.turns import Turns
 from specdec.engine.config import EngineConfig
-from specdec.kv.block_table import num_blocks_for
-from specdec.scheduling.speculation.controller import FixedController
 from training.corpus import load_corpus
-from training.prompts import MAX_TOKENS
 
-_BLOCK_SIZE = 16
-_COST_REPEATS = 3
 _COST_BATCHES = (2, 8)
 """Of `--costs`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is measured, and on how much."""
-
-    targets: tuple[str, ...]
-    batches: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    pairs: int
-    num_prompts: int
-    """Of each class."""
-    prompts_per_turn: int
-    """Of each class, at least: where batches are smaller, they come one after the other."""
-    tokens_per_prompt: int
-    """That are counted, on average."""
-    try_tokens: int
-    """The same, where a draft length is tried."""
-    text_tokens: int = 128
-    """Longest text behind a prompt."""
-    num_corpus_files: int | None = None
-    """Of the corpus that retrieval looks up in; None: all that the target was trained on."""
-    inflated_parameters: float = 100e6
-
-    def cells(self, families: Sequence[Family]) -> list[Cell]:
-        """Return the cells of some families, those of one engine together."""
-        return [
-            Cell(target=target, family=family.name, batch=batch, temperature=temperature)
-            for target, family, batch, temperature in itertools.product(
-                self.targets, families, self.batches, self.temperatures
-            )
-        ]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, a draft behind it included."""
-        return MAX_TOKENS + self.text_tokens + SPARE_TOKENS + 3 * _BLOCK_SIZE
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of every K/V cache."""
-        return 2 + (1 + max(self.batches)) * num_blocks_for(self.longest, _BLOCK_SIZE)
-
-
-FULL = Plan(
-    targets=(AS_IT_IS, INFLATED),
-    batches=(1, 8, 32),
-    temperatures=(0.0, 0.7),
-    pairs=4,
-    num_prompts=32,
-    prompts_per_turn=4,
-    tokens_per_prompt=48,
-    try_tokens=16,
-)
-QUICK = Plan(
-    targets=(INFLATED,),
-    batches=(1,),
-    temperatures=(0.0,),
-    pairs=2,
-    num_prompts=4,
-    prompts_per_turn=2,
-    tokens_per_prompt=24,
-    try_tokens=8,
-    num_corpus_files=60,
-    inflated_parameters=26e6,
-)
-
-
-class Bench:
-    """Measures cells of one family on one target."""
-
-    def __init__(
-        self, plan: Plan, family: Family, plain: MeasuredEngine, engine: MeasuredEngine, prompts: Prompts
-    ) -> None:
-        self._plan = plan
-        self._family = family
-        self._plain = plain
-        self._engine = engine
-        self._prompts = prompts
-
-    def cell(self, cell: Cell, tick: Callable[[], None]) -> dict[str, Any]:
-        """Measure one situation."""
-        tried = self._try(cell)
-        best = max(tried, key=lambda length: tried[length])
-        tick()
-        runs = Runs()
-        for number in range(self._plan.pairs):
-            for name, prompts in self._prompts.items():
-                batches = self._batches(cell, prompts, number)
-                runs.turns.setdefault(name, Turns()).take(
-                    {
-                        "plain": partial(self._decode, self._plain, batches, 0),
-                        "drafted": partial(self._decode, self._engine, batches, best),
-                    }
-                )
-            runs.parts.append(self._parts(cell, best))
-            tick()
-        return {"tried": tried, "k": best, **summarise(cell.batch, best, runs)}
-
-    def _try(self, cell: Cell) -> dict[int, float]:
-        """Return the rate of every draft length; the first is decoded once more before."""
-        batch = mixed(self._prompts, max(cell.batch, len(self._prompts)))
-        batches = self._cut(cell, batch, 0)
-        counted = {length: Counted() for length in self._family.lengths}
-        self._decode(self._plain, batches, 0, self._plan.try_tokens)
-        self._decode(self._engine, batches, self._family.lengths[0], self._plan.try_tokens)
-        for length in (*counted, *reversed(counted)):
-            counted[length].add(self._decode(self._engine, batches, length, self._plan.try_tokens))
-        return {length: one.rate for length, one in counted.items()}
-
-    def _batches(self, cell: Cell, prompts: Sequence[tuple[int, ...]], number: int) -> list[Batch]:
-        """Return what is decoded in a pair: in each of them other texts, from the first after the last."""
-        each = max(cell.batch, self._plan.prompts_per_turn)
-        first = number * each % len(prompts)
-        return self._cut(cell, list(itertools.islice(itertools.cycle(prompts), first, first + each)), number)
-
-    def _cut(self, cell: Cell, prompts: Sequence[tuple[int, ...]], seed: int) -> list[Batch]:
-        return [
-            Batch(
-                prompts=prompts[first : first + cell.batch],
-                num_tokens=self._plan.text_tokens,
-                temperature=cell.temperature,
-                seed=seed * len(prompts) + first,
-            )
-            for first in range(0, len(prompts), cell.batch)
-        ]
-
-    def _decode(
-        self,
-        engine: MeasuredEngine,
-        batches: Sequence[Batch],
-        num_draft_tokens: int,
-        num_tokens: int | None = None,
-    ) -> Counted:
-        num_tokens = num_tokens or self._plan.tokens_per_prompt
-        total = Counted()
-        for batch in batches:
-            controller = FixedController(num_draft_tokens)
-            total.add(engine.decode_tokens(batch, controller, num_tokens * len(batch.prompts)))
-        return total
-
-    def _parts(self, cell: Cell, num_draft_tokens: int) -> dict[str, float]:
-        """Time the bare forwards at the middle of what is decoded."""
-        lengths = [len(prompt) for prompts in self._prompts.values() for prompt in prompts]
-        context = sum(lengths) // len(lengths) + self._plan.tokens_per_prompt // 2
-        step = partial(Step, batch=cell.batch, context=context)
-        plain, own = self._plain.target.runner, self._engine.target.runner
-        rows = 1 + self._engine.proposer.capabilities.num_rows_beside
-        plain_s = forward_seconds(plain, step(rows=1), _COST_REPEATS)
-        return {
-            "plain_s": plain_s,
-            "undrafted_s": plain_s if rows == 1 else forward_seconds(own, step(rows=rows), _COST_REPEATS),
-            "verify_s": forward_seconds(own, step(rows=rows + num_draft_tokens), _COST_REPEATS),
-        }
 
 
 def engine_config(
     plan: Plan, target: Path, speculative_config: Mapping[str, Any], num_threads: int
 ) -> EngineConfig:
     """Return the configuration of an engine: all have caches of the same number of blocks."""
-    cache = {"block_size": _BLOCK_SIZE, "num_blocks": plan.num_blocks}
+    cache = {"block_size": BLOCK_SIZE, "num_blocks": plan.num_blocks}
     return EngineConfig.model_validate(
         {
             "target": {
@@ -309,7 +145,8 @@ def _prompts(plan: Plan, models: Path, num_threads: int, kept: KeptCells) -> Pro
     """Return what is decoded; chosen once for all parts of a run."""
     key = {"prompts": plan.num_prompts}
     if not kept.is_kept(key):
-        config = engine_config(plan, models / "target", {"method": PLAIN}, num_threads)
+        roomy = dataclasses.replace(plan, batches=(AT_ONCE,))
+        config = engine_config(roomy, models / "target", {"method": PLAIN}, num_threads)
         with contextlib.closing(MeasuredEngine(config)) as plain:
             chosen = choose_prompts(
                 plain.engine, models / "target", plan.num_prompts, plan.text_tokens + SPARE_TOKENS
@@ -322,7 +159,7 @@ def _prompts(plan: Plan, models: Path, num_threads: int, kept: KeptCells) -> Pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Goes through cells, one engine after the other."""
+    """Goes through cells, one engine after the other, until it is time to end."""
 
     plan: Plan
     places: Places
@@ -330,15 +167,21 @@ class Comparison:
     num_threads: int
     kept: KeptCells
     progress: Progress
+    end_s: float
+    """By `time.monotonic`."""
 
-    def target(self, path: Path, left: Mapping[Family, Sequence[Cell]]) -> None:
-        """Measure cells on one target."""
+    def target(self, path: Path, cells: Sequence[Cell], families: Mapping[str, Family]) -> None:
+        """Measure cells on one target; those of one family follow each other."""
+        if self._is_over():
+            return
         with contextlib.closing(self._open(path, {"method": PLAIN})) as plain:
-            for family, cells in left.items():
-                self._family(family, cells, path, plain)
+            for name, own in itertools.groupby(cells, key=lambda cell: cell.family):
+                if not self._is_over():
+                    self._family(families[name], list(own), path, plain)
 
     def _family(self, family: Family, cells: Sequence[Cell], path: Path, plain: Held) -> None:
         task = self.progress.add_task(cells[0].name, total=len(cells) * (self.plan.pairs + 1))
+        started_s = time.monotonic()
         with contextlib.closing(self._open(path, family.config(self.places))) as own:
             facts = {
                 "memory_bytes": own.num_bytes - plain.num_bytes,
@@ -346,35 +189,51 @@ class Comparison:
             }
             bench = Bench(self.plan, family, plain.engine, own.engine, self.prompts)
             for cell in cells:
+                if self._is_over():
+                    break
                 self.progress.update(task, description=cell.name)
                 result = bench.cell(cell, partial(self.progress.advance, task))
-                self.kept.keep(cell, {**facts, **result})
+                now_s = time.monotonic()
+                self.kept.keep(cell, {**facts, **result, "taken_s": now_s - started_s})
+                started_s = now_s
+        self.progress.remove_task(task)
 
     def _open(self, path: Path, speculative_config: Mapping[str, Any]) -> Held:
         return Held(engine_config(self.plan, path, speculative_config, self.num_threads))
 
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self.end_s
+
 
 def measure(
-    plan: Plan, families: Sequence[Family], models: Path, heads: Path, progress: Progress, kept: KeptCells
+    plan: Plan,
+    families: Sequence[Family],
+    models: Path,
+    heads: Path,
+    progress: Progress,
+    kept: KeptCells,
+    end_s: float = math.inf,
 ) -> None:
-    """Measure all cells of these families that are not kept."""
-    left: dict[str, dict[Family, list[Cell]]] = {}
-    for family in families:
-        for cell in plan.cells([family]):
-            if not kept.is_kept(cell):
-                left.setdefault(cell.target, {}).setdefault(family, []).append(cell)
-    if not left:
+    """Measure all cells of these families that are not kept, or those that there is time for."""
+    left = [cell for cell in plan.cells(families) if not kept.is_kept(cell)]
+    if not left or time.monotonic() >= end_s:
         return
     num_threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads)
     prompts = _prompts(plan, models, num_threads, kept)
+    by_name = {family.name: family for family in families}
     with _places(plan, models, heads) as (targets, places):
         comparison = Comparison(
-            plan=plan, places=places, prompts=prompts, num_threads=num_threads, kept=kept, progress=progress
+            plan=plan,
+            places=places,
+            prompts=prompts,
+            num_threads=num_threads,
+            kept=kept,
+            progress=progress,
+            end_s=end_s,
         )
-        for target in plan.targets:
-            if target in left:
-                comparison.target(targets[target], left[target])
+        for (_, target), cells in itertools.groupby(left, key=lambda cell: (cell.batch, cell.target)):
+            comparison.target(targets[target], list(cells), by_name)
 
 
 def main(
@@ -389,6 +248,9 @@ def main(
     resume: Annotated[
         bool, typer.Option(help="Go on with a run to the same --json FILE that was cut.")
     ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no cell after so long; --resume goes on another time.")
+    ] = None,
     models: Annotated[Path, typer.Option(help="Folder with target/ and draft/.")] = Path("models/demo"),
     heads: Annotated[
         Path | None, typer.Option(help="Folder with a folder of heads for each family; MODELS/heads.")
@@ -405,6 +267,7 @@ def main(
     Example: python -m benchmarks.drafters --quick --json runs/drafters.json
     """
     plan = QUICK if quick else FULL
+    end_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
     heads = heads or models / "heads"
     try:
         asked = families_of(tuple(family or ()))
@@ -414,27 +277,45 @@ def main(
     if costs:
         _report_costs(plan, [one for one in asked if _has_weights(one)], models, places, json)
         return
-    missing = [one.name for one in asked if not _is_there(one, places)]
-    if family and missing:
+    there = [one for one in FAMILIES if one.is_there(places)]
+    missing = [one.name for one in FAMILIES if one not in there]
+    wanted = [name for name in family or () if name in missing]
+    if wanted:
         raise typer.BadParameter(
-            f"--family {missing[0]}: its heads are not in {heads}: scripts/train_demo_heads.py makes them"
+            f"--family {wanted[0]}: its heads are not in {heads}: scripts/train_demo_heads.py makes them"
         )
     kept = KeptCells(json, to_plain(plan), resume=resume)
     with progress_bar() as progress:
-        measure(plan, [one for one in asked if one.name not in missing], models, heads, progress, kept)
-    there = [one for one in FAMILIES if _is_there(one, places)]
-    cells = [kept.result(cell) for cell in plan.cells(there) if kept.is_kept(cell)]
+        measure(plan, [one for one in asked if one in there], models, heads, progress, kept, end_s)
+    planned = plan.cells(there)
+    cells = [kept.result(cell) for cell in planned if kept.is_kept(cell)]
+    rest = rest_of(
+        [cell for cell in planned if not kept.is_kept(cell)], {one["cell"]: one["taken_s"] for one in cells}
+    )
     headlines, short = headlines_of(cells), short_of(cells)
-    results = {"plan": plan, "cells": cells, "missing": missing, "short": short, "headlines": headlines}
+    shortened = shortened_of(cells, plan.tokens_per_prompt)
+    results = {
+        "plan": plan,
+        "cells": cells,
+        "missing": missing,
+        "short": short,
+        "shortened": shortened,
+        "rest": rest,
+        "headlines": headlines,
+    }
     write_results(json, results)
-    if len(cells) == len(plan.cells(there)):
+    if not rest.num_cells:
         kept.forget()
     console = Console(highlight=False, width=200)
     console.print(table_of(cells))
     for line in short:
         console.print(f"short of {GOAL}: {line}")
+    for line in shortened:
+        console.print(f"shortened: {line}")
     for name in missing:
         console.print(f"not trained yet: {name}")
+    if rest.num_cells:
+        console.print(f"not measured yet: {rest}")
     report_headlines(headlines)
 
 
@@ -458,11 +339,6 @@ def _report_costs(
 
 def _has_weights(family: Family) -> bool:
     return family.needs == "heads" or family.name == "mtp"
-
-
-def _is_there(family: Family, places: Places) -> bool:
-    folder = family.folder(places)
-    return folder is None or (folder / "config.json").is_file()
 
 
 if __name__ == "__main__":

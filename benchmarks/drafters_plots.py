@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,22 +16,21 @@ import typer
 from rich.console import Console
 
 from benchmarks.drafter_families import PLAIN
+from benchmarks.drafters_tables import Cell, costliest, measured, published
 from benchmarks.figures import new_figure, prepare_figures, save_figure
+from benchmarks.pages import put_into
 from specdec.core.errors import UserError
 
-BEGIN = "<!-- measured: written by benchmarks/drafters_plots.py -->"
-END = "<!-- measured: end -->"
+SCRIPT = "benchmarks/drafters_plots.py"
+NOTHING = "Nothing has been measured yet."
 PICTURE = "drafters.svg"
-_MOST_POSITIONS = 4
-
-Cell = Mapping[str, Any]
 
 
 def draw(cells: Sequence[Cell]) -> Any:
     """Speedup by family and batch size, measured against possible, and acceptance by position."""
     figure, (bars, both, reached) = new_figure(3)
     figure.set_size_inches(13.5, 5.0)
-    target = _costliest(cells)
+    target = costliest(cells)
     own = [one for one in cells if one["cell"]["target"] == target and one["cell"]["temperature"] == 0.0]
     names = list(dict.fromkeys(one["cell"]["family"] for one in own))
     batches = sorted({one["cell"]["batch"] for one in own})
@@ -75,125 +75,22 @@ def draw(cells: Sequence[Cell]) -> Any:
     return figure
 
 
-def tables(results: Mapping[str, Any]) -> str:
-    """Return the measured part of the page, in Markdown."""
-    cells: Sequence[Cell] = results["cells"]
-    environment = results["environment"]
-    lines = [
-        f"Measured {environment['date'][:10]} at commit {environment['commit'][:12]}, "
-        f"{environment['processor']}, {environment['num_threads']} threads, bf16.",
-    ]
-    for target in dict.fromkeys(one["cell"]["target"] for one in cells):
-        own = [one for one in cells if one["cell"]["target"] == target]
-        lines += ["", f"### The {target} target, one request at a time", "", *_in_detail(own)]
-        lines += ["", f"### The {target} target, by batch size", "", *_by_batch(own)]
-    missing = results.get("missing") or ()
-    if missing:
-        lines += ["", f"Not measured, for want of trained heads: {', '.join(missing)}."]
-    return "\n".join(lines)
-
-
-def _in_detail(cells: Sequence[Cell]) -> list[str]:
-    alone = [one for one in cells if one["cell"]["batch"] == min(one["cell"]["batch"] for one in cells)]
-    classes = list(alone[0]["classes"])
-    lines = _head(
-        "family",
-        "temperature",
-        "k",
-        "tokens per pass",
-        "reached 1 / 2 / 3 / 4",
-        "draft cost",
-        "MB",
-        "trained (min)",
-        "speedup",
-        *classes,
-        "possible",
-        "if drafts were free",
-        "share",
-    )
-    for one in alone:
-        training = one.get("training") or {}
-        trained_s = training.get("elapsed_s")
-        ratio, share = one["speedup"], one["share_of_possible"]
-        lines.append(
-            _row(
-                one["cell"]["family"],
-                f"{one['cell']['temperature']:g}",
-                str(one["k"]),
-                f"{one['tokens_per_pass']:.2f}",
-                " / ".join(f"{value:.2f}" for value in one["reached"][:_MOST_POSITIONS]) or "-",
-                f"{one['draft_cost']:.2f}",
-                f"{one['memory_bytes'] / 1e6:.1f}",
-                "-" if trained_s is None else f"{trained_s / 60:.0f}",
-                f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})",
-                *(f"{one['classes'][name]['speedup']['median']:.2f}" for name in classes),
-                f"{one['possible']['median']:.2f}",
-                f"{one['possible_if_free']['median']:.2f}",
-                f"{share['median']:.2f}",
-            )
-        )
-    return lines
-
-
-def _by_batch(cells: Sequence[Cell]) -> list[str]:
-    places = list(dict.fromkeys((one["cell"]["temperature"], one["cell"]["batch"]) for one in cells))
-    places.sort()
-    lines = _head("family", *(f"batch {batch}, temperature {warmth:g}" for warmth, batch in places))
-    for name in dict.fromkeys(one["cell"]["family"] for one in cells):
-        own = {
-            (one["cell"]["temperature"], one["cell"]["batch"]): one
-            for one in cells
-            if one["cell"]["family"] == name
-        }
-        lines.append(_row(name, *(_short(own.get(place)) for place in places)))
-    return lines
-
-
-def _short(cell: Cell | None) -> str:
-    """Speedup, and in brackets tokens per second, tokens per pass and the share of what is possible."""
-    if cell is None:
-        return "-"
-    rates = [rate for one in cell["classes"].values() for rate in one["tokens_per_s"]["drafted"]]
-    return (
-        f"{cell['speedup']['median']:.2f} ({sum(rates) / len(rates):.0f}/s, "
-        f"{cell['tokens_per_pass']:.2f}, {cell['share_of_possible']['median']:.2f})"
-    )
-
-
-def _head(*names: str) -> list[str]:
-    return [_row(*names), _row(*("---" for _ in names))]
-
-
-def _row(*fields: str) -> str:
-    return f"| {' | '.join(fields)} |"
-
-
-def _costliest(cells: Sequence[Cell]) -> str:
-    """Return the target whose steps take longest."""
-    slowest = max(cells, key=lambda one: one["bare"]["plain_s"]["median"])
-    name: str = slowest["cell"]["target"]
-    return name
-
-
-def put_into(page: str, measured: str) -> str:
-    """Return a page with its measured part exchanged.
+def page_of(page: str, results: Mapping[str, Any] | None, picture: str) -> str:
+    """Return the page with its tables; without results, claims alone, and that nothing was measured.
 
     Raises:
-        UserError: the page has no place for it.
+        UserError: the page has no place for them.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"the page needs a line {BEGIN} and behind it a line {END}")
-    return f"{before}{BEGIN}\n\n{measured}\n\n{END}{after}"
+    text = NOTHING if results is None else measured(results, picture)
+    page = put_into(page, "measured", SCRIPT, text)
+    claims = published([] if results is None else results["cells"])
+    return put_into(page, "published", SCRIPT, claims)
 
 
 def main(
     results: Annotated[Path, typer.Argument(help="What benchmarks.drafters has written.")],
     folder: Annotated[Path, typer.Argument(help="Where to put the picture.")],
-    page: Annotated[
-        Path | None, typer.Option(help="Page whose measured part is exchanged for the tables.")
-    ] = None,
+    page: Annotated[Path | None, typer.Option(help="Page whose tables are written anew.")] = None,
 ) -> None:
     """Draw drafters.svg, and write the tables into a page.
 
@@ -204,7 +101,8 @@ def main(
         prepare_figures()
         save_figure(draw(read["cells"]), folder / PICTURE)
         if page is not None:
-            page.write_text(put_into(page.read_text(), tables(read)))
+            picture = Path(os.path.relpath(folder / PICTURE, page.parent)).as_posix()
+            page.write_text(page_of(page.read_text(), read, picture))
     except UserError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}")
         raise typer.Exit(2) from error

@@ -11,28 +11,13 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.drafter_families import PLAIN
+from benchmarks.drafters_plan import AS_IT_IS, INFLATED
 from benchmarks.report import PairedRatio, Spread
 from benchmarks.steady import Counted
 from benchmarks.turns import Turns
 
-AS_IT_IS, INFLATED = "demo", "inflated"
 GOAL = 0.85
 """Of the possible speedup."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One situation."""
-
-    target: str
-    family: str
-    batch: int
-    temperature: float
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self.target}, {self.family}, batch {self.batch}, temperature {self.temperature:g}"
 
 
 @dataclass(slots=True)
@@ -112,6 +97,7 @@ def _of_class(
     return {
         "tokens_per_s": turns.rates("plain", "drafted"),
         "speedup": speedup,
+        "most_stolen": turns.most_stolen,
         "tokens_per_pass": total.num_tokens / passes,
         "drafted_per_pass": counts.num_draft_tokens / passes,
         "share_with_drafts": counts.num_drafts / passes,
@@ -182,6 +168,15 @@ def short_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{1e3 * one['bare']['plain_s'].median:.2f} and {1e3 * one['bare']['verify_s'].median:.2f}"
             )
     return lines
+
+
+def shortened_of(cells: Sequence[Mapping[str, Any]], tokens_per_prompt: int) -> list[str]:
+    """Name the cells of which fewer tokens were decoded than planned: they would have taken too long."""
+    return [
+        f"{one['cell'].name}: {one['tokens_per_prompt']} tokens of each text, not {tokens_per_prompt}"
+        for one in cells
+        if one["tokens_per_prompt"] < tokens_per_prompt
+    ]
 
 
 def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:

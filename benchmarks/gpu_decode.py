@@ -49,7 +49,7 @@ from specdec.proposers.draft_loop import ChainStart
 
 _BLOCK_SIZE = 16
 _MAX_CONTEXT = 16384 + 64
-_BYTES_LEFT = 12 * GIB
+BYTES_LEFT = 12 * GIB
 """Of the device's memory, for graphs and what a step needs, beside weights and cache."""
 
 
@@ -147,7 +147,7 @@ def tokens_that_fit(loaded: LoadedModel, device: torch.device) -> int:
     """Tokens of K/V that the device's memory holds beside the model."""
     shapes = [KvShape(num_kv_heads=one.num_kv_heads, head_dim=one.head_dim) for one in loaded.layers]
     free, _ = torch.cuda.mem_get_info(device)
-    return max(0, (int(free) - _BYTES_LEFT) // bytes_per_block(shapes, 1, loaded.dtype))
+    return max(0, (int(free) - BYTES_LEFT) // bytes_per_block(shapes, 1, loaded.dtype))
 
 
 def free_memory() -> None:

@@ -22,18 +22,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
-import typer
 from rich.progress import Progress
 
 from benchmarks.in_process import batch_requests
-from benchmarks.report import progress_bar, report_headlines, write_results
+from benchmarks.plain_tool import PlainTool
+from benchmarks.report import progress_bar
 from benchmarks.workload import read_prompts
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import extend_prefix_hash
@@ -254,30 +254,31 @@ def summarise(tallies: Sequence[Tally]) -> dict[str, Any]:
     }
 
 
-def run(plan: Plan, models: Path, progress: Progress) -> dict[str, Any]:
+def run(plan: Plan, models: Path) -> dict[str, Any]:
     """Measure every temperature and ranking."""
     torch.set_num_threads(plan.num_threads)
-    requests, streams = target_streams(plan, models, progress)
-    loaded = load_model(
-        ModelConfig.model_validate(
-            {"model": str(models / "draft"), "dtype": "float32", "max_model_len": _MAX_MODEL_LEN}
-        )
-    )
     cells: list[dict[str, Any]] = []
-    task = progress.add_task("draft", total=2 * len(plan.temperatures) * plan.num_prompts)
-    for by in get_args(BonusBy):
-        reader = Reader(plan, loaded, by)
-        for temperature in plan.temperatures:
-            tallies: list[Tally] = []
-            for first in range(0, len(requests[temperature]), _BATCH):
-                chosen = slice(first, first + _BATCH)
-                tallies += reader.read(requests[temperature][chosen], streams[temperature][chosen])
-                progress.advance(task, len(requests[temperature][chosen]))
-            cells.append({"temperature": temperature, "by": by, **summarise(tallies)})
+    with progress_bar() as progress:
+        requests, streams = target_streams(plan, models, progress)
+        loaded = load_model(
+            ModelConfig.model_validate(
+                {"model": str(models / "draft"), "dtype": "float32", "max_model_len": _MAX_MODEL_LEN}
+            )
+        )
+        task = progress.add_task("draft", total=2 * len(plan.temperatures) * plan.num_prompts)
+        for by in get_args(BonusBy):
+            reader = Reader(plan, loaded, by)
+            for temperature in plan.temperatures:
+                tallies: list[Tally] = []
+                for first in range(0, len(requests[temperature]), _BATCH):
+                    chosen = slice(first, first + _BATCH)
+                    tallies += reader.read(requests[temperature][chosen], streams[temperature][chosen])
+                    progress.advance(task, len(requests[temperature][chosen]))
+                cells.append({"temperature": temperature, "by": by, **summarise(tallies)})
     return {"plan": plan, "cells": cells}
 
 
-def headlines(results: dict[str, Any]) -> dict[str, float]:
+def headlines(results: Mapping[str, Any]) -> dict[str, float]:
     """Hit rates of fan-out 3, both rankings, and what noise gives at temperature 1 by fan-out."""
     cells = {(cell["temperature"], cell["by"]): cell["hit_rates"] for cell in results["cells"]}
     numbers: dict[str, float] = {}
@@ -288,23 +289,15 @@ def headlines(results: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def main(
-    quick: Annotated[bool, typer.Option(help="Few prompts: under a minute.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
-    models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
-        "models/demo"
-    ),
-) -> None:
-    """Measure how often drafting ahead has prepared for the verdict.
-
-    Example: python -m benchmarks.hit_rates --quick --json runs/hit-rates.json
-    """
-    with progress_bar() as progress:
-        results = run(QUICK if quick else FULL, models, progress)
-    numbers = headlines(results)
-    write_results(json_file, {**results, "headlines": numbers})
-    report_headlines(numbers)
+TOOL = PlainTool(
+    module="hit_rates",
+    summary="Measure how often drafting ahead has prepared for the verdict.",
+    full=FULL,
+    quick=QUICK,
+    run=run,
+    headlines=headlines,
+)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    TOOL.main()

@@ -50,6 +50,7 @@ from benchmarks.long_texts import LongTexts
 from benchmarks.multi_head import repeat_kv_heads
 from benchmarks.report import PairedRatio, Spread, progress_bar, report_headlines, to_plain, write_results
 from benchmarks.steady import SPARE_TOKENS, Batch, Counted
+from benchmarks.stolen import least_stolen
 from benchmarks.turns import Turns, fails
 from specdec.kv.selection import KvPolicyName
 from specdec.scheduling.speculation.controller import SpeculationController
@@ -218,7 +219,7 @@ class Bench:
         for number in range(plan.pairs):
             batch = self._batch(cell, prompts, number)
             runs.turns.take(self._variants(batch, best, best_ordinary, controller))
-            runs.parts.append(self._parts(cell, best.num_draft_tokens))
+            runs.parts.append(least_stolen(partial(self._parts, cell, best.num_draft_tokens)).result)
             tick()
         return {
             "tried": {str(setting.num_draft_tokens): rate for setting, rate in tried.items()},
@@ -242,7 +243,8 @@ class Bench:
         settings = [Setting(num_draft_tokens=k) for k in self._plan.lengths]
         rates = dict.fromkeys(settings, 0.0)
         for setting in (*settings, *reversed(settings)):
-            rates[setting] += 0.5 * engine.decode(batch, setting.controller(), self._plan.try_s).rate
+            tried = least_stolen(partial(engine.decode, batch, setting.controller(), self._plan.try_s))
+            rates[setting] += 0.5 * tried.result.rate
         return rates, max(settings, key=lambda one: rates[one])
 
     def _variants(
@@ -309,6 +311,7 @@ def summarise(batch: int, k: int, runs: Runs) -> dict[str, Any]:
         "tokens_per_s": turns.rates("plain", "best", "ordinary", "controller"),
         "vs_plain": vs_plain,
         "vs_ordinary": turns.ratio("best", "ordinary"),
+        "most_stolen": turns.most_stolen,
         "tokens_per_round": omega,
         "acceptance": acceptance_of_tokens(omega, k),
         "parts": {name: part(name) for name in runs.parts[0]},
@@ -355,14 +358,32 @@ def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if own:
             largest.append(max(own, key=lambda one: max(one["tried"].values())))
             headlines[f"speedup_b{_LARGE}_4k_{heads}"] = largest[-1]["vs_plain"].median
+        growth = growth_with_batch([one for one in cells if one["cell"].heads == heads])
+        if growth is not None:
+            headlines[f"least_growth_4k_{heads}"] = growth
     controlled = [one["controller_vs_plain"] for one in cells if "controller_vs_plain" in one]
     headlines["worst_vs_plain"] = min(one.upper for one in controlled)
     headlines["worst_vs_plain_median"] = min(one.median for one in controlled)
     headlines["share_of_predicted"] = min(one["share_of_predicted"].median for one in largest)
+    headlines["share_of_predicted_worst"] = min(one["share_of_predicted"].median for one in cells)
     headlines["kernel_gb_s_share_of_machine"] = (
         largest[0]["kernel_bytes_per_s"] / largest[0]["stream_bytes_per_s"]
     )
     return headlines
+
+
+def growth_with_batch(cells: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the least ratio of speedups from one batch to the next larger one, at the longest contexts.
+
+    Of the drafter that all batches are measured with; 1 or more: it rises. None: there is but one batch.
+    """
+    own = {
+        one["cell"].batch: one["vs_plain"].median
+        for one in cells
+        if (one["cell"].drafter, one["cell"].context) == (MAIN, LONG) and one["cell"].temperature > 0.0
+    }
+    pairs = itertools.pairwise(sorted(own))
+    return min((own[larger] / own[smaller] for smaller, larger in pairs), default=None)
 
 
 def failures_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -18,13 +18,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from benchmarks.in_process import batch_requests
-from benchmarks.report import progress_bar, report_headlines, write_results
+from benchmarks.plain_tool import PlainTool
+from benchmarks.report import progress_bar
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.sampling_params import SamplingParams
@@ -202,22 +202,15 @@ def _plain(setting: str) -> str:
     return setting.replace(",", "").replace(" ", "_").lower()
 
 
-def main(
-    quick: Annotated[bool, typer.Option(help="Few prompts.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
-    models: Annotated[Path, typer.Option(help="Folder with target/ and prompts.jsonl.")] = Path(
-        "models/demo"
-    ),
-) -> None:
-    """Measure how many tokens a target pass brings with Lookahead decoding.
-
-    Example: python -m benchmarks.lookahead_acceptance --quick --json runs/lookahead-acceptance.json
-    """
-    results = run(QUICK if quick else FULL, models)
-    numbers = headlines(results)
-    write_results(json_file, {**results, "headlines": numbers})
-    report_headlines(numbers)
+TOOL = PlainTool(
+    module="lookahead_acceptance",
+    summary="Measure how many tokens a target pass brings with Lookahead decoding.",
+    full=FULL,
+    quick=QUICK,
+    run=run,
+    headlines=headlines,
+)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    TOOL.main()

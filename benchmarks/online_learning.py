@@ -20,13 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from benchmarks.in_process import batch_requests, run_batch
-from benchmarks.report import progress_bar, report_headlines, write_results
+from benchmarks.plain_tool import PlainTool
+from benchmarks.report import progress_bar
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
@@ -206,20 +206,15 @@ def headlines(results: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def main(
-    quick: Annotated[bool, typer.Option(help="Few batches.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
-    models: Annotated[Path, typer.Option(help="Folder with target/ and draft/.")] = Path("models/demo"),
-) -> None:
-    """Measure what a draft model learns from traffic.
-
-    Example: python -m benchmarks.online_learning --quick --json runs/online-learning.json
-    """
-    results = run(QUICK if quick else FULL, models)
-    numbers = headlines(results)
-    write_results(json_file, {**results, "headlines": numbers})
-    report_headlines(numbers)
+TOOL = PlainTool(
+    module="online_learning",
+    summary="Measure what a draft model learns from traffic.",
+    full=FULL,
+    quick=QUICK,
+    run=run,
+    headlines=headlines,
+)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    TOOL.main()

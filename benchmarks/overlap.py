@@ -1,47 +1,59 @@
 """Draft and target group on cores of their own: what overlapping them brings, and what it leaves.
 
     python -m benchmarks.overlap --json benchmarks/results/overlap.json    # about 20 minutes
+    python -m benchmarks.overlap --json benchmarks/results/overlap.json --resume    # the rest of a run
     python -m benchmarks.overlap --quick                                   # under five minutes
 
-The draft group and the target group have one core each; the coordinator floats. The target has 100 million
-parameters (bf16), the draft models have what each ratio of T_draft to T_verify asks for; weights are random
-and proportions those of real models (`benchmarks.random_models`). What is accepted is made up
-(`specdec.engine.synthetic`), kernels and messages are not.
+All runs on two cores: the draft group and the target group have one each, the coordinator is on either. The
+target has 100 million parameters (bf16), the draft models have what each ratio of T_draft to T_verify asks
+for; weights are random and proportions those of real models (`benchmarks.random_models`). What is accepted
+is made up (`specdec.engine.synthetic`), kernels and messages are not.
 
 Modes are measured in turn (ABBA), with another batch of prompts in every round of the benchmark, beside plain
 decoding by the target group alone and, at equal device count, both models in one process with both cores.
-T_draft and T_verify are the bare compiled forwards of the two processes, alone and while both run.
+T_draft and T_verify are the bare compiled forwards of the two processes, alone and while both run. Runs that
+others on the same machine have disturbed are made again (`benchmarks.stolen`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from rich.progress import Progress
 
-from benchmarks.groups import BareForwards, Role, TwoGroups
+from benchmarks.cores import keep_to_cores
+from benchmarks.deployments import ExchangedController
+from benchmarks.groups import BareForwards, ChosenController, Role, TwoGroups
 from benchmarks.in_process import RunRecord, batch_requests, engine_config, open_engine, run_batch
+from benchmarks.kept_cells import KeptCells
+from benchmarks.overlap_tables import quoted_draft
 from benchmarks.random_models import WIDE, Shape, write_random_model
-from benchmarks.report import Spread, progress_bar, report_headlines, run_paired, write_results
+from benchmarks.report import Spread, progress_bar, report_headlines, run_paired, to_plain, write_results
+from benchmarks.stolen import least_stolen
 from benchmarks.workload import read_prompts, window
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import build_parts
 from specdec.engine.config import EngineConfig
+from specdec.engine.controllers import controller_for, cost_profile_of, modes_of
 from specdec.engine.engine import Engine
 from specdec.engine.synthetic import SyntheticTarget
 from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.scheduling.speculation.modes import OverlapMode
 
+_NUM_CORES = 2
+_SMALLEST, _LARGEST = 1, 64
+"""Batches for which the coordinator's time is quoted."""
+_WARM_RUNS, _COUNTED_RUNS = 4, 3
+"""A controller thinks in every round at first."""
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
 _BARE_S = 0.4
 _SURE = SyntheticAcceptance(acceptance=(1.0,), bonus_after_miss=(1.0,), bonus_after_all=(1.0,))
@@ -68,6 +80,33 @@ class DraftPlan:
 
     shape: Shape
     cells: tuple[Cell, ...]
+
+
+What = Literal["hits", "cell", "coordinator"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is measured at a time with a draft model."""
+
+    shape: Shape
+    what: What
+    where: int | Cell
+    """A batch, or of a cell the cell."""
+
+    @property
+    def key(self) -> str:
+        """As results name where."""
+        return "cell" if isinstance(self.where, Cell) else "batch"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if isinstance(self.where, Cell):
+            cell = self.where
+            return f"batch {cell.batch}, temperature {cell.temperature:g}, acceptance {cell.acceptance:g}"
+        what = "rounds on hits" if self.what == "hits" else "the coordinator's time"
+        return f"{what}, batch {self.where}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +180,21 @@ class Colocated:
 class Bench:
     """One draft model beside the target, in groups and colocated."""
 
-    def __init__(self, plan: Plan, target: Path, draft: Path, texts: Sequence[str]) -> None:
+    def __init__(
+        self, plan: Plan, target: Path, draft: Path, texts: Sequence[str], cores: Sequence[int]
+    ) -> None:
         self._plan = plan
-        cores = sorted(os.sched_getaffinity(0))[:2]
+        config = _config(plan, target, draft, num_threads=1)
+        keys = {"controller": "goodput", "profile_dir": str(draft.parent / "profiles")}
+        speculative = config.speculative_config.model_copy(update=keys)
+        self._goodput = config.model_copy(update={"speculative_config": speculative})
+        self._chosen = ChosenController()
+        self._exchanged = ExchangedController()
+        self._exchanged.current = self._chosen
         self._groups = TwoGroups(
-            _config(plan, target, draft, num_threads=1), target_cores=cores[:1], draft_cores=cores[1:]
+            config, target_cores=cores[:1], draft_cores=cores[1:], controller=self._exchanged
         )
+        self._costs = cost_profile_of(self._goodput, self._groups.target, self._groups.proposer)
         torch.set_num_threads(len(cores))
         self._colocated = Colocated(_config(plan, target, draft, num_threads=len(cores)))
         tokenizer = self._groups.engine.tokenizer
@@ -162,6 +210,7 @@ class Bench:
         """Measure every mode in one situation."""
         made_up = acceptance_of(cell.acceptance)
         records: dict[str, list[RunRecord]] = {}
+        stolen: list[float] = []
         variants: dict[str, Callable[[int], RunRecord]] = {
             "plain": partial(self._run_groups, cell, made_up, "lockstep", 0),
             "colocated": partial(self._run_colocated, cell, made_up, self._plan.k),
@@ -172,18 +221,22 @@ class Bench:
 
         def run(name: str) -> None:
             # The same prompts for all, other ones in every round.
-            records.setdefault(name, []).append(variants[name](len(records.get(name, ()))))
+            its = records.setdefault(name, [])
+            measured = least_stolen(partial(variants[name], len(its)))
+            its.append(measured.result)
+            stolen.append(measured.stolen)
 
         run_paired({name: partial(run, name) for name in variants}, self._plan.rounds, tick)
-        return {"cell": cell, **summarise(records)}
+        return {"cell": cell, **summarise(records), "most_stolen": max(stolen)}
 
     def round_on_hits(self, batch: int, tick: Callable[[], None]) -> dict[str, Any]:
         """Measure rounds of draft_ahead whose every prediction is right, and the bare forwards in them."""
         cell = Cell(batch=batch, temperature=0.0, acceptance=1.0)
         rounds_ms, lockstep_ms = [], []
         for number in range(self._plan.rounds + 1):
-            ahead = self._run_groups(cell, _SURE, "draft_ahead", self._plan.k, number, num_branches=1)
-            lockstep = self._run_groups(cell, _SURE, "lockstep", self._plan.k, number)
+            run = partial(self._run_groups, cell, _SURE)
+            ahead = least_stolen(partial(run, "draft_ahead", self._plan.k, number, num_branches=1)).result
+            lockstep = least_stolen(partial(run, "lockstep", self._plan.k, number)).result
             rounds_ms.append(1e3 * ahead.decode_round_s)
             lockstep_ms.append(1e3 * lockstep.decode_round_s)
             tick()
@@ -205,13 +258,28 @@ class Bench:
         }
 
     def coordinator_ms(self, batch: int) -> float:
-        """Return what is neither draft nor verify of a round, in lockstep."""
-        cell = Cell(batch=batch, temperature=0.0, acceptance=0.8)
+        """Return what is neither draft nor verify of a round, in lockstep with a fixed k."""
+        cell = _accepted_often(batch)
+        run = partial(self._run_groups, cell, acceptance_of(cell.acceptance), "lockstep", self._plan.k)
+        runs = [least_stolen(partial(run, number)).result for number in range(1 + _COUNTED_RUNS)]
+        return _coordinator_ms(runs[1:])
+
+    def coordinator_goodput_ms(self, batch: int) -> float:
+        """Return the same under the goodput controller, which thinks in that time.
+
+        In the mode that it chooses, once it has learnt what rounds cost.
+        """
+        assert self._groups.synthetic is not None
+        cell = _accepted_often(batch)
+        self._groups.synthetic.acceptance = acceptance_of(cell.acceptance)
+        modes = modes_of(self._groups.proposer.capabilities)
+        self._exchanged.current = controller_for(self._goodput, self._costs, modes)
         runs = [
-            self._run_groups(cell, acceptance_of(0.8), "lockstep", self._plan.k, number)
-            for number in range(4)
+            least_stolen(partial(self._run, self._groups.engine, cell, None, number)).result
+            for number in range(_WARM_RUNS + _COUNTED_RUNS)
         ]
-        return statistics.median(1e3 * run.coordinator_s / run.num_rounds for run in runs[1:])
+        self._exchanged.current = self._chosen
+        return _coordinator_ms(runs[_WARM_RUNS:])
 
     def _bare(
         self, *, target: tuple[tuple[int, int], ...], draft: tuple[tuple[int, int], ...], batch: int
@@ -224,9 +292,9 @@ class Bench:
         alone = {
             role: seconds
             for one in orders
-            for role, seconds in self._groups.bare_s({one: orders[one]}).items()
+            for role, seconds in least_stolen(partial(self._groups.bare_s, {one: orders[one]})).result.items()
         }
-        both = self._groups.bare_s(orders)
+        both = least_stolen(partial(self._groups.bare_s, orders)).result
         return {
             name: {role: 1e3 * statistics.median(seconds) for role, seconds in measured.items()}
             for name, measured in (("alone", alone), ("overlapped", both))
@@ -243,14 +311,14 @@ class Bench:
     ) -> RunRecord:
         assert self._groups.synthetic is not None
         self._groups.synthetic.acceptance = made_up
-        self._groups.controller.set(k, mode, num_branches or cell.num_branches, cell.acceptance)
+        self._chosen.set(k, mode, num_branches or cell.num_branches, cell.acceptance)
         return self._run(self._groups.engine, cell, k, number)
 
     def _run_colocated(self, cell: Cell, made_up: SyntheticAcceptance, k: int, number: int) -> RunRecord:
         self._colocated.synthetic.acceptance = made_up
         return self._run(self._colocated.engine, cell, k, number)
 
-    def _run(self, engine: Engine, cell: Cell, k: int, number: int) -> RunRecord:
+    def _run(self, engine: Engine, cell: Cell, k: int | None, number: int) -> RunRecord:
         self._num_runs += 1
         prompts = window(self._text, cell.batch, self._plan.prompt_tokens, number)
         params = SamplingParams(
@@ -259,8 +327,16 @@ class Bench:
         return run_batch(engine, batch_requests(prompts, params, k, f"run-{self._num_runs}"))
 
 
+def _accepted_often(batch: int) -> Cell:
+    return Cell(batch=batch, temperature=0.0, acceptance=0.8)
+
+
+def _coordinator_ms(runs: Sequence[RunRecord]) -> float:
+    return statistics.median(1e3 * run.coordinator_s / run.num_rounds for run in runs)
+
+
 def _config(plan: Plan, target: Path, draft: Path, *, num_threads: int) -> EngineConfig:
-    most = max(64, *(cell.batch for draft in plan.drafts for cell in draft.cells))
+    most = max(_LARGEST, *(cell.batch for draft in plan.drafts for cell in draft.cells))
     return engine_config(
         target,
         draft,
@@ -303,13 +379,17 @@ def main(
     models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
         "models/demo"
     ),
+    resume: Annotated[
+        bool, typer.Option(help="Go on with a run to the same --json FILE that was cut.")
+    ] = False,
 ) -> None:
     """Measure lockstep, ping_pong and draft_ahead over two groups of one core each.
 
     Example: python -m benchmarks.overlap --quick --json runs/overlap.json
     """
     plan = QUICK if quick else FULL
-    results: list[dict[str, Any]] = []
+    cores = keep_to_cores(_NUM_CORES)
+    kept = KeptCells(json, {**to_plain(plan), "drafts": None}, resume=resume)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         progress = stack.enter_context(progress_bar())
@@ -317,42 +397,72 @@ def main(
         write_random_model(models / "target", target, plan.target)
         texts = read_prompts(models / "prompts.jsonl")
         for number, one in enumerate(plan.drafts):
+            missing = [part for part in parts_of(one) if not kept.is_kept(part)]
+            if not missing:
+                continue
             draft = folder / f"draft-{number}"
             num_parameters = write_random_model(models / "target", draft, one.shape)
             starting = progress.add_task(f"starting, draft of {num_parameters / 1e6:.0f} M", total=1)
-            with contextlib.closing(Bench(plan, target, draft, texts)) as bench:
+            with contextlib.closing(Bench(plan, target, draft, texts, cores)) as bench:
                 progress.advance(starting)
-                measured = _measure(bench, plan, one.cells, progress)
-            results.append({"shape": one.shape, "num_parameters": num_parameters, **measured})
+                for part in missing:
+                    measured = _measure(bench, plan, part, progress)
+                    kept.keep(part, {"num_parameters": num_parameters, **measured})
+    results = [together(one, kept) for one in plan.drafts]
     headlines = headlines_of(results)
     write_results(json, {"plan": plan, "drafts": results, "headlines": headlines})
+    kept.forget()
     report_headlines(headlines)
 
 
-def _measure(bench: Bench, plan: Plan, cells: Sequence[Cell], progress: Progress) -> dict[str, Any]:
-    batches = sorted({cell.batch for cell in cells})
-    hits_task = progress.add_task("rounds on hits", total=len(batches) * (plan.rounds + 1))
-    hits = [bench.round_on_hits(batch, lambda: progress.advance(hits_task)) for batch in batches]
-    results = []
-    for cell in cells:
-        name = f"batch {cell.batch}, temperature {cell.temperature:g}, acceptance {cell.acceptance:g}"
-        task = progress.add_task(name, total=6 * (plan.rounds + 1))
-        results.append(bench.cell(cell, partial(progress.advance, task)))
-    coordinator = {batch: bench.coordinator_ms(batch) for batch in (1, 64)}
-    return {"on_hits": hits, "cells": results, "coordinator_ms": coordinator}
+def parts_of(draft: DraftPlan) -> list[Part]:
+    """Return what is measured with a draft model, in order."""
+    batches = sorted({cell.batch for cell in draft.cells})
+    pairs: list[tuple[What, int | Cell]] = [
+        *(("hits", batch) for batch in batches),
+        *(("cell", cell) for cell in draft.cells),
+        *(("coordinator", batch) for batch in (_SMALLEST, _LARGEST)),
+    ]
+    return [Part(shape=draft.shape, what=what, where=where) for what, where in pairs]
+
+
+def _measure(bench: Bench, plan: Plan, part: Part, progress: Progress) -> dict[str, Any]:
+    turns = plan.rounds + 1
+    if isinstance(part.where, Cell):
+        task = progress.add_task(part.name, total=6 * turns)
+        return bench.cell(part.where, partial(progress.advance, task))
+    if part.what == "hits":
+        task = progress.add_task(part.name, total=turns)
+        return bench.round_on_hits(part.where, partial(progress.advance, task))
+    task = progress.add_task(part.name, total=2)
+    fixed_ms = bench.coordinator_ms(part.where)
+    progress.advance(task)
+    goodput_ms = bench.coordinator_goodput_ms(part.where)
+    progress.advance(task)
+    return {"fixed_ms": fixed_ms, "goodput_ms": goodput_ms}
+
+
+def together(draft: DraftPlan, kept: KeptCells) -> dict[str, Any]:
+    """Return all that was measured with a draft model."""
+    by_what: dict[What, list[dict[str, Any]]] = {"hits": [], "cell": [], "coordinator": []}
+    for part in parts_of(draft):
+        measured = kept.result(part)
+        del measured["cell"]  # of a part that is no cell, too
+        by_what[part.what].append({**measured, part.key: part.where})
+    coordinator = by_what["coordinator"]
+    return {
+        "shape": draft.shape,
+        "num_parameters": coordinator[0]["num_parameters"],
+        "on_hits": by_what["hits"],
+        "cells": by_what["cell"],
+        "coordinator_ms": {one["batch"]: one["fixed_ms"] for one in coordinator},
+        "coordinator_goodput_ms": {one["batch"]: one["goodput_ms"] for one in coordinator},
+    }
 
 
 def headlines_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Quote the draft model whose T_draft is nearest to T_verify at batch 16, where most drafts are accepted.
-
-    At batch 16 and not 1: two cores that compute do so side by side, but two that wait for weights wait for
-    the same memory.
-    """
-
-    def at(result: Mapping[str, Any], batch: int) -> Mapping[str, Any]:
-        return next(hits for hits in result["on_hits"] if hits["batch"] == batch)
-
-    nearest = min(results, key=lambda result: abs(1.0 - at(result, 16)["draft_over_verify"]))
+    """Quote the draft model that costs about what the target does (`quoted_draft`), mostly accepted."""
+    nearest = quoted_draft(results)
     quoted = Cell(batch=16, temperature=0.0, acceptance=0.95)
     cell = next(one for one in nearest["cells"] if one["cell"] == quoted)
     return {
@@ -360,8 +470,13 @@ def headlines_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "draft_ahead_vs_lockstep": cell["vs_lockstep"]["draft_ahead"].median,
         "ping_pong_vs_lockstep_b16": cell["vs_lockstep"]["ping_pong"].median,
         "vs_colocated_equal_devices": cell["vs_colocated"].median,
-        "coordinator_ms_b1": nearest["coordinator_ms"][1],
-        "coordinator_ms_b64": nearest["coordinator_ms"][64],
+        "round_over_max_hit_worst": max(
+            hits["round_over_max"] for result in results for hits in result["on_hits"]
+        ),
+        "coordinator_ms_b1": nearest["coordinator_ms"][_SMALLEST],
+        "coordinator_ms_b64": nearest["coordinator_ms"][_LARGEST],
+        "coordinator_goodput_ms_b1": nearest["coordinator_goodput_ms"][_SMALLEST],
+        "coordinator_goodput_ms_b64": nearest["coordinator_goodput_ms"][_LARGEST],
     }
 
 

@@ -1,6 +1,6 @@
-"""Pictures of what overlapping the groups brings, from the raw results.
+"""Pictures and tables of what overlapping the groups brings, from the raw results.
 
-python -m benchmarks.overlap_plots benchmarks/results/overlap.json docs/images
+python -m benchmarks.overlap_plots benchmarks/results/overlap.json docs/images --page docs/performance.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks import overlap_tables
 from benchmarks.figures import new_figure, prepare_figures, save_figure
+from benchmarks.pages import put_into
 
 _MODES = ("lockstep", "ping_pong", "draft_ahead")
 
@@ -84,17 +86,22 @@ def _median(cell: Mapping[str, Any], against: str, mode: str) -> float:
 def main(
     results: Annotated[Path, typer.Argument(help="What benchmarks.overlap has written.")],
     folder: Annotated[Path, typer.Argument(help="Where to put the pictures.")],
+    page: Annotated[Path | None, typer.Option(help="Page whose tables are exchanged.")] = None,
 ) -> None:
-    """Draw docs/images/overlap-*.svg.
+    """Draw docs/images/overlap-*.svg, and write the tables into a page.
 
     Example: python -m benchmarks.overlap_plots benchmarks/results/overlap.json docs/images
     """
     prepare_figures()
-    drafts = json.loads(results.read_text())["drafts"]
+    read = json.loads(results.read_text())
+    drafts = read["drafts"]
     save_figure(_over_ratios(drafts), folder / "overlap-ratios.svg")
     save_figure(
         _over_batches(max(drafts, key=lambda draft: len(draft["cells"]))), folder / "overlap-batches.svg"
     )
+    if page is not None:
+        tables = overlap_tables.tables(read)
+        page.write_text(put_into(page.read_text(), "overlap", overlap_tables.SCRIPT, tables))
 
 
 if __name__ == "__main__":

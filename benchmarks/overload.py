@@ -1,10 +1,11 @@
 """What is left of goodput when five times as much is asked as can be served; and 1,000 streams at once.
 
-    python -m benchmarks.overload --json benchmarks/results/overload.json     # about ten minutes
-    python -m benchmarks.overload --quick                                     # under five
+    python -m benchmarks.overload --json benchmarks/results/overload.json              # about ten minutes
+    python -m benchmarks.overload --json benchmarks/results/overload.json --resume     # the rest of a run
+    python -m benchmarks.overload --quick                                              # about five
 
-Both over HTTP against `drafthouse serve` on this machine, which also sends the load: what refusing costs, and
-what sending costs, is taken from the same cores.
+Both over HTTP against `drafthouse serve` on this machine, which also sends the load. Of more than two cores
+the sender has one for itself; of two, what sending costs is taken from the server.
 
 Overload: requests arrive at random (Poisson) whatever the server does, each with the limit that it sets for
 its first token (`slo.ttft_ms`); who is refused does not come back. A request is good if it is complete, had
@@ -20,6 +21,7 @@ speculation writes. A byte is lost if it is not where it should be.
 from __future__ import annotations
 
 import asyncio
+import resource
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,11 @@ import typer
 from pydantic_core import from_json
 from rich.progress import Progress
 
-from benchmarks.report import progress_bar, report_headlines, write_results
+from benchmarks.compile_states import wait_compiled
+from benchmarks.cores import keep_to, part_with_a_core
+from benchmarks.interruption import end_on_sigterm
+from benchmarks.kept_cells import KeptCells
+from benchmarks.report import progress_bar, report_headlines, to_plain, write_results
 from benchmarks.served import serving
 from benchmarks.workload import read_prompts
 from deploy.config_file import parse_config
@@ -45,8 +51,17 @@ from specdec.engine.engine import Engine
 _PATH = "/v1/completions"
 _MODEL = "demo"
 _SLOWER = 3.0
+_COMPILE_S = 300.0
 _RAMP = 0.25
 """Share of a run that is left out at its beginning: the queue fills."""
+_CAPACITY, _STREAMS = "capacity", "streams"
+"""What is measured beside loads, as `kept_cells` knows it."""
+_REFUSED = "ray_drafthouse_requests_refused"
+_FILES_PER_STREAM = 3
+"""In the process that has most open: Serve's proxy has a socket to each client, and pipes and logs beside."""
+_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+"""Idle ones are closed: httpx looks at every connection for each idle one whenever a request begins or ends:
+for 50 ms, of 1,000 of which half are idle (measured)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +72,9 @@ class Plan:
     """Of capacity; the largest is the overload."""
     duration_s: float
     """Of one load."""
+    warm_up_s: float = 20.0
+    """Until the controller has made up its mind. Where that was not waited for, 1.1 times the capacity
+    brought more than it should: what was sent as five times of it was less."""
     num_streams: int = 1000
     num_stream_tokens: int
     num_places: int = 16
@@ -68,7 +86,7 @@ class Plan:
 
 
 FULL = Plan(loads=(0.7, 0.9, 1.1, 1.4, 5.0), duration_s=60.0, num_stream_tokens=64)
-QUICK = Plan(loads=(0.8, 1.1, 5.0), duration_s=24.0, num_stream_tokens=24)
+QUICK = Plan(loads=(0.8, 1.1, 1.4, 5.0), duration_s=24.0, num_stream_tokens=24)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +106,8 @@ class Load:
     ttft_p99_s: float
     max_lateness_s: float
     """How much later than it was due a request was sent."""
+    refused: Mapping[str, float]
+    """By series of the server: how many it refused meanwhile."""
 
 
 class Overload:
@@ -102,14 +122,16 @@ class Overload:
         self._tick = tick
         self._num_sent = 0
 
+    async def warm_up(self) -> None:
+        """Let the controller make up its mind."""
+        await self._keep_asking(asyncio.get_running_loop().time() + self._plan.warm_up_s)
+
     async def capacity(self) -> tuple[float, float]:
         """Return requests per second, and the usual seconds per token, with every place of the batch
         taken."""
-        plan = self._plan
         loop = asyncio.get_running_loop()
-        await self._keep_asking(loop.time() + plan.duration_s / 4)  # the controller makes up its mind
         began_s = loop.time()
-        timelines = await self._keep_asking(began_s + plan.duration_s / 2)
+        timelines = await self._keep_asking(began_s + self._plan.duration_s / 2)
         last_s = loop.time() - began_s
         apart_s = [seconds for one in timelines if (seconds := latency_of(one, "tpot")) is not None]
         return len(timelines) / last_s, statistics.median(apart_s)
@@ -142,9 +164,21 @@ class Overload:
         )
         limit_ms = 1000.0 * plan.ttft_s
         planned = [PlannedRequest(at_s=one.at_s, body=self._body({"ttft_ms": limit_ms})) for one in arrivals]
+        before = await self._refused()
         timelines = await self._send(planned)
+        refused = {
+            series: count - before.get(series, 0.0) for series, count in (await self._refused()).items()
+        }
         objectives: dict[Latency, float] = {"ttft": plan.ttft_s, "tpot": _SLOWER * apart_s}
-        return summed_up(timelines, objectives, share=share, rate=rate, duration_s=plan.duration_s)
+        return summed_up(
+            timelines, objectives, share=share, rate=rate, duration_s=plan.duration_s, refused=refused
+        )
+
+    async def _refused(self) -> dict[str, float]:
+        lines = (await self._client.get("/metrics")).text.splitlines()
+        return {
+            name: float(count) for name, count in (s.split(" ")[:2] for s in lines if s.startswith(_REFUSED))
+        }
 
     async def _send(self, planned: Sequence[PlannedRequest]) -> list[Timeline]:
         return await LoadGenerator(self._client, _PATH).run(planned, lambda _: self._tick())
@@ -154,7 +188,7 @@ class Overload:
         self._num_sent += 1
         text = self._prompts[self._num_sent % len(self._prompts)]
         # Where it begins differs each time: the prefix cache would find the same prompts again.
-        start = self._num_sent // len(self._prompts)
+        start = self._num_sent // len(self._prompts) % max(1, len(text) - plan.prompt_characters + 1)
         body = completion(text[start : start + plan.prompt_characters], plan.num_tokens, self._num_sent)
         return body if slo is None else {**body, "slo": slo}
 
@@ -180,6 +214,7 @@ def summed_up(
     share: float,
     rate: float,
     duration_s: float,
+    refused: Mapping[str, float],
 ) -> Load:
     """Return what a run came to. What ended in the ramp, or after the last arrival, is not goodput."""
     outcomes: dict[str, int] = {}
@@ -203,6 +238,7 @@ def summed_up(
         ttft_p50_s=ttfts[len(ttfts) // 2] if ttfts else 0.0,
         ttft_p99_s=ttfts[int(0.99 * (len(ttfts) - 1))] if ttfts else 0.0,
         max_lateness_s=max((one.sent_s - one.due_s for one in timelines), default=0.0),
+        refused=refused,
     )
 
 
@@ -339,39 +375,65 @@ def expected_texts(
     return [result.text for result in results]
 
 
-def measure_overload(plan: Plan, family: Path, prompts: Sequence[str], progress: Progress) -> dict[str, Any]:
-    """Serve the demo pair, find its capacity, and send loads."""
+def measure_overload(
+    plan: Plan,
+    family: Path,
+    prompts: Sequence[str],
+    progress: Progress,
+    kept: KeptCells,
+    cores: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Serve the demo pair (on `cores`), find its capacity, and send the loads that are not measured yet."""
     task = progress.add_task("overload: starting", total=None)
 
-    async def run(url: str) -> dict[str, Any]:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits) as client:
+    async def run(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=_CONNECTIONS) as client:
             bench = Overload(plan, client, prompts, lambda: progress.advance(task))
             progress.update(task, description="overload: capacity")
-            capacity_per_s, apart_s = await bench.capacity()
-            loads = []
+            await bench.warm_up()
+            if not kept.is_kept(_CAPACITY):
+                capacity_per_s, apart_s = await bench.capacity()
+                kept.keep(_CAPACITY, {"requests_per_s": capacity_per_s, "seconds_per_token": apart_s})
+            capacity = kept.result(_CAPACITY)
             for share in plan.loads:
-                progress.update(task, description=f"overload: {share:g} x {capacity_per_s:.1f} requests/s")
-                loads.append(await bench.load(share, capacity_per_s, apart_s))
-            metrics = (await client.get("/metrics")).text
-        return {
-            "capacity_requests_per_s": capacity_per_s,
-            "seconds_per_token": apart_s,
-            "loads": loads,
-            "refused": {
-                line.split(" ")[0]: float(line.split(" ")[1])
-                for line in metrics.splitlines()
-                if line.startswith("ray_drafthouse_requests_refused")
-            },
-        }
+                if not kept.is_kept(share):
+                    rate = capacity["requests_per_s"]
+                    progress.update(task, description=f"overload: {share:g} x {rate:.1f} requests/s")
+                    load = await bench.load(share, rate, capacity["seconds_per_token"])
+                    kept.keep(share, {"load": to_plain(load)})
 
-    with serving(overload_config(plan, family)) as server:
-        server.wait_healthy()
-        return asyncio.run(run(server.url))
+    if not all(kept.is_kept(cell) for cell in (_CAPACITY, *plan.loads)):
+        with serving(overload_config(plan, family), cores) as server:
+            server.wait_healthy()
+            # A worker that was ready before it was compiled goes on with that while it is idle, and is
+            # many times as fast afterwards: capacity would not be that of the loads.
+            wait_compiled(server.url, _COMPILE_S)
+            asyncio.run(run(server.url))
+    capacity = kept.result(_CAPACITY)
+    return {
+        "capacity_requests_per_s": capacity["requests_per_s"],
+        "seconds_per_token": capacity["seconds_per_token"],
+        "loads": [Load(**kept.result(share)["load"]) for share in plan.loads],
+    }
 
 
-def measure_streams(plan: Plan, family: Path, prompts: Sequence[str], progress: Progress) -> Streams:
-    """Serve the demo target, and open all streams at once."""
+def measure_streams(
+    plan: Plan,
+    family: Path,
+    prompts: Sequence[str],
+    progress: Progress,
+    kept: KeptCells,
+    cores: Sequence[int] | None = None,
+) -> Streams:
+    """Serve the demo target (on `cores`), and open all streams at once, unless that is measured."""
+    if not kept.is_kept(_STREAMS):
+        kept.keep(_STREAMS, {"streams": to_plain(_open_streams(plan, family, prompts, progress, cores))})
+    return Streams(**kept.result(_STREAMS)["streams"])
+
+
+def _open_streams(
+    plan: Plan, family: Path, prompts: Sequence[str], progress: Progress, cores: Sequence[int] | None
+) -> Streams:
     bodies = [
         completion(
             prompts[index % len(prompts)][: plan.prompt_characters // 2], plan.num_stream_tokens, index
@@ -382,44 +444,73 @@ def measure_streams(plan: Plan, family: Path, prompts: Sequence[str], progress: 
     task = progress.add_task("streams", total=plan.num_streams)
 
     async def run(url: str) -> Streams:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=_CONNECTIONS) as client:
             return await stream_all(client, bodies, expected, lambda: progress.advance(task))
 
-    with serving(streams_config(plan, family)) as server:
+    with serving(streams_config(plan, family), cores) as server:
         server.wait_healthy()
+        wait_compiled(server.url, _COMPILE_S, {"target"})
         return asyncio.run(run(server.url))
 
 
-def headlines(loads: Sequence[Load], streams: Streams) -> dict[str, float]:
-    """The numbers to watch."""
+def allow_open_files(wanted: int) -> None:
+    """Let this process, and those that it starts, have so many files and sockets open.
+
+    Raises:
+        typer.BadParameter: the system does not let them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and hard < wanted:
+        raise typer.BadParameter(
+            f"this needs {wanted} open files, and the hard limit is {hard} (ulimit -Hn): raise that"
+        )
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def headlines(loads: Sequence[Load], streams: Streams | None) -> dict[str, float]:
+    """The numbers to watch; without streams where these were not opened yet."""
     peak = max(load.goodput_per_s for load in loads)
     overload = max(loads, key=lambda load: load.share)
-    return {
-        "goodput_at_5x_vs_peak": overload.goodput_per_s / peak if peak > 0 else 0.0,
-        "streams_1000_lost_bytes": float(streams.num_lost_bytes),
-    }
+    numbers = {"goodput_at_5x_vs_peak": overload.goodput_per_s / peak if peak > 0 else 0.0}
+    if streams is not None:
+        numbers["streams_1000_lost_bytes"] = float(streams.num_lost_bytes)
+    return numbers
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="Shorter runs of fewer loads.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was cut, where it was.")
+    ] = False,
     models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
         "models/demo"
     ),
 ) -> None:
     """Measure goodput under five times the load that can be served, and 1,000 streams at once.
 
+    What is measured is kept beside FILE until the run is at its end.
+
     Example: python -m benchmarks.overload --quick --json runs/overload.json
     """
+    end_on_sigterm()
     plan = QUICK if quick else FULL
+    allow_open_files(_FILES_PER_STREAM * plan.num_streams)
     prompts = read_prompts(models / "prompts.jsonl")
+    own, cores = part_with_a_core()
+    keep_to(own)
+    setting = {"plan": plan, "num_cores": {"server": len(cores), "is_shared_with_sender": own == cores}}
+    kept = KeptCells(json_file, to_plain(setting), resume=resume)
     with progress_bar() as progress:
-        overload = measure_overload(plan, models, prompts, progress)
-        streams = measure_streams(plan, models, prompts, progress)
+        overload = measure_overload(plan, models, prompts, progress, kept, cores)
+        numbers = headlines(overload["loads"], None)
+        write_results(json_file, {**setting, "overload": overload, "headlines": numbers})
+        streams = measure_streams(plan, models, prompts, progress, kept, cores)
     numbers = headlines(overload["loads"], streams)
-    results = {"plan": plan, "overload": overload, "streams": streams, "headlines": numbers}
-    write_results(json_file, results)
+    write_results(json_file, {**setting, "overload": overload, "streams": streams, "headlines": numbers})
+    kept.forget()
     report_headlines(numbers)
 
 

@@ -32,13 +32,14 @@ class Spread:
         """The number to quote."""
         return statistics.median(self.values)
 
-    def summary(self) -> dict[str, float | int]:
-        """Median, extremes and count."""
+    def summary(self) -> dict[str, Any]:
+        """Median, extremes, count and the values themselves."""
         return {
             "median": self.median,
             "min": min(self.values),
             "max": max(self.values),
             "n": len(self.values),
+            "values": list(self.values),
         }
 
 
@@ -47,6 +48,14 @@ _T_95 = (
     *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
 )
 """Student's t: 95 % of it lies below, for 1 to 20 degrees of freedom."""
+
+
+def mean_bound(values: Sequence[float], sign: float) -> float:
+    """Return what the true mean is below (sign 1) or above (-1) with 95 % confidence; values are normal."""
+    if len(values) < 2:
+        return math.inf * sign
+    t = _T_95[min(len(values) - 1, len(_T_95)) - 1]
+    return statistics.mean(values) + sign * t * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +80,7 @@ class PairedRatio:
         return self._bound(1.0)
 
     def _bound(self, sign: float) -> float:
-        logs = [math.log(value) for value in self.values]
-        if len(logs) < 2:
-            return math.inf if sign > 0 else 0.0
-        t = _T_95[min(len(logs) - 1, len(_T_95)) - 1]
-        return math.exp(statistics.mean(logs) + sign * t * statistics.stdev(logs) / math.sqrt(len(logs)))
+        return math.exp(mean_bound([math.log(value) for value in self.values], sign))
 
     def summary(self) -> dict[str, Any]:
         """Median, both bounds and the ratios themselves."""

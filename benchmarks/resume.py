@@ -1,32 +1,36 @@
 """What it costs to draft again after a pause, in which the draft model has read on or has not.
 
-    python -m benchmarks.resume --json benchmarks/results/resume.json    # about four minutes
+    python -m benchmarks.resume --json benchmarks/results/resume.json    # about a quarter of an hour
     python -m benchmarks.resume --quick
 
 Draft and target group have a core each (`benchmarks.groups`), the target 100 million parameters, the draft
 model 29 million; everything is accepted. A batch drafts, pauses for so many tokens, and drafts again. The
 cost is what its last part takes longer than the same part of the same batch that has not paused, in rounds
-of the latter, for each request of the batch.
+of the latter, for each request of the batch. Runs that others on the same machine have disturbed are made
+again (`benchmarks.stolen`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import Progress
 
+from benchmarks.cores import keep_to_cores
 from benchmarks.groups import TwoGroups
 from benchmarks.in_process import batch_requests, engine_config
 from benchmarks.random_models import WIDE, Shape, write_random_model
-from benchmarks.report import Spread, progress_bar, report_headlines, write_results
+from benchmarks.report import Spread, mean_bound, progress_bar, report_headlines, write_results
+from benchmarks.stolen import least_stolen
 from benchmarks.workload import read_prompts, window
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
@@ -50,7 +54,7 @@ class Plan:
     rounds: int
 
 
-FULL = Plan(batches=(1, 4), pauses=(64, 256, 1024), rounds=5)
+FULL = Plan(batches=(1, 4), pauses=(64, 256, 1024), rounds=15)
 QUICK = Plan(batches=(1, 4), pauses=(64, 256), rounds=3)
 
 
@@ -65,8 +69,7 @@ class LastPart:
 class Bench:
     """Two groups and the text they go on with."""
 
-    def __init__(self, config: EngineConfig, texts: list[str]) -> None:
-        cores = sorted(os.sched_getaffinity(0))[:2]
+    def __init__(self, config: EngineConfig, texts: list[str], cores: Sequence[int]) -> None:
         self._groups = TwoGroups(config, target_cores=cores[:1], draft_cores=cores[1:])
         assert self._groups.synthetic is not None
         self._groups.synthetic.acceptance = _SURE
@@ -114,6 +117,8 @@ class Cost:
     pause: int
     cost_rounds: Spread
     """How much longer the last part takes, in rounds of a batch that has not paused, per request."""
+    upper_rounds: float
+    """The true mean is below this with 95 % confidence."""
     round_ms: float
     num_rounds: float
     num_rounds_without_pause: float
@@ -124,8 +129,9 @@ def measure(bench: Bench, batch: int, pause: int, rounds: int, progress: Progres
     task = progress.add_task(f"batch {batch}, {pause} tokens without drafts", total=rounds + 1)
     costs, round_s, paused_rounds, steady_rounds = [], [], [], []
     for number in range(rounds + 1):
-        steady = bench.run(batch, pause, number, drafts_in_pause=True)
-        paused = bench.run(batch, pause, number, drafts_in_pause=False)
+        run = partial(bench.run, batch, pause, number)
+        steady = least_stolen(partial(run, drafts_in_pause=True)).result
+        paused = least_stolen(partial(run, drafts_in_pause=False)).result
         one_s = steady.seconds / steady.num_rounds
         round_s.append(one_s)
         # Both end at the same token; the steady one may begin its last part some tokens beyond the pause.
@@ -137,6 +143,7 @@ def measure(bench: Bench, batch: int, pause: int, rounds: int, progress: Progres
         batch=batch,
         pause=pause,
         cost_rounds=Spread(tuple(costs[1:])),
+        upper_rounds=mean_bound(costs[1:], 1.0),
         round_ms=1e3 * statistics.median(round_s[1:]),
         num_rounds=statistics.median(paused_rounds[1:]),
         num_rounds_without_pause=statistics.median(steady_rounds[1:]),
@@ -168,6 +175,7 @@ def main(
     Example: python -m benchmarks.resume --quick --json runs/resume.json
     """
     plan = QUICK if quick else FULL
+    cores = keep_to_cores(2)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         progress = stack.enter_context(progress_bar())
@@ -176,7 +184,7 @@ def main(
         starting = progress.add_task("starting", total=1)
         config = _config(folder / "target", folder / "draft", plan)
         bench = stack.enter_context(
-            contextlib.closing(Bench(config, list(read_prompts(models / "prompts.jsonl"))))
+            contextlib.closing(Bench(config, list(read_prompts(models / "prompts.jsonl")), cores))
         )
         progress.advance(starting)
         costs = [
@@ -184,8 +192,10 @@ def main(
             for batch in plan.batches
             for pause in plan.pauses
         ]
+    short = [cost for cost in costs if cost.pause <= 256]
     headlines = {
-        "resume_256_worst_rounds": max(cost.cost_rounds.median for cost in costs if cost.pause <= 256),
+        "resume_256_worst_rounds": max(cost.cost_rounds.median for cost in short),
+        "resume_256_worst_upper_rounds": max(cost.upper_rounds for cost in short),
     }
     write_results(json, {"plan": plan, "costs": costs, "headlines": headlines})
     report_headlines(headlines)

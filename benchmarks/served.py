@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 
 _TOO_LONG_S = 240.0
@@ -53,23 +55,37 @@ class ServedProcess:
         raise RuntimeError("the server did not start:\n" + "\n".join(line for _, line in self.log))
 
     def stop(self) -> None:
-        """As Ctrl-C does."""
+        """As Ctrl-C does; after a minute with force, so that a benchmark comes to its end."""
+        descendants = self._descendants()
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
+            descendants |= self._descendants()
             self.process.kill()
             self.process.wait()
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _descendants(self) -> set[psutil.Process]:
+        try:
+            return set(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return set()
 
 
 @contextmanager
-def serving(values: Mapping[str, Any]) -> Iterator[ServedProcess]:
-    """Serve a configuration on a free port of loopback; it is healthy some time later."""
+def serving(values: Mapping[str, Any], cores: Sequence[int] | None = None) -> Iterator[ServedProcess]:
+    """Serve a configuration on a free port of loopback; it is healthy some time later.
+
+    With `cores` it keeps to those, whatever this process may use.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     values = {**values, "http": {**values.get("http", {}), "host": "127.0.0.1", "port": port}}
     # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="dh-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="dh-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump(values))
         command = [sys.executable, "-c", "from deploy.cli import main; main()", "serve", str(file)]
@@ -82,6 +98,8 @@ def serving(values: Mapping[str, Any]) -> Iterator[ServedProcess]:
             text=True,
             start_new_session=True,
         )
+        if cores is not None:  # long before it has threads or children
+            os.sched_setaffinity(process.pid, cores)
         server = ServedProcess(process, f"http://127.0.0.1:{port}", started_s)
         reader = threading.Thread(target=server.read_log, daemon=True)
         reader.start()
@@ -89,4 +107,4 @@ def serving(values: Mapping[str, Any]) -> Iterator[ServedProcess]:
             yield server
         finally:
             server.stop()
-            reader.join()
+            reader.join(_STOP_S)

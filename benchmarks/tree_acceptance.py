@@ -21,13 +21,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-import typer
 
 from benchmarks.hit_rates import Plan, View, target_streams
-from benchmarks.report import progress_bar, report_headlines, write_results
+from benchmarks.plain_tool import PlainTool
+from benchmarks.report import progress_bar
 from specdec.core.proposal import Proposal
 from specdec.core.request import Request
 from specdec.kv.config import CacheConfig
@@ -220,22 +220,15 @@ def headlines(results: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def main(
-    quick: Annotated[bool, typer.Option(help="Few prompts: about a minute.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
-    models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
-        "models/demo"
-    ),
-) -> None:
-    """Measure how many tokens a target pass brings with trees.
-
-    Example: python -m benchmarks.tree_acceptance --quick --json runs/tree-acceptance.json
-    """
-    results = run(QUICK if quick else FULL, models)
-    numbers = headlines(results)
-    write_results(json_file, {**results, "headlines": numbers})
-    report_headlines(numbers)
+TOOL = PlainTool(
+    module="tree_acceptance",
+    summary="Measure how many tokens a target pass brings with trees.",
+    full=FULL,
+    quick=QUICK,
+    run=run,
+    headlines=headlines,
+)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    TOOL.main()

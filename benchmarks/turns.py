@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.report import PairedRatio
 from benchmarks.steady import Counted
+from benchmarks.stolen import least_stolen
 
 LIMIT = 0.97
 """Of a ratio that ought to be 1 or more; below it for sure, it fails."""
@@ -17,16 +19,28 @@ class Turns:
     """What was decoded, by variant: an entry for every turn."""
 
     counted: dict[str, list[Counted]] = field(default_factory=dict)
+    stolen: dict[str, list[float]] = field(default_factory=dict)
+    """Share of our cores' time that others had meanwhile."""
 
     def take(self, variants: Mapping[str, Callable[[], Counted]]) -> None:
-        """Have every variant decode once: in their order, the next time in the opposite one (ABBA)."""
+        """Have every variant decode once: in their order, the next time in the opposite one (ABBA).
+
+        A turn that neighbours of a virtual machine have disturbed is taken again at once.
+        """
         num_taken = max(map(len, self.counted.values()), default=0)
         for name in list(variants)[:: 1 if num_taken % 2 == 0 else -1]:
-            self.counted.setdefault(name, []).append(variants[name]())
+            measured = least_stolen(variants[name])
+            self.counted.setdefault(name, []).append(measured.result)
+            self.stolen.setdefault(name, []).append(measured.stolen)
 
     def rates(self, *names: str) -> dict[str, tuple[float, ...]]:
         """Return tokens per second of these variants, as far as they took part."""
         return {name: tuple(one.rate for one in self.counted[name]) for name in names if name in self.counted}
+
+    @property
+    def most_stolen(self) -> float:
+        """The largest share of any turn: those of more than `stolen.MOST_STOLEN` could not be had calmer."""
+        return max(itertools.chain.from_iterable(self.stolen.values()), default=0.0)
 
     def ratio(self, ours: str, theirs: str) -> PairedRatio:
         """Return how many times faster `ours` is, turn by turn."""

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
 from cluster.directory_actor import DirectoryLink
+from cluster.door_account import Collected, DoorAccount
 from cluster.group_metrics import GroupMetrics
-from cluster.handover import Turn
+from cluster.handover import Turn, are_others_there
 from cluster.runtime import bind_host, channel_options, new_peer_id
 from cluster.status import service_status
 from cluster.stream_book import StreamBook
@@ -24,6 +25,7 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.transport.base import Envelope, PeerId
 from specdec.transport.messages import (
+    DoorReport,
     Message,
     MetricsQuery,
     MetricsReply,
@@ -86,7 +88,12 @@ class ClusterService:
         self._members: tuple[Member, ...] = ()
         self._waiters: dict[int, asyncio.Queue[Envelope]] = {}
         self._next_query = 0
+        self._since = time.time()
         self._groups = GroupMetrics()
+        self._own: Callable[[], DoorReport] = _nothing
+        self._account = DoorAccount(
+            self._channel.address, self._since, self._pump, self._collect, self._report
+        )
         self._asking_for_metrics = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -109,14 +116,21 @@ class ClusterService:
             name=self._peer_id,
         )
         self._directory.announce(
-            Member(address=self._channel.address, role="ingress", generation=self._generation)
+            Member(
+                address=self._channel.address,
+                role="ingress",
+                generation=self._generation,
+                since=self._since,
+            )
         )
         self._directory.start()
         self._ticking = asyncio.create_task(self._tick(), name="cluster-service-tick")
+        self._account.start()
 
     async def close(self) -> None:
         """Leave the cluster. Streams still open end in an error."""
         self._book.end_all()
+        await self._account.close()
         for task in (self._ticking, self._waking):
             if task is not None:
                 task.cancel()
@@ -143,9 +157,9 @@ class ClusterService:
         return description
 
     async def wait_for_turn(self) -> None:
-        """Wait while only coordinators of another generation are there: until then, their doors serve.
+        """Wait while only others are there, of another generation: until then, their doors serve.
 
-        Returns at once where nobody is there, or somebody of the own generation.
+        Returns at once where nobody is there, or a coordinator of the own generation.
         """
         await self._has_seen_members.wait()
         turn = Turn(patience_s=2 * self._cluster.membership.lease_s)
@@ -161,7 +175,10 @@ class ClusterService:
 
     @property
     def _has_others(self) -> bool:
-        return any(member.role == "coordinator" and not self._is_partner(member) for member in self._members)
+        return are_others_there(self._generation, self._members, may_be_none=self._wake is not None)
+
+    def _is_door_beside(self, member: Member) -> bool:
+        return member.role == "ingress" and member.generation == self._generation
 
     def _is_partner(self, member: Member) -> bool:
         return member.role == "coordinator" and self._generation in {"", member.generation}
@@ -198,21 +215,44 @@ class ClusterService:
             for stream in envelope.message.streams
         ]
 
+    def share(self, own: Callable[[], DoorReport]) -> None:
+        """Have what `own` says added to that of all other doors, in `metrics`."""
+        self._own = own
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether, of several doors, this one adds up what all have counted."""
+        return self._account.keeps
+
     async def metrics(self) -> Mapping[str, float]:
-        """Metrics of all coordinators together, and this door's own."""
+        """Metrics of all coordinators and all doors together.
+
+        Raises:
+            NotReadyError: other doors, who know more, have not told yet.
+        """
         await self.start()
+        totals = await self._account.totals()
+        return {**totals.counters, **totals.gauges}
+
+    async def _collect(self) -> Collected:
         # One at a time: answers to an earlier question must not come in after those to a later one.
         async with self._asking_for_metrics:
             envelopes = await self._ask(MetricsQuery)
             self._groups.hear(
                 {one.sender: one.message.values for one in envelopes if isinstance(one.message, MetricsReply)}
             )
-        return {
-            **self._groups.values(self._book.coordinators),
-            "coordinators": float(len(self._book.coordinators)),
+        present = self._book.coordinators
+        values = {
+            **self._groups.values(present),
+            "coordinators": float(len(present)),
             **count_workers(self._members),
-            **{name: float(value) for name, value in self._book.counters.items()},
         }
+        return Collected(values, self._groups.has_heard(present))
+
+    def _report(self) -> DoorReport:
+        own = self._own()
+        counted = {name: float(value) for name, value in self._book.counters.items()}
+        return DoorReport({**own.counters, **counted}, own.gauges)
 
     async def status(self) -> ServiceStatus:
         """What all target groups and draft workers are doing."""
@@ -250,6 +290,8 @@ class ClusterService:
             if waiter is not None:
                 waiter.put_nowait(envelope)
             return
+        if self._account.hear(envelope.sender, message):
+            return
         self._book.hear(envelope)
         self._changed.set()
 
@@ -262,6 +304,7 @@ class ClusterService:
         for peer_id in present.keys() - self._connected.keys():
             self._pump.connect(present[peer_id].address)
         self._connected = present
+        self._account.set_doors([member for member in members if self._is_door_beside(member)])
         self._book.set_coordinators(present.values())
         self._has_seen_members.set()
 
@@ -276,6 +319,10 @@ class ClusterService:
             self._book.tick()
             self._wake_if_needed()
             await asyncio.sleep(_TICK_S)
+
+
+def _nothing() -> DoorReport:
+    return DoorReport({}, {})
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: object, argument: object) -> None:

@@ -115,8 +115,7 @@ class RequestDesk:
         self._is_draining = False
         self._end_s: float | None = None
         self._woken = False
-        self.description: TargetDescription | None = None
-        """Facts about the target; None while there is none."""
+        self._description: TargetDescription | None = None
         self.metrics: Mapping[str, float] = {}
         """Latest snapshot of the engine's metrics."""
         self.status: TargetGroupStatus | None = None
@@ -129,6 +128,11 @@ class RequestDesk:
     def num_streams(self) -> int:
         """Streams that have not ended."""
         return len(self._streams)
+
+    @property
+    def description(self) -> TargetDescription | None:
+        """Facts about the target; None while there is none."""
+        return self._description
 
     # -- the channel's thread
 
@@ -145,7 +149,7 @@ class RequestDesk:
                     if stream is not None and stream.ingress == sender and stream.epoch <= epoch:
                         self._drop(request_id)
                 case Ping(nonce=nonce):
-                    self._send(sender, self._pong(sender, nonce))
+                    self._send(sender, self._pong(nonce, self._active(sender)))
                 case MetricsQuery(nonce=nonce):
                     self._send(sender, MetricsReply(nonce, dict(self.metrics)))
                 case StatusQuery(nonce=nonce):
@@ -153,7 +157,7 @@ class RequestDesk:
                 case Recall(nonce=nonce, names=names, proof=proof):
                     self._send(sender, Recalled(nonce, self._recall(names, proof)))
                 case Hello(incarnation=incarnation):
-                    self._send(sender, Welcome(incarnation, self.description))
+                    self._send(sender, Welcome(incarnation, self._description))
                 case PeerLost():
                     pass  # it is noticed by its silence
                 case _:
@@ -175,6 +179,12 @@ class RequestDesk:
         """Take no more requests from now on; those that are here go on (any thread)."""
         with self._lock:
             self._is_draining = True
+            self._tell_state()
+
+    def set_target(self, description: TargetDescription | None) -> None:
+        """Note that there is a target, or none any more, which ingresses hear at once (any thread)."""
+        with self._lock:
+            self._description = description
             self._tell_state()
 
     def close_down(self, limit_s: float) -> None:
@@ -283,6 +293,7 @@ class RequestDesk:
             if stream.is_admitted:
                 self._send(sender, Admitted(request.request_id, request.epoch))
         elif self._is_draining:
+            self._send(sender, self._pong(0, ()))  # before the refusal: whether anybody will replace us
             self._refuse(sender, request, "draining", "this coordinator is shutting down")
         else:
             stream = _Stream(
@@ -302,7 +313,7 @@ class RequestDesk:
     def _tell_state(self) -> None:
         """Tell every ingress at once what its next ping would bring."""
         for ingress in self._heard_s:
-            self._send(ingress, Pong(nonce=0, active=(), draining=True, closing=self._end_s is not None))
+            self._send(ingress, self._pong(0, ()))
 
     def _recall(self, names: tuple[str, ...], proof: bytes) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Return what is known of these streams, those of ingresses that may be dead included."""
@@ -325,15 +336,18 @@ class RequestDesk:
         self._aborted.append(request_id)
         self._ordered.notify_all()
 
-    def _pong(self, ingress: PeerId, nonce: int) -> Pong:
-        active = [(r, stream.epoch) for r, stream in self._streams.items() if stream.ingress == ingress]
+    def _active(self, ingress: PeerId) -> tuple[tuple[RequestId, Epoch], ...]:
+        return tuple((r, stream.epoch) for r, stream in self._streams.items() if stream.ingress == ingress)
+
+    def _pong(self, nonce: int, active: tuple[tuple[RequestId, Epoch], ...]) -> Pong:
         return Pong(
             nonce=nonce,
-            active=tuple(active),
+            active=active,
             num_running=int(self.metrics.get("num_requests_running", 0)),
             num_waiting=int(self.metrics.get("num_requests_waiting", 0)) + len(self._submitted),
             draining=self._is_draining,
             closing=self._end_s is not None,
+            without_target=self._description is None,
         )
 
     def _status_now(self) -> TargetGroupStatus | None:
@@ -342,9 +356,10 @@ class RequestDesk:
             return None
         return msgspec.structs.replace(
             status,
-            is_serving=self.description is not None,
+            is_serving=self._description is not None,
             is_draining=self._is_draining,
             num_waiting=status.num_waiting + len(self._submitted),
+            num_continued=sum(stream.epoch > 0 for stream in self._streams.values()),
         )
 
     def _note_crash(self, output: RequestOutput, frames: dict[PeerId, list[RequestOutput]]) -> None:

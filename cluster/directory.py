@@ -44,6 +44,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     where nobody needs any."""
     online: OnlineStatus | None = None
     """Of a draft worker: what its draft model has learnt; None: it does not learn."""
+    device: str = ""
+    """Of a draft worker: what it runs on, in words; what drafting costs depends on that."""
 
     @property
     def peer_id(self) -> PeerId:

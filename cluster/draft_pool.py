@@ -8,8 +8,10 @@ import time
 from typing import Any
 
 import msgspec
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.autoscaling.draft_demand import DraftDemand, pool_stats, read_demands
+from cluster.backoff import Backoff
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
@@ -26,6 +28,7 @@ from cluster.runtime import (
 )
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
+from specdec.core.clock import MonotonicClock
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerId
@@ -35,7 +38,11 @@ from workers.process import prepare_logging
 
 logger = logging.getLogger(__name__)
 
-_MAX_BACKOFF_S = 30.0
+_FIRST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 30.0
+_FORGIVEN_AFTER_S = 120.0
+_MAX_ATTEMPTS = 8
+"""To start a worker anew. After so many, in a minute or more, it is this place that cannot have one."""
 _NEWS_S = 5.0
 """How often it is announced, at most, what the draft model has learnt: every member hears of it."""
 
@@ -64,7 +71,9 @@ class DraftPoolReplica:
         self._announced_s = 0.0
         self._learning: DraftLearning | None = None
         if engine.speculative_config.online is not None:
-            self._learning = DraftLearning(self._start_trainer)
+            self._learning = DraftLearning(
+                self._start_trainer, MonotonicClock(), patience_s=cluster.draft_pool.load_timeout_s
+            )
         self._directory = DirectoryLink(
             namespace=cluster.namespace,
             lease_s=cluster.membership.lease_s,
@@ -141,6 +150,7 @@ class DraftPoolReplica:
                 placement_group=own_placement_group(),
                 compile_state=worker.compile_state(),
                 tensors=worker.tensor_address(),
+                device=worker.device(),
             )
         )
         logger.info("draft worker %s is ready", worker_id)
@@ -191,33 +201,59 @@ class DraftPoolReplica:
         worker.call("admit", coordinators, targets)
 
     def _keep_alive(self) -> None:
-        """Look after the worker; replace it when it is dead."""
-        backoff_s = 0.5
+        """Look after the worker; replace it when it is dead.
+
+        In vain, this ends, and Serve replaces the replica: another place may have what this one lacks.
+        """
+        num_failed = 0
+        backoff = Backoff(
+            first_s=_FIRST_WAIT_S, longest_s=_LONGEST_WAIT_S, forgiven_after_s=_FORGIVEN_AFTER_S
+        )
         while not self._stop.wait(self._cluster.membership.renew_s):
             try:
                 assert self._worker is not None
-                self._counters = self._worker.call("check_health", timeout_s=self._cluster.membership.lease_s)
+                self._counters = self._health_of(self._worker)
                 self._follow_compiling(self._worker)
                 if self._learning is not None:
                     self._follow_learning(self._worker, self._learning)
                 if self._cluster.draft_pool.autoscaling is not None:
                     self._demands = read_demands(self._cluster.namespace) or ()
-                backoff_s = 0.5
             except TransportError as error:
                 logger.warning("%s; it is replaced", error)
                 try:
                     self._retire_worker()
                     self._start_worker()
-                except DrafthouseError as failure:
-                    logger.error("no new draft worker, next attempt in %.1f s: %s", backoff_s, failure)
-                    self._stop.wait(backoff_s)
-                    backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                    num_failed = 0
+                except (DrafthouseError, RayError) as failure:
+                    self._retire_worker()  # it may run, and nobody has heard of it
+                    num_failed += 1
+                    if num_failed >= _MAX_ATTEMPTS:
+                        logger.error("no new draft worker in %d attempts: %s", num_failed, failure)
+                        return
+                    wait_s = backoff.failed(time.monotonic())
+                    logger.error("no new draft worker, next attempt in %.1f s: %s", wait_s, failure)
+                    self._stop.wait(wait_s)
+
+    def _health_of(self, worker: WorkerHandle) -> dict[str, float]:
+        """Return a worker's counters.
+
+        Raises:
+            TransportError: it is dead, or says that it serves no more.
+        """
+        try:
+            counters: dict[str, float] = worker.call(
+                "check_health", timeout_s=self._cluster.membership.lease_s
+            )
+        except RayTaskError as error:
+            raise TransportError(f"the draft worker serves no more: {error.cause}") from error
+        return counters
 
     def _retire_worker(self) -> None:
         with self._lock:
             retired, self._worker_id = self._worker_id, None
         if retired is not None:
             self._directory.withdraw(retired)
+        self._member = None
         if self._worker is not None:
             self._worker.stop()
 

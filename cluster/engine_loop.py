@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from cluster.backoff import Backoff
 from cluster.desk import COORDINATOR_FAILED, RequestDesk
 from specdec.core.clock import MonotonicClock
 from specdec.core.errors import DrafthouseError, TransportError
@@ -21,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 _IDLE_CHECK_S = 0.5
 _PUBLISH_INTERVAL_S = 0.25
-_MAX_BACKOFF_S = 30.0
+_FIRST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 30.0
+_MAX_ATTEMPTS = 8
+"""To bring a target back. After so many, in a minute or more, it is this place that cannot have one."""
 _STOP_S = 5.0
 
 
@@ -60,7 +64,7 @@ class EngineLoop:
         self._desk = desk
         self._source = source
         self._channel = channel
-        self._stopping = False
+        self._stopping = threading.Event()
         self._ready = threading.Event()
         self._publish_due_s = 0.0
         self._status: StatusKeeper
@@ -95,7 +99,7 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End after the present round; what is left of the streams is not told anything."""
-        self._stopping = True
+        self._stopping.set()
         self._desk.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=_STOP_S)
@@ -115,7 +119,7 @@ class EngineLoop:
             while True:
                 self._serve(engine)
                 engine.close()
-                if self._stopping:
+                if self._stopping.is_set():
                     return
                 replacement = self._recover()
                 if replacement is None:
@@ -132,11 +136,11 @@ class EngineLoop:
             MonotonicClock(), max_num_running=engine.max_num_seqs, incarnation=self.num_losses + 1
         )
         self._publish(engine)
-        self._desk.description = engine.description
         self._desk.begin_replay()
+        self._desk.set_target(engine.description)
         self._ready.set()
         try:
-            while not self._stopping:
+            while not self._stopping.is_set():
                 self._desk.serve(engine)
                 if engine.has_work:
                     if not self._run_round(engine):
@@ -167,25 +171,30 @@ class EngineLoop:
             self._desk.deliver(outputs)
 
     def _recover(self) -> Engine | None:
-        """Make engines until one lives; None when the loop is to stop first."""
+        """Make engines until one lives; None when the loop is to stop first, or that is in vain.
+
+        In vain, the loop ends, and Serve replaces the replica: another place may have what this one lacks.
+        """
         lost_s = time.monotonic()
         self.num_losses += 1
-        self._desk.description = None
-        backoff_s = 0.5
-        while not self._stopping:
+        self._desk.set_target(None)
+        backoff = Backoff(first_s=_FIRST_WAIT_S, longest_s=_LONGEST_WAIT_S)
+        for _ in range(_MAX_ATTEMPTS):
+            if self._stopping.is_set():
+                return None
             try:
                 engine = self._source.make_engine(self._deliver_held)
             except (DrafthouseError, TimeoutError, RuntimeError) as error:
-                logger.error(
-                    "the target cannot be brought back, next attempt in %.0f s: %s", backoff_s, error
-                )
-                self._desk.wait(backoff_s)
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                wait_s = backoff.failed(time.monotonic())
+                logger.error("the target cannot be brought back, next attempt in %.1f s: %s", wait_s, error)
+                self._stopping.wait(wait_s)
             else:
                 took_s = time.monotonic() - lost_s
                 self.recovery_s += took_s
                 logger.info("the target is back after %.1f s", took_s)
                 return engine
+        logger.error("the target could not be brought back in %d attempts: it is given up", _MAX_ATTEMPTS)
+        self._desk.end_all("the target cannot be brought back", COORDINATOR_FAILED)
         return None
 
     def _publish(self, engine: Engine) -> None:

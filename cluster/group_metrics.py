@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from cluster.series import CLUSTER_SERIES, counted_from_zero, of_each_group
-from specdec.core.series import combine, name_of
+from cluster.series import CLUSTER_SERIES, counted_from_zero, is_counter, of_each_group
+from specdec.core.series import combine
 from specdec.transport.base import PeerId
 
 
@@ -27,15 +27,19 @@ class GroupMetrics:
         for group, snapshot in snapshots.items():
             former = self._of_former_engines[group]
             for series, value in self._told.get(group, {}).items():
-                if _is_counter(series) and snapshot.get(series, 0.0) < value:
+                if is_counter(series) and snapshot.get(series, 0.0) < value:
                     former[series] = former.get(series, 0.0) + value
             self._told[group] = snapshot
+
+    def has_heard(self, groups: Collection[PeerId]) -> bool:
+        """Whether all of these groups have told something at some time."""
+        return all(group in self._told for group in groups)
 
     def values(self, present: Collection[PeerId]) -> dict[str, float]:
         """Return one snapshot of all groups, and what is exported of each of those that are present."""
         there = {group: self._of(group) for group in self._told if group in present}
         gone = [
-            {series: value for series, value in self._of(group).items() if _is_counter(series)}
+            {series: value for series, value in self._of(group).items() if is_counter(series)}
             for group in self._told
             if group not in present
         ]
@@ -47,8 +51,3 @@ class GroupMetrics:
         for series, value in self._of_former_engines[group].items():
             values[series] = values.get(series, 0.0) + value
         return values
-
-
-def _is_counter(series: str) -> bool:
-    known = CLUSTER_SERIES.get(name_of(series))
-    return known is not None and known.kind == "counter"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specdec.core.series import Series
+from specdec.core.series import Series, name_of
 from specdec.engine.series import ENGINE_SERIES
 from specdec.transport.base import PeerId
 
@@ -79,6 +79,17 @@ def of_each_group(snapshots: Mapping[PeerId, Mapping[str, float]]) -> dict[str, 
     }
 
 
+def is_counter(series: str) -> bool:
+    """Whether a key of a snapshot is that of something that grows; one that is not known here is not."""
+    known = CLUSTER_SERIES.get(name_of(series))
+    return known is not None and known.kind != "gauge"
+
+
+def is_of_one_group(series: str) -> bool:
+    """Whether a key of a snapshot is that of one target group."""
+    return series.startswith(_GROUP_PREFIX)
+
+
 def counted_from_zero(values: Mapping[str, float]) -> dict[str, float]:
     """Return a snapshot with 0 for what has been counted never.
 
@@ -91,6 +102,6 @@ def counted_from_zero(values: Mapping[str, float]) -> dict[str, float]:
     zeros = {
         name: 0.0
         for name, series in CLUSTER_SERIES.items()
-        if name in counting and series.kind == "counter" and not series.labels
+        if name in counting and series.kind != "gauge" and not series.labels
     }
     return {**zeros, **values}

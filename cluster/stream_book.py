@@ -18,6 +18,7 @@ import msgspec
 from cluster.affinity import Load, PrefixRoutes, Route, RoutingConfig, choose
 from cluster.desk import COORDINATOR_FAILED, FAILED_REPEATEDLY, MAX_CRASHES, PROBATION_OUTPUTS
 from cluster.directory import Member
+from cluster.known_coordinators import KnownCoordinator, KnownCoordinators
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import CapacityError, DrafthouseError, InputError, LateError, NotReadyError
@@ -44,20 +45,6 @@ Sink = Callable[[RequestOutput | DrafthouseError], None]
 
 _RETRY_AFTER_S = 2.0
 """What a client is told when no coordinator is there."""
-
-
-@dataclass(slots=True)
-class _Coordinator:
-    member: Member
-    heard_s: float
-    is_reachable: bool = True
-    is_draining: bool = False
-    reported_load: int = 0
-    description: TargetDescription | None = None
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.is_reachable and not self.is_draining
 
 
 @dataclass(slots=True)
@@ -103,22 +90,16 @@ class StreamBook:
     ) -> None:
         """With `may_be_none`, streams wait for a coordinator where there is none: one is started for them.
 
-        Elsewhere new ones wait, too, but only for a lease's time after one was lost: it may only have been
-        late to answer, or to renew its lease.
+        Elsewhere new ones wait, too, but only for a lease's time after the last one was lost or left.
         """
         self._routing = routing or RoutingConfig()
         self._routes = PrefixRoutes(self._routing)
         self._send = send
         self._clock = clock
-        self._lease_s = lease_s
         self._failover_timeout_s = failover_timeout_s
-        self._coordinators: dict[PeerId, _Coordinator] = {}
-        self._streams: dict[RequestId, _Stream] = {}
-        self._is_closing = False
-        self._doubtful_until_s = -math.inf
-        """Until then, whoever was lost last may turn out to be there."""
+        self._coordinators = KnownCoordinators(clock, lease_s=lease_s, may_be_none=may_be_none)
         self._may_be_none = may_be_none
-        self._last_description: TargetDescription | None = None
+        self._streams: dict[RequestId, _Stream] = {}
         self._next_nonce = 1
         self.counters: Counter[str] = Counter()
         """failovers, stale_frames_dropped, lost_streams, unexpected_messages_dropped, and what became of
@@ -128,19 +109,7 @@ class StreamBook:
     def description(self) -> TargetDescription | None:
         """Facts about the target of a coordinator that takes requests, or would be started for one; None when
         there is none."""
-        for coordinator in self._coordinators.values():
-            if coordinator.takes_requests and coordinator.description is not None:
-                self._last_description = coordinator.description
-                return coordinator.description
-        return self._last_description if self._may_wait else None
-
-    @property
-    def _may_wait(self) -> bool:
-        return (self._may_be_none or self._is_in_doubt) and not self._is_closing
-
-    @property
-    def _is_in_doubt(self) -> bool:
-        return self._clock.now_s() < self._doubtful_until_s
+        return self._coordinators.description
 
     @property
     def has_homeless(self) -> bool:
@@ -150,12 +119,12 @@ class StreamBook:
     @property
     def is_deserted(self) -> bool:
         """Whether there is no coordinator that takes requests."""
-        return not any(coordinator.takes_requests for coordinator in self._coordinators.values())
+        return not self._coordinators.takers
 
     @property
     def coordinators(self) -> tuple[PeerId, ...]:
         """Coordinators that can be reached."""
-        return tuple(peer_id for peer_id, c in self._coordinators.items() if c.is_reachable)
+        return tuple(one.peer_id for one in self._coordinators if one.is_reachable)
 
     @property
     def num_streams(self) -> int:
@@ -164,15 +133,12 @@ class StreamBook:
 
     def set_coordinators(self, members: Iterable[Member]) -> None:
         """Use exactly these coordinators; the caller has connected to them."""
-        present = {member.peer_id: member for member in members}
-        for peer_id in [peer_id for peer_id in self._coordinators if peer_id not in present]:
-            self._doubt(self._coordinators.pop(peer_id))
+        gone, new = self._coordinators.replace(members)
+        for peer_id in gone:
             self._routes.forget(peer_id)
             self._lose(peer_id)
-        for peer_id, member in present.items():
-            if peer_id not in self._coordinators:
-                self._coordinators[peer_id] = _Coordinator(member, self._clock.now_s())
-                self._send(peer_id, Hello(0))
+        for peer_id in new:
+            self._send(peer_id, Hello(0))
         self._place_homeless()
 
     def open(self, request: Request, sink: Sink) -> None:
@@ -186,13 +152,13 @@ class StreamBook:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
         stream = _Stream(request, sink, request.epoch, list(request.delivered_token_ids), self._clock.now_s())
         route = self._route(stream)
-        if route is None and not self._may_wait:
+        if route is None and not self._coordinators.may_wait:
             raise self._not_ready()
         self._streams[request.request_id] = stream
         if route is None:
             stream.homeless_since_s = self._clock.now_s()
             if not self._may_be_none:
-                stream.give_up_s = self._doubtful_until_s
+                stream.give_up_s = self._coordinators.doubtful_until_s
         else:
             self._submit(stream, route)
 
@@ -222,10 +188,9 @@ class StreamBook:
             self.counters["stale_frames_dropped"] += isinstance(envelope.message, OutputFrame)
             return
         if isinstance(envelope.message, PeerLost):
-            self._mark_unreachable(coordinator)
+            self._give_up_on(coordinator)
             return
-        coordinator.heard_s = self._clock.now_s()
-        was_reachable, coordinator.is_reachable = coordinator.is_reachable, True
+        is_back = self._coordinators.hear(coordinator)
         match envelope.message:
             case OutputFrame(outputs=outputs):
                 for output in outputs:
@@ -239,22 +204,22 @@ class StreamBook:
             case Refused() as refused:
                 self._take_refusal(coordinator, refused)
             case Welcome(description=description):
-                coordinator.description = description
+                self._coordinators.welcome(coordinator, description)
             case _:
                 self.counters["unexpected_messages_dropped"] += 1
-        if not was_reachable:
+        if is_back:
             self._send(envelope.sender, Hello(0))
             self._place_homeless()
 
     def tick(self) -> None:
         """Ping coordinators, notice silent ones, see to homeless streams. Call every second or so."""
         now_s = self._clock.now_s()
-        for peer_id, coordinator in self._coordinators.items():
-            if coordinator.is_reachable and now_s - coordinator.heard_s > self._lease_s:
-                self._mark_unreachable(coordinator)
-            self._send(peer_id, Ping(self._next_nonce))
+        for coordinator in self._coordinators.silent():
+            self._give_up_on(coordinator)
+        for coordinator in self._coordinators:
+            self._send(coordinator.peer_id, Ping(self._next_nonce))
             if coordinator.description is None:
-                self._send(peer_id, Hello(0))
+                self._send(coordinator.peer_id, Hello(0))
         self._next_nonce += 1
         self._place_homeless()
         for stream in list(self._streams.values()):
@@ -295,9 +260,9 @@ class StreamBook:
             else:
                 stream.sink(output)
 
-    def _take_refusal(self, coordinator: _Coordinator, refused: Refused) -> None:
+    def _take_refusal(self, coordinator: KnownCoordinator, refused: Refused) -> None:
         if refused.kind == "draining":
-            coordinator.is_draining = True
+            self._coordinators.drains(coordinator)
         stream = self._current(refused.request_id, refused.epoch)
         if stream is None:
             return
@@ -310,15 +275,16 @@ class StreamBook:
                 self._reject(stream, InputError(refused.message, param=refused.param))
             return
         if refused.kind == "draining" and not is_replay and self._route(stream) is None:
-            if not self._is_in_doubt:
+            if not self._coordinators.may_wait:
                 self._reject(stream, self._not_ready())
                 return
-            stream.give_up_s = self._doubtful_until_s
+            if not self._may_be_none:
+                stream.give_up_s = self._coordinators.doubtful_until_s
         if refused.kind in ("capacity", "late"):
             kind = LateError if refused.kind == "late" else CapacityError
             refusal = kind(refused.message, retry_after_s=refused.retry_after_s or _RETRY_AFTER_S)
             goes_on = is_replay and refused.kind == "capacity"
-            self._take_full(stream, coordinator.member.peer_id, refusal, goes_on=goes_on)
+            self._take_full(stream, coordinator.peer_id, refusal, goes_on=goes_on)
         else:
             self._evict(stream)
 
@@ -335,12 +301,10 @@ class StreamBook:
             return
         self._evict(stream)
 
-    def _reconcile(self, coordinator: _Coordinator, pong: Pong) -> None:
+    def _reconcile(self, coordinator: KnownCoordinator, pong: Pong) -> None:
         """Find streams that one side believes in and the other does not: a broken link loses messages."""
-        peer_id = coordinator.member.peer_id
-        coordinator.is_draining = pong.draining
-        self._is_closing = self._is_closing or pong.closing
-        coordinator.reported_load = pong.num_running + pong.num_waiting
+        peer_id = coordinator.peer_id
+        self._coordinators.take_state(coordinator, pong)
         active = dict(pong.active)
         for request_id, epoch in pong.active:
             stream = self._streams.get(request_id)
@@ -353,17 +317,23 @@ class StreamBook:
                 and active.get(request_id) != stream.epoch
             ):
                 self._evict(stream)
+        if pong.without_target:
+            self._leave(coordinator)
 
-    def _mark_unreachable(self, coordinator: _Coordinator) -> None:
-        if coordinator.is_reachable:
-            self._doubt(coordinator)
-            coordinator.is_reachable = False
-            self._lose(coordinator.member.peer_id)
+    def _give_up_on(self, coordinator: KnownCoordinator) -> None:
+        if self._coordinators.give_up(coordinator):
+            self._lose(coordinator.peer_id)
 
-    def _doubt(self, lost: _Coordinator) -> None:
-        """Give a coordinator that is not there any more, and has not said that it goes, time to come back."""
-        if lost.takes_requests:
-            self._doubtful_until_s = self._clock.now_s() + self._lease_s
+    def _leave(self, coordinator: KnownCoordinator) -> None:
+        """Its target is lost, and the next may take minutes to load: streams go on elsewhere, if they can."""
+        for stream in list(self._streams.values()):
+            if stream.coordinator != coordinator.peer_id:
+                continue
+            if stream.was_admitted:
+                stream.refused_by.clear()
+            others = self._coordinators.fitting(stream.model_revision, stream.refused_by)
+            if any(one.has_target for one in others):
+                self._note_crash(stream)
 
     def _lose(self, peer_id: PeerId) -> None:
         for stream in list(self._streams.values()):
@@ -371,9 +341,10 @@ class StreamBook:
                 self._note_crash(stream)
 
     def _note_crash(self, stream: _Stream) -> None:
-        """Its coordinator is gone: it is submitted again, unless it seems to be to blame."""
+        """Who served it is lost: it is submitted again, unless it seems to be to blame."""
         if stream.is_in_flight and stream.num_crashes >= MAX_CRASHES:
-            message = f"coordinators were lost {stream.num_crashes + 1} times while they ran this request"
+            message = f"who served this request was lost {stream.num_crashes + 1} times while it ran"
+            self._take_back(stream)
             self._finish(stream, _last_output(stream, "error", message, FAILED_REPEATEDLY))
             return
         stream.num_crashes += stream.is_in_flight
@@ -381,14 +352,18 @@ class StreamBook:
 
     def _evict(self, stream: _Stream) -> None:
         """Take a stream from its coordinator and submit it again, there or elsewhere."""
-        if stream.coordinator in self._coordinators:
-            self._send(stream.coordinator, Abort(stream.request.request_id, stream.epoch))
-        stream.coordinator = None
+        self._take_back(stream)
         stream.epoch = Epoch(stream.epoch + 1)
         stream.homeless_since_s = self._clock.now_s()
-        if stream.was_admitted:
-            self.counters["failovers"] += 1
+        self.counters["failovers"] += stream.is_in_flight
+        stream.is_in_flight = False
         self._place(stream)
+
+    def _take_back(self, stream: _Stream) -> None:
+        coordinator = self._coordinators.get(stream.coordinator)
+        if coordinator is not None:
+            self._send(coordinator.peer_id, Abort(stream.request.request_id, stream.epoch))
+        stream.coordinator = None
 
     def _place_homeless(self) -> None:
         for stream in list(self._streams.values()):
@@ -401,7 +376,7 @@ class StreamBook:
         route = self._route(stream)
         if route is not None:
             self._submit(stream, route)
-        elif self._is_closing:
+        elif self._coordinators.is_closing:
             del self._streams[stream.request.request_id]
             self._give_up(stream)
 
@@ -415,27 +390,18 @@ class StreamBook:
 
     def _not_ready(self) -> NotReadyError:
         return NotReadyError(
-            "the server is shutting down" if self._is_closing else "no model is ready to serve"
+            "the server is shutting down" if self._coordinators.is_closing else "no model is ready to serve"
         )
 
     def _route(self, stream: _Stream) -> Route | None:
         """The target group that should serve this stream now, of those that may."""
-        fitting = [
-            coordinator
-            for peer_id, coordinator in self._coordinators.items()
-            if coordinator.takes_requests
-            and peer_id not in stream.refused_by
-            and stream.model_revision in {None, coordinator.member.model_revision}
-        ]
+        fitting = self._coordinators.fitting(stream.model_revision, stream.refused_by)
         if not fitting:
             return None
         own = Counter(other.coordinator for other in self._streams.values())
         loads = [
-            Load(
-                c.member.peer_id,
-                max(c.reported_load, own[c.member.peer_id]) / max(1, c.member.capacity),
-            )
-            for c in fitting
+            Load(one.peer_id, max(one.reported_load, own[one.peer_id]) / max(1, one.member.capacity))
+            for one in fitting
         ]
         return choose(loads, self._routes.known(self._prefix(stream)), self._routing.imbalance)
 
@@ -455,7 +421,8 @@ class StreamBook:
             self._routes.note(self._prefix(stream), route.group)
             self.counters[f'routed_requests{{reason="{route.reason}"}}'] += 1
             self.counters["routed_prefix_tokens"] += route.num_known_blocks * self._routing.block_tokens
-        coordinator = self._coordinators[route.group]
+        coordinator = self._coordinators.get(route.group)
+        assert coordinator is not None, "it was chosen from those that are there"
         stream.coordinator = route.group
         stream.give_up_s = math.inf
         stream.model_revision = coordinator.member.model_revision

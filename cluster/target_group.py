@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.placement import ModelRanks
+from cluster.pool_drafter import capabilities_in_pool
 from cluster.runtime import bind_host, channel_options, new_peer_id, rank_options, worker_options
 from cluster.start_reports import StartReporter
 from cluster.worker_handle import WorkerHandle
@@ -25,18 +26,15 @@ from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.synthetic import require_real
 from specdec.engine.tokenizer import Tokenizer
-from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.registry import create_each, create_proposer, with_fallback
 from specdec.proposers.target_facts import TargetFacts
-from specdec.proposers.tree_config import tree_shape
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.transport.base import Channel, PeerAddress, PeerId
 from specdec.transport.status import DraftLinkStatus
 from specdec.transport.zmq import KeyPair, ZmqChannel
-from specdec.verification.registry import capabilities_of
 from workers.target_worker import TargetWorker
 
 logger = logging.getLogger(__name__)
@@ -187,8 +185,11 @@ class TargetGroup:
         if self._profile is None:
             speculative = self._config.speculative_config
             is_needed = speculative.method != "none" and speculative.controller != "fixed"
+            devices = {one.device for one in self._drafters}
             self._profile = (
-                cost_profile_of(self._config, target, proposer) if is_needed else assumed_profile()
+                cost_profile_of(self._config, target, proposer, draft_devices=devices)
+                if is_needed
+                else assumed_profile()
             )
         return self._profile
 
@@ -226,27 +227,12 @@ class TargetGroup:
                 model=self._config.target.model,
             )
             return create_proposer(speculative, facts)
-        sampling = DraftSampling.under(capabilities_of(speculative.rejection_sample_method))
-        shape = tree_shape(speculative.tree)
-        if shape is not None:
-            sampling = sampling.for_trees(shape)
         channel: Channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
         if speculative.has_remote_heads:
             channel = self._routing = HiddenRouting(channel, target.send_hidden)
         proposer = RemoteProposer(
             channel,
-            capabilities=ProposerCapabilities(
-                name=speculative.method,
-                shape="chain" if shape is None else "tree",
-                sampled=not sampling.is_deterministic,
-                noise_stream=sampling.noise_stream,
-                gives_q_rows=sampling.gives_q_rows,
-                kv="own",
-                remote=True,
-                max_context=speculative.max_prefix_len,
-                hidden_layers=(-1,) if speculative.has_heads else (),  # or others: the workers know which
-                looks_ahead=shape is None and not speculative.has_heads,
-            ),
+            capabilities=capabilities_in_pool(speculative),
             vocab_size=description.vocab_size,
             deadlines=self._cluster.draft_pool.deadlines,
             placement=self._cluster.draft_pool.placement,

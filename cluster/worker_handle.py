@@ -75,6 +75,15 @@ class WorkerHandle:
         state: WorkState = self.call("compile_state", timeout_s=timeout_s)
         return state
 
+    def device(self) -> str:
+        """Ask a draft worker what it runs on.
+
+        Raises:
+            TransportError: the process is dead or does not answer.
+        """
+        device: str = self.call("device")
+        return device
+
     def poll_compile_state(self) -> WorkState | None:
         """As `compile_state`, without waiting: the answer to an earlier call of this, if it has come."""
         if self._asked is None:

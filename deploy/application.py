@@ -74,6 +74,7 @@ def door_settings(
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         request_classes=frozenset(http.request_classes),
         access_log=http.access_log,
+        ray_metrics=http.ray_metrics,
         tracing=http.tracing,
         parallelism=parallelism_of(model.engine.target),
     )

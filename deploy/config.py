@@ -47,8 +47,8 @@ class HttpConfig(StrictConfig):
     """Serve HTTPS with these files, read at the start; None: HTTP, for loopback or behind something that
     ends TLS itself."""
     num_replicas: int = Field(default=1, ge=1)
-    """Ingress replicas. With several, clients of one that dies find another at once; limits of API keys and
-    metrics of the door are of each."""
+    """Ingress replicas. With several, clients of one that dies find another at once; limits of API keys are
+    of each."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """Name that clients call the model by; None: the name of the target's folder."""
     api_keys_file: str | None = None
@@ -80,6 +80,9 @@ class HttpConfig(StrictConfig):
     stream can be resumed."""
     access_log: bool = False
     """Write a log line for each request to the API: route, status, seconds and ids, no text of it."""
+    ray_metrics: bool = True
+    """Publish what /metrics says through Ray's metrics API as well, every few seconds: it is then at the port
+    at which each node exports Ray's own metrics (8080 in Kubernetes), under the same names."""
     tracing: TracingConfig | None = None
     """OpenTelemetry traces of requests (extra `tracing`); None: off, at no cost."""
     keep_alive_timeout_s: int = Field(default=75, ge=1)

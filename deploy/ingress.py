@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,23 @@ from cluster.client import ClusterService
 from cluster.config import ClusterConfig
 from deploy.api_keys import follow_api_keys
 from deploy.openai.app import DoorModel, create_app
+from deploy.openai.errors import ApiError
 from deploy.openai.keys import KeyRing
+from deploy.openai.metrics import DoorMetrics
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from deploy.openai.tracing import Tracing
+from deploy.ray_metrics import RaySink
 from specdec.model.config import ModelConfig
 from workers.process import prepare_logging
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+logger = logging.getLogger(__name__)
+
+_PUBLISH_S = 5.0
+"""Ray exports every ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +73,20 @@ class IngressReplica:
         first, *further = doors
         self._ring = KeyRing(first.settings.api_keys)
         self._api_keys_file = api_keys_file
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._publishes = first.settings.ray_metrics
         tracing = first.settings.tracing
         self._tracing = None if tracing is None else Tracing.to_collector(tracing)
+        metrics = DoorMetrics()
+        first.service.share(metrics.report)
         self._app = create_app(
-            first.service, first.settings, first.tokenizer, self._ring, further, tracing=self._tracing
+            first.service,
+            first.settings,
+            first.tokenizer,
+            self._ring,
+            further,
+            metrics=metrics,
+            tracing=self._tracing,
         )
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -80,13 +98,30 @@ class IngressReplica:
         await asyncio.gather(*(service.start() for service in self._services))
         await asyncio.gather(*(service.wait_for_turn() for service in self._services))
         if self._api_keys_file is not None:
-            self._following = asyncio.create_task(follow_api_keys(self._api_keys_file, self._ring))
+            self._tasks.append(asyncio.create_task(follow_api_keys(self._api_keys_file, self._ring)))
+        if self._publishes:
+            self._tasks.append(asyncio.create_task(self._publish()))
         return self._app
+
+    async def _publish(self) -> None:
+        """Give Ray what /metrics says, of several ingresses by the one that adds it up."""
+        sink = RaySink()
+        while True:
+            await asyncio.sleep(_PUBLISH_S)
+            if not self._services[0].adds_up:
+                continue
+            try:
+                sink.publish(await self._app.state.snapshot())
+            except ApiError as error:
+                logger.info("nothing to publish through Ray at present: %s", error)
+            except Exception:  # the border to Ray's exporter, without which everything else goes on
+                logger.exception("metrics cannot be published through Ray any more")
+                return
 
     async def __del__(self) -> None:
         """Called by Serve before the replica ends."""
-        if self._following is not None:
-            self._following.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*(service.close() for service in self._services))
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)

@@ -39,6 +39,8 @@ _LOCAL_ENVIRONMENT = {
 }
 _OBJECT_STORE_BYTES = 128 << 20
 """Tokens travel on channels and weights are read from disk: the object store holds next to nothing."""
+_MARK = "DRAFTHOUSE_LOCAL_RAY"
+"""In the environment of all processes of a cluster of our own."""
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 5.0
 _POLL_S = 0.02
@@ -73,6 +75,7 @@ class RaySession:
         self._num_cpus = num_cpus
         self._show_logs = show_logs
         self._proxy = proxy_environment("python") if proxy is None else proxy
+        self._mark = secrets.token_hex(16)
 
     @property
     def is_local(self) -> bool:
@@ -89,8 +92,10 @@ class RaySession:
         environment = {**_ENVIRONMENT, **self._proxy, **(_LOCAL_ENVIRONMENT if self.is_local else {})}
         for name, value in environment.items():
             os.environ.setdefault(name, value)
-        if self.is_local and not _has_place_for_token():
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        if self.is_local:
+            os.environ[_MARK] = self._mark
+            if not _has_place_for_token():
+                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         self._connect()
         if self._guard is not None:
             self._guard.start()
@@ -101,10 +106,10 @@ class RaySession:
 
         if self._guard is not None:
             self._guard.stop()
-        children = self._own_processes()
+        processes = self._own_processes()
         ray.shutdown()
-        if self.is_local:
-            _end(children)
+        # HAProxy is started anew at every change of the doors, the last time while they go.
+        _end([*{*processes, *self._own_processes()}])
 
     def _connect(self) -> None:
         import ray
@@ -130,14 +135,28 @@ class RaySession:
 
     def _bury(self, died: str, family: Sequence[psutil.Process]) -> None:
         assert self._on_loss is not None
-        for process in family:
+        for process in {*family, *self._own_processes()}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._on_loss(f"{died} of the local Ray cluster has died, and all that ran on it with it")
 
     def _own_processes(self) -> list[psutil.Process]:
-        """Everything below this process now; workers are children of Ray's own processes."""
-        return psutil.Process().children(recursive=True) if self.is_local else []
+        """Everything below this process now, and what has lost its parents meanwhile.
+
+        Workers are children of Ray's own processes. What a worker has started, as Serve does HAProxy, may
+        outlive it; then only the environment tells whose it is.
+        """
+        if not self.is_local:
+            return []
+        own = psutil.Process()
+        return [*{*own.children(recursive=True), *_marked(self._mark)} - {own}]
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # of others, or it has just ended
+            if process.environ().get(_MARK) == mark:
+                yield process
 
 
 @contextlib.contextmanager

@@ -19,9 +19,11 @@ from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.proxies import HAPROXY_OPEN_FILES, HAPROXY_PORTS
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
+from specdec.engine.synthetic import require_real
 from specdec.model.checkpoint import Checkpoint, open_checkpoint
 from specdec.model.config import ModelConfig
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_positions import DraftReach, warnings_about, with_positions
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -134,7 +136,9 @@ def check_models(engine: EngineConfig) -> None:
 
     Raises:
         CheckpointError, ConfigError: naming the folder or file and the cause.
+        ConfigError: what comes out would be made up (`engine.synthetic`).
     """
+    require_real(engine)
     folders = [Path(engine.target.model)]
     drafters = [one for one in engine.speculative_config.every_drafter if one.model is not None]
     models = [one for one in drafters if not one.has_heads]
@@ -153,7 +157,9 @@ def check_models(engine: EngineConfig) -> None:
         detect(open_drafter(str(heads.model)))  # the worker that loads it says whether it fits the target
     _check_length(engine.target, checkpoints[0])
     for drafter, checkpoint in zip(models, checkpoints[1:], strict=True):
-        _check_draft_positions(drafter, checkpoint)
+        reach = _draft_reach(drafter, checkpoint, checkpoints[0], engine.target)
+        if reach is not None:
+            with_positions(drafter, reach)
     vocabularies = [_vocabulary(folder) for folder in folders]
     for folder, vocabulary in zip(folders, vocabularies, strict=True):
         if vocabulary != vocabularies[0]:
@@ -178,27 +184,30 @@ def warnings_of(engine: EngineConfig) -> list[str]:
     target = engine.target
     warnings: list[str] = []
     for speculative in engine.speculative_config.every_drafter:
+        if speculative.method == "self" and speculative.kv.policy == "full":
+            warnings.append(
+                "speculative_config.kv.policy: full: with method self a draft token costs what decoding it "
+                "costs, which can hardly pay: write policy: streaming"
+            )
         if speculative.model is None or speculative.has_heads:
             continue
-        draft = open_checkpoint(Path(speculative.model))
-        target_len = target.max_model_len or _stated_positions(open_checkpoint(Path(target.model)))
-        num_positions = _draft_positions(speculative, draft)
-        if num_positions is not None:
-            warnings += speculative.warnings_about(draft.path.name, num_positions, target_len)
+        draft, served = open_checkpoint(Path(speculative.model)), open_checkpoint(Path(target.model))
+        reach = _draft_reach(speculative, draft, served, target)
+        if reach is not None:
+            warnings += warnings_about(with_positions(speculative, reach), reach)
     return warnings
 
 
-def _check_draft_positions(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> None:
-    """Check that what `kv` keeps fits into the draft model's positions, as far as config.json says."""
-    num_positions = _draft_positions(speculative, checkpoint)
-    if num_positions is not None:
-        speculative.require_positions(num_positions, checkpoint.path.name)
-
-
-def _draft_positions(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> int | None:
-    """Return how many positions a draft model is given at most, as far as is said anywhere."""
-    stated = [_stated_positions(checkpoint), speculative.max_model_len]
-    return min([positions for positions in stated if positions is not None], default=None)
+def _draft_reach(
+    speculative: SpeculativeConfig, draft: Checkpoint, served: Checkpoint, target: ModelConfig
+) -> DraftReach | None:
+    """Return how far a draft model reaches, as far as config.json says; None: it does not."""
+    stated = [_stated_positions(draft), speculative.max_model_len]
+    num_positions = min([positions for positions in stated if positions is not None], default=None)
+    if num_positions is None:
+        return None
+    target_len = target.max_model_len or _stated_positions(served)
+    return DraftReach(name=draft.path.name, num_positions=num_positions, target_len=target_len)
 
 
 def _stated_positions(checkpoint: Checkpoint) -> int | None:

@@ -27,6 +27,7 @@ from deploy.config_file import parse_config
 from deploy.preflight import check_models
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
+from specdec.engine.synthetic import require_real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def _check_models(engine: EngineConfig) -> None:
     """Check the models, where this node has them: what is found here costs no running replica its place."""
+    require_real(engine)
     folders = [engine.target.model, *(one.model for one in engine.speculative_config.every_drafter)]
     if all(Path(folder).is_dir() for folder in folders if folder is not None):
         check_models(engine)

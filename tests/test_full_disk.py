@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 
+from benchmarks.full_disk import filled_up
 from deploy.batch.runner import BatchOptions
 from specdec.attention.native import NativeUnavailable, load_library
 from specdec.core.errors import ConfigError
@@ -18,7 +19,7 @@ from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import ProfileStore
 from tests.deploy.batch.test_batch import request, results_of, run, write
 from tests.deploy.openai.fakes import Door
-from tests.full_disk import filled_up, needs_mounts, small_disk
+from tests.full_disk import needs_mounts, small_disk
 from tests.specdec.proposers.test_retrieval import config_for, make_tokenizer
 
 pytestmark = [pytest.mark.full, needs_mounts]

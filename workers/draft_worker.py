@@ -66,6 +66,8 @@ class DraftWorkerProcess:
         from specdec.engine.build import build_draft_grammars, build_draft_proposer, build_remote_heads
         from specdec.engine.draft_server import DraftServer
         from specdec.engine.text_tap import TextTap
+        from specdec.model.device_name import device_name
+        from specdec.model.loader import resolve_device
         from specdec.transport.zmq import ZmqChannel
 
         started_s = time.monotonic()
@@ -78,6 +80,7 @@ class DraftWorkerProcess:
             proposer = heads.proposer(self._inbox)
         else:
             proposer = build_draft_proposer(config, lead_ranks("draft", config, host, other_ranks))
+        self._device = device_name(resolve_device(speculative.device))
         progress = StartProgress("draft", listener)
         self._works = idle_work_of(proposer)
         run_at_start(self._works, budget_s=speculative.compile.startup_seconds, report=progress.compiling)
@@ -111,6 +114,10 @@ class DraftWorkerProcess:
     def address(self) -> PeerAddress:
         """How coordinators reach this worker. Answers once it serves."""
         return self._channel.address
+
+    def device(self) -> str:
+        """What the drafter runs on (its first rank), in words."""
+        return self._device
 
     def compile_state(self) -> WorkState:
         """What has become of compiling the forward."""

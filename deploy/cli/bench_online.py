@@ -29,6 +29,7 @@ from deploy.load.workload import PATHS, Endpoint, Workload
 from specdec.core.errors import ConfigError, UserError
 
 _CONNECT_S = 10.0
+_IDLE_CONNECTIONS = 16
 _PIPE_WIDTH = 120
 
 
@@ -133,7 +134,8 @@ async def _measure(options: OnlineOptions, console: Console, on_end: Callable[[T
         base_url=url,
         headers=authorization(options.api_key),
         timeout=httpx.Timeout(_CONNECT_S, read=options.timeout_s, pool=None),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        # Few idle ones: httpx looks at every connection for each of them whenever a request begins or ends.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS),
     ) as client:
         workload = Workload(
             endpoint=options.endpoint,

@@ -62,11 +62,21 @@ def _table(title: str, columns: Iterable[str]) -> Table:
 
 
 def _target_groups(groups: Iterable[TargetGroupStatus], now: float) -> Table:
-    columns = ("target group", "state", "alive for", "incarnation", "running", "waiting", "KV cache")
+    columns = (
+        "target group",
+        "state",
+        "alive for",
+        "incarnation",
+        "running",
+        "waiting",
+        "epoch > 0",
+        "KV cache",
+        "busy",
+    )
     table = _table("Target groups", columns)
     for group in groups:
         if not group.is_answering:
-            table.add_row(group.id, _colored("not answering", "red"), *["-"] * 5)
+            table.add_row(group.id, _colored("not answering", "red"), *["-"] * (len(columns) - 2))
             continue
         table.add_row(
             group.id,
@@ -75,7 +85,9 @@ def _target_groups(groups: Iterable[TargetGroupStatus], now: float) -> Table:
             str(group.incarnation),
             f"{group.num_running} of {group.max_num_running}",
             str(group.num_waiting),
+            str(group.num_continued),
             _percent(group.kv_cache_usage),
+            _percent(group.utilization),
         )
     if not table.rows:
         table.add_row("none", _colored("starting, or lost", "red"))

@@ -7,7 +7,7 @@ from deploy.monitoring.promql import Scope
 from deploy.monitoring.recordings import ACCEPTANCE, FAILED, FIRST_TOKEN_IN_TIME, NEXT_TOKENS_IN_TIME
 from deploy.monitoring.rule import Alert, Severity
 
-_5M, _10M, _15M, _30M = (Scope(window=window) for window in ("5m", "10m", "15m", "30m"))
+_5M, _10M, _15M, _30M = (Scope(window=window, tells_models=True) for window in ("5m", "10m", "15m", "30m"))
 _TURNED_AWAY = 'status="429"'
 _COMPILE_FAILED, _COMPILE_PENDING = 'compile="failed"', 'compile="pending"'
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deploy.monitoring.promql import Scope
+from deploy.openai.metrics import MODEL_LABEL
 
 Unit = Literal["short", "s", "percentunit", "reqps", "tokens/s", "ops"]
 """`short` is a number; `ops` events per second."""
 
-SHOWN = Scope(window="$__rate_interval", matchers='job=~"$job"')
-"""What the variables of a dashboard select, over Grafana's own window."""
+SHOWN = Scope(window="$__rate_interval", matchers='job=~"$job"', model_matchers=f'{MODEL_LABEL}=~"$model|"')
+"""What the variables of a dashboard select, over Grafana's own window. Series of a job's only model do not
+name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,29 @@ class Dashboard:
     def panels(self) -> tuple[Panel, ...]:
         """The panels of all rows."""
         return tuple(panel for row in self.rows for panel in row.panels)
+
+
+def panel(
+    title: str,
+    description: str,
+    unit: Unit,
+    *queries: Query,
+    kind: Literal["lines", "number"] = "lines",
+    width: int = 8,
+    is_stacked: bool = False,
+    limits: Limits | None = None,
+) -> Panel:
+    """Return a panel; its parts are those of `Panel`."""
+    return Panel(
+        title=title,
+        description=description,
+        unit=unit,
+        queries=queries,
+        kind=kind,
+        width=width,
+        is_stacked=is_stacked,
+        limits=limits,
+    )
 
 
 def line(expression: str, legend: str) -> Query:

@@ -2,6 +2,7 @@
 
 A scrape of any address of a cluster tells of all of it, and there may be several addresses (a proxy on every
 node): series of one `job` that differ only in where they were scraped are one, whose largest value counts.
+Where a job serves several models, those of engines and cluster have the label `model_name`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cluster.series import CLUSTER_SERIES
-from deploy.openai.metrics import DOOR_LABELS, PREFIX, DoorMetrics
+from deploy.openai.metrics import DOOR_LABELS, MODEL_LABEL, PREFIX, DoorMetrics
+from specdec.core.series import Combination
 
 Kind = Literal["counter", "gauge", "histogram"]
 JOB = "job"
 """Prometheus's label of what it scrapes: one job is one application, whatever runs in it."""
+
+
+class _Exported(NamedTuple):
+    """What is exported under a name."""
+
+    labels: tuple[str, ...]
+    combination: Combination
+    is_of_model: bool
+    """Whether each of several models has its own; others are the door's."""
 
 
 @cache
@@ -24,20 +35,23 @@ def _door_kinds() -> dict[str, str]:
     return {metric.name.removeprefix(PREFIX): metric.type for metric in DoorMetrics().registry.collect()}
 
 
-def _checked(name: str, kind: Kind) -> tuple[str, ...]:
-    """Return the labels of a metric that is exported and of this kind."""
+def _checked(name: str, kind: Kind) -> _Exported:
+    """Return what is exported under this name, which has to be of this kind."""
     series = CLUSTER_SERIES.get(name)
     actual = _door_kinds().get(name) if series is None else series.kind
     if actual != kind:
         raise ValueError(f"{name} is not a {kind}: {'no such series' if actual is None else actual}")
-    return DOOR_LABELS.get(name, ()) if series is None else series.labels
+    if series is None:
+        return _Exported(DOOR_LABELS.get(name, ()), "sum", is_of_model=False)
+    return _Exported(series.labels, series.combination, is_of_model=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """Which jobs expressions are about, and over which time they look.
 
-    What its methods return has the labels `job` and `by`, so that two of them with the same `by` divide.
+    What its methods return has the labels `job` and `by`, so that two of them with the same `by` divide;
+    with `tells_models` also `model_name`, where there are several and a metric is not the door's.
     Names are those of the catalogue, without prefix; `where` is further label matchers.
     """
 
@@ -45,11 +59,15 @@ class Scope:
     """A duration, or Grafana's `$__rate_interval`."""
     matchers: str = ""
     """Of every selector; with rules, none."""
+    model_matchers: str = ""
+    """Of those selectors whose series there are of each model."""
+    tells_models: bool = False
+    """Whether several models stay apart; else they are taken together."""
 
     def gauge(self, name: str, *, by: Sequence[str] = (), where: str = "") -> str:
         """Return the value of a gauge, of those with more labels the sum."""
-        labels = _checked(name, "gauge")
-        return self._over_labels(self._selector(PREFIX + name, where), labels, by)
+        exported = _checked(name, "gauge")
+        return self._together(self._selector(PREFIX + name, where, exported), exported, by)
 
     def rate(self, name: str, *, by: Sequence[str] = (), where: str = "") -> str:
         """Return by how much a counter grows per second, of those with more labels the sum."""
@@ -65,9 +83,7 @@ class Scope:
 
     def quantile(self, quantile: float, name: str) -> str:
         """Return a quantile of what a histogram has seen within the window."""
-        _checked(name, "histogram")
-        buckets = self._selector(f"{PREFIX}{name}_bucket", "")
-        return f"histogram_quantile({quantile:g}, max by ({JOB}, le) (rate({buckets}[{self.window}])))"
+        return f"histogram_quantile({quantile:g}, {self._buckets(name)})"
 
     def share_within(self, name: str, bound: str) -> str:
         """Return the share of what a histogram has seen within the window that was at most `bound`.
@@ -76,27 +92,41 @@ class Scope:
             name: of the histogram.
             bound: one of its bucket boundaries, as Prometheus writes it, or a Grafana variable.
         """
-        _checked(name, "histogram")
-        within = self._selector(f"{PREFIX}{name}_bucket", f'le="{bound}"')
-        seen = self._selector(f"{PREFIX}{name}_count", "")
+        exported = _checked(name, "histogram")
+        within = self._selector(f"{PREFIX}{name}_bucket", f'le="{bound}"', exported)
+        seen = self._selector(f"{PREFIX}{name}_count", "", exported)
         return (
             f"max by ({JOB}) (rate({within}[{self.window}])) / max by ({JOB}) (rate({seen}[{self.window}]))"
         )
 
-    def _of_counter(self, function: str, name: str, by: Sequence[str], where: str) -> str:
-        labels = _checked(name, "counter")
-        selector = self._selector(f"{PREFIX}{name}_total", where)
-        return self._over_labels(f"{function}({selector}[{self.window}])", labels, by)
+    def _buckets(self, name: str) -> str:
+        """Return by how much the buckets of a histogram grow per second: of the ingresses, or the engines."""
+        parts = f"{name}_bucket"
+        exported = _checked(parts if parts in CLUSTER_SERIES else name, "histogram")
+        selector = self._selector(PREFIX + parts, "", exported)
+        if exported.is_of_model:
+            return self._together(f"rate({selector}[{self.window}])", exported, ("le",))
+        return f"max by ({JOB}, le) (rate({selector}[{self.window}]))"
 
-    def _selector(self, metric: str, where: str) -> str:
-        matchers = ",".join(filter(None, (self.matchers, where)))
+    def _of_counter(self, function: str, name: str, by: Sequence[str], where: str) -> str:
+        exported = _checked(name, "counter")
+        selector = self._selector(f"{PREFIX}{name}_total", where, exported)
+        return self._together(f"{function}({selector}[{self.window}])", exported, by)
+
+    def _selector(self, metric: str, where: str, exported: _Exported) -> str:
+        of_models = self.model_matchers if exported.is_of_model else ""
+        matchers = ",".join(filter(None, (self.matchers, of_models, where)))
         return f"{metric}{{{matchers}}}" if matchers else metric
 
-    @staticmethod
-    def _over_labels(expression: str, labels: Sequence[str], by: Sequence[str]) -> str:
-        if unknown := set(by) - set(labels):
+    def _together(self, expression: str, exported: _Exported, by: Sequence[str]) -> str:
+        """Return one value for each of `by`, of what all scrapes and all labels say."""
+        if unknown := set(by) - set(exported.labels):
             raise ValueError(f"no label {', '.join(sorted(unknown))} in {expression}")
-        one_of_all_scrapes = f"max by ({', '.join((JOB, *labels))}) ({expression})"
-        if set(by) == set(labels):
+        models = (MODEL_LABEL,) if exported.is_of_model else ()
+        one_of_all_scrapes = f"max by ({', '.join((JOB, *models, *exported.labels))}) ({expression})"
+        kept = (JOB, *(models if self.tells_models else ()), *by)
+        if set(kept) == {JOB, *models, *exported.labels}:
             return one_of_all_scrapes
-        return f"sum by ({', '.join((JOB, *by))}) ({one_of_all_scrapes})"
+        is_mean = exported.combination == "mean" and set(by) == set(exported.labels)
+        way = "avg" if is_mean else "sum"  # a mean over models; what there is for each label adds up
+        return f"{way} by ({', '.join(kept)}) ({one_of_all_scrapes})"

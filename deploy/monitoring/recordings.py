@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from deploy.monitoring.measures import accepted_share, failed_share, tokens_per_proposal
 from deploy.monitoring.objectives import Objectives
 from deploy.monitoring.promql import Scope
 from deploy.monitoring.rule import Recording
@@ -12,15 +13,7 @@ FAILED = {window: f"job:drafthouse_http_failed:ratio_rate{window}" for window in
 FIRST_TOKEN_IN_TIME = "job:drafthouse_first_token_in_time:ratio_rate5m"
 NEXT_TOKENS_IN_TIME = "job:drafthouse_next_tokens_in_time:ratio_rate5m"
 ACCEPTANCE = "job:drafthouse_draft_token_acceptance:ratio_rate30m"
-_5M, _30M = Scope(window="5m"), Scope(window="30m")
-
-
-def failed_share(scope: Scope) -> str:
-    """Return the share of HTTP requests that failed for a reason of ours; 0 when there were some and none "
-    "failed."""
-    requests = scope.rate("http_requests")
-    failed = scope.rate("http_requests", where='status=~"5.."')
-    return f"({failed} or 0 * {requests}) / {requests}"
+_5M, _30M = (Scope(window=window, tells_models=True) for window in ("5m", "30m"))
 
 
 def recordings(objectives: Objectives) -> tuple[Recording, ...]:
@@ -40,11 +33,11 @@ def recordings(objectives: Objectives) -> tuple[Recording, ...]:
         ),
         Recording(
             name=ACCEPTANCE,
-            expression=_30M.ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"),
+            expression=accepted_share(_30M),
         ),
         Recording(
             name="job:drafthouse_tokens_per_proposal:ratio_rate5m",
-            expression=f"1 + {_5M.ratio('spec_decode_num_accepted_tokens', 'spec_decode_num_drafts')}",
+            expression=tokens_per_proposal(_5M),
         ),
         Recording(
             name="job:drafthouse_drafting_hidden:ratio_rate5m",

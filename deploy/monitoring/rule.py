@@ -24,14 +24,15 @@ class Alert:
 
     name: str
     expression: str
-    """It fires for every job that this has a value for."""
+    """It fires for every job, and every one of its models, that this has a value for."""
     lasting: str
     """How long it has to be so: a Prometheus duration."""
     severity: Severity
     summary: str
     """One line, for the pager."""
     description: str
-    """What it means and what to do first. `{{ $labels.job }}` and `{{ $value }}` are Prometheus's."""
+    """What it means and what to do first. `{{ $labels.job }}` (and the model, where a job has several) and
+    `{{ $value }}` are Prometheus's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

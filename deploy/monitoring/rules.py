@@ -10,6 +10,9 @@ from deploy.monitoring.recordings import recordings
 from deploy.monitoring.rule import Alert, Recording, RuleGroup
 
 DEFAULT_RUNBOOK = "docs/operations.md"
+_JOB = "{{ $labels.job }}"
+_JOB_AND_MODEL = _JOB + "{{ with $labels.model_name }} (model {{ . }}){{ end }}"
+"""What alerts are about: of a job with several models, one of them."""
 
 
 def rule_groups(objectives: Objectives = DEFAULT_OBJECTIVES) -> tuple[RuleGroup, ...]:
@@ -47,8 +50,8 @@ def _as_mapping(rule: Recording | Alert, runbook: str) -> dict[str, object]:
         "for": rule.lasting,
         "labels": {"severity": rule.severity},
         "annotations": {
-            "summary": rule.summary,
-            "description": rule.description,
+            "summary": rule.summary.replace(_JOB, _JOB_AND_MODEL),
+            "description": rule.description.replace(_JOB, _JOB_AND_MODEL),
             "runbook_url": f"{runbook}#{rule.name.lower()}",
         },
     }

@@ -22,7 +22,7 @@ from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.document import OPENAPI_PATH, openapi_document
 from deploy.openai.errors import ApiError, not_ready
 from deploy.openai.keys import ApiKey, KeyRing, Usage
-from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart
+from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
 from deploy.openai.protocol import ChatBody, CompletionBody
@@ -48,7 +48,7 @@ from deploy.openai.tokenization import DoorTokenizer
 from deploy.openai.tracing import CURRENT_TRACE, TraceRequests, Tracing
 from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
-from specdec.core.errors import DrafthouseError
+from specdec.core.errors import DrafthouseError, NotReadyError
 from specdec.engine.service import GenerationService
 from workers.logs import add_log_context
 
@@ -94,17 +94,21 @@ def create_app(
     ring: KeyRing | None = None,
     further: Sequence[AnyModel] = (),
     *,
+    metrics: DoorMetrics | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
     """Return the ASGI application that serves `service`, and further models beside it.
 
     The caller owns the services; their event loop must be the one the application runs in. Through `ring`,
     which begins with the keys of `settings`, keys can be replaced later. What is not of one model (limits of
-    bodies, keys) goes by `settings`; further models have to have names in theirs. `tracing`, the caller's as
-    well, gets the traces (`settings.tracing` says where they are to go).
+    bodies, keys) goes by `settings`; further models have to have names in theirs. `metrics` counts what
+    happens here; what the service says of metrics of these names is told instead. `tracing`, the caller's as
+    well, gets the traces (`settings.tracing` says where they are to go). `app.state.snapshot()` gives the
+    numbers of /metrics, but for those of this door where the service does not have them.
     """
     ring = KeyRing(settings.api_keys) if ring is None else ring
-    door = _Door((DoorModel(service, settings, tokenizer), *further), ring)
+    metrics = DoorMetrics() if metrics is None else metrics
+    door = _Door((DoorModel(service, settings, tokenizer), *further), ring, metrics)
     app = FastAPI(
         title="Drafthouse",
         openapi_url=None,  # FastAPI's has neither bodies nor answers: routes read and write them themselves
@@ -128,18 +132,19 @@ def create_app(
     app.add_api_route("/metrics", door.prometheus, methods=["GET"], response_model=None)
     app.add_api_route(OPENAPI_PATH, door.document, methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _http_failure)
+    app.state.snapshot = door.snapshot
     return app
 
 
 class _Door:
     """The routes."""
 
-    def __init__(self, models: tuple[AnyModel, ...], ring: KeyRing) -> None:
+    def __init__(self, models: tuple[AnyModel, ...], ring: KeyRing, metrics: DoorMetrics) -> None:
         self._ring = ring
         self._models = models
         self._start_s = int(time.time())
         self._document = msgspec.json.encode(openapi_document())
-        self.metrics = DoorMetrics()
+        self.metrics = metrics
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions."""
@@ -193,22 +198,37 @@ class _Door:
         return Response(self._document, media_type="application/json")
 
     async def prometheus(self) -> Response:
-        """GET /metrics: the door's series, and those of each service that answers in time."""
+        """GET /metrics: the doors' series, and those of each service that answers in time."""
+        return Response(render(self.metrics, await self.snapshot()), media_type=CONTENT_TYPE)
+
+    async def snapshot(self) -> dict[str, float]:
+        """Return what all services say, by the keys that `render` takes.
+
+        Raises:
+            ApiError: one cannot tell yet what others have counted.
+        """
         snapshots = await asyncio.gather(*(self._snapshot(model) for model in self._models))
         names = [model.name() for model in self._models if model.service.description() is not None]
         if names:
             self.metrics.set_models(*filter(None, names))
         together = {series: value for snapshot in snapshots for series, value in snapshot.items()}
-        return Response(render(self.metrics, together), media_type=CONTENT_TYPE)
+        return together | self.metrics.models()
 
     async def _snapshot(self, model: AnyModel) -> dict[str, float]:
         try:
             async with asyncio.timeout(_METRICS_TIMEOUT_S):
                 snapshot = dict(await model.service.metrics())
+        except NotReadyError as error:
+            # Rather no numbers than those of one door of several.
+            raise ApiError(503, str(error), type="server_error", code="not_ready") from error
         except (TimeoutError, DrafthouseError) as error:
             logger.warning("no metrics from the service: %s", str(error) or type(error).__name__)
             return {}
-        return snapshot if len(self._models) == 1 else told_apart(model.name() or "", snapshot)
+        if len(self._models) == 1:
+            return snapshot
+        of_model = without_doors(self.metrics, snapshot)
+        of_doors = {series: value for series, value in snapshot.items() if series not in of_model}
+        return {**told_apart(model.name() or "", of_model), **of_doors}
 
     def _require_any(self) -> None:
         """Raise ApiError when no model takes requests."""

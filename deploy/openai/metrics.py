@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, UntypedMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
 
 from cluster.series import CLUSTER_SERIES
-from specdec.core.outputs import RequestOutput
+from specdec.core.outputs import RequestOutput, RequestStats
+from specdec.core.series import as_label, name_of
+from specdec.transport.messages import DoorReport
 
 PREFIX = "ray_drafthouse_"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -39,6 +41,7 @@ DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
 }
 """Names of labels, of those metrics of the door that have any."""
 MODEL_LABEL = "model_name"
+_MODEL_INFO = "model_info"
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -53,7 +56,7 @@ class DoorMetrics:
             f"{PREFIX}http_requests_in_progress", "HTTP requests being answered.", registry=self.registry
         )
         self._model_info = Gauge(
-            f"{PREFIX}model_info",
+            PREFIX + _MODEL_INFO,
             "1 beside the loaded model's name.",
             ("model_name",),
             registry=self.registry,
@@ -82,12 +85,56 @@ class DoorMetrics:
         self.e2e_latency = self._histogram(
             "e2e_request_latency_seconds", "From the request's arrival to its end.", E2E_BUCKETS_S
         )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "From the arrival at the engine to the first round.", TTFT_BUCKETS_S
+        )
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "From the first round to the first token.", TTFT_BUCKETS_S
+        )
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "From the first token to the end.", E2E_BUCKETS_S
+        )
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds", "From the first round to the end.", E2E_BUCKETS_S
+        )
 
     def set_models(self, *model_names: str) -> None:
         """Say which models are loaded, from now on."""
         self._model_info.clear()
         for model_name in model_names:
             self._model_info.labels(model_name).set(1)
+
+    def models(self) -> dict[str, float]:
+        """Return `model_info` by its keys."""
+        return {
+            _key(sample): sample.value for family in self._model_info.collect() for sample in family.samples
+        }
+
+    def report(self) -> DoorReport:
+        """Return all values by name without prefix: what can be added to those of other doors.
+
+        What differs between doors for no reason but their start (`model_info`, when something was created)
+        is left out.
+        """
+        counters: dict[str, float] = {}
+        gauges: dict[str, float] = {}
+        for family in self.registry.collect():
+            if family.name == PREFIX + _MODEL_INFO:
+                continue
+            values = gauges if family.type == "gauge" else counters
+            values.update((_key(sample), sample.value) for sample in _lasting(family))
+        return DoorReport(counters, gauges)
+
+    def observe_parts(self, stats: RequestStats) -> None:
+        """Record how the time of a finished choice was divided, as the engine that ended it has measured."""
+        started_s, first_s, end_s = stats.first_scheduled_s, stats.first_token_s, stats.finished_s
+        if started_s is None or end_s is None:
+            return
+        self.queue_time.observe(started_s - stats.arrival_s)
+        self.inference_time.observe(end_s - started_s)
+        if first_s is not None:
+            self.prefill_time.observe(first_s - started_s)
+            self.decode_time.observe(end_s - first_s)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, DOOR_LABELS.get(name, ()), registry=self.registry)
@@ -120,17 +167,27 @@ class ChoiceTimer:
             if self._first_s is not None and output.num_generated_tokens > 1:
                 decode_s = self._last_s - self._first_s
                 self._metrics.time_per_output_token.observe(decode_s / (output.num_generated_tokens - 1))
+            if output.stats is not None:
+                self._metrics.observe_parts(output.stats)
 
 
 def render(metrics: DoorMetrics, service_metrics: Mapping[str, float]) -> bytes:
     """Return the Prometheus text of the door's metrics and a service's snapshot.
 
     Keys of the snapshot are metric names without prefix, with labels where there are any:
-    `spec_decode_num_accepted_tokens_per_pos{position="0"}`.
+    `spec_decode_num_accepted_tokens_per_pos{position="0"}`. Where it has values of the door's own metrics,
+    under the keys of `DoorMetrics.report`, they are those of all doors, and told instead of this one's.
     """
     registry = CollectorRegistry()
-    registry.register(_Snapshot(service_metrics))
-    return bytes(generate_latest(metrics.registry)) + bytes(generate_latest(registry))
+    registry.register(_AllDoors(metrics, service_metrics))
+    registry.register(_Snapshot(without_doors(metrics, service_metrics)))
+    return bytes(generate_latest(registry))
+
+
+def without_doors(metrics: DoorMetrics, snapshot: Mapping[str, float]) -> dict[str, float]:
+    """Return a snapshot without what doors have counted."""
+    of_doors = {_bare(sample) for family in metrics.registry.collect() for sample in _possible(family)}
+    return {series: value for series, value in snapshot.items() if name_of(series) not in of_doors}
 
 
 def told_apart(model_name: str, snapshot: Mapping[str, float]) -> dict[str, float]:
@@ -144,6 +201,59 @@ def _with_label(series: str, label: str) -> str:
     return f"{name}{{{label},{labels}" if labels else f"{name}{{{label}}}"
 
 
+def _possible(family: Metric) -> tuple[str, ...]:
+    """Return the names of the samples that a metric may have."""
+    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+    return tuple(family.name + suffix for suffix in suffixes)
+
+
+def _lasting(family: Metric) -> Iterator[Sample]:
+    """Yield its samples but for when something was created."""
+    names = _possible(family)
+    yield from (sample for sample in family.samples if sample.name in names)
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix(PREFIX)
+
+
+def _key(sample: Sample) -> str:
+    labels = ",".join(f'{name}="{as_label(value)}"' for name, value in sample.labels.items())
+    return f"{_bare(sample.name)}{{{labels}}}" if labels else _bare(sample.name)
+
+
+def parsed(series: str) -> tuple[str, dict[str, str]]:
+    """Return name and labels of a key."""
+    match = _SERIES.match(series)
+    assert match is not None, f"not a series name: {series!r}"
+    return match["name"], dict(_LABEL.findall(match["labels"] or ""))
+
+
+class _AllDoors:
+    """A prometheus_client collector over a door's metrics, with all doors' values where they are told."""
+
+    def __init__(self, metrics: DoorMetrics, told: Mapping[str, float]) -> None:
+        self._metrics = metrics
+        self._told: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for series, value in told.items():
+            name, labels = parsed(series)
+            self._told.setdefault(name, []).append((labels, value))
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._metrics.registry.collect():
+            names = _possible(family)
+            is_told = any(_bare(name) in self._told for name in names)
+            together = Metric(family.name, family.documentation, family.type)
+            together.samples = list(_lasting(family))
+            if is_told:
+                together.samples = [
+                    Sample(name, labels, value)
+                    for name in names
+                    for labels, value in self._told.get(_bare(name), ())
+                ]
+            yield together
+
+
 class _Snapshot:
     """A prometheus_client collector over a plain mapping."""
 
@@ -153,19 +263,18 @@ class _Snapshot:
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for series, value in self._values.items():
-            match = _SERIES.match(series)
-            assert match is not None, f"not a series name: {series!r}"
-            name, labels = match["name"], dict(_LABEL.findall(match["labels"] or ""))
-            if name not in families:
-                families[name] = _family(name, tuple(labels))
-            families[name].add_metric(tuple(labels.values()), value)  # type: ignore[attr-defined]
+            name, labels = parsed(series)
+            family = _family(name)
+            family = families.setdefault(family.name, family)
+            suffix = "_total" if family.type == "counter" else ""
+            family.add_sample(f"{PREFIX}{name}{suffix}", labels, value)
         yield from families.values()
 
 
-def _family(name: str, labels: tuple[str, ...]) -> Metric:
+def _family(name: str) -> Metric:
     """Return the empty family of a metric. One that is not known here (newer workers) has no type."""
     series = CLUSTER_SERIES.get(name)
     if series is None:
-        return UntypedMetricFamily(PREFIX + name, "Not known to this ingress.", labels=labels)
-    kind = GaugeMetricFamily if series.kind == "gauge" else CounterMetricFamily
-    return kind(PREFIX + name, series.help, labels=labels)
+        return Metric(PREFIX + name, "Not known to this ingress.", "untyped")
+    whole = name.rpartition("_")[0] if series.kind == "histogram" else name
+    return Metric(PREFIX + whole, series.help, series.kind)

@@ -45,6 +45,8 @@ class DoorSettings:
     """Values of `metadata.class` that are told apart; all others count as one."""
     access_log: bool = False
     """Whether each request to the API is a line in the log."""
+    ray_metrics: bool = True
+    """Whether what /metrics says is published through Ray's metrics API, too."""
     tracing: TracingConfig | None = None
     """Where traces of requests go; None: there are none."""
     parallelism: str = "tp1"

@@ -54,6 +54,11 @@ class AttentionBackend(Protocol):
         """Whether `attend` does what `metadata.observation` asks for; if not, `observe_blocks` does."""
         ...
 
+    @property
+    def reads_packed(self) -> bool:
+        """Whether caches may be packed (`kv.packed_rows`), those of steps of which nothing is observed."""
+        ...
+
     def begin(self, metadata: AttentionMetadata) -> Any:
         """Prepare what all layers of one step share."""
         ...
@@ -76,8 +81,8 @@ class AttentionBackend(Protocol):
             query: [T, H, D], any strides.
             key: [T, G, D], any strides.
             value: [T, G, D], any strides.
-            key_cache: this layer's [N, G, P, D].
-            value_cache: this layer's [N, G, P, D].
+            key_cache: this layer's [N, G, P, D], or packed rows instead of D numbers.
+            value_cache: this layer's [N, G, P, D], likewise.
             metadata: the step.
             plan: what `begin` returned for it.
             layer: which layer.

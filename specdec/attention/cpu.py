@@ -20,6 +20,7 @@ from specdec.attention.base import LayerAttention
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.native import load_library, resolve_cache_dir
 from specdec.attention.observation import Observation
+from specdec.kv.packed_rows import is_packed
 
 SOURCE = Path(__file__).parent / "csrc" / "attention.cpp"
 _ENTRY_POINTS = {
@@ -74,6 +75,7 @@ class NativeLayer(ctypes.Structure):
         ("window", ctypes.c_int32),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("is_packed", ctypes.c_int32),
     ]
 
 
@@ -112,6 +114,7 @@ class CpuPagedAttention:
 
     name = "cpu"
     observes = True
+    reads_packed = True
 
     def __init__(self, cache_dir: str | Path | None = None) -> None:
         library = load_library(SOURCE, resolve_cache_dir(cache_dir))
@@ -190,7 +193,7 @@ def native_observation(observation: Observation) -> NativeObservation:
 
 
 def native_layer(layer: LayerAttention, key_cache: torch.Tensor, value_cache: torch.Tensor) -> NativeLayer:
-    """Describe one layer to the kernels; the caches [N, G, P, D] are contiguous and outlive the result."""
+    """Describe one layer to the kernels; the caches, packed or not, are contiguous and outlive the result."""
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
     return NativeLayer(
@@ -203,6 +206,7 @@ def native_layer(layer: LayerAttention, key_cache: torch.Tensor, value_cache: to
         layer.sliding_window or 0,
         layer.scaling,
         layer.softcap or 0.0,
+        is_packed(key_cache),
     )
 
 

@@ -123,6 +123,7 @@ class FlashInferAttention:
 
     name = "flashinfer"
     observes = False
+    reads_packed = False
 
     def __init__(self, device: torch.device, make_wrapper: MakeWrapper) -> None:
         """Allocate the workspace on `device`; `make_wrapper` is what `load_flashinfer` returned."""

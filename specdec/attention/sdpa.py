@@ -17,6 +17,7 @@ import torch
 from specdec.attention.base import LayerAttention
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.slots import PoolSlots
+from specdec.kv.packed_rows import is_packed, unpack_rows
 
 _MAX_GATHERED_KEYS = 1 << 17
 """Keys gathered at once: they are copied, so this bounds the memory that a step needs beside the pool."""
@@ -57,6 +58,7 @@ class SdpaAttention:
 
     name = "sdpa"
     observes = False
+    reads_packed = True
 
     def begin(self, metadata: AttentionMetadata) -> _Plan:
         """Group the step's sequences and find the pool coordinates of its rows."""
@@ -188,8 +190,8 @@ def _attend(
     num_sequences, query_len = len(group.context_lens), group.query_len
     num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
     ratio = layer.num_heads // num_kv_heads
-    keys = _gather(key_cache, group)
-    values = _gather(value_cache, group)
+    keys = _gather(key_cache, group, query.dtype)
+    values = _gather(value_cache, group, query.dtype)
     if group.padding is not None:
         values.masked_fill_(group.padding, 0.0)
     by_head = query.reshape(num_sequences, query_len, num_kv_heads, ratio, head_dim).permute(0, 2, 3, 1, 4)
@@ -229,8 +231,8 @@ def _weighted_sum(
     return torch.matmul(weights, values).view(shape)
 
 
-def _gather(cache: torch.Tensor, group: _Group) -> torch.Tensor:
-    """[N, G, P, D] -> the group's keys or values, [n, G, L, D], in one copy."""
+def _gather(cache: torch.Tensor, group: _Group, dtype: torch.dtype) -> torch.Tensor:
+    """[N, G, P, D] -> the group's keys or values, [n, G, L, D], in one copy; packed ones become `dtype`."""
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
     index = group.head_tables.get(num_kv_heads)
     if index is None:
@@ -240,4 +242,6 @@ def _gather(cache: torch.Tensor, group: _Group) -> torch.Tensor:
     # The view makes (block, head) one dimension, because index_select along a middle one copies the pool.
     blocks = cache.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, index)
     gathered = blocks.view(len(group.context_lens), num_kv_heads, -1, head_dim)
+    if is_packed(cache):
+        gathered = unpack_rows(gathered, dtype)
     return gathered[:, :, : group.num_keys]

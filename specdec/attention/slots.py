@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.attention.metadata import AttentionMetadata
+from specdec.kv.packed_rows import is_packed, pack_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class PoolSlots:
     def write(
         self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
     ) -> None:
-        """Write key and value [T, G, D] into one layer's pools [N, G, P, D]."""
+        """Write key and value [T, G, D] into one layer's pools [N, G, P, D], or packed ones."""
+        if is_packed(key_cache):
+            key, value = pack_rows(key), pack_rows(value)
         key_cache.transpose(1, 2)[self.blocks, self.offsets] = key
         value_cache.transpose(1, 2)[self.blocks, self.offsets] = value

@@ -102,6 +102,7 @@ class TritonPagedAttention:
 
     name = "triton"
     observes = False
+    reads_packed = False
 
     def __init__(self, device: torch.device, *, max_context: int, splits_all: bool = False) -> None:
         """Prepare for one device and model.

@@ -32,3 +32,5 @@ class TargetDescription:
     """Whether it is promised that what a request gets does not depend on what else is in the batch."""
     drafts_itself: bool = False
     """Whether it takes works with `num_self_drafted`."""
+    device: str = ""
+    """What it runs on (its first rank), in words: what it costs depends on that. Empty: not known."""

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-SeriesKind = Literal["counter", "gauge"]
-"""counter: grows from the start on; gauge: how it is now."""
+SeriesKind = Literal["counter", "gauge", "histogram"]
+"""counter: grows from the start on; gauge: how it is now; histogram: a part of one (NAME_bucket, NAME_sum or
+NAME_count), which grows as well."""
 Combination = Literal["sum", "mean", "max"]
 """How the values of several engines become one."""
+_ENDS_A_LABEL = str.maketrans('"\\\n', "___")
 
 
 class Series(NamedTuple):
@@ -26,6 +28,11 @@ class Series(NamedTuple):
 def name_of(series: str) -> str:
     """Return the metric's name of a key like `rounds{mode="lockstep"}`."""
     return series.partition("{")[0]
+
+
+def as_label(text: str) -> str:
+    """Return a text as the value of a label in such a key: without what would end it."""
+    return text.translate(_ENDS_A_LABEL)
 
 
 def combine(snapshots: Iterable[Mapping[str, float]], known: Mapping[str, Series]) -> dict[str, float]:

@@ -131,6 +131,18 @@ class Eagle3(FeatureDrafter):
     def borrowed(self) -> frozenset[Borrowed]:
         return frozenset({"embeddings"} if self.embed_tokens is None else ())
 
+    @torch.no_grad()
+    def start_from_target(self) -> None:
+        """Start with the target's final norm, and with the rows of its LM head for the ids that are known.
+
+        What tokens look like is then not to be learnt again. The sizes must be the target's.
+        """
+        weight = self.target.head.weight
+        assert isinstance(weight, torch.Tensor)
+        ids = slice(None) if self._vocabulary is None else self._vocabulary.target_ids
+        self.lm_head.weight.copy_(weight[ids])
+        self.norm.load_state_dict(self.target.final_norm.state_dict())
+
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)

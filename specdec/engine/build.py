@@ -95,7 +95,9 @@ def build_parts(
         target.close()
         raise
     try:
-        controller = build_controller(config, target, proposer)
+        controller = build_controller(
+            config, target, proposer, draft_devices=draft_devices_of(config.speculative_config)
+        )
     except BaseException:
         proposer.close()
         target.close()
@@ -127,6 +129,15 @@ def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer
         max_model_len=target.max_model_len,
     )
     return create_proposer(config.speculative_config, facts)
+
+
+def draft_devices_of(config: SpeculativeConfig) -> tuple[str, ...]:
+    """Return what draft models run on that are loaded in this process."""
+    from specdec.model.device_name import device_name
+    from specdec.model.loader import resolve_device
+
+    names = (device_name(resolve_device(one.device)) for one in config.choices if one.model is not None)
+    return tuple(sorted(set(names)))
 
 
 def draft_bytes(config: SpeculativeConfig) -> int:
@@ -207,6 +218,7 @@ def _build_whole_target(
         + (0 if heads is None else heads.later_bytes),
         backend=backend,
         hidden_layers=hidden_layers,
+        drafts_packed=config.speculative_config.kv.is_packed,
     )
     _require_length(config, runner)
     graphs = accelerate(runner, config.target.compile)
@@ -322,7 +334,7 @@ def _view_of(config: EngineConfig, loaded: LoadedModel) -> LoadedModel | None:
 
         assert speculative.quantization is not None
         return with_fewer_bits(loaded, speculative.quantization)
-    return None
+    return loaded if speculative.kv.is_packed else None
 
 
 def _part_runner(
@@ -333,7 +345,9 @@ def _part_runner(
     from specdec.model.pipeline import StageRunner
     from specdec.model.runner import ModelRunner
 
-    make: Callable[..., ModelRunner] = ModelRunner
+    make: Callable[..., ModelRunner] = partial(
+        ModelRunner, drafts_packed=config.speculative_config.kv.is_packed
+    )
     if loaded.stage is not None:
         make = partial(StageRunner, micro_batch_tokens=config.target.pipeline_micro_batch_tokens)
     return make(

@@ -60,10 +60,9 @@ class EngineConfig(StrictConfig):
     def _check_self_speculation(self) -> Self:
         method, target = self.speculative_config.method, self.target
         if self.speculative_config.is_self_drafting and target.pipeline_parallel_size > 1:
-            instead = "" if method == "quantized" else ", or use tensor_parallel_size"
             raise ValueError(
                 f"speculative_config.method: {method} does not go with target.pipeline_parallel_size: "
-                f"{target.pipeline_parallel_size} yet: write 1{instead}"
+                f"{target.pipeline_parallel_size} yet: write 1, or use tensor_parallel_size"
             )
         drafting = self.speculative_config.at_target
         shape = tree_shape(drafting.tree)
@@ -77,11 +76,6 @@ class EngineConfig(StrictConfig):
                 f"speculative_config.tree.shape: {drafting.tree.shape} does not go with method "
                 f"{drafting.method} and target.tensor_parallel_size: {target.tensor_parallel_size}: no rank "
                 "knows how likely a token is among all: write shape: static"
-            )
-        if method == "quantized" and target.tensor_parallel_size > 1:
-            raise ValueError(
-                "speculative_config.method: quantized does not go with target.tensor_parallel_size: "
-                f"{target.tensor_parallel_size} yet: scales would depend on how the weights are cut"
             )
         if method == "quantized" and target.quantization is not None:
             raise ValueError(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import metadata
 from pathlib import Path
+
+import msgspec
 
 from specdec.core.clock import MonotonicClock
 from specdec.core.description import TargetDescription
@@ -42,6 +44,7 @@ def build_controller(
     proposer: Proposer,
     *,
     modes: Sequence[OverlapMode] = ("lockstep",),
+    draft_devices: Collection[str] = (),
     progress: ProfileProgress | None = None,
 ) -> SpeculationController:
     """Return the controller that a configuration asks for, with measured costs where it needs them.
@@ -53,6 +56,7 @@ def build_controller(
         target: what will verify.
         proposer: what will draft.
         modes: the overlaps that are possible with these two.
+        draft_devices: what drafters run on, as far as it is known; see `cost_profile_of`.
         progress: hears how far the measurements are, where there are any.
 
     Raises:
@@ -62,7 +66,8 @@ def build_controller(
     speculative = config.speculative_config
     if speculative.method == "none" or speculative.controller == "fixed":
         return controller_for(config, assumed_profile(), modes)
-    return controller_for(config, cost_profile_of(config, target, proposer, progress), modes)
+    costs = cost_profile_of(config, target, proposer, draft_devices=draft_devices, progress=progress)
+    return controller_for(config, costs, modes)
 
 
 def modes_of(proposer: ProposerCapabilities) -> tuple[OverlapMode, ...]:
@@ -93,8 +98,11 @@ def controller_for(
     if speculative.method == "none":
         return FixedController(0)
     drafter_caps: tuple[int, ...] = ()
+    budgeted: int | None = None
     if speculative.method == "several":
         drafter_caps = tuple(one.num_speculative_tokens for one in speculative.choices)
+        has_budget = [one.kv.policy != "full" for one in speculative.choices]
+        budgeted = has_budget.index(True) if any(has_budget) else None
     if speculative.controller == "fixed":
         return FixedController(
             speculative.num_speculative_tokens,
@@ -111,6 +119,7 @@ def controller_for(
         max_rows=config.scheduler.max_num_batched_tokens,
         max_sequences=config.scheduler.max_num_seqs,
         drafter_caps=drafter_caps,
+        budgeted_drafter=budgeted,
         kv_budgets=() if kv.policy == "full" else kv.budgets,
         keeps_kv_budgets=not speculative.is_self_drafting,
     )
@@ -118,9 +127,16 @@ def controller_for(
 
 
 def cost_profile_of(
-    config: EngineConfig, target: Target, proposer: Proposer, progress: ProfileProgress | None = None
+    config: EngineConfig,
+    target: Target,
+    proposer: Proposer,
+    *,
+    draft_devices: Collection[str] = (),
+    progress: ProfileProgress | None = None,
 ) -> CostProfile:
     """Return what rounds cost here: as it was measured before, or measured now, or assumed.
+
+    What drafts cost on other devices than `draft_devices`, where these are known, is of no use.
 
     Raises:
         TransportError: the target is lost.
@@ -138,10 +154,15 @@ def cost_profile_of(
     )
     store = ProfileStore(speculative.profile_dir)
     known = store.load(plan.key)
+    devices = tuple(sorted({one for one in draft_devices if one}))
+    if known is not None and devices and known.draft_devices != devices:
+        known = msgspec.structs.replace(known, draft=(), other_drafts=(), draft_devices=())
     if known is not None and (all(known.drafts) or not drafts_anything(proposer, plan)):
         return known
     # Without costs of drafts, they are measured at the next start: draft workers may not be there yet.
     profile = measure_profile(target, proposer, plan, known=known, progress=progress)
+    if any(profile.drafts):
+        profile = msgspec.structs.replace(profile, draft_devices=devices)
     if profile != known:
         store.save(profile)
     return profile
@@ -160,6 +181,7 @@ def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
     return profile_key(
         target=description.revision,
         dtype=description.dtype,
+        device=description.device,
         invariant=description.batch_invariant,
         blocks=f"{description.num_blocks}x{description.block_size}",
         target_setup=target.model_dump_json(exclude={"model"}),

@@ -12,8 +12,9 @@ from specdec.core.errors import ConfigError, TransportError
 from specdec.core.ids import RequestId
 from specdec.core.plan import WorkResult
 from specdec.core.proposal import Proposal
+from specdec.engine.draft_counts import DrafterCounts
 from specdec.engine.live_request import LiveRequest
-from specdec.engine.metrics import DrafterCounts, DropReason, EngineMetrics
+from specdec.engine.metrics import DropReason, EngineMetrics
 from specdec.engine.proposal_check import ProposalCheck, plainly
 from specdec.engine.target import TargetDescription
 from specdec.proposers.base import Proposer

@@ -23,6 +23,10 @@ _MAX_SEQUENCES: Final = 1024
 """Of one coordinator: more than any serves at a time. The one not heard of for longest gives way."""
 
 
+_MOST_ARRIVALS: Final = 1024
+"""Taken in before drafts are made of what has come: who sends on and on keeps nobody waiting."""
+
+
 @dataclass(slots=True)
 class _Kept:
     epoch: int
@@ -168,7 +172,7 @@ class HiddenInbox:
         return sum(kept.rows.num_rows for kept in self._kept[coordinator].values())
 
     def _take_arrivals(self) -> None:
-        while True:
+        for _ in range(_MOST_ARRIVALS):
             try:
                 self._take(self._channel.receive(0))
             except ChannelTimeout:

@@ -36,6 +36,7 @@ from specdec.engine.work_rows import (
 from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
+from specdec.model.device_name import device_name
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_loop import ChainStart
@@ -59,6 +60,8 @@ class _SequenceState:
     shift: PositionShift | None
     scores: BlockScores | None
     """What its own drafts are to attend to; None: the length says."""
+    num_copied: int = 0
+    """Tokens whose K/V are where its own drafts attend to them."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
 
 
@@ -118,7 +121,9 @@ class LocalTarget:
         self._self_drafter: SelfDrafter | None = None
         if self_drafting is not None:
             assert self._judge is None, "drafts at the noise of the target are for sample_and_match"
-            self._self_drafter = SelfDrafter(view or runner, sampler, self_drafting, self_tree)
+            drafting = view or runner
+            packed = drafting.packed_copy if drafting.attends_packed else None
+            self._self_drafter = SelfDrafter(drafting, sampler, self_drafting, self_tree, packed)
         self.hidden: KeptRows | None = None
         """Hidden states of its sequences, where the runner keeps some."""
         if runner.hidden is not None and runner.taps is not None:
@@ -150,6 +155,7 @@ class LocalTarget:
             quantization=loaded.quantization,
             batch_invariant=loaded.invariant is not None,
             drafts_itself=self_drafting is not None or make_drafter is not None,
+            device=device_name(loaded.device),
         )
 
     @property
@@ -245,6 +251,10 @@ class LocalTarget:
         drafting = [work for work in step.works if work.num_self_drafted]
         budgets = [work.kv_budget for work in drafting]
         starts = [self._start(work) for work in drafting]
+        states = [self._sequences[work.request_id] for work in drafting]
+        drafter.catch_up(starts, [state.num_copied for state in states])
+        for state, start in zip(states, starts, strict=True):
+            state.num_copied = start.start
         made = iter(drafter.draft(starts, self._scores_of(drafting), budgets))
         drafts = [next(made) if work.num_self_drafted else SelfDraft() for work in step.works]
         works = tuple(

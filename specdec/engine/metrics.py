@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specdec.core.outputs import FinishReason
+from specdec.engine.draft_counts import DrafterCounts, DraftsByKind, MethodCounts
+from specdec.engine.latencies import Latencies
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.scheduling.speculation.modes import OverlapMode
 
@@ -17,46 +19,6 @@ sampled as the verification rule needs it."""
 
 RefusalReason = Literal["full", "late", "displaced"]
 """Why a request was not served: the queue was full; it would have been late; it had to leave a full queue."""
-
-
-@dataclass(slots=True)
-class MethodCounts:
-    """Proposals by one method."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-
-@dataclass(slots=True)
-class DrafterCounts(MethodCounts):
-    """Proposals by one of several drafters, or of one that is not heard."""
-
-    num_requests: int = 0
-    """Requests that it has drafted for; one that changed its drafter counts for each."""
-    draft_s: float = 0.0
-    """What it took."""
-
-    def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one proposal that something has become of."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
-
-    @property
-    def tokens_per_pass(self) -> float | None:
-        """Tokens of a round with a proposal: the accepted ones and one more; None: there was none."""
-        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
-
-    def series(self, prefix: str, labels: str) -> Mapping[str, float]:
-        """Return all values by name, `prefix` before and `labels` behind it."""
-        return {
-            f"{prefix}_num_drafts{labels}": self.num_drafts,
-            f"{prefix}_num_draft_tokens{labels}": self.num_draft_tokens,
-            f"{prefix}_num_accepted_tokens{labels}": self.num_accepted_tokens,
-            f"{prefix}_num_requests{labels}": self.num_requests,
-            f"{prefix}_time_seconds{labels}": self.draft_s,
-        }
 
 
 @dataclass(slots=True)
@@ -75,12 +37,20 @@ class EngineMetrics:
     """[i]: how often draft token i of a proposal was accepted; of a tree, one at depth i."""
     other_methods: dict[str, MethodCounts] = field(default_factory=dict)
     """The part of all these that was not drafted by `method`: what stood in, and what grammars forced."""
+    by_kind: DraftsByKind = field(default_factory=DraftsByKind)
+    """All proposals that were verified, by what they were for."""
     by_drafter: dict[str, DrafterCounts] = field(default_factory=dict)
     """Of several drafters, by their names: all proposals that were verified."""
     by_shadow: dict[str, DrafterCounts] = field(default_factory=dict)
     """Of drafters that are not heard: proposals that were compared with what was generated."""
     num_running_by_drafter: Counter[str] = field(default_factory=Counter)
     """Requests that have each of several drafters."""
+    num_verified_requests: int = 0
+    """Requests in the batches that the target was given, added up over rounds."""
+    num_verified_rows: int = 0
+    """Tokens in these batches."""
+    num_places: int = 0
+    """Requests that these batches had room for."""
     num_moved_kv: int = 0
     """Accepted tokens of trees whose K/V had to be moved to their places."""
     num_rows_beside: int = 0
@@ -104,19 +74,23 @@ class EngineMetrics:
     prefix_cache_hits: int = 0
     """Of these, tokens that were found: they were not computed."""
     round_s: float = 0.0
-    """From planning to commit."""
+    """From the end of a round, or the beginning of work, to the end of the next round."""
     draft_s: float = 0.0
     """Waiting for proposals."""
+    draft_latencies: Latencies = field(default_factory=Latencies)
+    """The same of each round that drafts were asked for in."""
     drafting_s: float = 0.0
     """T_draft, where drafts come from elsewhere, as whoever drafted measures it."""
     hidden_drafting_s: float = 0.0
     """The part of it in which the target had something to verify."""
     verify_s: float = 0.0
     """From the submission of a step to its answer."""
+    verify_latencies: Latencies = field(default_factory=Latencies)
+    """The same of each round."""
     target_forward_s: float = 0.0
     target_sample_s: float = 0.0
     coordinator_s: float = 0.0
-    """The rest of the rounds: planning, packing, committing, detokenizing."""
+    """The rest of the rounds: planning, packing, committing, detokenizing, and what is done between them."""
     finished: Counter[FinishReason] = field(default_factory=Counter)
     speculation: ControllerState = field(default_factory=ControllerState)
     """What the speculation controller has decided last."""
@@ -143,10 +117,7 @@ class EngineMetrics:
 
     def count_other_method(self, method: str, num_drafted: int, num_accepted: int) -> None:
         """Count that a proposal, counted already, was by another method than `method`."""
-        counts = self.other_methods.setdefault(method, MethodCounts())
-        counts.num_drafts += 1
-        counts.num_draft_tokens += num_drafted
-        counts.num_accepted_tokens += num_accepted
+        self.other_methods.setdefault(method, MethodCounts()).count(num_drafted, num_accepted)
 
     def by_method(self) -> Mapping[str, MethodCounts]:
         """Return the counts of every method that has proposed something (any thread)."""
@@ -170,6 +141,9 @@ class EngineMetrics:
         """
         values: dict[str, float] = {
             "rounds": self.num_rounds,
+            "verify_batch_requests": self.num_verified_requests,
+            "verify_batch_rows": self.num_verified_rows,
+            "verify_batch_places": self.num_places,
             "spec_decode_num_drafts": self.num_drafts,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
@@ -211,6 +185,9 @@ class EngineMetrics:
             values[f'spec_decode_num_accepted_tokens_by_method{{method="{method}"}}'] = (
                 counts.num_accepted_tokens
             )
+        values.update(self.by_kind.series())
+        values.update(self.draft_latencies.series("round_draft_seconds"))
+        values.update(self.verify_latencies.series("round_verify_seconds"))
         for prefix, counts_of in (("drafter", self.by_drafter), ("shadow", self.by_shadow)):
             for name, its in dict(counts_of).items():
                 values.update(its.series(prefix, f'{{drafter="{name}"}}'))

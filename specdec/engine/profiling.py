@@ -183,29 +183,35 @@ class TargetProfiler:
         """Return what steps took, at least one, whatever the time."""
         budget_s = deadline.left_s
         points: list[VerifyPoint] = []
-        for index, shape in enumerate(self.shapes()):
+        for index, shapes in enumerate(self.shapes()):
             if points and deadline.left_s <= 0.0:
                 break
-            if shape.is_long and self._long and not self._long[0].is_admitted:
+            if len(shapes) > 1 and self._long and not self._long[0].is_admitted:
                 self._fill_long(self._clock.now_s() + budget_s * _LONG_SHARE)
-            if not shape.is_long or self._long:
-                points.append(self._point(shape, deadline, repeats=1 if index == 0 else _NUM_REPEATS))
+            there = [shape for shape in shapes if self._long or not shape.is_long]
+            for point in self._points(there, deadline, repeats=1 if index == 0 else _NUM_REPEATS):
+                points.append(point)
                 progress()
         return points
 
-    def shapes(self) -> list[_Shape]:
-        """Return the steps to measure, those that tell most first."""
-        shapes = [_Shape(1, 1)]  # once for nothing: what is done first is not what is done often
-        if self._long:
-            pairs = [
-                _Shape(_NUM_LONG, rows * _NUM_LONG, is_long) for rows in (1, 4) for is_long in (False, True)
-            ]
-        else:
-            pairs = []
+    def shapes(self) -> list[tuple[_Shape, ...]]:
+        """Return the steps to measure, those that tell most first, and together those to be compared.
+
+        What a token of context costs is a small difference of two steps: they take turns, or it would be the
+        machine's own ups and downs.
+        """
+        first = _Shape(1, 1)  # once for nothing: what is done first is not what is done often
+        pairs = [
+            (_Shape(_NUM_LONG, rows * _NUM_LONG), _Shape(_NUM_LONG, rows * _NUM_LONG, is_long=True))
+            for rows in ((1, 4) if self._long else ())
+        ]
         sizes = [rows for rows in _FIRST_ROWS if rows <= self._plan.max_num_batched_tokens]
-        plain = [_Shape(self._num_sequences(rows), rows) for rows in sizes]
-        plain = [shape for shape in plain if shape.num_rows <= shape.num_sequences * _MOST_ROWS_PER_SEQUENCE]
-        return [*shapes, *plain[:5], *pairs, *plain[5:]]
+        plain = [
+            (shape,)
+            for shape in (_Shape(self._num_sequences(rows), rows) for rows in sizes)
+            if shape.num_rows <= shape.num_sequences * _MOST_ROWS_PER_SEQUENCE
+        ]
+        return [(first,), *plain[:5], *pairs, *plain[5:]]
 
     def draft_shapes(self, most: int) -> list[tuple[int, bool, int]]:
         """Return (sequences, whether they are long, draft tokens) to measure, those that tell most first."""
@@ -281,28 +287,36 @@ class TargetProfiler:
                 one.is_admitted = False
             self._long = []
 
-    def _point(self, shape: _Shape, deadline: _Deadline, repeats: int) -> VerifyPoint:
-        sequences = (self._long if shape.is_long else self._short)[: shape.num_sequences]
-        numbers = [
-            shape.num_rows // len(sequences) + (index < shape.num_rows % len(sequences))
-            for index in range(len(sequences))
-        ]
-        seconds: list[float] = []
-        while len(seconds) <= repeats:
-            works = [
-                self._work(one, one.context, number, number)
-                for one, number in zip(sequences, numbers, strict=True)
-            ]
-            seconds.append(self._run(self._step(works, sequences)))
-            if len(seconds) >= 2 and deadline.left_s <= 0.0:
+    def _points(self, shapes: Sequence[_Shape], deadline: _Deadline, repeats: int) -> list[VerifyPoint]:
+        """Return what steps of these shapes take, in turn."""
+        seconds: list[list[float]] = [[] for _ in shapes]
+        for turn in range(repeats + 1):
+            for shape, own in zip(shapes, seconds, strict=True):
+                own.append(self._timed(shape))
+            if turn >= 1 and deadline.left_s <= 0.0:
                 break
         # The first time is left out: buffers grow, kernels are chosen.
-        return VerifyPoint(
-            num_sequences=len(sequences),
-            context_tokens=sum(one.context for one in sequences),
-            num_rows=shape.num_rows,
-            seconds=_middle(seconds[1:] or seconds),
-        )
+        return [
+            VerifyPoint(
+                num_sequences=len(sequences := self._sequences(shape)),
+                context_tokens=sum(one.context for one in sequences),
+                num_rows=shape.num_rows,
+                seconds=_middle(own[1:] or own),
+            )
+            for shape, own in zip(shapes, seconds, strict=True)
+        ]
+
+    def _sequences(self, shape: _Shape) -> Sequence[_TargetSequence]:
+        return (self._long if shape.is_long else self._short)[: shape.num_sequences]
+
+    def _timed(self, shape: _Shape) -> float:
+        sequences = self._sequences(shape)
+        least, more = divmod(shape.num_rows, len(sequences))
+        works = [
+            self._work(one, one.context, number := least + (index < more), number)
+            for index, one in enumerate(sequences)
+        ]
+        return self._run(self._step(works, sequences))
 
     def _step(self, works: Sequence[TargetWork], sequences: Sequence[_TargetSequence]) -> TargetStep:
         admitted = tuple(self._admission(one) for one in sequences if not one.is_admitted)
@@ -511,7 +525,9 @@ def measure_profile(
         else DraftProfiler(one, target.description.vocab_size, own_plan, clock)
         for one in members
     ]
-    num_planned = (len(steps.shapes()) if known is None else 0) + sum(len(one.shapes()) for one in profilers)
+    num_planned = (sum(map(len, steps.shapes())) if known is None else 0) + sum(
+        len(one.shapes()) for one in profilers
+    )
     counter = _Counter(num_planned, progress)
     drafts: list[tuple[DraftPoint, ...]] = []
     try:

@@ -37,6 +37,8 @@ from specdec.transport.status import DraftLinkStatus
 
 _LONGEST_S = 1e12
 """No clock shows more seconds."""
+_MOST_ARRIVALS = 4096
+"""Heard between two rounds: a draft worker that talks on and on keeps nobody from the next one."""
 
 
 class _PrefixKey(NamedTuple):
@@ -448,7 +450,7 @@ class RemoteProposer:
         """Hear what arrived since the last call, if one was due: even a stale one tells of its sender."""
         if not self._reading and all(talk.asked is None for talk in self._talks.values()):
             return
-        while True:
+        for _ in range(_MOST_ARRIVALS):
             try:
                 self._take(self._channel.receive(0), this_round)
             except ChannelTimeout:

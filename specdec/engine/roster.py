@@ -75,6 +75,11 @@ class Roster:
         return self._allocator.num_used / self._allocator.num_usable
 
     @property
+    def max_num_seqs(self) -> int:
+        """Requests that run at once, at most."""
+        return self._config.max_num_seqs
+
+    @property
     def cohort_size(self) -> int:
         """Half of the running requests, rounded up: what one of two rounds in flight takes."""
         return -(-len(self.running) // 2)

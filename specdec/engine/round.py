@@ -20,11 +20,13 @@ from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.rows_beside import RowsBeside
+from specdec.engine.draft_counts import DraftKind
 from specdec.engine.drafting import Drafting, Proposals
 from specdec.engine.grammar_drafts import masked_draft
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import EngineMetrics
 from specdec.engine.roster import Roster
+from specdec.engine.round_times import RoundTimes
 from specdec.engine.service import GRAMMAR_FAILED
 from specdec.engine.shadows import Shadows
 from specdec.engine.target import Target
@@ -126,8 +128,7 @@ class RoundLoop:
         self._flights: deque[_Flight] = deque()
         self._landed_s: float | None = None
         """When the last round ended, if there has been work since."""
-        self._waited_s = 0.0
-        """During the present call: for drafts and for the target."""
+        self._times = RoundTimes(metrics, clock)
         self._target_done_s = 0.0
         """About when the target had done the last flight that has landed."""
 
@@ -136,31 +137,36 @@ class RoundLoop:
         """Rounds that have been launched and not landed."""
         return len(self._flights)
 
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._flights) or len(self._roster) > 0
+
     def run(self) -> list[RequestOutput]:
         """Launch what there is to launch, land the oldest flight and return what it brought.
 
         Raises:
             TransportError: the target is lost. No sequence of a flight that has not landed has advanced.
         """
-        started_s = self._clock.now_s()
-        self._waited_s = 0.0
+        self._times.begin()
         mode = self._mode()
         while len(self._flights) < _DEPTHS[mode] and self._launch(mode):
             pass
         outputs = self._land(self._flights.popleft())
-        elapsed_s = self._clock.now_s() - started_s
-        self._metrics.round_s += elapsed_s
-        self._metrics.coordinator_s += elapsed_s - self._waited_s
+        self._times.end(has_work=self._has_work)
         return outputs
 
     def abandon(self) -> None:
         """Forget what is in flight: the target is lost."""
         self._flights.clear()
+        self._times.rest()
 
     def release(self, request_id: RequestId) -> None:
         """Have everybody who drafts forget a request that has left the roster."""
         self._proposer.release((request_id,))
         self._shadows.release(request_id)
+        if not self._has_work and not self._times.is_in_round:  # the next request may come in an hour
+            self._times.rest()
+            self._landed_s = None
 
     def _mode(self) -> OverlapMode:
         """Return the controller's mode, where the proposer is of a kind that it works with."""
@@ -187,7 +193,7 @@ class RoundLoop:
         self._target.submit(step)
         shadow_s = self._shadows.draft(lives)
         draft_s = proposed_s - planned_s
-        self._waited_s += draft_s
+        self._times.waited(draft_s)
         flight = _Flight(
             mode=mode,
             step=step,
@@ -216,7 +222,7 @@ class RoundLoop:
         awaited_s = self._clock.now_s()
         result = self._collect(flight.step)
         verified_s = self._clock.now_s()
-        self._waited_s += verified_s - awaited_s
+        self._times.waited(verified_s - awaited_s)
         landing = self._commit(flight, result, verified_s)
         for work, answer in zip(flight.step.works, result.results, strict=True):
             if work.beside is not None:
@@ -449,7 +455,8 @@ class RoundLoop:
         if not self._rule.exact and not live.params.is_greedy:
             self._metrics.num_lossy_tokens += num_kept
             live.stats.speculation.num_lossy_tokens += num_kept
-        outcome = self._count_draft(live, proposal, verdict.accepted_nodes[:num_kept])
+        kind = DraftKind.of(live.request, first_place - live.num_prompt_tokens)
+        outcome = self._count_draft(live, proposal, verdict.accepted_nodes[:num_kept], kind)
         if not proposal.is_fallback:
             self._drafting.count(live, drafter, outcome.num_drafted, outcome.num_accepted)
         (landing.stand_ins if proposal.is_fallback else landing.outcomes).append(outcome)
@@ -473,11 +480,12 @@ class RoundLoop:
         return output
 
     def _count_draft(
-        self, live: LiveRequest, proposal: Proposal, accepted_nodes: tuple[int, ...]
+        self, live: LiveRequest, proposal: Proposal, accepted_nodes: tuple[int, ...], kind: DraftKind
     ) -> DraftOutcome:
         num_drafted, num_accepted, parents = proposal.num_tokens, len(accepted_nodes), proposal.parents
         depth = None if parents is None else tree(parents).max_depth
         self._metrics.count_draft(num_drafted, num_accepted, depth)
+        self._metrics.by_kind.count(kind, num_drafted, num_accepted)
         if proposal.method != self._metrics.method:
             self._metrics.count_other_method(proposal.method, num_drafted, num_accepted)
         speculation = live.stats.speculation
@@ -508,12 +516,19 @@ class RoundLoop:
         shadow_s = verify_s - max(target_s, verify_s - flight.shadow_s)
         verify_s -= shadow_s
         works = flight.step.works
+        num_rows = sum(map(_num_rows, works, result.results))
         metrics = self._metrics
         metrics.num_rounds += 1
+        metrics.num_verified_requests += len(works)
+        metrics.num_verified_rows += num_rows
+        metrics.num_places += self._roster.max_num_seqs
         metrics.generation_tokens += num_committed
         metrics.rounds_by_mode[flight.mode] += 1
         metrics.draft_s += draft_s
         metrics.verify_s += verify_s
+        metrics.verify_latencies.add(verify_s)
+        if any(flight.budgets.values()):
+            metrics.draft_latencies.add(draft_s)
         thought_s = self._controller.take_thought_s()
         if flight.mode != "lockstep" or self._flights:
             thought_s = 0.0  # it may have thought while it would have waited
@@ -523,7 +538,7 @@ class RoundLoop:
         self._controller.observe(
             RoundObservation(
                 mode=flight.mode,
-                num_rows=sum(map(_num_rows, works, result.results)),
+                num_rows=num_rows,
                 num_sequences=len(works),
                 num_committed=num_committed,
                 num_decoding=sum(work.num_sampled_rows > 0 for work in works),
@@ -545,7 +560,7 @@ class RoundLoop:
                 ahead=flight.ahead,
             )
         )
-        self._landed_s = verified_s if self._flights or len(self._roster) > 0 else None
+        self._landed_s = verified_s if self._has_work else None
 
     def _note_overlap(self, flight: _Flight, target_s: float) -> None:
         """Count how much of the drafting for a flight went on while the target had something to verify."""

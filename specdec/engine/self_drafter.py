@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.kv.block_scores import BlockScores
+from specdec.kv.packed_copy import PackedCopy
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import GeneratingRunner
 from specdec.proposers.draft_loop import ChainStart, NativeDraftLoop, StepwiseDraftLoop
@@ -42,9 +43,15 @@ class SelfDrafter:
         sampler: TokenChooser,
         selection: KvSelection,
         shape: TreeShape | None = None,
+        packed: PackedCopy | None = None,
     ) -> None:
-        """Draft with the target's own `runner` and `sampler`, trees of `shape` where there is one."""
+        """Draft with the target's own `runner` and `sampler`, trees of `shape` where there is one.
+
+        With `packed`, `runner` attends to this copy of the target's K/V.
+        """
         self._selection = selection
+        self._block_size = runner.block_size
+        self._packed = packed
         self._shape = None if shape is None else shape.frugal()
         self._fused = NativeDraftLoop(runner, sampler, runner.vocab_size)
         self._stepwise = StepwiseDraftLoop(runner, sampler, runner.vocab_size)
@@ -70,6 +77,21 @@ class SelfDrafter:
         chains = self._fused.try_draft(selected)
         chains = self._stepwise.draft(selected) if chains is None else chains
         return [SelfDraft(tuple(chain)) for chain in chains]
+
+    def catch_up(self, starts: Sequence[ChainStart], num_copied: Sequence[int]) -> None:
+        """Copy what has been verified, where drafts attend to a copy.
+
+        `num_copied` tokens of each sequence are copied already. Whatever is before a start has been verified;
+        what is behind it is a draft's, and is written again.
+        """
+        if self._packed is None:
+            return
+        size = self._block_size
+        slots: list[int] = []
+        for start, first in zip(starts, num_copied, strict=True):
+            table = start.block_table
+            slots += [table[place // size] * size + place % size for place in range(first, start.start)]
+        self._packed.copy(slots)
 
     def _draft_trees(self, starts: Sequence[ChainStart], shape: TreeShape) -> list[SelfDraft]:
         growths = [shape.begin(min(start.budget, shape.max_nodes)) for start in starts]

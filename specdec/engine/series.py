@@ -14,9 +14,17 @@ _OF_ROUNDS: Mapping[str, Series] = {
     "overlap_rounds": Series(
         "counter", "Rounds by how drafting and verification followed each other.", labels=("mode",)
     ),
-    "round_time_seconds": Series("counter", "Time of all rounds, from planning to commit."),
+    "round_time_seconds": Series("counter", "Time of all rounds, each from the end of the one before."),
     "draft_time_seconds": Series("counter", "Time in which rounds waited for proposals."),
     "verify_time_seconds": Series("counter", "From the submission of the target's steps to their answers."),
+    **{
+        f"{name}_{part}": Series("histogram", text, labels=("le",) if part == "bucket" else ())
+        for name, text in (
+            ("round_draft_seconds", "Waiting for drafts, of each round that they were asked for in."),
+            ("round_verify_seconds", "From the submission of each round to the target's answer."),
+        )
+        for part in ("bucket", "sum", "count")
+    },
     "target_forward_time_seconds": Series("counter", "The target's forwards, as it measures them."),
     "target_sample_time_seconds": Series("counter", "The target's choice of tokens, as it measures it."),
     "coordinator_time_seconds": Series(
@@ -27,6 +35,11 @@ _OF_ROUNDS: Mapping[str, Series] = {
     ),
     "drafting_hidden_time_seconds": Series(
         "counter", "The part of drafting_time_seconds in which the target had something to verify."
+    ),
+    "verify_batch_requests": Series("counter", "Requests in the target's batches, added up over rounds."),
+    "verify_batch_rows": Series("counter", "Tokens in the target's batches, added up over rounds."),
+    "verify_batch_places": Series(
+        "counter", "Requests that the target's batches had room for, added up over rounds."
     ),
     "num_preemptions": Series("counter", "Requests that gave their KV blocks to others."),
     "num_recomputed_tokens": Series("counter", "Tokens computed once more after a preemption."),
@@ -72,6 +85,20 @@ _OF_DRAFTS: Mapping[str, Series] = {
     "spec_decode_num_accepted_tokens_by_method": Series(
         "counter", "Draft tokens accepted, by who made them.", labels=("method",)
     ),
+    **{
+        f"spec_decode_{name}_by_{label}": Series("counter", f"{text}, by {of_what}.", labels=(label,))
+        for label, of_what in (
+            ("request_class", "the class of their request (metadata.class)"),
+            ("temperature", "the temperature of their request, in bands"),
+            ("top_p", "the top_p of their request, in bands"),
+            ("phase", "how many tokens had been generated, in bands"),
+        )
+        for name, text in (
+            ("num_drafts", "Proposals verified"),
+            ("num_draft_tokens", "Draft tokens verified"),
+            ("num_accepted_tokens", "Draft tokens accepted"),
+        )
+    },
     "spec_decode_wasted_draft_tokens": Series("counter", "Draft tokens verified and not accepted."),
     "spec_decode_num_missing_proposals": Series("counter", "Requests drafted for that no proposal came for."),
     "spec_decode_num_proposals_dropped": Series(
@@ -98,7 +125,9 @@ _OF_DRAFTS: Mapping[str, Series] = {
 
 _OF_ONLINE_LEARNING: Mapping[str, Series] = {
     "online_texts_heard": Series("counter", "Texts that ended and may be learnt from, at draft workers."),
-    "online_texts_dropped": Series("counter", "Of these, those that no trainer fetched in time."),
+    "online_texts_dropped": Series(
+        "counter", "Of these, those that no trainer fetched in time, or that one was sent when it was lost."
+    ),
     "online_tokens_buffered": Series("counter", "Tokens of texts that trainers of draft models kept."),
     "online_tokens_dropped": Series("counter", "Of these, those that have given way since."),
     "online_training_steps": Series("counter", "Steps of the optimizers of draft models."),
@@ -116,7 +145,10 @@ _OF_ONLINE_LEARNING: Mapping[str, Series] = {
         "counter", "Of these, those that the version tried would have drafted."
     ),
     "online_trainers_lost": Series(
-        "counter", "Trainers of draft models that died, with the texts they kept."
+        "counter", "Trainers of draft models that died or hung, with the texts they kept."
+    ),
+    "online_errors": Series(
+        "counter", "Other errors between draft workers and trainers; learning pauses after each."
     ),
 }
 

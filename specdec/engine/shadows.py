@@ -13,8 +13,9 @@ from specdec.core.clock import Clock
 from specdec.core.errors import TransportError
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
+from specdec.engine.draft_counts import DrafterCounts
 from specdec.engine.live_request import LiveRequest
-from specdec.engine.metrics import DrafterCounts, EngineMetrics
+from specdec.engine.metrics import EngineMetrics
 from specdec.proposers.several.proposer import ShadowDrafter
 from specdec.scheduling.speculation.drafter_shares import place_of
 from specdec.scheduling.speculation.shadow_scores import would_stand

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from specdec.core.clock import Clock
-from specdec.engine.metrics import EngineMetrics, MethodCounts
+from specdec.engine.draft_counts import MethodCounts
+from specdec.engine.metrics import EngineMetrics
 from specdec.scheduling.speculation.explanation import IN_WORDS, ControllerState
 from specdec.transport.status import (
     ChoiceStatus,
@@ -34,6 +35,7 @@ class _Totals(NamedTuple):
     round_s: float
     draft_wait_s: float
     verify_s: float
+    target_s: float
     coordinator_s: float
     drafting_s: float
     hidden_s: float
@@ -52,6 +54,7 @@ class _Totals(NamedTuple):
             round_s=metrics.round_s,
             draft_wait_s=metrics.draft_s,
             verify_s=metrics.verify_s,
+            target_s=metrics.target_forward_s + metrics.target_sample_s,
             coordinator_s=metrics.coordinator_s,
             drafting_s=metrics.drafting_s,
             hidden_s=metrics.hidden_drafting_s,
@@ -78,7 +81,7 @@ class StatusKeeper:
         self._since = time.time()
         self._max_num_running = max_num_running
         self._incarnation = incarnation
-        self._seen = deque([_Sample(clock.now_s(), _Totals(*[0] * 14), {})])
+        self._seen = deque([_Sample(clock.now_s(), _Totals(*[0] * len(_Totals._fields)), {})])
 
     def take(
         self,
@@ -93,6 +96,8 @@ class StatusKeeper:
             counters: of its proposer.
             draft_workers: as the engine sees them.
         """
+        now = _Sample(self._clock.now_s(), _Totals.of(metrics, counters), _copied(metrics))
+        before = self._remember(now)
         return TargetGroupStatus(
             since=self._since,
             incarnation=self._incarnation,
@@ -100,20 +105,20 @@ class StatusKeeper:
             num_waiting=metrics.num_waiting,
             max_num_running=self._max_num_running,
             kv_cache_usage=metrics.kv_cache_usage,
+            utilization=_utilization(before, now),
             choice=_choice(metrics.speculation, metrics.mean_kv_budget),
-            recent=self._recent(
-                _Sample(self._clock.now_s(), _Totals.of(metrics, counters), _copied(metrics))
-            ),
+            recent=_since(before, now),
             draft_workers=draft_workers,
             drafters=_drafters(metrics),
         )
 
-    def _recent(self, now: _Sample) -> RecentStatus | None:
+    def _remember(self, now: _Sample) -> _Sample:
+        """Return what "recent" counts from."""
         seen = self._seen
         while len(seen) > 1 and seen[1].at_s <= now.at_s - _RECENT_S:
             seen.popleft()
         seen.append(now)
-        return _since(seen[0], now)
+        return seen[0]
 
 
 def _drafters(metrics: EngineMetrics) -> tuple[DrafterStatus, ...]:
@@ -158,6 +163,12 @@ def _since(before: _Sample, after: _Sample) -> RecentStatus | None:
         hit_rate=_ratio(new.num_hits, num_verdicts),
         late_rate=_ratio(new.num_late, num_verdicts),
     )
+
+
+def _utilization(before: _Sample, after: _Sample) -> float:
+    passed_s = after.at_s - before.at_s
+    # A step counts when it has come back, so a long one may be longer than what has passed.
+    return min(1.0, (after.totals.target_s - before.totals.target_s) / passed_s) if passed_s > 0.0 else 0.0
 
 
 def _acceptance_by_method(

@@ -44,14 +44,15 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Layers of one shape are one tensor, so that a block of all of them is copied in one operation.
-        self._stacks: list[torch.Tensor] = []
+        self.stacks: list[torch.Tensor] = []
+        """K and V of the layers of one shape after the other, each [2 * layers, N, G, P, D]."""
         keys: dict[int, torch.Tensor] = {}
         values: dict[int, torch.Tensor] = {}
         for shape in dict.fromkeys(shapes):
             layers = [layer for layer, its in enumerate(shapes) if its == shape]
             size = (2 * len(layers), num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
             stack = _zeros(size, dtype, device)
-            self._stacks.append(stack)
+            self.stacks.append(stack)
             keys.update(zip(layers, stack[: len(layers)], strict=True))
             values.update(zip(layers, stack[len(layers) :], strict=True))
         self.keys = tuple(keys[layer] for layer in range(len(shapes)))
@@ -70,7 +71,7 @@ class KvPool:
         device = self.keys[0].device
         source_index = torch.tensor(sources, dtype=torch.long, device=device)
         destination_index = torch.tensor(destinations, dtype=torch.long, device=device)
-        for stack in self._stacks:
+        for stack in self.stacks:
             stack.index_copy_(1, destination_index, stack.index_select(1, source_index))
 
     def move_slots(self, moves: Sequence[SlotMove]) -> None:
@@ -80,7 +81,7 @@ class KvPool:
         """
         size, device = self.block_size, self.keys[0].device
         sources, destinations = torch.tensor(moves, dtype=torch.long, device=device).T
-        for stack in self._stacks:
+        for stack in self.stacks:
             moved = stack[:, sources // size, :, sources % size]
             stack[:, destinations // size, :, destinations % size] = moved
 

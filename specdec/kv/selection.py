@@ -213,7 +213,7 @@ _BUDGET_SCHEMA = {"anyOf": [_AMOUNT_SCHEMA, {"type": "array", "items": _AMOUNT_S
 
 
 class KvSelectionConfig(StrictConfig):
-    """Which part of a sequence's K/V drafts attend to (`speculative_config.kv`)."""
+    """What drafts attend to of a sequence's K/V: which part, in which numbers (`speculative_config.kv`)."""
 
     policy: KvPolicyName = "full"
     """full: everything; streaming: the first tokens and a window of the last ones; snapkv and verified: the
@@ -232,10 +232,17 @@ class KvSelectionConfig(StrictConfig):
     """snapkv: committed tokens between two scorings, 32 unless given; verified: between two rounds that are
     looked at, 1 unless given: every round."""
 
-    positions: Literal["absolute", "in_cache"] = "absolute"
-    """absolute: tokens that are attended to keep their positions in the text, so a draft model drafts up to
-    its own limit. in_cache: a draft model gives them positions among what it keeps, so that it drafts behind
-    texts of any length; it reads its window again whenever its positions run out."""
+    positions: Literal["auto", "absolute", "in_cache"] = "auto"
+    """Which positions a draft model gives to what it attends to. in_cache: positions among what it keeps, so
+    that it drafts behind texts of any length; it reads its window again whenever its positions run out.
+    absolute: those of the text; refused where the target serves longer texts than the draft model has
+    positions for. auto: in_cache where the target serves longer texts, there is a window and it fits,
+    otherwise absolute."""
+
+    dtype: Literal["auto", "int8"] = "auto"
+    """Numbers of the K/V that drafts attend to. auto: those of the model; int8: a copy of the target's K/V in
+    8 bits, beside it in memory, for methods self, layerskip and quantized. Verification attends to the
+    target's own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -270,6 +277,11 @@ class KvSelectionConfig(StrictConfig):
         """What there is to choose from."""
         amounts = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         return tuple(KvBudget(amount, self.floor) for amount in amounts)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is a copy in 8 bits."""
+        return self.dtype == "int8"
 
     @property
     def is_scored(self) -> bool:

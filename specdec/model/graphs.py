@@ -15,11 +15,13 @@ from dataclasses import replace
 
 import torch
 
+from specdec.attention.base import LayerCaches
 from specdec.attention.cpu import NativeLayer
 from specdec.attention.metadata import slots_of
 from specdec.attention.observation import Observation
 from specdec.core.errors import CheckpointError
-from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
+from specdec.kv.packed_copy import PackedCopy
+from specdec.kv.pool import FIRST_BLOCK, KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.compile_work import CompileWork, build_libraries
 from specdec.model.config import CompileConfig
@@ -36,6 +38,7 @@ from specdec.model.native_compile import (
 from specdec.model.native_forward import NativeForward, StagedForward
 from specdec.model.packed_weights import PackedWeights
 from specdec.model.parallel.shared_slots import RankSlots
+from specdec.model.pool_sizing import kv_shapes
 from specdec.model.recording import NUM_ROWS, CannotLower, single_threaded
 from specdec.model.runner import ForwardInputs, Incoming, ModelRunner
 
@@ -234,7 +237,7 @@ class CompiledForward(CompileWork):
         self.meetings = forward.meetings
         yield CHECK_STAGE
         self._check(forward)
-        self._forward, self._caches = forward, forward.bind_caches(runner.pool)
+        self._forward, self._caches = forward, forward.bind_caches(runner.caches)
         logger.info(
             "%s: forward compiled in %.1f s (%d operations, %.0f MB of packed weights, %d left in place)",
             runner.loaded.path.name,
@@ -268,7 +271,7 @@ class CompiledForward(CompileWork):
             TransportError: a rank is gone.
         """
         runner = self._runner
-        pools = [_small_pool(runner) for _ in range(2)]
+        pools = [_small_caches(runner) for _ in range(2)]
         caches = forward.bind_caches(pools[0])
         largest = 0.0
         for batch in _CHECKED_BATCHES:
@@ -290,7 +293,9 @@ class CompiledForward(CompileWork):
                 difference = relative_difference(compiled.float(), eager.float())
                 largest = difference if not difference <= largest else largest
         # At the end: other ranks go through all batches too.
-        tolerance = tolerance_of(runner.loaded.dtype, is_quantized=runner.loaded.quantization is not None)
+        # Where one of the two rounds to another of 255 steps, packed K and V differ as rounded weights do.
+        is_quantized = runner.loaded.quantization is not None or runner.attends_packed
+        tolerance = tolerance_of(runner.loaded.dtype, is_quantized=is_quantized)
         if not largest <= tolerance:
             what = "logits" if runner.taps is None else "logits or hidden states"
             raise CannotLower(f"its {what} differ from the eager ones by {largest:.1e} (relative)")
@@ -325,17 +330,15 @@ def _hand_on(runner: ModelRunner, compiled: torch.Tensor, eager: torch.Tensor) -
         stage.hand_on(hidden, tag).finish()
 
 
-def _small_pool(runner: ModelRunner) -> KvPool:
-    shapes = [
-        KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in runner.loaded.layers
-    ]
-    return KvPool(
-        shapes,
+def _small_caches(runner: ModelRunner) -> LayerCaches:
+    pool = KvPool(
+        kv_shapes(runner.loaded),
         num_blocks=FIRST_BLOCK + 2 * _CHECKED_BLOCKS,
         block_size=runner.block_size,
         dtype=runner.loaded.dtype,
         device=runner.loaded.device,
     )
+    return PackedCopy(pool) if runner.attends_packed else pool
 
 
 def _checked_slice(runner: ModelRunner, index: int, start: int, num_rows: int) -> SequenceSlice:

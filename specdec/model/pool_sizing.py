@@ -59,7 +59,7 @@ def make_pool(loaded: LoadedModel, config: CacheConfig, demand: PoolDemand, forw
     Raises:
         ResourceError: not one block fits into the memory that is left, or what was asked for does not.
     """
-    shapes = _shapes(loaded)
+    shapes = kv_shapes(loaded)
     max_tokens = demand.max_num_seqs * held_tokens(loaded, demand.max_held_tokens)
     budget: MemoryBudget | None = None
     if not (config.num_blocks or config.memory_bytes):
@@ -85,7 +85,8 @@ def held_tokens(loaded: LoadedModel, max_held_tokens: int | None) -> int:
     return longest if max_held_tokens is None else min(longest, max_held_tokens)
 
 
-def _shapes(loaded: LoadedModel) -> list[KvShape]:
+def kv_shapes(loaded: LoadedModel) -> list[KvShape]:
+    """Return the shapes of K and V of the layers that are here."""
     return [KvShape(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim) for layer in loaded.layers]
 
 
@@ -124,7 +125,7 @@ def _measured_budget(
     # Ranks on one machine take their pools from the same memory; on several, this leaves more free.
     num_sharers = 1 if ranks is None or not is_cpu else ranks.size
     max_tokens = demand.max_num_seqs * held_tokens(loaded, demand.max_held_tokens)
-    needed = (bytes_per_block(_shapes(loaded), 1, loaded.dtype) + demand.row_bytes) * max_tokens
+    needed = (bytes_per_block(kv_shapes(loaded), 1, loaded.dtype) + demand.row_bytes) * max_tokens
     is_small = available is not None and needed * _SMALL_SHARE * num_sharers <= available
     if ranks is not None:  # the forward needs all of them, and those of other layers may need more
         is_small = bool(ranks.smallest(int(is_small)))
@@ -159,7 +160,7 @@ def _peak_bytes(loaded: LoadedModel, block_size: int, demand: PoolDemand, forwar
     device = loaded.device
     slices = _slices(demand.max_num_batched_tokens, loaded.max_model_len, block_size)
     pool = KvPool(
-        _shapes(loaded),
+        kv_shapes(loaded),
         num_blocks=FIRST_BLOCK + 1,
         block_size=block_size,
         dtype=loaded.dtype,

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.core.errors import ConfigError
 from specdec.model.config import INT4_GROUP_SIZES, QuantizationName
+from specdec.model.parallel.surgery import complete_like
 from specdec.model.quantized_linear import (
     PANEL_COLUMNS,
     Bits,
@@ -181,5 +182,7 @@ def replace_layers(
             matrix = matrix.t() if isinstance(module, Conv1D) else matrix
             weight = quantize(_rows_of(matrix), *shape_of(module), scheme)
         parent, _, leaf = layer.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, QuantizedLinear(weight, anything.bias))
+        linear = QuantizedLinear(weight, anything.bias)
+        complete_like(linear, module)
+        setattr(model.get_submodule(parent), leaf, linear)
         anything.weight = None

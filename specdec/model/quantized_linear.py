@@ -109,6 +109,7 @@ class QuantizedLinear(torch.nn.Module):
 
     panels: torch.Tensor
     scales: torch.Tensor
+    bias: torch.nn.Parameter | None
 
     def __init__(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> None:
         """`bias`: [columns], in the dtype of the activations."""
@@ -122,8 +123,15 @@ class QuantizedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., columns], in the dtype of `x`."""
+        return self._product(x, self.bias)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """As `forward`, without the bias."""
+        return self._product(x, None)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         product: torch.Tensor = torch.ops.drafthouse.quantized_linear(
-            x, self.panels, self.scales, self.bias, self.out_features, self.bits
+            x, self.panels, self.scales, bias, self.out_features, self.bits
         )
         return product
 

@@ -12,18 +12,20 @@ from typing import Any, Protocol
 
 import torch
 
-from specdec.attention.base import AttentionBackend, PagedBatch
+from specdec.attention.base import AttentionBackend, LayerCaches, PagedBatch
 from specdec.attention.metadata import AttentionMetadata, build_metadata
 from specdec.attention.observation import Observation
 from specdec.attention.sdpa import SdpaAttention
+from specdec.core.errors import ConfigError
 from specdec.core.plan import SlotMove
 from specdec.kv.config import CacheConfig
 from specdec.kv.hidden_pool import HiddenPool
+from specdec.kv.packed_copy import PackedCopy, packed_bytes_per_token
 from specdec.kv.pool import FIRST_BLOCK, KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice, logit_rows
 from specdec.model.hidden_taps import LayerTaps
 from specdec.model.loader import LoadedModel
-from specdec.model.pool_sizing import PoolDemand, held_tokens, make_pool
+from specdec.model.pool_sizing import PoolDemand, held_tokens, kv_shapes, make_pool
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,7 @@ class ModelRunner:
         max_held_tokens: int | None = None,
         backend: AttentionBackend | None = None,
         hidden_layers: Sequence[int] = (),
+        drafts_packed: bool = False,
     ) -> None:
         """Allocate the pool.
 
@@ -127,6 +130,7 @@ class ModelRunner:
             backend: attention; None takes the portable one.
             hidden_layers: layers whose hidden states are kept (`hidden_taps` numbers them); all ranks that
                 have the last layers are given the same.
+            drafts_packed: whether there is to be a copy of the pool in 8 bits, for a view that drafts.
 
         Raises:
             ConfigError: these hidden states cannot be had.
@@ -139,14 +143,22 @@ class ModelRunner:
         self._model: Any = loaded.model if loaded.invariant is None else loaded.invariant.around(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self.taps = LayerTaps(loaded, hidden_layers) if hidden_layers else None
+        row_bytes = 0 if self.taps is None else self.taps.width * loaded.dtype.itemsize
+        if drafts_packed:
+            self._require_packed_reader()
+            row_bytes += packed_bytes_per_token(kv_shapes(loaded))
         demand = PoolDemand(
-            row_bytes=0 if self.taps is None else self.taps.width * loaded.dtype.itemsize,
+            row_bytes=row_bytes,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             reserved_bytes=reserved_bytes,
             max_held_tokens=max_held_tokens,
         )
         self.pool = make_pool(loaded, cache, demand, self._forward_on)
+        self.packed_copy = PackedCopy(self.pool) if drafts_packed else None
+        """What a view attends to instead of the pool, where it is to read less."""
+        self.caches: LayerCaches = self.pool
+        """What this runner attends to."""
         self.hidden: HiddenPool | None = None
         """Hidden states of `hidden_layers`, where there are such, of every slot of the pool."""
         if self.taps is not None:
@@ -175,14 +187,20 @@ class ModelRunner:
     def of_view(self, view: LoadedModel) -> ModelRunner:
         """Return a runner of a view of the model (`model.views`) on the pool of this one.
 
-        It reads and writes the same K/V, of the layers that it has, and keeps no hidden states. The two may
-        run in turn. It runs eagerly until it is given `graphs` of its own.
+        It reads and writes the same K/V, of the layers that it has, or their packed copy, and keeps no hidden
+        states. The two may run in turn. It runs eagerly until it is given `graphs` of its own.
         """
         other = copy.copy(self)
+        other.caches = self.packed_copy or self.pool
         other.loaded = view
         other._model = view.model if view.invariant is None else view.invariant.around(view.model)
         other.taps = other.hidden = other.graphs = None
         return other
+
+    @property
+    def attends_packed(self) -> bool:
+        """Whether it attends to K/V in 8 bits."""
+        return self.caches is self.packed_copy
 
     def forward(
         self, slices: Sequence[SequenceSlice], observation: Observation | None = None
@@ -235,6 +253,13 @@ class ModelRunner:
         if self.hidden is not None:
             self.hidden.move_slots(moves)
 
+    def _require_packed_reader(self) -> None:
+        if not self.backend.reads_packed:
+            raise ConfigError(
+                "speculative_config.kv.dtype: int8 does not go with attention backend "
+                f"{self.backend.name} yet: leave it out"
+            )
+
     @property
     def kv_generation(self) -> int:
         """See `core.plan.TargetResult.kv_generation`: 0 while the forward runs eagerly, 1 once compiled."""
@@ -256,7 +281,7 @@ class ModelRunner:
         """Run eagerly on a pool that is not ours."""
         return self.forward_eager(self.pack(slices), pool)
 
-    def forward_eager(self, inputs: ForwardInputs, pool: KvPool | None = None) -> torch.Tensor:
+    def forward_eager(self, inputs: ForwardInputs, pool: LayerCaches | None = None) -> torch.Tensor:
         """Run the model's own forward, on our pool unless another is given.
 
         Returns logits [L, vocab] in the model's dtype, or what comes out of the layers that are here.
@@ -266,7 +291,7 @@ class ModelRunner:
         paged = PagedBatch(
             backend=self.backend,
             layers=self.loaded.layers,
-            caches=self.pool if pool is None else pool,
+            caches=self.caches if pool is None else pool,
             metadata=metadata,
             plan=self.backend.begin(metadata),
         )

@@ -208,7 +208,7 @@ def paged_batch(runner: ModelRunner, backend: TritonPagedAttention, work: Static
     return PagedBatch(
         backend=backend,
         layers=loaded.layers,
-        caches=runner.pool,
+        caches=runner.caches,
         metadata=work.metadata,
         plan=backend.static_plan(loaded.layers, loaded.dtype, work),
     )

@@ -61,6 +61,9 @@ def early_exit(loaded: LoadedModel, exit_layer: int) -> LoadedModel:
 def with_fewer_bits(loaded: LoadedModel, name: QuantizationName) -> LoadedModel:
     """Return a model whose linear layers are quantized copies of this one's; all else is shared.
 
+    Of a rank's part of a model, the layers that it has are quantized as they are cut. Scales then depend on
+    the cut, and with them what is drafted.
+
     Raises:
         ConfigError: torchao is missing, or the model cannot be quantized so.
     """
@@ -72,7 +75,8 @@ def with_fewer_bits(loaded: LoadedModel, name: QuantizationName) -> LoadedModel:
             f"speculative_config.quantization: {name} does not go with {loaded.path.name}: {error}"
         ) from error
     hf_model: Any = loaded.model
-    shared = {id(one): one for one in (*hf_model.parameters(), *hf_model.buffers(), loaded.config)}
+    configs = [module.config for module in hf_model.modules() if hasattr(module, "config")]
+    shared = {id(one): one for one in (*hf_model.parameters(), *hf_model.buffers(), loaded.config, *configs)}
     model = copy.deepcopy(loaded.model, shared)
     replace_layers(model, name, {})
     # What is drafted may depend on the batch: it is verified by a forward that does not.

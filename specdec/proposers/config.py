@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
-from specdec.core.errors import ConfigError
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvBudget, KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
@@ -131,7 +129,7 @@ class SpeculativeConfig(StrictConfig):
     that verify."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix the draft model continues, in tokens; None: its own limit. With
-    `kv.positions: in_cache`, the positions that it is given."""
+    `kv.positions: in_cache`, the positions that it is given; texts may be longer."""
     fallback: Literal["none", "ngram", "suffix"] = "none"
     """What a request is proposed in a round that the draft model has nothing for: its drafts were not
     prepared (overlap draft_ahead), its draft worker is late, dead or full, or its text is longer than the
@@ -188,8 +186,8 @@ class SpeculativeConfig(StrictConfig):
     online: OnlineConfig | None = None
     """draft_model: the draft model goes on learning, from what the target writes. None: it does not."""
     kv: KvSelectionConfig = KvSelectionConfig()
-    """Which part of a sequence's K/V drafts attend to, and all of it that a draft model keeps. Output is the
-    same whatever it says."""
+    """What drafts attend to of a sequence's K/V, and all of it that a draft model keeps. Output is the same
+    whatever it says."""
 
     def alone(self, drafter: DrafterConfig) -> Self:
         """Return the configuration of one of `drafters`, as if there were no other."""
@@ -248,8 +246,11 @@ class SpeculativeConfig(StrictConfig):
 
     @property
     def max_prefix_len(self) -> int | None:
-        """Longest prefix (tokens) that is drafted behind, as far as the configuration says."""
-        return None if self.kv.positions == "in_cache" else self.max_model_len
+        """Longest prefix (tokens) that is drafted behind, as far as the configuration says; what else there
+        is to know, draft workers tell (`kv.positions: auto`, see `draft_positions`).
+        """
+        may_be_moved = self.kv.policy != "full" and self.kv.positions != "absolute"
+        return None if may_be_moved else self.max_model_len
 
     @property
     def num_read_behind(self) -> int:
@@ -264,47 +265,6 @@ class SpeculativeConfig(StrictConfig):
         drafts come behind them.
         """
         return 2 * self.cache.block_size + self.num_read_behind
-
-    def require_positions(self, num_positions: int, name: str) -> None:
-        """Check that what `kv` keeps has room in the positions of the draft model `name`, if they count it.
-
-        Raises:
-            ConfigError: it has not; names the setting.
-        """
-        budget = max(self.kv.budgets, key=lambda one: one.smallest)
-        smallest = budget.smallest
-        if self.kv.positions != "in_cache" or smallest + self.num_beside_budget <= num_positions:
-            return
-        setting = "budget" if isinstance(budget.amount, int) else "floor"
-        raise ConfigError(
-            f"speculative_config.kv.{setting}: {smallest} tokens do not fit into the {num_positions} "
-            f"positions of {name} (its own, or speculative_config.max_model_len) with kv.positions: "
-            f"in_cache, beside {self.num_beside_budget} for two blocks and drafts: "
-            f"give at most {max(0, num_positions - self.num_beside_budget)}"
-        )
-
-    def warnings_about(self, name: str, num_positions: int, target_len: int | None) -> Iterator[str]:
-        """Say what the positions of the draft model `name` mean for the texts that the target serves.
-
-        Args:
-            name: of the draft model.
-            num_positions: those that it is given at most.
-            target_len: longest sequence of the target, in tokens; None: not known.
-        """
-        budget = self.kv.largest_budget(num_positions).amount
-        if self.kv.positions == "absolute" and target_len is not None and num_positions < target_len:
-            yield (
-                f"{name} drafts behind texts of up to {num_positions} tokens (its positions, or "
-                f"speculative_config.max_model_len); the target serves up to {target_len}: longer ones go on "
-                "without its drafts. With speculative_config.kv.policy: streaming, kv.positions: in_cache "
-                "lets it draft behind any"
-            )
-        if self.kv.positions == "in_cache" and isinstance(budget, int) and 2 * budget > num_positions:
-            yield (
-                f"speculative_config.kv.budget: {budget} is more than half of the {num_positions} positions "
-                f"of {name}: with kv.positions: in_cache the window is read again after every "
-                f"{num_positions - budget - self.num_beside_budget + 1} tokens"
-            )
 
     @property
     def largest_kv_budget(self) -> KvBudget:
@@ -540,6 +500,11 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError(
                 f"kv.policy: {self.kv.policy} is about what a model attends to that drafts; method "
                 f"{self.method} has none: leave out kv"
+            )
+        if self.kv.dtype != "auto" and not self.is_self_drafting:
+            raise ValueError(
+                f"kv.dtype: {self.kv.dtype} is a copy of the target's K/V for its own drafts, and method "
+                f"{self.method} makes none: leave it out"
             )
         if self.kv.positions == "in_cache" and self.method != "draft_model":
             raise ValueError(

@@ -17,6 +17,7 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_positions import DraftReach, warnings_about, with_positions
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
@@ -170,27 +171,26 @@ def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFact
     """Return how far a draft model reaches; say so where the target reaches further.
 
     Raises:
-        ConfigError: `kv.positions: in_cache`, and what is kept has no room in the model's positions.
+        ConfigError: `kv.positions` does not go with the models.
     """
-    name, limit = loaded.path.name, loaded.max_model_len
+    limit = min(loaded.max_model_len, config.max_model_len or loaded.max_model_len)
+    reach = DraftReach(
+        name=loaded.path.name,
+        num_positions=limit,
+        target_len=target.max_model_len,
+        num_of_one_kind=None if loaded.rotary is None else loaded.rotary.variants.original_len,
+    )
+    config = with_positions(config, reach)
+    for text in warnings_about(config, reach):
+        logger.warning("%s", text)
     if config.kv.positions == "in_cache":
         # Below the length from which K/V depend on it: they never do.
-        length_of_one_kind = limit if loaded.rotary is None else loaded.rotary.variants.original_len
-        num_positions = min(limit, length_of_one_kind, config.max_model_len or limit)
-        config.require_positions(num_positions, name)
-        _warn(config, target, name, num_positions)
-        window = draft_window(config, num_positions)
+        window = draft_window(config, reach.num_in_cache)
         assert window is not None, "checked by SpeculativeConfig"
         return _Reach(window, None, _held_tokens(window, ANY_LENGTH, config), None)
     window = draft_window(config)
-    _warn(config, target, name, min(limit, config.max_model_len or limit))
-    held = None if window is None else _held_tokens(window, limit, config)
+    held = None if window is None else _held_tokens(window, loaded.max_model_len, config)
     return _Reach(window, config.max_model_len, held, loaded.rotary)
-
-
-def _warn(config: SpeculativeConfig, target: TargetFacts, name: str, num_positions: int) -> None:
-    for text in config.warnings_about(name, num_positions, target.max_model_len):
-        logger.warning("%s", text)
 
 
 def draft_window(config: SpeculativeConfig, num_positions: int | None = None) -> DraftWindow | None:

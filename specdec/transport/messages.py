@@ -7,6 +7,7 @@
     ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery, StatusQuery, Recall
     coordinator -> ingress         Welcome, Admitted, Refused, OutputFrame, Pong, MetricsReply, StatusReply,
                                    Recalled
+    ingress -> ingress             DoorReport, DoorTotals
     channel -> channel             LaneOffer, LaneMoved
     coordinator -> target worker   SendHidden
     target worker -> draft worker  HiddenStates, with a tensor
@@ -235,7 +236,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=41):
     """Answer to `Ping`: what the coordinator is serving for this ingress.
 
     Links may lose messages when they break; by comparing, both sides find streams that the other lost.
-    An unasked one has nonce 0, which is no ping's: it tells of draining, and nothing of streams.
+    An unasked one has nonce 0, which is no ping's: it tells of a change of state, and nothing of streams.
     """
 
     nonce: int
@@ -246,6 +247,8 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=41):
     """It takes no more requests."""
     closing: bool = False
     """The whole deployment ends, not this coordinator alone: nobody will replace it."""
+    without_target: bool = False
+    """Its target was lost, and there is no other yet: what it has waits."""
 
 
 class MetricsQuery(msgspec.Struct, frozen=True, array_like=True, tag=42):
@@ -287,6 +290,22 @@ class Recalled(msgspec.Struct, frozen=True, array_like=True, tag=47):
 
     nonce: int
     streams: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class DoorReport(msgspec.Struct, frozen=True, array_like=True, tag=48):
+    """What one ingress has counted, by name, for the ingress that adds up what all have."""
+
+    counters: dict[str, float]
+    gauges: dict[str, float]
+    told: dict[str, float] = {}
+    """The sums that its sender was told last, where it was told by another than the receiver."""
+
+
+class DoorTotals(msgspec.Struct, frozen=True, array_like=True, tag=49):
+    """What all ingresses and target groups have counted, and how they are, by name."""
+
+    counters: dict[str, float]
+    gauges: dict[str, float]
 
 
 class LaneOffer(msgspec.Struct, frozen=True, array_like=True, tag=50):
@@ -381,6 +400,8 @@ Message = (
     | StatusReply
     | Recall
     | Recalled
+    | DoorReport
+    | DoorTotals
     | LaneOffer
     | LaneMoved
     | SendHidden

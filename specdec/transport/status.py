@@ -119,8 +119,12 @@ class TargetGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     max_num_running: int = 0
+    num_continued: int = 0
+    """Of those that run or wait, how many another group had before: their epoch is above 0."""
     kv_cache_usage: float = 0.0
     """0 to 1."""
+    utilization: float = 0.0
+    """0 to 1: of the last seconds, idle time included, the part in which the target computed."""
     choice: ChoiceStatus | None = None
     recent: RecentStatus | None = None
     """None: there were no rounds in the last seconds."""

@@ -14,7 +14,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -53,6 +53,8 @@ class TorchDistChannel:
         self._counters = ChannelCounters()
         self._changed = threading.Condition()
         self._inbox: deque[Envelope] = deque()
+        self._num_waiting: Counter[PeerId] = Counter()
+        """Of the arrivals in the inbox, how many are whose."""
         self._woken = False
         self._closed = False
         self._admitted: dict[PeerId, str] = {}
@@ -123,7 +125,9 @@ class TorchDistChannel:
                 self._require_open()
             if self._inbox:
                 self._counters.received += 1
-                return self._inbox.popleft()
+                envelope = self._inbox.popleft()
+                self._num_waiting[envelope.sender] -= 1
+                return envelope
             self._woken = False
             raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
 
@@ -228,9 +232,12 @@ class TorchDistChannel:
         with self._changed:
             if self._closed:
                 return
-            if len(self._inbox) >= self._options.max_queued_messages:
+            if not self._inbox:
+                self._num_waiting.clear()
+            if self._num_waiting[envelope.sender] >= self._options.max_queued_messages:
                 self._counters.dropped["full"] += 1
                 return
+            self._num_waiting[envelope.sender] += 1
             self._inbox.append(envelope)
             self._changed.notify_all()
 

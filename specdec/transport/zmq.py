@@ -18,7 +18,7 @@ import os
 import select
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -40,6 +40,8 @@ from specdec.transport.zmq_lanes import Lanes
 from specdec.transport.zmq_link import CONNECT_TIMEOUT_S, EVENTS, FIRST_RETRY_S, MAX_RETRY_S, Caller, Link
 
 _ZAP_DOMAIN: Final = "drafthouse"
+_MOST_AT_A_TIME: Final = 512
+"""Frames taken from one socket before others, and this channel's owner, have their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class ZmqOptions:
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_queued_messages: int = 10_000
-    """Per link and direction; beyond it messages are dropped and counted."""
+    """Per link and direction; beyond it messages are dropped and counted. Those that arrive are
+    counted as they are taken in, in `receive`."""
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 4.0
     """A link that is silent for so long counts as broken."""
@@ -105,6 +108,10 @@ class ZmqChannel:
         self._is_due = True
         """Whether ZeroMQ's sockets must be looked at before waiting: the descriptor that stands for one tells
         of news only once, and sending on a socket may have taken the notice."""
+        self._has_more = False
+        """Whether the last look at them may have left something there."""
+        self._num_taken: Counter[str] = Counter()
+        """Frames taken from the router since it was last found empty, by the key of who sent them."""
         self._lanes: Lanes[Link | Caller] = Lanes(
             self._events,
             send_by_zmq=self._send_by_zmq,
@@ -240,7 +247,10 @@ class ZmqChannel:
         options = self._options
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, options.max_queued_messages)
-        socket.setsockopt(zmq.RCVHWM, options.max_queued_messages)
+        # Where ZeroMQ has stopped reading a link, because its queue is full, the next heartbeat may end the
+        # whole process (libzmq 4.3.5, issues 3937 and 4767). So it reads on; what is too much is dropped when
+        # it is taken in.
+        socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(options.heartbeat_interval_s * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(options.heartbeat_timeout_s * 1000))
@@ -287,6 +297,8 @@ class ZmqChannel:
     def _await_events(self, until_s: float) -> bool:
         """Wait for anything to happen, and see to it; return whether another thread woke us."""
         wait_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
+        if self._has_more:
+            wait_s = 0.0
         woken = False
         for fd, _ in self._events.poll(wait_s):
             if self._lanes.attend(fd):
@@ -300,9 +312,9 @@ class ZmqChannel:
 
     def _look_at_sockets(self) -> None:
         """Take in what ZeroMQ has for us, behind what came by the lanes, if there may be something."""
-        if not self._is_due:
+        if not (self._is_due or self._has_more):
             return
-        self._is_due = False
+        self._is_due = self._has_more = False
         for caller in self._callers.values():
             self._lanes.read(caller)
         self._drain_router()
@@ -324,19 +336,30 @@ class ZmqChannel:
         return _host(peer.endpoint) == _host(self._address.endpoint)
 
     def _drain_router(self) -> None:
-        while True:
+        """Take in some of what callers have sent; they take turns in the router's queue.
+
+        Who sends on and on must neither keep us here nor have more in memory than others: once so much of it
+        has come that the queue should be full, the rest is dropped, until there is nothing left.
+        """
+        num_taken = self._num_taken
+        for _ in range(_MOST_AT_A_TIME):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                num_taken.clear()
                 return
             key = str(frames[-1].get("User-Id"))
+            num_taken[key] += 1
             sender = self._admitted.get(key)
             if sender is None:
                 self._counters.dropped["foreign"] += 1
+            elif num_taken[key] > self._options.max_queued_messages:
+                self._counters.dropped["full"] += 1
             elif len(frames) != 2:
                 self._counters.dropped["malformed"] += 1
             elif (message := self._decode(frames[1].buffer)) is not None:
                 self._take(self._caller(sender, key, frames[0].bytes), message)
+        self._has_more = True
 
     def _caller(self, peer_id: PeerId, public_key: str, route: bytes) -> Caller:
         """Return who has spoken, noting the link on which to answer."""
@@ -349,15 +372,21 @@ class ZmqChannel:
         return caller
 
     def _drain_link(self, link: Link) -> None:
-        while True:
+        """Take in some of what the peer of a link has sent, as `_drain_router` does."""
+        for _ in range(_MOST_AT_A_TIME):
             try:
                 frames = link.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                link.num_taken = 0
                 return
-            if len(frames) != 1:
+            link.num_taken += 1
+            if link.num_taken > self._options.max_queued_messages:
+                self._counters.dropped["full"] += 1
+            elif len(frames) != 1:
                 self._counters.dropped["malformed"] += 1
             elif (message := self._decode(frames[0])) is not None:
                 self._take(link, message)
+        self._has_more = True
 
     def _decode(self, frame: bytes | memoryview) -> Message | None:
         try:

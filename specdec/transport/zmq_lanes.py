@@ -170,6 +170,10 @@ class Lanes(Generic[Owner]):
 
 
 def _interest(lane: Lane) -> int:
-    """What to be told of: somebody who connects, frames that may be read, room for the backlog."""
+    """What to be told of: somebody who connects, frames that may be read, room for the backlog.
+
+    While nothing may be read yet, it is told once that a peer has hung up: the last frames wait for
+    `LaneMoved`, which may never come.
+    """
     listens = not lane.is_open or lane.peer_has_moved
-    return (select.EPOLLIN if listens else 0) | (select.EPOLLOUT if lane.has_backlog else 0)
+    return (select.EPOLLIN if listens else select.EPOLLET) | (select.EPOLLOUT if lane.has_backlog else 0)

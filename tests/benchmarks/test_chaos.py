@@ -5,15 +5,36 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any, Self, cast
 
 import httpx
 import pytest
+import typer
 
-from benchmarks.chaos import FULL, QUICK, Fault, Load, draw_faults, draw_requests, p95, summary_of
-from benchmarks.chaos_cluster import ChaosCluster
+from benchmarks import chaos
+from benchmarks.chaos import (
+    FULL,
+    QUICK,
+    Fault,
+    Load,
+    NotRepaired,
+    Plan,
+    Record,
+    Stream,
+    Trouble,
+    draw_faults,
+    draw_requests,
+    p95,
+    summary_of,
+)
+from benchmarks.chaos_cluster import ChaosCluster, NoVictim
+from benchmarks.kept_cells import KeptCells
 from benchmarks.reconnecting import Reading, read_stream
+from benchmarks.report import to_plain
 
 KINDS = ("kill_a", "kill_b", "hang_c")
 
@@ -26,8 +47,9 @@ def test_every_kind_of_fault_comes_as_often_in_an_order_of_the_seed() -> None:
 
 def test_the_plans_promise_what_they_say() -> None:
     assert (FULL.num_faults, QUICK.num_faults) == (200, 20)
-    kinds = [name for name in vars(ChaosCluster) if name.startswith(("kill_", "hang_", "slow_", "cut_"))]
-    assert len(kinds) == 9
+    harm = ("kill_", "hang_", "slow_", "cut_", "starve_", "fill_")
+    kinds = [name for name in vars(ChaosCluster) if name.startswith(harm)]
+    assert len(kinds) == 12
     assert set(draw_faults(kinds, QUICK.num_faults, QUICK.seed)) == set(kinds)
 
 
@@ -135,3 +157,126 @@ def test_the_deployment_of_a_plan_is_a_valid_one() -> None:
         config = ChaosCluster(plan.shape, Path("models/demo")).config
         assert config.http.num_replicas == 2
         assert config.target.tensor_parallel_size == plan.shape.tensor_parallel_size
+
+
+class Victims:
+    """What `Trouble` needs of a cluster: the first looks find nobody, and what is harmed stays broken."""
+
+    def __init__(self, *, num_absent: int, heals: bool) -> None:
+        self._num_absent = num_absent
+        self._heals = heals
+        self.harmed: list[float] = []
+
+    def faults(self) -> dict[str, Callable[[Random], None]]:
+        return {"kill_a": self._kill}
+
+    def _kill(self, random: Random) -> None:
+        if self._num_absent:
+            self._num_absent -= 1
+            raise NoVictim
+        self.harmed.append(random.random())
+
+    def is_whole(self) -> bool:
+        return self._heals
+
+
+@pytest.fixture
+def quick_plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    monkeypatch.setattr(chaos, "_POLL_S", 0.001)
+    return replace(QUICK, longest_rest_s=0.0, recovery_limit_s=0.02)
+
+
+def trouble_with(plan: Plan, **victims: Any) -> tuple[Trouble, Victims]:
+    cluster = Victims(**victims)
+    return Trouble(cast("ChaosCluster", cluster), plan, started_s=0.0), cluster
+
+
+def test_harm_waits_for_a_victim_and_is_the_same_in_every_part_of_a_run(quick_plan: Plan) -> None:
+    trouble, victims = trouble_with(replace(quick_plan, recovery_limit_s=30.0), num_absent=3, heals=True)
+    fault = trouble.happen("kill_a", 7)
+    assert fault.recovery_s is not None
+    trouble.happen("kill_a", 7)
+    trouble.happen("kill_a", 8)
+    first, again, other = victims.harmed
+    assert first == again != other
+
+
+def test_where_nobody_is_left_to_be_harmed_the_run_ends(quick_plan: Plan) -> None:
+    trouble, _ = trouble_with(quick_plan, num_absent=1 << 30, heals=True)
+    with pytest.raises(NotRepaired, match="kill_a: nobody is there"):
+        trouble.happen("kill_a", 0)
+
+
+def test_what_does_not_recover_is_not_waited_for_without_end(quick_plan: Plan) -> None:
+    trouble, _ = trouble_with(quick_plan, num_absent=0, heals=False)
+    assert trouble.happen("kill_a", 0).recovery_s is None
+
+
+def a_stream(request: int, *, is_lost: bool = False) -> Stream:
+    return Stream(
+        request=request,
+        began_s=0.0,
+        seconds=1.0,
+        is_lost=is_lost,
+        is_wrong=False,
+        num_breaks=1,
+        num_error_events=0,
+        longest_pause_s=0.5,
+        refusal="no" if is_lost else None,
+    )
+
+
+def test_a_run_that_was_cut_goes_on_with_all_that_it_had(tmp_path: Path) -> None:
+    file = tmp_path / "chaos.json"
+    faults = [Fault(kind="kill_a", at_s=float(n), recovery_s=None if n == 1 else 2.0) for n in range(3)]
+    record = Record(KeptCells(file, to_plain(QUICK), resume=False), QUICK)
+    record.keep_fault(faults[0], [a_stream(0), a_stream(1, is_lost=True)])
+    record.keep_fault(faults[1], [])
+    record.keep_rest([a_stream(2)])
+    record = Record(KeptCells(file, to_plain(QUICK), resume=True), QUICK)
+    assert record.num_faults == 2
+    record.keep_fault(faults[2], [a_stream(3)])
+    record.keep_rest([a_stream(4)])
+    assert record.faults() == faults
+    assert sorted(stream.request for stream in record.streams()) == [0, 1, 2, 3, 4]
+    results = record.results({}, None)
+    assert results["headlines"] == {
+        "faults": 3,
+        "lost": 1,
+        "wrong": 0,
+        "recovery_p95_s": QUICK.recovery_limit_s,
+    }
+    assert results["num_broken_connections"] == 5
+    assert results["refusals"] == {"no": 1}
+    assert sum(part["num_faults"] for part in results["parts"]) == 3
+    assert all(part["measured"]["commit"] for part in results["parts"])
+
+
+def test_an_interrupted_run_writes_what_has_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "chaos.json"
+
+    class Cluster(ChaosCluster):
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def torment(cluster: object, load: object, plan: Plan, record: Record, tick: object) -> None:
+        record.keep_fault(Fault(kind="kill_a", at_s=1.0, recovery_s=2.0), [a_stream(record.num_faults)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chaos, "ChaosCluster", Cluster)
+    monkeypatch.setattr(chaos, "tokens_alone", lambda *_: [])
+    monkeypatch.setattr(chaos, "torment", torment)
+    for number in (1, 2):
+        with pytest.raises(typer.Exit):
+            chaos.main(quick=True, json=file, resume=number > 1, patience=1.0, family=Path("models/demo"))
+        results = json.loads(file.read_text())
+        assert results["stopped_by"] == "interrupted"
+        assert (results["headlines"]["faults"], results["num_streams"]) == (number, number)
+
+
+def test_a_run_without_any_fault_yet_has_results(tmp_path: Path) -> None:
+    record = Record(KeptCells(None, to_plain(QUICK), resume=False), QUICK)
+    assert record.results({}, "cut")["headlines"]["faults"] == 0

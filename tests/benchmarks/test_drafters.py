@@ -15,36 +15,26 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import draft_costs, drafters, drafters_plots, steady
+from benchmarks import draft_costs, drafters, drafters_cell, steady
 from benchmarks.deployments import ExchangedController, Setting
 from benchmarks.draft_costs import DraftCost, cost_headlines, cost_table
-from benchmarks.draft_counts import DraftCounts
 from benchmarks.drafter_families import FAMILIES, PLAIN, Places, families_of
 from benchmarks.drafter_texts import CLASSES, mixed
-from benchmarks.drafters import FULL, QUICK, Bench, Plan, engine_config, measure
-from benchmarks.drafters_summary import (
-    AS_IT_IS,
-    INFLATED,
-    Cell,
-    Round,
-    Runs,
-    headlines_of,
-    short_of,
-    summarise,
-    table_of,
-)
+from benchmarks.drafters import engine_config, measure
+from benchmarks.drafters_cell import Bench
+from benchmarks.drafters_plan import AS_IT_IS, FULL, INFLATED, QUICK, Cell, Plan
+from benchmarks.drafters_summary import Round, headlines_of, short_of, shortened_of, table_of
 from benchmarks.kept_cells import KeptCells
 from benchmarks.kv_costs import Step
 from benchmarks.report import progress_bar, to_plain
 from benchmarks.steady import Batch, Counted, decode_tokens, read
 from benchmarks.tensor_memory import live_tensor_bytes
-from benchmarks.turns import Turns
-from specdec.core.errors import UserError
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.config import Method
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
+from tests.benchmarks.drafter_cells import a_cell, some_cells
 from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, make_proposer
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -103,66 +93,10 @@ def test_costs_of_heads_that_nobody_has_trained(monkeypatch: pytest.MonkeyPatch)
             assert min(cost.eager_s, cost.native_s, cost.floor_s) > 0.0
 
 
-def test_the_plan_is_what_is_asked_for() -> None:
-    cells = FULL.cells(FAMILIES)
-    assert {(cell.target, cell.batch, cell.temperature) for cell in cells if cell.family == "eagle3"} == {
-        (target, batch, temperature)
-        for target in (AS_IT_IS, INFLATED)
-        for batch in (1, 8, 32)
-        for temperature in (0.0, 0.7)
-    }
-    assert FULL.inflated_parameters == 100e6
-    assert FULL.pairs % 2 == 0, "as often in one order as in the other"
-    assert FULL.num_prompts >= max(FULL.batches), "no text twice in a batch"
-    assert QUICK.cells(FAMILIES[:1]) == [Cell(target=INFLATED, family=PLAIN, batch=1, temperature=0.0)], (
-        "headlines are of these"
-    )
-
-
 def test_prompts_of_all_classes_take_turns() -> None:
     prompts = {"code": [(1,), (2,)], "docstring": [(3,), (4,)], "repeated": [(5,), (6,)]}
     assert mixed(prompts, 4) == [(1,), (3,), (5,), (2,)]
     assert mixed(prompts, 7)[6] == (1,)
-
-
-def counted(rate: float, tokens_per_pass: float, drafted: int, draft_s: float, batch: int) -> Counted:
-    passes = 100 * batch
-    accepted = round((tokens_per_pass - 1.0) * passes)
-    return Counted(
-        num_tokens=round(tokens_per_pass * passes),
-        seconds=tokens_per_pass * passes / rate,
-        num_rounds=100,
-        drafts=DraftCounts(
-            num_drafts=passes,
-            num_draft_tokens=drafted * passes,
-            accepted=(accepted,) if drafted else (),
-            draft_s=100 * draft_s,
-            verify_s=1.0,
-        ),
-    )
-
-
-def runs(plain: float, drafted: dict[str, float], batch: int = 1, pairs: int = 4) -> Runs:
-    """Two tokens are drafted in each pass, in 1 ms; plain steps take 10 ms, those that verify 12 ms."""
-    made = Runs()
-    for name, rate in drafted.items():
-        turns = made.turns[name] = Turns()
-        turns.counted["plain"] = [counted(plain, 1.0, 0, 0.0, batch)] * pairs
-        turns.counted["drafted"] = [counted(rate, 1.5, 2, 0.001, batch)] * pairs
-    made.parts = [{"plain_s": 0.010, "undrafted_s": 0.010, "verify_s": 0.012}] * pairs
-    return made
-
-
-def a_cell(family: str, rates: dict[str, float], plain: float = 100.0, **changes: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"target": INFLATED, "batch": 1, "temperature": 0.0, **changes}
-    return {
-        "cell": Cell(family=family, **fields),
-        "tried": {"2": 1.0},
-        "k": 2,
-        "memory_bytes": 12_000_000,
-        "training": {"elapsed_s": 600.0},
-        **summarise(fields["batch"], 2, runs(plain, rates, fields["batch"])),
-    }
 
 
 def test_possible_is_what_acceptance_and_costs_allow() -> None:
@@ -202,17 +136,6 @@ def test_passes_of_a_batch_are_those_of_its_sequences() -> None:
     assert cell["draft_cost"] == pytest.approx(0.1), "of a round, whatever the batch"
 
 
-def some_cells() -> list[dict[str, Any]]:
-    return [
-        a_cell(PLAIN, dict.fromkeys(CLASSES, 50.0)),
-        a_cell("ngram", {"code": 110.0, "docstring": 110.0, "repeated": 360.0}),
-        a_cell("eagle", dict.fromkeys(CLASSES, 140.0)),
-        a_cell("eagle", dict.fromkeys(CLASSES, 90.0), batch=32),
-        a_cell("eagle", dict.fromkeys(CLASSES, 400.0), temperature=0.7),
-        a_cell("eagle", dict.fromkeys(CLASSES, 900.0), target=AS_IT_IS),
-    ]
-
-
 def test_headlines_are_of_the_costly_target_alone_and_greedy() -> None:
     cells = some_cells()
     headlines = headlines_of(cells)
@@ -230,31 +153,12 @@ def test_headlines_are_of_the_costly_target_alone_and_greedy() -> None:
     Console(file=None, quiet=True).print(table_of([]))
 
 
-def test_results_become_tables_and_a_picture(tmp_path: Path) -> None:
-    results = {
-        "environment": {"date": "2026-01-02", "commit": "0" * 40, "processor": "P", "num_threads": 2},
-        "cells": some_cells(),
-        "missing": ["medusa"],
-    }
-    (tmp_path / "results.json").write_text(json.dumps(to_plain(results)))
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{drafters_plots.BEGIN}\nold\n{drafters_plots.END}\n\nbehind\n")
-    pytest.importorskip("matplotlib")
-    for _ in range(2):  # what is written can be exchanged again
-        drafters_plots.main(tmp_path / "results.json", tmp_path, page)
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("behind\n")
-    assert "old" not in text
-    assert "| eagle | 0 | 2 | 1.50 | 0.50 | 0.10 | 12.0 | 10 | 1.40 (1.40-1.40) | 1.40 |" in text
-    assert "| 1.40 | 1.15 | 1.25 | 1.21 |" in text
-    assert "| eagle | 1.40 (140/s, 1.50, 1.21) | 0.90 (90/s, 1.50, 0.78) | 4.00 (" in text
-    assert "Not measured, for want of trained heads: medusa." in text
-    picture = (tmp_path / drafters_plots.PICTURE).read_text()
-    for label in ("eagle", "ngram", "batch 32", "inflated, temperature 0"):
-        assert label in picture
-    with pytest.raises(UserError, match="needs a line"):
-        drafters_plots.put_into("a page without a place", "")
+def test_cells_that_were_cut_short_are_named() -> None:
+    cells = some_cells()
+    cells[1]["tokens_per_prompt"] = 9
+    assert shortened_of(cells, 48) == [
+        "inflated, ngram, batch 1, temperature 0: 9 tokens of each text, not 48"
+    ]
 
 
 def test_tensors_are_counted_once() -> None:
@@ -329,9 +233,9 @@ def test_both_decode_the_same_texts_in_turn(monkeypatch: pytest.MonkeyPatch) -> 
         bare.append((runner, step))
         return 0.01 * step.rows
 
-    monkeypatch.setattr(drafters, "forward_seconds", forward_seconds)
+    monkeypatch.setattr(drafters_cell, "forward_seconds", forward_seconds)
     (family,) = families_of(("ngram",))
-    plan = dataclasses.replace(QUICK, num_prompts=4, pairs=2, prompts_per_turn=2)
+    plan = dataclasses.replace(QUICK, num_prompts=4, pairs=2, prompts_per_turn=2, cell_s=60.0)
     prompts = {name: [(10 * at + n,) for n in range(4)] for at, name in enumerate(CLASSES)}
     rates = {2: 100.0, 4: 300.0, 8: 200.0}
     plain: Any = RecordingEngine("plain", {0: 100.0}, log)
@@ -358,6 +262,57 @@ def test_both_decode_the_same_texts_in_turn(monkeypatch: pytest.MonkeyPatch) -> 
     ] * plan.pairs
 
 
+class KeptEngine:
+    """Stands for an engine with its memory."""
+
+    num_bytes = 0
+    engine: Any = None
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def test_a_run_ends_when_it_is_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is written, with what is left. A cell takes forty seconds of a minute."""
+    now_s = [0.0]
+    opened: list[str] = []
+
+    def open_engine(config: Any) -> KeptEngine:
+        opened.append(config.speculative_config.method)
+        return KeptEngine()
+
+    def cell(self: Any, cell: Cell, tick: Any) -> dict[str, Any]:
+        now_s[0] += 40.0
+        made = a_cell(cell.family, dict.fromkeys(CLASSES, 150.0), target=cell.target)
+        return {name: value for name, value in made.items() if name not in ("cell", "memory_bytes")}
+
+    monkeypatch.setattr(drafters, "Held", open_engine)
+    monkeypatch.setattr(drafters, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(drafters, "inflate", lambda *_: None)
+    monkeypatch.setattr(drafters, "layers_for_parameters", lambda *_: 8)
+    monkeypatch.setattr(drafters, "_prompts", lambda *_: {})
+    monkeypatch.setattr(drafters, "load_corpus", lambda: SimpleNamespace(train=[]))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(Bench, "cell", cell)
+    file = tmp_path / "results.json"
+    asked: Any = {"family": ["ngram", "lookahead", "layerskip"], "quick": True, "json": file, "models": DEMO}
+    drafters.main(**asked, minutes=1.0, heads=tmp_path)
+    results = json.loads(file.read_text())
+    assert [one["cell"]["family"] for one in results["cells"]] == ["ngram", "lookahead"]
+    assert opened == [PLAIN, "ngram", "lookahead"]
+    assert results["cells"][0]["taken_s"] == 40.0
+    num_left = results["rest"]["num_cells"]
+    assert results["rest"]["seconds"] == 40.0 * num_left
+    assert results["headlines"]["speedup_b1_t0_ngram"] == pytest.approx(1.5)
+    drafters.main(**asked, minutes=1.0, heads=tmp_path, resume=True)
+    again = json.loads(file.read_text())
+    assert [one["cell"]["family"] for one in again["cells"]] == ["ngram", "lookahead", "layerskip"]
+    assert opened == [PLAIN, "ngram", "lookahead", PLAIN, "layerskip"]
+    assert again["rest"]["num_cells"] == num_left - 1
+    drafters.main(**asked, minutes=0.0, heads=tmp_path, resume=True)
+    assert len(opened) == 5, "only what is there is reported"
+
+
 TINY = Plan(
     targets=(AS_IT_IS,),
     batches=(2,),
@@ -367,6 +322,8 @@ TINY = Plan(
     prompts_per_turn=2,
     tokens_per_prompt=8,
     try_tokens=4,
+    try_turns=2,
+    cell_s=60.0,
     text_tokens=64,
     num_corpus_files=4,
 )
@@ -375,7 +332,9 @@ TINY = Plan(
 @pytest.mark.full
 def test_a_cell_of_every_family_runs(tmp_path: Path) -> None:
     """But of those whose heads are not there."""
-    families = [one for one in FAMILIES if one.needs != "heads" or (DEMO / "heads" / one.name).is_dir()]
+    places = dataclasses.replace(PLACES, heads=DEMO / "heads")
+    families = [one for one in FAMILIES if one.is_there(places)]
+    assert {"eagle", "eagle_tree", "medusa", "medusa_tree"} < {one.name for one in families}
     before = torch.get_num_threads()
     kept = KeptCells(tmp_path / "results.json", to_plain(TINY), resume=False)
     try:
@@ -389,6 +348,7 @@ def test_a_cell_of_every_family_runs(tmp_path: Path) -> None:
         result = again.result(cell)
         assert set(result["classes"]) == set(CLASSES), family.name
         assert result["k"] in family.lengths, family.name
+        assert result["taken_s"] > 0.0, family.name
         assert 1.0 <= result["tokens_per_pass"] <= 1 + max(family.lengths), family.name
         assert result["share_of_possible"].median > 0.0, family.name
         share = result["classes"]["code"]["share_with_drafts"]

@@ -17,12 +17,16 @@ from benchmarks.gpu_long_context import (
     Roofline,
     Rounds,
     headlines,
+    layers_that_fit,
     measure_cell,
     roofline_of,
     shapes_that_fit,
+    shorter_models,
     tokens_per_round,
+    with_layers,
 )
-from benchmarks.gpu_models import random_model
+from benchmarks.gpu_models import GIB, random_model
+from benchmarks.gpu_models import LLAMA_8B as SHAPE_8B
 from specdec.kv.config import CacheConfig
 from specdec.model.runner import ModelRunner
 
@@ -123,13 +127,59 @@ def test_a_cell_is_measured(runner: ModelRunner) -> None:
 
 
 def test_published_figures_are_compared_where_they_were_measured() -> None:
-    cell = {"plain_times_roofline": 1.2, "share_of_bound": 0.8}
+    cell = {"plain_times_roofline": 1.2, "share_of_bound": 0.8, "num_layers": 32}
     cells = [
         {**cell, "batch": batch, "context": context, "budget": budget, "speedup": speedup * budget / 256}
         for (batch, context), speedup in _PUBLISHED.items()
         for budget in (256, 128)
     ]
     assert headlines(cells)["gpu_long_over_published"] == pytest.approx(1.0)
+
+
+def test_fewer_layers_count_for_published_figures_alone() -> None:
+    whole = {"plain_times_roofline": 1.2, "share_of_bound": 0.8, "num_layers": 32, "speedup": 1.5}
+    shorter = {
+        **whole,
+        "share_of_bound": 0.4,
+        "num_layers": 14,
+        "speedup": 2.44,
+        "batch": 32,
+        "context": 32768,
+    }
+    numbers = headlines([{**whole, "batch": 32, "context": 4096}, shorter])
+    assert numbers["gpu_long_over_published"] == pytest.approx(2.0)
+    assert numbers["gpu_long_over_published_layers"] == 14
+    assert numbers["gpu_long_speedup_best"] == 1.5
+    assert numbers["gpu_long_share_of_bound"] == 0.8
+
+
+def test_as_many_layers_as_fit_stand_for_all_of_them() -> None:
+    """An H100 and an H200 with what they have free; the first holds too few layers with 64 x 32k."""
+    assert layers_that_fit(SHAPE_8B, (32, 32768), 78 * GIB) == 14
+    assert layers_that_fit(SHAPE_8B, (32, 4096), 78 * GIB) == 32
+    assert layers_that_fit(SHAPE_8B, (32, 4096), 1 * GIB) == 0
+    for num_bytes, expected in (
+        (78 * GIB, {(32, 32768): 14}),
+        (139 * GIB, {(32, 32768): 28, (64, 32768): 14}),
+    ):
+        models = shorter_models(FULL, SHAPE_8B, [(32, 4096)], num_bytes)
+        assert {shape: config.num_hidden_layers for config, shape in models} == expected
+        assert all(config.hidden_size == SHAPE_8B.hidden_size for config, _ in models)
+    assert shorter_models(FULL, SHAPE_8B, list(_PUBLISHED), 139 * GIB) == []
+    assert SHAPE_8B.num_hidden_layers == 32
+
+
+def test_what_a_layer_takes_is_what_it_has() -> None:
+    tiny = [random_model(with_layers(TINY, n), torch.device("cpu"), max_model_len=64) for n in (1, 3)]
+    sizes = [sum(parameter.nbytes for parameter in one.model.parameters()) for one in tiny]
+    assert [len(one.layers) for one in tiny] == [1, 3]
+    weights = (sizes[1] - sizes[0]) // 2
+    cached = 2 * 2 * 8 * 2 * (96 + 128)
+    fixed = sizes[0] - weights
+    for count in (0, 1, 2):
+        room = 12 * GIB + fixed + count * (weights + cached)
+        assert layers_that_fit(TINY, (1, 96), room + 100) == count
+        assert layers_that_fit(TINY, (1, 96), room - 400) == max(0, count - 1)
 
 
 def test_what_does_not_fit_is_left_out() -> None:

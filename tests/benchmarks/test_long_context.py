@@ -26,6 +26,7 @@ from benchmarks.long_context import (
     Runs,
     acceptance_of_tokens,
     failures_of,
+    growth_with_batch,
     headlines_of,
     summarise,
     table_of,
@@ -142,12 +143,25 @@ def test_headlines_are_of_the_drafter_that_was_best_when_tried() -> None:
     assert headlines["speedup_b32_4k_mha"] == cells[4]["vs_plain"].median
     assert headlines["worst_vs_plain"] == cells[3]["controller_vs_plain"].upper < 0.97
     assert headlines["share_of_predicted"] == cells[1]["share_of_predicted"].median
+    assert headlines["share_of_predicted_worst"] == cells[3]["share_of_predicted"].median
+    assert "least_growth_4k_gqa" not in headlines
     assert headlines["kernel_gb_s_share_of_machine"] == pytest.approx(
         cells[1]["kernel_bytes_per_s"] / cells[1]["stream_bytes_per_s"]
     )
     (failure,) = failures_of(cells)
     assert "32 x 512" in failure
     Console(file=None, quiet=True).print(table_of(cells))
+
+
+def test_growth_is_that_of_the_worst_step_to_a_larger_batch() -> None:
+    cells = [
+        a_cell(1000.0 * speedup, 1000.0, None, batch=batch)
+        for batch, speedup in ((32, 1.6), (1, 1.5), (8, 1.2), (4, 1.4))
+    ]
+    growth = growth_with_batch(cells)
+    assert growth == pytest.approx(1.2 / 1.4, rel=0.02)
+    assert growth_with_batch(cells[:1]) is None
+    assert growth_with_batch([*cells[:1], a_cell(9000.0, 1000.0, None, batch=64, context=512)]) is None
 
 
 def test_the_plan_is_what_is_asked_for() -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from scipy import stats
 
@@ -17,8 +18,10 @@ from benchmarks.never_slower import (
     FULL,
     QUICK,
     Cell,
+    fails_anywhere,
     failures_of,
     headlines_of,
+    only,
     summarise,
     table_of,
 )
@@ -75,7 +78,8 @@ def a_cell(controller: float, plain: float, best: float | None, cold: float = 1.
     }
 
 
-def test_variants_take_turns_in_both_directions() -> None:
+def test_variants_take_turns_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.stolen.stolen_seconds", lambda: 0.0)
     turns, order = Turns(), list[str]()
 
     def decode(name: str) -> Counted:
@@ -94,6 +98,7 @@ def test_a_cell_fails_only_where_it_is_slower_for_sure() -> None:
     assert good["vs_plain"].median > 1.6
     assert failures_of([good]) == []
     (failure,) = failures_of([bad])
+    assert [fails_anywhere(cell) for cell in (good, bad)] == [False, True]
     assert "vs_best_fixed 0.9" in failure
     slower_than_plain = a_cell(90.0, 100.0, None)
     assert slower_than_plain["vs_plain"] == slower_than_plain["vs_best_fixed"]
@@ -128,6 +133,22 @@ def test_the_plan_is_what_is_asked_for() -> None:
     assert len(QUICK.cells) == 6
     assert FULL.scale.max_model_len <= 4096
     assert FULL.scale.target_cache_bytes + FULL.scale.draft_cache_bytes < 7e9
+
+
+def test_a_part_of_the_plan() -> None:
+    one = only(FULL, "^two groups, 4 x 128, acceptance 0.5")
+    assert [(cell.deployment, cell.batch, cell.context) for cell in one.cells] == [("two groups", 4, 128)]
+    assert one.steps == ()
+    steps = only(FULL, "^load step")
+    assert (steps.cells, steps.deployments) == ((), ("colocated", "two groups"))
+    assert steps.scale.max_num_seqs == 64
+    assert steps.scale.max_model_len >= 256
+    assert set(headlines_of([], [{"worst_phase": 0.99, "worst_bin": 0.9}])) == {
+        "load_step_worst_phase",
+        "load_step_worst_second",
+    }
+    with pytest.raises(typer.BadParameter, match="none of 96 cells and 2 load steps"):
+        only(FULL, "three groups")
 
 
 def an_engine(proposer: str, controller: SpeculationController) -> Engine:

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
-import pytest
+import resource
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from benchmarks.overload import Load, Streams, headlines, most_at_once, num_lost, summed_up
+import pytest
+import typer
+from rich.progress import Progress
+
+from benchmarks import overload
+from benchmarks.kept_cells import KeptCells
+from benchmarks.overload import (
+    Load,
+    Overload,
+    Plan,
+    Streams,
+    allow_open_files,
+    headlines,
+    measure_overload,
+    measure_streams,
+    most_at_once,
+    num_lost,
+    summed_up,
+)
+from benchmarks.report import to_plain
 from deploy.load.generator import Timeline
+from deploy.openai.settings import DoorSettings
+from tests.deploy.openai.fakes import Door, ScriptedService
+from tests.deploy.openai.live import live_server
 
 
 def timeline(
@@ -47,7 +74,7 @@ def test_goodput_is_of_good_requests_behind_the_ramp() -> None:
         timeline(15.0, error="status 429"),
         timeline(19.99),  # ends when nothing is sent any more
     ]
-    load = summed_up(timelines, {"ttft": 1.0, "tpot": 0.1}, share=5.0, rate=0.35, duration_s=20.0)
+    load = summed_up(timelines, {"ttft": 1.0, "tpot": 0.1}, share=5.0, rate=0.35, duration_s=20.0, refused={})
     assert load.outcomes == {"good": 4, "late": 2, "status 429": 1}
     assert load.goodput_per_s == pytest.approx(20 / 15)
 
@@ -63,6 +90,7 @@ def test_overload_is_compared_with_the_best_load() -> None:
             ttft_p50_s=0.0,
             ttft_p99_s=0.0,
             max_lateness_s=0.0,
+            refused={},
         )
 
     streams = Streams(
@@ -72,3 +100,91 @@ def test_overload_is_compared_with_the_best_load() -> None:
         "goodput_at_5x_vs_peak": 0.95,
         "streams_1000_lost_bytes": 3.0,
     }
+    assert headlines([load(0.8, 100.0), load(5.0, 95.0)], None) == {"goodput_at_5x_vs_peak": 0.95}
+
+
+TINY = Plan(
+    loads=(0.5, 1.5),
+    duration_s=0.4,
+    warm_up_s=0.1,
+    num_streams=30,
+    num_stream_tokens=5,
+    num_places=2,
+    num_tokens=5,
+)
+PROMPTS = ["def f(x):", "return x", "pass"]
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Have benchmarks ask a scripted service over HTTP; return which servers they have started."""
+    started: list[str] = []
+    door = Door(ScriptedService(), DoorSettings(served_model_name="demo"))
+    with live_server(door.app) as url:
+
+        @contextmanager
+        def serving(config: Mapping[str, Any], cores: Sequence[int] | None) -> Iterator[Any]:
+            started.append("one for loads" if "speculative_config" in config else "one for streams")
+            yield SimpleNamespace(url=url, wait_healthy=lambda: None)
+
+        def wait_compiled(_: str, timeout_s: float, parts: Set[str] = frozenset({"target", "draft"})) -> None:
+            assert timeout_s > 0
+            started[-1] += f", compiled: {', '.join(sorted(parts))}"
+
+        monkeypatch.setattr(overload, "serving", serving)
+        monkeypatch.setattr(overload, "wait_compiled", wait_compiled)
+        yield started
+
+
+def test_a_run_that_was_cut_between_loads_measures_the_rest(
+    starts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "overload.json"
+    send = Overload.load
+
+    async def cut_at_the_second(self: Overload, share: float, *others: float) -> Load:
+        if share == TINY.loads[1]:
+            raise KeyboardInterrupt
+        return await send(self, share, *others)
+
+    monkeypatch.setattr(Overload, "load", cut_at_the_second)
+    with Progress(disable=True) as progress:
+        kept = KeptCells(file, to_plain(TINY), resume=False)
+        with pytest.raises(KeyboardInterrupt):
+            measure_overload(TINY, tmp_path, PROMPTS, progress, kept)
+        monkeypatch.setattr(Overload, "load", send)
+        first = KeptCells(file, to_plain(TINY), resume=True)
+        found = measure_overload(TINY, tmp_path, PROMPTS, progress, first)
+        again = KeptCells(file, to_plain(TINY), resume=True)
+        assert measure_overload(TINY, tmp_path, PROMPTS, progress, again) == found
+    assert starts == ["one for loads, compiled: draft, target"] * 2, "all was measured then"
+    assert [load.share for load in found["loads"]] == list(TINY.loads)
+    assert found["capacity_requests_per_s"] == first.result("capacity")["requests_per_s"] > 0
+    assert all(sum(load.outcomes.values()) == load.num_requests > 0 for load in found["loads"])
+
+
+def test_streams_are_opened_once_and_compared(
+    starts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(ScriptedService().pieces)
+    expected = [text] * (TINY.num_streams - 1) + ["def f(y): pass"]
+    monkeypatch.setattr(overload, "expected_texts", lambda *_: expected)
+    kept = KeptCells(tmp_path / "overload.json", to_plain(TINY), resume=False)
+    with Progress(disable=True) as progress:
+        streams = measure_streams(TINY, tmp_path, PROMPTS, progress, kept)
+        assert measure_streams(TINY, tmp_path, PROMPTS, progress, kept) == streams
+    assert starts == ["one for streams, compiled: target"]
+    assert (streams.num_complete, streams.errors) == (TINY.num_streams, {})
+    assert streams.num_lost_bytes == 1
+
+
+def test_open_files_are_asked_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"soft": 1024, "hard": 4096}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits["soft"], limits["hard"]))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.update(soft=pair[0]))
+    allow_open_files(1000)
+    assert limits["soft"] == 1024
+    allow_open_files(3000)
+    assert limits == {"soft": 3000, "hard": 4096}
+    with pytest.raises(typer.BadParameter, match="5000 open files, and the hard limit is 4096"):
+        allow_open_files(5000)

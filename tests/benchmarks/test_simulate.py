@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from rich.progress import Progress
 
 from benchmarks.simulate import FULL, Plan, headlines_of, simulate
+from benchmarks.simulate_tables import write_tables
 from benchmarks.simulation.clock import EventQueue
 from benchmarks.simulation.cluster import Cluster, ClusterSpec, Failure
 from benchmarks.simulation.drafter import DraftMessage, DraftReply, DraftWish, DraftWorker
@@ -428,6 +430,14 @@ def test_experiments_give_what_is_reported_and_drawn(tmp_path: Path) -> None:
     assert len(pictures) == 4
     assert all("<svg" in picture.read_text() for picture in pictures)
     assert FULL.scaling.groups[-1] * 8 > 4000
+
+
+def test_the_page_says_what_was_simulated() -> None:
+    """Who simulates again runs benchmarks/simulate_tables.py."""
+    root = Path(__file__).parents[2]
+    results = json.loads((root / "benchmarks" / "results" / "simulate.json").read_text())
+    page = (root / "docs" / "performance.md").read_text()
+    assert write_tables(page, results) == page
 
 
 def test_pictures_ask_for_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.tree_acceptance import SHAPES, Tally, chain, headlines, path_along, summarise
@@ -34,3 +37,16 @@ def test_tokens_per_pass_are_those_of_all_rounds_and_errors_those_of_streams() -
 def test_shapes() -> None:
     assert chain(3).parents == (-1, 0, 1)
     assert all(shape.max_nodes >= 4 for shape in SHAPES.values())
+
+
+def test_the_page_says_what_was_measured() -> None:
+    root = Path(__file__).parents[2]
+    cells = json.loads((root / "benchmarks" / "results" / "tree-acceptance.json").read_text())["cells"]
+    page = (root / "docs" / "drafters" / "trees.md").read_text()
+    for by in ("noise", "probability"):
+        for temperature in (0.7, 1.0):
+            own = [cell for cell in cells if (cell["by"], cell["temperature"]) == (by, temperature)]
+            assert {cell["shape"] for cell in own} == {*SHAPES, "best"}
+            row = next(line for line in page.splitlines() if line.startswith(f"| {temperature:g}, {by} |"))
+            said = [float(column.split()[0]) for column in row.strip("|").split("|")[1:]]
+            assert sorted(said) == sorted(round(cell["tokens_per_pass"], 2) for cell in own)

@@ -34,7 +34,7 @@ def deployed(ray_cluster: None, engine_config: EngineConfig, config: ClusterConf
             **engine_config.speculative_config.model_dump(),
             "max_model_len": POSITIONS,
             "cache": {"num_blocks": 60, "block_size": 4},
-            "kv": {"policy": "streaming", "budget": 16, "positions": "in_cache"},
+            "kv": {"policy": "streaming", "budget": 16},
         }
     )
     bounded = engine_config.model_copy(update={"speculative_config": speculative})

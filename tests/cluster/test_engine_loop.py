@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from cluster.desk import RequestDesk
+from cluster import engine_loop
+from cluster.desk import COORDINATOR_FAILED, RequestDesk
 from cluster.engine_loop import EngineLoop
 from specdec.core.clock import MonotonicClock
+from specdec.core.errors import TransportError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.plan import TargetStep
 from specdec.core.request import Request
@@ -124,6 +126,41 @@ def test_every_output_leaves_once_and_in_order(calls: bool, num_losses: int) -> 
         )
     assert door.num_finished() == 3
     assert desk.num_streams == 0
+
+
+class HopelessSource(ToySource):
+    """Its first target is lost after five steps, and there is no other."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=False, num_losses=1)
+        self.num_attempts = 0
+
+    def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
+        if self.num_losses_left:
+            return super().make_engine(meanwhile)
+        self.num_attempts += 1
+        raise TransportError("the target worker died")
+
+
+def test_a_target_that_cannot_be_brought_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its streams go elsewhere, and Serve, which finds the loop ended, looks for another place."""
+    monkeypatch.setattr(engine_loop, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(engine_loop, "_LONGEST_WAIT_S", 0.002)
+    door, source = Door(), HopelessSource()
+    desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
+    loop = EngineLoop(desk, source, ChannelCounters())
+    loop.start()
+    loop.wait_ready()
+    for one in (request("a", 100), request("bb", 100)):
+        desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(one)))
+    door.await_finished(2)
+    loop._thread.join(20)
+    assert not loop.is_alive
+    last = [output for frame in door.frames for output in frame.outputs if output.finish_reason is not None]
+    assert [output.error_code for output in last] == [COORDINATOR_FAILED] * 2
+    assert desk.description is None
+    assert desk.num_streams == 0
+    assert source.num_attempts == engine_loop._MAX_ATTEMPTS
 
 
 class WatchedSource(ToySource):

@@ -37,6 +37,7 @@ from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
 from specdec.transport.messages import Abort, OutputFrame, Ping, ProposeReply, Release, SubmitRequest
+from specdec.transport.status import TargetGroupStatus
 from tests.pairwise import mostly_full
 
 VOCAB = 9
@@ -57,6 +58,8 @@ class SimCoordinator:
             address=self.channel.address, role="coordinator", capacity=4, model_revision=revision
         )
         self.is_alive = True
+        self.load_s = 1.0
+        """How long the next target takes to load."""
         self.num_losses = 0
         self.lose_after: int | None = None
         self.poison: RequestId | None = None
@@ -70,7 +73,7 @@ class SimCoordinator:
     def new_engine(self) -> Engine:
         self.toy = ToyTarget(MODEL, num_blocks=48)
         self.toy.num_steps_until_lost = self.lose_after
-        engine = Engine.from_parts(
+        return Engine.from_parts(
             target=self.toy,
             proposer=NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3),
             tokenizer=ToyTokenizer.of_letters(VOCAB),
@@ -79,8 +82,6 @@ class SimCoordinator:
             ),
             clock=self.sim.clock,
         )
-        self.desk.description = engine.description
-        return engine
 
     def lose_target(self, num_steps: int = 0) -> None:
         self.toy.num_steps_until_lost = num_steps
@@ -89,6 +90,8 @@ class SimCoordinator:
         if not self.is_alive:
             return
         self.desk.tick()
+        if self.desk.description is None:
+            self.desk.set_target(self.engine.description)
         try:
             self.desk.serve(self.engine)
             if self.poison is not None and self.poison in self.toy.known_requests:
@@ -102,9 +105,10 @@ class SimCoordinator:
         pause_s = ROUND_S
         if is_lost:
             self.num_losses += 1
+            self.desk.set_target(None)
             self.engine = self.new_engine()
             self.desk.begin_replay()
-            pause_s = 1.0
+            pause_s = self.load_s
         self.engine.check_integrity()
         self.sim.network.schedule(pause_s, self.round)
 
@@ -321,13 +325,18 @@ def test_a_stream_moves_to_another_coordinator_with_what_was_delivered() -> None
     delivered = list(ingress.tokens[request.request_id])
     assert 0 < len(delivered) < 30
     (serving,) = [c for c in sim.coordinators if c.desk.num_streams]
-    sim.crash(serving)
+    sim.crash(serving, told_after_s=0.0)
+    (survivor,) = sim.coordinators
+    survivor.desk.status = TargetGroupStatus()
+    sim.network.run_for(0.1)
+    status = survivor.desk._status_now()
+    assert status is not None
+    assert status.num_continued == 1
     sim.run_until_done()
     assert_right(ingress, [request])
     last = ingress.last[request.request_id]
     assert isinstance(last, RequestOutput)
     assert last.epoch == 1
-    survivor = sim.coordinators[0]
     assert survivor.engine.metrics().generation_tokens <= 30 - len(delivered), (
         "delivered tokens were made again"
     )
@@ -367,6 +376,91 @@ def test_a_lost_target_is_replayed_by_its_coordinator_without_the_ingress_notici
     assert_right(ingress, requests)
     assert ingress.book.counters["failovers"] == 0
     assert {last.epoch for last in ingress.last.values() if isinstance(last, RequestOutput)} == {0}
+
+
+def test_streams_leave_a_coordinator_whose_target_is_lost_for_one_that_has_one() -> None:
+    sim, ingress = simple(2)
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=120) for index in range(6)]
+    for request in requests:
+        ingress.open(request)
+    sim.network.run_for(0.3)
+    lost, other = sim.coordinators
+    num_moved = lost.desk.num_streams
+    assert num_moved > 0
+    lost.load_s = 60.0  # a large model
+    lost.lose_target()
+    sim.network.run_for(1.0)
+    assert lost.desk.num_streams == 0
+    later = [a_request(f"later{index}", random.Random(index)) for index in range(3)]
+    for request in later:
+        ingress.open(request)
+        sim.network.run_for(0.1)
+        assert lost.desk.num_streams == 0, "it is idle, and has nothing to serve with"
+    sim.run_until_done(limit_s=60.0)
+    assert_right(ingress, requests + later)
+    assert ingress.book.counters["failovers"] == num_moved
+    # When it is back, it is sent requests like any other.
+    sim.network.run_for(60.0)
+    ahead = [a_request(f"ahead{index}", random.Random(index), max_tokens=120) for index in range(4)]
+    for request in ahead:
+        ingress.open(request)
+    sim.network.run_for(0.2)
+    assert lost.desk.num_streams > 0
+    assert other.desk.num_streams > 0
+    sim.run_until_done()
+    assert_right(ingress, ahead)
+
+
+def test_without_another_streams_wait_for_the_next_target() -> None:
+    sim, ingress = simple(2)
+    request = a_request("r", random.Random(1), max_tokens=60)
+    ingress.open(request)
+    sim.network.run_for(0.2)
+    for coordinator in sim.coordinators:
+        coordinator.load_s = 30.0
+        coordinator.lose_target()
+    other = a_request("other", random.Random(2))
+    ingress.open(other)  # the other target is not missed before it is needed
+    sim.network.run_for(2.0)
+    late = a_request("late", random.Random(3))
+    ingress.open(late)
+    assert ingress.book.description is not None
+    sim.run_until_done(limit_s=80.0)
+    assert_right(ingress, [request, other, late])
+
+
+def test_where_another_has_no_room_streams_go_on_as_soon_as_one_of_both_has() -> None:
+    sim, ingress = simple(2, max_num_waiting=0)
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=80) for index in range(8)]
+    for request in requests:
+        ingress.open(request)
+        sim.network.run_for(2 * ROUND_S)
+    refused = [r for r in requests if isinstance(ingress.last.get(r.request_id), CapacityError)]
+    lost = sim.coordinators[0]
+    num_moved = lost.desk.num_streams
+    assert num_moved > 0
+    lost.load_s = 20.0
+    lost.lose_target()
+    sim.run_until_done(limit_s=60.0)
+    assert_right(ingress, [r for r in requests if r not in refused])
+    # Who is refused and tries again has not failed over once more.
+    assert ingress.book.counters["failovers"] == num_moved
+
+
+def test_a_request_that_kills_targets_does_so_three_times_wherever_it_goes() -> None:
+    sim, ingress = simple(3)
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=60) for index in range(8)]
+    for coordinator in sim.coordinators:
+        coordinator.poison = requests[2].request_id
+        coordinator.load_s = 5.0
+    for request in requests:
+        ingress.open(request)
+    sim.run_until_done()
+    assert_right(ingress, requests[:2] + requests[3:])
+    last = ingress.last[requests[2].request_id]
+    assert isinstance(last, RequestOutput)
+    assert (last.finish_reason, last.error_code) == ("error", "request_failed_repeatedly")
+    assert sum(coordinator.num_losses for coordinator in sim.coordinators) == 3
 
 
 def test_a_request_that_kills_targets_is_ended_alone_and_the_others_live() -> None:
@@ -537,13 +631,63 @@ def test_when_the_last_coordinator_of_a_closing_deployment_dies_its_streams_end_
     assert last.error_code == SHUTTING_DOWN
 
 
-def test_a_request_that_meets_a_draining_coordinator_is_not_kept_waiting() -> None:
+def test_a_request_that_meets_the_end_of_the_deployment_is_not_kept_waiting() -> None:
     sim, ingress = simple()
-    sim.coordinators[0].desk._is_draining = True  # the news is still on its way
+    desk = sim.coordinators[0].desk
+    desk._is_draining, desk._end_s = True, 1e9  # the news is still on its way
     request = a_request("r", random.Random(5))
     ingress.open(request)
     sim.network.run_for(ROUND_S)
     assert isinstance(ingress.last[request.request_id], NotReadyError)
+
+
+@pytest.mark.parametrize("has_heard", [True, False])
+def test_who_leaves_makes_room_for_a_successor_that_the_door_has_yet_to_hear_of(has_heard: bool) -> None:
+    """In an update in place: the one that goes knows that another serves before this door does."""
+    sim, ingress = simple()
+    leaving = sim.coordinators[0].desk
+    if has_heard:
+        leaving.drain()
+        sim.network.run_for(ROUND_S)
+    else:
+        leaving._is_draining = True  # the news is still on its way
+    assert ingress.book.description is not None
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.network.run_for(0.6 * LEASE_S)
+    assert request.request_id not in ingress.last
+    sim.start_coordinator()
+    assert ingress.book.description is not None, "it has not introduced itself yet, but takes requests"
+    sim.run_until_done()
+    assert_right(ingress, [request])
+
+
+def test_where_nobody_follows_one_that_leaves_it_is_said_after_a_lease() -> None:
+    sim, ingress = simple()
+    sim.coordinators[0].desk.drain()
+    sim.network.run_for(ROUND_S)
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.network.run_for(LEASE_S + 0.5)
+    assert isinstance(ingress.last[request.request_id], NotReadyError)
+    assert ingress.book.description is None
+    with pytest.raises(NotReadyError):
+        ingress.open(a_request("s", random.Random(6)))
+
+
+def test_a_successor_that_has_not_introduced_itself_takes_requests() -> None:
+    sim, ingress = simple()
+    described = ingress.book.description
+    sim.coordinators[0].desk.drain()
+    sim.network.run_for(LEASE_S + 1.0)
+    assert ingress.book.description is None, "the time of doubt is over"
+    successor = sim.start_coordinator()
+    assert ingress.book.description == described
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.run_until_done()
+    assert_right(ingress, [request])
+    assert successor.engine.metrics().finished["length"] == 1
 
 
 def test_an_ingress_that_is_closed_ends_its_streams() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.directory import Member, Role
 from cluster.generation import draft_generation, target_generation
-from cluster.handover import Turn, may_refuse
+from cluster.handover import Turn, are_others_there, may_refuse
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
 
@@ -37,6 +37,27 @@ DOOR = member("door", "ingress")
 )
 def test_the_last_of_a_generation_serves_until_its_doors_close(others: list[Member], may: bool) -> None:
     assert may_refuse(LEAVING, [LEAVING, *others]) == may
+
+
+@pytest.mark.parametrize(
+    ("others", "may_be_none", "are_there"),
+    [
+        ([], False, False),
+        ([member("old-group", "coordinator")], False, True),
+        ([member("old-group", "coordinator")], True, True),
+        ([member("old-draft", "draft")], False, False),
+        ([member("new-door", "ingress", "new"), member("new-group", "coordinator", "new")], False, False),
+        # The old groups are silent, for however long: their door still is there, and waits for them.
+        ([DOOR], False, True),
+        # Where there may be no groups, none of which may be left: the new door has one started.
+        ([DOOR], True, False),
+    ],
+)
+def test_a_door_does_not_replace_one_that_may_serve_again(
+    others: list[Member], may_be_none: bool, are_there: bool
+) -> None:
+    assert are_others_there("new", others, may_be_none=may_be_none) == are_there
+    assert not are_others_there("", others, may_be_none=may_be_none), "it speaks to all of them"
 
 
 def test_a_door_opens_at_once_where_it_takes_nobody_s_place() -> None:

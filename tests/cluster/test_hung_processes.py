@@ -1,4 +1,7 @@
-"""Processes that are stopped, so that nothing of them closes: who is taken for dead, how soon, who is not."""
+"""Two target groups, of which one loses a process: killed, or stopped, so that nothing of it closes.
+
+Who is taken for dead, how soon, who is not.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pytest
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, HealthCheckConfig, TargetGroupsConfig
 from specdec.engine.config import EngineConfig
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service
+from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, workers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -87,6 +90,30 @@ async def ask(service: object, alone: Plain, name: str) -> None:
     streams = Streams(service, wanted)
     await streams.finish()
     assert streams.tokens == alone(wanted)
+
+
+def test_streams_leave_a_group_whose_target_has_died(
+    deployed: None, config: ClusterConfig, alone: Plain
+) -> None:
+    import ray
+
+    wanted = requests(6, max_tokens=180, name="left")
+
+    async def scenario(service: object) -> None:
+        await metric(service, "coordinators", lambda value: value == 2, within_s=LIMIT_S)
+        before = (await service.metrics()).get("failovers", 0)  # type: ignore[attr-defined]
+        streams = Streams(service, wanted)
+        await streams.all_have_begun()
+        ray.kill(workers(config, "target")[0], no_restart=True)
+        killed_s = time.monotonic()
+        await streams.finish()
+        took_s = time.monotonic() - killed_s
+        assert streams.tokens == alone(wanted)
+        await metric(service, "failovers", lambda value: value > before)
+        await metric(service, "target_recovery_seconds", lambda value: value > 0, within_s=LIMIT_S)
+        sys.stdout.write(f"target killed: streams over after {took_s:.1f} s\n")
+
+    with_service(config, scenario)
 
 
 def test_a_coordinator_that_hangs_is_left_at_once_and_replaced(

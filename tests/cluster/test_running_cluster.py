@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import operator
 import threading
 import time
@@ -12,14 +13,14 @@ from functools import partial
 import pytest
 
 from cluster.config import BundleConfig, ClusterConfig, TargetGroupsConfig
-from specdec.core.errors import ChannelTimeout, CheckpointError, InputError, ResourceError
+from specdec.core.errors import ChannelTimeout, CheckpointError, InputError, NotReadyError, ResourceError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
-from specdec.transport.messages import Hello
+from specdec.transport.messages import DoorReport, Hello
 from specdec.transport.status import ServiceStatus
 from specdec.transport.zmq import ZmqChannel
 from tests.cluster.conftest import Plain, deployed_on_ray
@@ -92,11 +93,20 @@ def with_service(
     asyncio.run(main())
 
 
+async def metrics_now(service: object) -> Mapping[str, float]:
+    """All metrics; none while a door that is gone is still taken for the one that keeps the account."""
+    try:
+        values: Mapping[str, float] = await service.metrics()  # type: ignore[attr-defined]
+    except NotReadyError:
+        return {}
+    return values
+
+
 async def metric(service: object, name: str, holds: Callable[[float], bool], within_s: float = 60) -> float:
     """Wait until a metric is as it should be; return it."""
     until = time.monotonic() + within_s
     while True:
-        values = await service.metrics()  # type: ignore[attr-defined]
+        values = await metrics_now(service)
         if name in values and holds(values[name]):
             return float(values[name])
         assert time.monotonic() < until, f"{name} is {values.get(name)}"
@@ -210,7 +220,14 @@ def test_the_status_says_who_is_there_and_what_is_done(deployed: None, cluster_c
     async def scenario(service: object) -> None:
         streams = Streams(service, wanted)
         await streams.all_have_begun()
-        status = await status_when(service, lambda status: status.target_groups[0].num_running == 4)
+
+        def all_draft(status: ServiceStatus) -> bool:
+            (group,) = status.target_groups
+            return (
+                group.num_running == 4 and group.choice is not None and bool(group.choice.num_requests_by_k)
+            )
+
+        status = await status_when(service, all_draft)
         (group,), (drafter,) = status.target_groups, status.draft_workers
         assert group.is_answering
         assert group.is_serving
@@ -298,25 +315,68 @@ def test_a_client_that_leaves_frees_its_blocks(deployed: None, cluster_config: C
 def test_a_door_that_vanishes_frees_its_blocks(deployed: None, cluster_config: ClusterConfig) -> None:
     from cluster.client import ClusterService
 
-    wanted = requests(3, max_tokens=240, name="vanishes")
+    wanted = requests(3, max_tokens=200, name="vanishes")
+    aborted = 'request_success{finished_reason="abort"}'
 
-    async def vanish() -> None:
+    async def vanish() -> float:
         service = ClusterService(cluster_config)
         await service.start()
         await service.wait_ready(60)
+        await metric(service, "num_requests_running", lambda value: value == 0)
+        ended = (await metrics_now(service)).get(aborted, 0.0)
         streams = Streams(service, wanted)
         await streams.all_have_begun()
         await service.close()  # without a word about its streams
         for task in streams.tasks:
             task.cancel()
+        return ended
 
-    asyncio.run(vanish())
+    ended = asyncio.run(vanish())
 
     async def scenario(service: object) -> None:
+        await metric(service, aborted, lambda value: value >= ended + len(wanted))
         await metric(service, "num_requests_running", lambda value: value == 0)
         await metric(service, "kv_cache_usage_perc", lambda value: value == 0)
 
     with_service(cluster_config, scenario)
+
+
+def test_whichever_of_several_doors_is_asked_the_numbers_are_those_of_all(
+    deployed: None, cluster_config: ClusterConfig
+) -> None:
+    from cluster.client import ClusterService
+
+    answered = "http_requests_total"
+
+    def counted(number: float) -> DoorReport:
+        return DoorReport({answered: number}, {"http_requests_in_progress": 1.0})
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as doors:
+            first, second = ClusterService(cluster_config), ClusterService(cluster_config)
+            first.share(lambda: counted(3.0))
+            doors.push_async_callback(first.close)
+            await first.start()
+            await first.wait_ready(60)
+            await metric(first, "num_requests_running", lambda value: value == 0)
+            before = await metric(first, "generation_tokens", lambda value: value >= 0)
+            (one,) = requests(1, max_tokens=8, name="doors")
+            await Streams(first, [one]).finish()
+            alone = await metric(first, "generation_tokens", lambda value: value >= before + 8)
+            second.share(lambda: counted(5.0))
+            doors.push_async_callback(second.close)
+            await second.start()
+            await second.wait_ready(60)
+            for service in (first, second):
+                await metric(service, answered, lambda value: value == 8)
+                await metric(service, "http_requests_in_progress", lambda value: value == 2)
+                await metric(service, "generation_tokens", lambda value: value == alone)
+            await first.close()
+            # The one that kept the account is gone; what it had counted is not.
+            await metric(second, "http_requests_in_progress", lambda value: value == 1)
+            assert (await second.metrics())[answered] == 8
+
+    asyncio.run(main())
 
 
 def test_bad_input_is_refused_by_name_and_harms_nobody(

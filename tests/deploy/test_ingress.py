@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.model.config import ModelConfig
+from specdec.transport.messages import DoorReport
 from tests.architectures import make_tokenizer
 from tests.deploy.openai.fakes import ScriptedService
 
@@ -27,6 +29,9 @@ class ScriptedCluster(ScriptedService):
     def __init__(self, cluster: ClusterConfig, generation: str, **_: object) -> None:
         super().__init__()
         self.is_open = False
+
+    def share(self, own: Callable[[], DoorReport]) -> None:
+        assert own().counters is not None
 
     async def start(self) -> None:
         self.is_open = True
@@ -93,6 +98,7 @@ def test_keys_reach_the_ingress_and_are_followed_there(
         await own.__del__(replica)
         assert not any(service.is_open for service in replica._services)
         await asyncio.sleep(0)
-        assert replica._following.cancelled()
+        assert replica._tasks
+        assert all(task.cancelled() for task in replica._tasks)
 
     asyncio.run(run())

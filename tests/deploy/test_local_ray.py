@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import ray
 
 from deploy.local_ray import RayNotStarted, RaySession, _end
+from deploy.ray_guard import is_alive
 
 
 @pytest.mark.parametrize(("address", "is_set"), [(None, True), ("auto", False)])
@@ -46,6 +48,36 @@ def test_a_cluster_that_does_not_come_up_is_one_readable_failure(monkeypatch: py
     monkeypatch.setattr(ray, "init", time_out)
     with pytest.raises(RayNotStarted, match="timed out"):
         RaySession(address=None, num_cpus=1, show_logs=False).open()
+
+
+def test_who_has_lost_its_parents_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As HAProxy, which a proxy's process has started that is gone."""
+    monkeypatch.setattr(ray, "init", lambda *_args, **_options: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr("deploy.local_ray._GRACE_S", 0.1)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    # The children of this process are those of other tests, the Ray cluster that they share among them.
+    monkeypatch.setattr(psutil.Process, "children", lambda *_args, **_options: [])
+    session, other = (RaySession(address=None, num_cpus=1, show_logs=False) for _ in range(2))
+    start = (
+        "import subprocess as s, sys\n"
+        "print(s.Popen([sys.executable, '-c', 'input()'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    )
+    with contextlib.ExitStack() as left_over:
+        reader, writer = os.pipe()
+        left_over.callback(os.close, writer)  # an orphan that is not ended ends with this test
+        orphans = []
+        for one in (session, other):
+            one.open()
+            started = subprocess.run(
+                [sys.executable, "-c", start], stdin=reader, capture_output=True, check=True, env=os.environ
+            )
+            orphans.append(psutil.Process(int(started.stdout)))
+        os.close(reader)
+        session.close()
+        assert [is_alive(one) for one in orphans] == [False, True]
+        other.close()
+        assert not is_alive(orphans[1])
 
 
 def test_an_ended_process_that_nobody_reaps_is_not_waited_for() -> None:

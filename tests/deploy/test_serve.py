@@ -202,6 +202,22 @@ def test_greedy_is_what_transformers_and_the_engine_generate(
     assert completion.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
 
 
+def exported_by_ray(server: Server) -> str:
+    """Return what Ray says to Prometheus on the node; the port is in a file of its session."""
+    port = next(server.ray_folder.rglob("metrics_export_port*")).read_text().strip()
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+
+
+@pytest.mark.full
+def test_ray_exports_what_the_ingress_says(server: Server, client: openai.OpenAI) -> None:
+    client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=4, extra_body={"ignore_eos": True})
+    wanted = ("generation_tokens_total", "time_to_first_token_seconds_bucket", "http_requests_total")
+    until_s = time.monotonic() + 60
+    while missing := [name for name in wanted if f"\nray_drafthouse_{name}{{" not in exported_by_ray(server)]:
+        assert time.monotonic() < until_s, missing
+        time.sleep(1)
+
+
 def test_sixteen_seeded_streams_are_what_the_engine_generates(client: openai.OpenAI, engine: Engine) -> None:
     batch = prompts(16)
 

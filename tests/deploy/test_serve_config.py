@@ -38,6 +38,13 @@ def test_mistakes_are_named(args: dict[str, Any], message: str) -> None:
         parse_arguments(args)
 
 
+def test_made_up_output_is_not_served() -> None:
+    """Before Ray is asked for anything, wherever the models are."""
+    made_up = {"method": "draft_model", "model": "/d", "synthetic_acceptance": {"acceptance": [0.8]}}
+    with pytest.raises(ConfigError, match="synthetic_acceptance: what comes out is made up"):
+        build({"config": TARGET | {"speculative_config": made_up}, "insecure": True})
+
+
 def test_nothing_is_built_without_the_keys(tmp_path: Path) -> None:
     """Before Ray is asked for anything."""
     http = {"api_keys_file": str(tmp_path / "keys")}

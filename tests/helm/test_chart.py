@@ -512,6 +512,10 @@ def test_the_door_is_scraped_once() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (pods,) = of_kind(manifests, "PodMonitor")
     assert pods["metadata"]["labels"]["release"] == "prometheus"
+    (dropped,) = pods["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
+    assert (dropped["action"], dropped["regex"]) == ("drop", "ray_drafthouse_.*")
+    (alone,) = of_kind(render({"monitoring": {"podMonitor": {"enabled": True}}}), "PodMonitor")
+    assert "metricRelabelings" not in alone["spec"]["podMetricsEndpoints"][0]
 
 
 def test_tls_reaches_everything_that_speaks_with_the_door() -> None:
@@ -564,7 +568,7 @@ def test_pods_outlive_the_drain() -> None:
         assert pod["terminationGracePeriodSeconds"] >= seconds + 120, name
 
 
-@pytest.mark.parametrize("flavour", ["cpu-dev", "multi-host"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_render_is_the_reviewed_one(flavour: str) -> None:
     """DRAFTHOUSE_UPDATE_GOLDEN=1 writes it anew; then read the difference."""
     file = GOLDEN / f"{flavour}.yaml"

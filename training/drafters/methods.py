@@ -138,6 +138,7 @@ class Eagle3Training:
             config=config, fused_layers=layers, fc_norm=recipe.is_v31, norm_output=recipe.is_v31
         )
         self.drafter = Eagle3(target, settings, _vocabulary(recipe, target, counts))
+        self.drafter.start_from_target()
 
     def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
         return _by_depth(unrolled_losses(self.drafter, rows, self._recipe.depth), self._recipe.decay)

@@ -2,75 +2,71 @@
 
 from __future__ import annotations
 
+from deploy.monitoring.measures import failed_share
 from deploy.monitoring.objectives import DEFAULT_OBJECTIVES, boundaries_s
-from deploy.monitoring.panels import SHOWN, Dashboard, Limits, ListVariable, Panel, Row, line
-from deploy.monitoring.recordings import failed_share
+from deploy.monitoring.panels import SHOWN, Dashboard, Limits, ListVariable, Row, line, panel
 
 _KEPT = Limits(poor=0.99, bad=0.95)
 _QUANTILES = ((0.5, "median"), (0.9, "p90"), (0.95, "p95"), (0.99, "p99"))
 _SHARES = Row(
     title="Kept",
     panels=(
-        Panel(
-            title="Answered",
-            description="Share of HTTP requests that did not fail for a reason of ours (status below 500).",
-            unit="percentunit",
+        panel(
+            "Answered",
+            "Share of HTTP requests that did not fail for a reason of ours (status below 500).",
+            "percentunit",
+            line(f"1 - {failed_share(SHOWN)}", "{{job}}"),
             kind="number",
             limits=Limits(poor=0.9999, bad=0.999),
-            queries=(line(f"1 - {failed_share(SHOWN)}", "{{job}}"),),
         ),
-        Panel(
-            title="First token within $ttft s",
-            description="Share of choices whose first token came in time. Choose the bound above.",
-            unit="percentunit",
+        panel(
+            "First token within $ttft s",
+            "Share of choices whose first token came in time. Choose the bound above.",
+            "percentunit",
+            line(SHOWN.share_within("time_to_first_token_seconds", "$ttft"), "{{job}}"),
             kind="number",
             limits=_KEPT,
-            queries=(line(SHOWN.share_within("time_to_first_token_seconds", "$ttft"), "{{job}}"),),
         ),
-        Panel(
-            title="Next tokens within $itl s",
-            description="Share of deliveries that followed the one before in time. Choose the bound above.",
-            unit="percentunit",
+        panel(
+            "Next tokens within $itl s",
+            "Share of deliveries that followed the one before in time. Choose the bound above.",
+            "percentunit",
+            line(SHOWN.share_within("inter_token_latency_seconds", "$itl"), "{{job}}"),
             kind="number",
             limits=_KEPT,
-            queries=(line(SHOWN.share_within("inter_token_latency_seconds", "$itl"), "{{job}}"),),
         ),
-        Panel(
-            title="Failed requests",
-            description="Share of HTTP requests answered with a status of 500 or more.",
-            unit="percentunit",
-            queries=(line(failed_share(SHOWN), "{{job}}"),),
+        panel(
+            "Failed requests",
+            "Share of HTTP requests answered with a status of 500 or more.",
+            "percentunit",
+            line(failed_share(SHOWN), "{{job}}"),
         ),
-        Panel(
-            title="Turned away and out of time",
-            description="Requests refused because the queue was full (429), and ended because their time "
+        panel(
+            "Turned away and out of time",
+            "Requests refused because the queue was full (429), and ended because their time "
             "was up. Both mean more load than there is room for.",
-            unit="reqps",
-            queries=(
-                line(SHOWN.rate("http_requests", where='status="429"'), "turned away"),
-                line(SHOWN.rate("request_timeouts"), "out of time"),
-            ),
+            "reqps",
+            line(SHOWN.rate("http_requests", where='status="429"'), "turned away"),
+            line(SHOWN.rate("request_timeouts"), "out of time"),
         ),
-        Panel(
-            title="In time, over time",
-            description="The shares above as lines.",
-            unit="percentunit",
-            queries=(
-                line(SHOWN.share_within("time_to_first_token_seconds", "$ttft"), "first token"),
-                line(SHOWN.share_within("inter_token_latency_seconds", "$itl"), "next tokens"),
-            ),
+        panel(
+            "In time, over time",
+            "The shares above as lines.",
+            "percentunit",
+            line(SHOWN.share_within("time_to_first_token_seconds", "$ttft"), "first token"),
+            line(SHOWN.share_within("inter_token_latency_seconds", "$itl"), "next tokens"),
         ),
     ),
 )
 _LATENCIES = Row(
     title="Latencies",
     panels=tuple(
-        Panel(
-            title=title,
-            description=description,
-            unit="s",
+        panel(
+            title,
+            description,
+            "s",
+            *(line(SHOWN.quantile(quantile, name), legend) for quantile, legend in _QUANTILES),
             width=12,
-            queries=tuple(line(SHOWN.quantile(quantile, name), legend) for quantile, legend in _QUANTILES),
         )
         for title, description, name in (
             (
@@ -96,13 +92,39 @@ _LATENCIES = Row(
         )
     ),
 )
+_PARTS = Row(
+    title="Where the time of a request goes",
+    panels=tuple(
+        panel(
+            title,
+            description,
+            "s",
+            *(line(SHOWN.quantile(quantile, name), legend) for quantile, legend in _QUANTILES),
+            width=6,
+        )
+        for title, description, name in (
+            (
+                "Queue",
+                "From the arrival at a target group (after a failover, the last one) to its first round.",
+                "request_queue_time_seconds",
+            ),
+            (
+                "Reading the prompt",
+                "From its first round to its first token.",
+                "request_prefill_time_seconds",
+            ),
+            ("Generating", "From the first token to the end.", "request_decode_time_seconds"),
+            ("All rounds", "From its first round to the end.", "request_inference_time_seconds"),
+        )
+    ),
+)
 
 OBJECTIVES = Dashboard(
     uid="drafthouse-slo",
     title="Drafthouse / SLOs",
     description="What was promised to clients, and whether it is kept. The alerts have bounds of their own: "
     "`drafthouse rules write --help`.",
-    rows=(_SHARES, _LATENCIES),
+    rows=(_SHARES, _LATENCIES, _PARTS),
     variables=(
         ListVariable(
             name="ttft",

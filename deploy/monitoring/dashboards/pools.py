@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.monitoring.panels import SHOWN, Dashboard, Panel, Query, Row, SeriesVariable, Unit, line
+from deploy.monitoring.panels import SHOWN, Dashboard, Panel, Query, Row, SeriesVariable, Unit, line, panel
 from deploy.monitoring.promql import PREFIX
 
 _CHOSEN = 'target_group=~"$target_group"'
@@ -10,7 +10,12 @@ _CHOSEN = 'target_group=~"$target_group"'
 
 def _of_groups(title: str, description: str, unit: Unit, expression: str) -> Panel:
     queries: tuple[Query, ...] = (line(expression, "{{target_group}}"),)
-    return Panel(title=title, description=description, unit=unit, queries=queries)
+    return panel(
+        title,
+        description,
+        unit,
+        *queries,
+    )
 
 
 def _gauge(name: str) -> str:
@@ -60,114 +65,110 @@ _GROUPS = Row(
             "percentunit",
             f"{_rate('spec_decode_num_accepted_tokens')} / {_rate('spec_decode_num_draft_tokens')}",
         ),
-        Panel(
-            title="Groups that can be reached",
-            description="And workers by what has become of compiling their forward. failed: they run "
-            "eagerly, slower.",
-            unit="short",
-            queries=(
-                line(SHOWN.gauge("coordinators"), "target groups"),
-                line(SHOWN.gauge("num_workers", by=("part", "compile")), "{{part}} workers: {{compile}}"),
+        panel(
+            "Targets at work",
+            "Share of time in which a target computes, mean over the target groups. Low beside "
+            "requests that wait: rounds wait for drafts, or the coordinator is what is slow.",
+            "percentunit",
+            line(
+                f"({SHOWN.rate('target_forward_time_seconds')} + "
+                f"{SHOWN.rate('target_sample_time_seconds')}) / {SHOWN.gauge('coordinators')}",
+                "{{job}}",
             ),
+            width=12,
         ),
-        Panel(
-            title="Why a group was chosen",
-            description="Requests by reason. With texts that begin alike, few that follow their prefix mean "
+        panel(
+            "Groups that can be reached",
+            "And workers by what has become of compiling their forward. failed: they run eagerly, slower.",
+            "short",
+            line(SHOWN.gauge("coordinators"), "target groups"),
+            line(SHOWN.gauge("num_workers", by=("part", "compile")), "{{part}} workers: {{compile}}"),
+            width=12,
+        ),
+        panel(
+            "Why a group was chosen",
+            "Requests by reason. With texts that begin alike, few that follow their prefix mean "
             "that groups forget it (memory) or that the group which has it is too busy.",
-            unit="ops",
-            queries=(line(SHOWN.rate("routed_requests", by=("reason",)), "{{reason}}"),),
+            "ops",
+            line(SHOWN.rate("routed_requests", by=("reason",)), "{{reason}}"),
         ),
-        Panel(
-            title="Prompt tokens routed to where they are cached",
-            description="Tokens per second that a chosen group is thought to have read already.",
-            unit="tokens/s",
-            queries=(line(SHOWN.rate("routed_prefix_tokens"), "tokens"),),
+        panel(
+            "Prompt tokens routed to where they are cached",
+            "Tokens per second that a chosen group is thought to have read already.",
+            "tokens/s",
+            line(SHOWN.rate("routed_prefix_tokens"), "tokens"),
         ),
-        Panel(
-            title="Losses",
-            description="Target workers lost, requests that went on with a new one, requests that went on "
+        panel(
+            "Losses",
+            "Target workers lost, requests that went on with a new one, requests that went on "
             "at another group, and streams that ended because nobody was there.",
-            unit="ops",
-            queries=(
-                line(SHOWN.rate("target_losses"), "target workers lost"),
-                line(SHOWN.rate("replays"), "replays"),
-                line(SHOWN.rate("failovers"), "failovers"),
-                line(SHOWN.rate("lost_streams"), "lost streams"),
-            ),
+            "ops",
+            line(SHOWN.rate("target_losses"), "target workers lost"),
+            line(SHOWN.rate("replays"), "replays"),
+            line(SHOWN.rate("failovers"), "failovers"),
+            line(SHOWN.rate("lost_streams"), "lost streams"),
         ),
-        Panel(
-            title="Time without a target worker",
-            description="Share of time, added up over the target groups.",
-            unit="percentunit",
-            queries=(line(SHOWN.rate("target_recovery_seconds"), "{{job}}"),),
+        panel(
+            "Time without a target worker",
+            "Share of time, added up over the target groups.",
+            "percentunit",
+            line(SHOWN.rate("target_recovery_seconds"), "{{job}}"),
         ),
     ),
 )
 _DRAFTERS = Row(
     title="Draft pool",
     panels=(
-        Panel(
-            title="Draft workers, and places in use",
-            description="Workers that rounds wait for, and requests in the pool over those that it takes.",
-            unit="short",
-            queries=(
-                line(SHOWN.gauge("draft_workers"), "workers"),
-                line(SHOWN.gauge("draft_pool_usage_perc"), "share of places in use"),
-            ),
+        panel(
+            "Draft workers, and places in use",
+            "Workers that rounds wait for, and requests in the pool over those that it takes.",
+            "short",
+            line(SHOWN.gauge("draft_workers"), "workers"),
+            line(SHOWN.gauge("draft_pool_usage_perc"), "share of places in use"),
         ),
-        Panel(
-            title="Drafters at work",
-            description="Seconds of drafting per second, all draft workers together: at the number of "
+        panel(
+            "Drafters at work",
+            "Seconds of drafting per second, all draft workers together: at the number of "
             "workers they do nothing else. Beside it, seconds per second in which rounds waited for drafts.",
-            unit="short",
-            queries=(
-                line(SHOWN.rate("draft_compute_seconds"), "drafting"),
-                line(SHOWN.rate("draft_wait_seconds"), "waited for"),
-            ),
+            "short",
+            line(SHOWN.rate("draft_compute_seconds"), "drafting"),
+            line(SHOWN.rate("draft_wait_seconds"), "waited for"),
         ),
-        Panel(
-            title="Requests without drafts",
-            description="Requests that a round went on without the pool's drafts for, and why: no place, no "
+        panel(
+            "Requests without drafts",
+            "Requests that a round went on without the pool's drafts for, and why: no place, no "
             "memory, a text longer than the draft model takes, or no answer in time.",
-            unit="ops",
-            queries=(
-                line(SHOWN.rate("fallback_requests"), "without drafts"),
-                line(SHOWN.rate("spec_decode_num_missing_proposals"), "no proposal came"),
-                line(SHOWN.rate("draft_sequences_refused"), "no place"),
-                line(SHOWN.rate("draft_sequences_outgrown"), "no memory"),
-                line(SHOWN.rate("draft_sequences_too_long"), "too long"),
-                line(SHOWN.rate("draft_deadline_misses"), "worker too late"),
-            ),
+            "ops",
+            line(SHOWN.rate("fallback_requests"), "without drafts"),
+            line(SHOWN.rate("spec_decode_num_missing_proposals"), "no proposal came"),
+            line(SHOWN.rate("draft_sequences_refused"), "no place"),
+            line(SHOWN.rate("draft_sequences_outgrown"), "no memory"),
+            line(SHOWN.rate("draft_sequences_too_long"), "too long"),
+            line(SHOWN.rate("draft_deadline_misses"), "worker too late"),
         ),
-        Panel(
-            title="Drafts dropped",
-            description="Stale: for a prefix that is over. Invalid: nonsense, which should be 0. Others by "
-            "reason.",
-            unit="ops",
-            queries=(
-                line(SHOWN.rate("stale_drafts_dropped"), "stale"),
-                line(SHOWN.rate("invalid_drafts_dropped"), "invalid"),
-                line(SHOWN.rate("spec_decode_num_proposals_dropped", by=("reason",)), "{{reason}}"),
-                line(SHOWN.rate("draft_grammar_failures"), "grammar not known"),
-            ),
+        panel(
+            "Drafts dropped",
+            "Stale: for a prefix that is over. Invalid: nonsense, which should be 0. Others by reason.",
+            "ops",
+            line(SHOWN.rate("stale_drafts_dropped"), "stale"),
+            line(SHOWN.rate("invalid_drafts_dropped"), "invalid"),
+            line(SHOWN.rate("spec_decode_num_proposals_dropped", by=("reason",)), "{{reason}}"),
+            line(SHOWN.rate("draft_grammar_failures"), "grammar not known"),
         ),
-        Panel(
-            title="Requests moved",
-            description="To a draft worker that is less busy. Grows when a worker joins or leaves, and "
-            "rests otherwise.",
-            unit="ops",
-            queries=(line(SHOWN.rate("draft_sequences_moved"), "{{job}}"),),
+        panel(
+            "Requests moved",
+            "To a draft worker that is less busy. Grows when a worker joins or leaves, and rests otherwise.",
+            "ops",
+            line(SHOWN.rate("draft_sequences_moved"), "{{job}}"),
         ),
-        Panel(
-            title="Messages dropped",
-            description="Between ingress and coordinators: by reason; of epochs that are over (normal after "
+        panel(
+            "Messages dropped",
+            "Between ingress and coordinators: by reason; of epochs that are over (normal after "
             "a failover); of unknown kinds (versions that do not fit).",
-            unit="ops",
-            queries=(
-                line(SHOWN.rate("channel_messages_dropped", by=("reason",)), "{{reason}}"),
-                line(SHOWN.rate("stale_frames_dropped"), "of former epochs"),
-                line(SHOWN.rate("unexpected_messages_dropped"), "of unknown kinds"),
-            ),
+            "ops",
+            line(SHOWN.rate("channel_messages_dropped", by=("reason",)), "{{reason}}"),
+            line(SHOWN.rate("stale_frames_dropped"), "of former epochs"),
+            line(SHOWN.rate("unexpected_messages_dropped"), "of unknown kinds"),
         ),
     ),
 )

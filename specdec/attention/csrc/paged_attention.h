@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "observation.h"
+#include "packed_rows.h"
 #include "simd.h"
 #include "team.h"
 #include "tiles.h"
@@ -45,7 +46,8 @@ struct Step {
   int known(int sequence) const { return num_known == nullptr ? 0 : num_known[sequence]; }
 };
 
-// What one layer's attention is. Pools are [blocks, num_kv_heads, block_size, head_dim], contiguous.
+// What one layer's attention is. Pools are [blocks, num_kv_heads, block_size, head_dim], contiguous; packed ones have
+// rows of packed_rows.h instead.
 struct Layer {
   void* key_pool;
   void* value_pool;
@@ -56,6 +58,10 @@ struct Layer {
   int32_t window;  // 0: none
   float scaling;
   float softcap;  // 0: none
+  int32_t is_packed;
+
+  // Of one token and head in a pool, whose numbers have so many bytes unless they are packed.
+  int64_t row_bytes(size_t number) const { return is_packed ? packed_bytes(head_dim) : head_dim * int64_t(number); }
 };
 
 // Whether anything of a layer is observed.
@@ -95,13 +101,20 @@ template <typename T>
 void write_kv(const Share& share, const Step& step, const Layer& layer, const Operands<T>& op) {
   int64_t first, last;
   share.of(step.num_rows, &first, &last);
-  const size_t bytes = layer.head_dim * sizeof(T);
+  const int64_t bytes = layer.row_bytes(sizeof(T));
   for (int64_t row = first; row < last; ++row) {
     const int64_t block = step.slots[row] / layer.block_size, offset = step.slots[row] % layer.block_size;
     for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
-      const int64_t at = ((block * layer.num_kv_heads + head) * layer.block_size + offset) * layer.head_dim;
-      std::memcpy(static_cast<T*>(layer.key_pool) + at, op.key.at(row, head), bytes);
-      std::memcpy(static_cast<T*>(layer.value_pool) + at, op.value.at(row, head), bytes);
+      const int64_t at = ((block * layer.num_kv_heads + head) * layer.block_size + offset) * bytes;
+      char* key = static_cast<char*>(layer.key_pool) + at;
+      char* value = static_cast<char*>(layer.value_pool) + at;
+      if (layer.is_packed) {
+        pack_row(op.key.at(row, head), layer.head_dim, key);
+        pack_row(op.value.at(row, head), layer.head_dim, value);
+        continue;
+      }
+      std::memcpy(key, op.key.at(row, head), bytes);
+      std::memcpy(value, op.value.at(row, head), bytes);
     }
   }
 }
@@ -122,13 +135,13 @@ struct Keys {
   int last = 0;
 };
 
-// Offsets in the pool of the first kStep keys; returns how many these are.
-inline int locate_step(const Step& step, const Layer& layer, const Keys& keys, int64_t* offsets) {
+// Offsets in the pool, in bytes, of the first kStep keys; returns how many these are.
+inline int locate_step(const Step& step, const Layer& layer, const Keys& keys, int64_t stride, int64_t* offsets) {
   const int32_t* table = step.block_tables + int64_t(keys.sequence) * step.table_width;
   const int count = std::min(kStep, keys.last - keys.first);
   for (int t = 0; t < count;) {
     const int key = keys.first + t, at = key % layer.block_size;
-    const int64_t block = table[key / layer.block_size], stride = layer.head_dim;
+    const int64_t block = table[key / layer.block_size];
     const int64_t first = ((block * layer.num_kv_heads + keys.kv_head) * layer.block_size + at) * stride;
     const int here = std::min(layer.block_size - at, count - t);
     for (int i = 0; i < here; ++i) offsets[t + i] = first + i * stride;
@@ -149,7 +162,9 @@ class BlockAttention {
         layer_(layer),
         op_(op),
         group_(layer.num_heads / layer.num_kv_heads),
+        row_bytes_(layer.row_bytes(sizeof(T))),
         num_units_(round_up((layer.head_dim + Units<T>::per - 1) / Units<T>::per, kLanes)),
+        num_words_(num_units_ * Units<T>::words),
         padded_dim_(round_up(layer.head_dim, kLanes)) {}
 
   int padded_dim() const { return padded_dim_; }
@@ -162,9 +177,10 @@ class BlockAttention {
     context_ = step_.context_lens[block.sequence];
     base_ = context_ - (step_.query_start[block.sequence + 1] - row_start_) - step_.known(block.sequence);
     for (int r = 0; r < block.count; ++r) {
-      uint32_t* target = query_ + r * num_units_;
-      std::memset(target, 0, num_units_ * sizeof(uint32_t));
-      std::memcpy(target, op_.query.at(row(r), head(r)), layer_.head_dim * sizeof(T));
+      alignas(64) uint32_t units[kMaxHeadDim] = {};
+      std::memcpy(units, op_.query.at(row(r), head(r)), layer_.head_dim * sizeof(T));
+      uint32_t* target = query_ + r * num_words_;
+      for (int unit = 0; unit < num_units_; ++unit) Units<T>::spread(target + unit * Units<T>::words, units[unit]);
     }
   }
 
@@ -274,11 +290,33 @@ class BlockAttention {
 
   // Offsets in the pool of the first step of keys; returns how many these are.
   int locate(const Keys& keys, int64_t* offsets) const {
-    return locate_step(step_, layer_, keys, offsets);
+    return locate_step(step_, layer_, keys, row_bytes_, offsets);
   }
 
   void prefetch_row(const void* pool, int64_t offset) const {
-    prefetch_bytes(static_cast<const T*>(pool) + offset, layer_.head_dim * sizeof(T));
+    prefetch_bytes(static_cast<const char*>(pool) + offset, row_bytes_);
+  }
+
+  // Where the numbers of a pool's rows of this step are, in rows_; of packed ones the integers, and in scales_ what
+  // they are to be multiplied by: once for each row and query row, not for each number.
+  void find_rows(const void* pool, int count) {
+    const char* first = static_cast<const char*>(pool);
+    if (!layer_.is_packed) {
+      for (int t = 0; t < count; ++t) rows_[t] = reinterpret_cast<const T*>(first + here_[t]);
+      return;
+    }
+    for (int t = 0; t < count; ++t) {
+      T* row = unpacked_ + t * kMaxHeadDim;
+      scales_[t] = unpack_row(first + here_[t], layer_.head_dim, row);
+      rows_[t] = row;
+    }
+    std::fill(scales_ + count, scales_ + round_up(count, kLanes), 0.0f);
+  }
+
+  // Multiplies row r's scores, or weights, by the scales of packed rows.
+  void scale_row(int r, int padded) {
+    float* scores = scores_ + r * kStep;
+    for (int t = 0; t < padded; t += kLanes) store16(scores + t, load16(scores + t) * load16(scales_ + t));
   }
 
   int query_row(int r) const { return (block_.first + r) / group_; }
@@ -287,6 +325,7 @@ class BlockAttention {
 
   // Scores of keys [key, key + count) for every row, masked, in scores_[row][kStep].
   void score(int key, int count) {
+    find_rows(layer_.key_pool, count);
     for (int tile = 0; tile < count; tile += kLanes) {
       for (int t = tile; t < std::min(count, tile + kLanes); ++t) prefetch_row(layer_.value_pool, here_[t]);
       load_columns(tile, std::min(kLanes, count - tile));
@@ -294,6 +333,7 @@ class BlockAttention {
     }
     const int padded = round_up(count, kLanes);
     for (int r = 0; r < block_.count; ++r) {
+      if (layer_.is_packed) scale_row(r, padded);
       if (layer_.softcap != 0.0f) cap(r, padded);
       mask(r, key, padded);
     }
@@ -302,13 +342,12 @@ class BlockAttention {
   // Sixteen keys as columns: columns_[unit][lane] is unit `unit` of the step's key `tile + lane`, 0 beyond
   // `count`.
   void load_columns(int tile, int count) {
-    const T* pool = static_cast<const T*>(layer_.key_pool);
     const int bytes = layer_.head_dim * int(sizeof(T));
     for (int unit = 0; unit < num_units_; unit += kLanes) {
       u32x16 square[kLanes] = {};
       const int here = std::min(64, bytes - unit * 4);
       for (int lane = 0; lane < count; ++lane) {
-        const char* source = reinterpret_cast<const char*>(pool + here_[tile + lane]) + unit * 4;
+        const char* source = reinterpret_cast<const char*>(rows_[tile + lane]) + unit * 4;
         if (here == 64)
           square[lane] = load_as<u32x16>(source);
         else
@@ -322,13 +361,15 @@ class BlockAttention {
   template <int R>
   void score_rows(int r, int tile) {
     f32x16 even[R] = {}, odd[R] = {};
-    const uint32_t* query = query_ + r * num_units_;
+    constexpr int words = Units<T>::words;
+    const uint32_t* query = query_ + r * num_words_;
     for (int unit = 0; unit < num_units_; unit += 2) {
       const u32x16 a = load_as<u32x16>(columns_ + unit * kLanes);
       const u32x16 b = load_as<u32x16>(columns_ + (unit + 1) * kLanes);
       for (int i = 0; i < R; ++i) {
-        even[i] = Units<T>::multiply_add(even[i], a, query[i * num_units_ + unit]);
-        odd[i] = Units<T>::multiply_add(odd[i], b, query[i * num_units_ + unit + 1]);
+        const uint32_t* mine = query + i * num_words_ + unit * words;
+        even[i] = Units<T>::multiply_add_spread(even[i], a, mine);
+        odd[i] = Units<T>::multiply_add_spread(odd[i], b, mine + words);
       }
     }
     for (int i = 0; i < R; ++i) store16(scores_ + (r + i) * kStep + tile, (even[i] + odd[i]) * layer_.scaling);
@@ -397,8 +438,8 @@ class BlockAttention {
   }
 
   void accumulate(int count) {
-    const T* pool = static_cast<const T*>(layer_.value_pool);
-    for (int t = 0; t < count; ++t) values_[t] = pool + here_[t];
+    find_rows(layer_.value_pool, count);
+    for (int r = 0; layer_.is_packed && r < block_.count; ++r) scale_row(r, round_up(count, kLanes));
     for (int t = count; t < num_next_; ++t) prefetch_row(layer_.key_pool, next_[t]);
     num_next_ = std::min(num_next_, count);
     int d = 0;
@@ -422,7 +463,7 @@ class BlockAttention {
     for (int t = 0; t < count; ++t) {
       if (t < num_asked) prefetch_row(layer_.key_pool, next_[t]);
       f32x16 value[V];
-      for (int v = 0; v < V; ++v) value[v] = load16(values_[t] + d + v * kLanes);
+      for (int v = 0; v < V; ++v) value[v] = load16(rows_[t] + d + v * kLanes);
       for (int i = 0; i < R; ++i) {
         const float weight = scores_[(r + i) * kStep + t];
         for (int v = 0; v < V; ++v) sum[i][v] += value[v] * weight;
@@ -437,7 +478,7 @@ class BlockAttention {
       float* weighted = weighted_ + r * padded_dim_ + d;
       f32x16 sum = load16(weighted);
       for (int t = 0; t < count; ++t)
-        sum += load_tail(values_[t] + d, layer_.head_dim - d) * scores_[r * kStep + t];
+        sum += load_tail(rows_[t] + d, layer_.head_dim - d) * scores_[r * kStep + t];
       store16(weighted, sum);
     }
   }
@@ -446,7 +487,9 @@ class BlockAttention {
   const Layer& layer_;
   const Operands<T>& op_;
   const int group_;
+  const int64_t row_bytes_;
   const int num_units_;
+  const int num_words_;  // of a query row, which is spread
   const int padded_dim_;
 
   RowBlock block_ = {};
@@ -454,12 +497,14 @@ class BlockAttention {
   int context_ = 0;
   int base_ = 0;  // cached tokens older than this step
   BlockSums* sums_ = nullptr;
-  const T* values_[kStep];
+  const T* rows_[kStep];
   int64_t offsets_[2][kStep];
   int64_t* here_ = offsets_[0];  // of the step's keys and values in the pool
   int64_t* next_ = offsets_[1];  // of the next step's
   int num_next_ = 0;
 
+  alignas(64) T unpacked_[kStep * kMaxHeadDim];
+  alignas(64) float scales_[kStep];
   alignas(64) uint32_t query_[kRowBlock * kMaxHeadDim];
   alignas(64) uint32_t columns_[kMaxHeadDim * kLanes];
   alignas(64) float scores_[kRowBlock * kStep];
@@ -607,14 +652,13 @@ void merge_chunks(BlockAttention<T>& attention, const AttentionPlan& plan, const
 
 // Asks for the keys that `paged_attention` will look at first.
 inline void prefetch_first_keys(const Share& share, const Step& step, const Layer& layer, const AttentionPlan& plan,
-                                int64_t element_size) {
+                                size_t element_size) {
   const int item = plan.share_start[share.index];
   if (item == plan.share_start[share.index + 1]) return;
+  const int64_t bytes = layer.row_bytes(element_size);
   int64_t offsets[kStep];
-  const int count = locate_step(step, layer, plan.items[item].keys(), offsets);
-  for (int t = 0; t < count; ++t)
-    prefetch_bytes(static_cast<const char*>(layer.key_pool) + offsets[t] * element_size,
-                   layer.head_dim * element_size);
+  const int count = locate_step(step, layer, plan.items[item].keys(), bytes, offsets);
+  for (int t = 0; t < count; ++t) prefetch_bytes(static_cast<const char*>(layer.key_pool) + offsets[t], bytes);
 }
 
 // Attends to what `write_kv` has put into the pool, once all of it is there.

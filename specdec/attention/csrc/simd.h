@@ -21,6 +21,7 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
   uint16_t bits;
@@ -162,10 +163,10 @@ inline f32x16 tanh16(f32x16 x) {
 }
 
 // Asks for a cache line. GCC takes a function of nothing but __builtin_prefetch for one without effects, and
-// drops it.
+// drops it. The operand is the address: for one in memory, sums in a loop around it would be kept in memory too.
 inline void prefetch_line(const void* p) {
 #if defined(__x86_64__)
-  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
+  asm volatile("prefetcht0 (%0)" : : "r"(p));
 #else
   __builtin_prefetch(p);
 #endif
@@ -222,19 +223,40 @@ inline f32x16 dot_pairs(f32x16 acc, u32x16 a, uint32_t b) {
 
 // Numbers along an inner dimension, as units of 32 bits: a float, or two neighbouring bf16. acc[lane] += the products
 // of unit a[lane] with unit b, the same in all lanes.
+//
+// A b that is multiplied by many times is taken apart once: `spread` writes the words, of 32 bits, that
+// `multiply_add_spread` reads from memory as they are. Sums are the same, bit for bit.
 template <typename T>
 struct Units;
 
 template <>
 struct Units<float> {
   static constexpr int per = 1;
+  static constexpr int words = 1;
   static f32x16 multiply_add(f32x16 acc, u32x16 a, uint32_t b) { return acc + (f32x16)a * load_as<float>(&b); }
+  static void spread(uint32_t* target, uint32_t b) { *target = b; }
+  static f32x16 multiply_add_spread(f32x16 acc, u32x16 a, const uint32_t* b) { return multiply_add(acc, a, *b); }
 };
 
 template <>
 struct Units<bf16> {
   static constexpr int per = 2;
   static f32x16 multiply_add(f32x16 acc, u32x16 a, uint32_t b) { return dot_pairs(acc, a, b); }
+#ifdef DH_BF16_DOT
+  static constexpr int words = 1;
+  static void spread(uint32_t* target, uint32_t b) { *target = b; }
+  static f32x16 multiply_add_spread(f32x16 acc, u32x16 a, const uint32_t* b) { return dot_pairs(acc, a, *b); }
+#else
+  static constexpr int words = 2;
+  static void spread(uint32_t* target, uint32_t b) {
+    target[0] = b << 16;
+    target[1] = b & 0xffff0000u;
+  }
+  static f32x16 multiply_add_spread(f32x16 acc, u32x16 a, const uint32_t* b) {
+    acc += (f32x16)(a << 16) * load_as<float>(b);
+    return acc + (f32x16)(a & 0xffff0000u) * load_as<float>(b + 1);
+  }
+#endif
 };
 
 }  // namespace dh

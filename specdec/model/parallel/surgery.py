@@ -23,9 +23,14 @@ from specdec.model.parallel.cuts import (
 )
 from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.plan import HeadLayout, UnsupportedParallelism, layout_of, plan_of
+from specdec.model.quantized_linear import QuantizedLinear
 from specdec.model.recording import ALL_GATHER, ALL_REDUCE, EmbeddingShard, active_recorder
 
 _Forward = Callable[..., Any]
+_Completion = Callable[[torch.nn.Module], _Forward]
+"""Makes, of a linear layer that is a rank's part, the forward of the whole. A function: copies of a module
+keep the same."""
+_COMPLETION = "completion_over_ranks"
 
 
 class RankPart:
@@ -131,23 +136,34 @@ class _LocalConfig:
         return getattr(self._config, name)
 
 
+def complete_like(module: torch.nn.Module, part: torch.nn.Module) -> None:
+    """Let a linear layer that takes the place of one of a rank complete its product as that does."""
+    completion: _Completion | None = getattr(part, _COMPLETION, None)
+    if completion is not None:
+        _complete(module, completion)
+
+
 def _install(module: torch.nn.Module, style: str, layout: HeadLayout, group: RankGroup) -> None:
     match style:
         case "rowwise" | "packed_rowwise":
-            forward = _summed_product(module, group)
+            _complete(module, lambda its: _summed_product(its, group))
         case "rowwise_split_input":
-            forward = _on_own_share(_summed_product(module, group), group)
+            _complete(module, lambda its: _on_own_share(_summed_product(its, group), group))
         case "colwise_gather_output":
-            forward = _gathered(module.forward, _width(module), group)
+            width = _width(module)
+            _complete(module, lambda its: _gathered(its.forward, width, group))
         case "embedding_rowwise":
-            forward = _vocabulary_parallel(module, group)
+            module.forward = _vocabulary_parallel(module, group)
         case "moe_tp_experts":
-            forward = _summed(module.forward, group)
+            module.forward = _summed(module.forward, group)
         case "norm_over_heads":
-            forward = _on_all_heads(module.forward, layout, group)
-        case _:
-            return
-    module.forward = forward
+            module.forward = _on_all_heads(module.forward, layout, group)
+
+
+def _complete(module: torch.nn.Module, completion: _Completion) -> None:
+    """Give a linear layer its forward among ranks, and let it remember what makes one."""
+    module.forward = completion(module)
+    setattr(module, _COMPLETION, completion)
 
 
 def all_reduce(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
@@ -179,14 +195,22 @@ def _summed(whole: _Forward, group: RankGroup) -> _Forward:
 
 def _summed_product(module: Any, group: RankGroup) -> _Forward:
     """Every rank multiplies its part of the inputs; the bias is added once, to the sum."""
-    is_transposed = isinstance(module, Conv1D)
+    multiply = _without_bias(module)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        partial = inputs @ module.weight if is_transposed else F.linear(inputs, module.weight)
-        outputs = all_reduce(partial.contiguous(), group)
+        outputs = all_reduce(multiply(inputs).contiguous(), group)
         return outputs if module.bias is None else outputs.add_(module.bias)
 
     return forward
+
+
+def _without_bias(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a linear layer's product; its weight is looked up each time, since it may be another one."""
+    if isinstance(module, QuantizedLinear):
+        return module.multiply
+    if isinstance(module, Conv1D):
+        return lambda inputs: inputs @ module.weight
+    return lambda inputs: F.linear(inputs, module.weight)
 
 
 def _on_own_share(partial: _Forward, group: RankGroup) -> _Forward:

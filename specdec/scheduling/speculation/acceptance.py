@@ -120,10 +120,13 @@ class AcceptanceTracker:
         self.num_positions = max(1, num_positions)
         self._max_classes = max_classes
         self._slots: dict[RequestId, int] = {}
+        self._names: list[RequestId] = []
+        """Of the request that has each slot, or had it last."""
         self._free: list[int] = []
         self._requests = _Counts(self.num_positions)
         self._totals = np.zeros((8, 7))
         self._last_round = np.zeros(8)
+        """Of each slot; of free ones infinity."""
         self._class_of_slot = np.zeros(8, dtype=np.int64)
         self._classes: dict[str, int] = {OTHER_CLASS: 0}
         self._class_verdicts = _Counts(self.num_positions)
@@ -176,12 +179,13 @@ class AcceptanceTracker:
             slot = self._slots.pop(request_id, None)
             if slot is not None:
                 self._free.append(slot)
+                self._last_round[slot] = np.inf
 
     def forget_idle(self, num_rounds: int) -> None:
         """Forget requests that have had no verdict for so many rounds."""
         self._read()
-        idle = self._round - num_rounds
-        self.forget([one for one, slot in self._slots.items() if self._last_round[slot] < idle])
+        is_idle = self._last_round[: len(self._names)] < self._round - num_rounds
+        self.forget([self._names[slot] for slot in np.flatnonzero(is_idle).tolist()])
 
     def estimate(self, request_ids: Sequence[RequestId], classes: Sequence[str]) -> AcceptanceEstimate:
         """Return what to expect of requests, known or not."""
@@ -189,7 +193,8 @@ class AcceptanceTracker:
         slots = np.array([self._slots.get(one, -1) for one in request_ids], dtype=np.int64)
         of_class = np.array([self._class_index(name) for name in classes], dtype=np.int64)
         is_known = slots >= 0
-        fresh = np.where(is_known, 0.5 ** ((self._round - self._last_round[slots]) / _STALE_ROUNDS), 0.0)
+        age = np.where(is_known, self._round - self._last_round[slots], np.inf)
+        fresh = 0.5 ** (age / _STALE_ROUNDS)
         totals = self._totals[slots] * fresh[:, None]
         factor = self._factor(totals, of_class)
         failing = self._class_failures[of_class] * factor[:, None]
@@ -364,6 +369,7 @@ class AcceptanceTracker:
             slot = self._free.pop() if self._free else len(self._slots)
             self._reserve(slot + 1)
             self._slots[request_id] = slot
+            self._names[slot : slot + 1] = [request_id]
             self._requests.trials[slot] = self._requests.successes[slot] = 0.0
             self._totals[slot] = 0.0
             self._last_round[slot] = self._round

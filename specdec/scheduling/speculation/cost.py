@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -51,8 +53,8 @@ class CorrectionGrid:
     """
 
     def __init__(self, num_a: int, num_b: int) -> None:
-        self._recent = np.full((num_a, num_b, _NUM_RECENT), np.nan)
-        self._num_seen = np.zeros((num_a, num_b), dtype=np.int64)
+        self._recent: dict[tuple[int, int], deque[float]] = {}
+        self._num_recent = np.zeros((num_a, num_b))
         self._last_round = np.zeros((num_a, num_b))
         self._median = np.zeros((num_a, num_b))
         self._near_a, self._near_b = _nearness(num_a), _nearness(num_b)
@@ -63,18 +65,19 @@ class CorrectionGrid:
     def note(self, a: int, b: int, ratio: float) -> None:
         """Learn that something in region (a, b) took `ratio` times as long as it should."""
         self._round += 1
-        log_ratio = min(max(float(np.log(ratio)), -_LARGEST_LOG), _LARGEST_LOG)
-        recent = self._recent[a, b]
-        if self._num_seen[a, b] > _NUM_KEPT and self._round - self._last_round[a, b] > _PAUSE_ROUNDS:
+        here = a, b
+        recent = self._recent.get(here)
+        if recent is None:
+            recent = self._recent[here] = deque(maxlen=_NUM_RECENT)
+        elif len(recent) > _NUM_KEPT and self._round - self._last_round[here] > _PAUSE_ROUNDS:
             # Whatever else the machine did then, it may have stopped: what comes now must be heard.
-            recent[:_NUM_KEPT] = self._median[a, b]
-            self._num_seen[a, b] = _NUM_KEPT
-        recent[self._num_seen[a, b] % _NUM_RECENT] = log_ratio
-        self._num_seen[a, b] += 1
-        self._last_round[a, b] = self._round
-        count = min(int(self._num_seen[a, b]), _NUM_RECENT)
-        doubts = [float(self._log_factors[a, b])] * min(_NUM_DOUBTS, _NUM_RECENT - count)
-        self._median[a, b] = _median([*recent[:count].tolist(), *doubts])
+            recent.clear()
+            recent.extend([float(self._median[here])] * _NUM_KEPT)
+        recent.append(min(max(math.log(ratio), -_LARGEST_LOG), _LARGEST_LOG))
+        doubts = [float(self._log_factors[here])] * min(_NUM_DOUBTS, _NUM_RECENT - len(recent))
+        self._num_recent[here] = len(recent)
+        self._last_round[here] = self._round
+        self._median[here] = _median([*recent, *doubts])
         self._is_current = False
 
     @property
@@ -100,7 +103,7 @@ class CorrectionGrid:
     def weights(self) -> Floats:
         """[A, B]: how many recent observations there are."""
         age = self._round - self._last_round
-        weights: Floats = np.minimum(self._num_seen, _NUM_RECENT) * 0.5 ** (age / _STALE_ROUNDS)
+        weights: Floats = self._num_recent * 0.5 ** (age / _STALE_ROUNDS)
         return weights
 
     def smoothed(self, weights: Floats, log_factors: Floats) -> Floats:
@@ -244,9 +247,9 @@ class VerifyCost:
     def note(self, shape: VerifyShape, seconds: float, *, is_overlapped: bool = False) -> None:
         """Learn what a step took, alone or beside the drafter."""
         rows = min(shape.num_rows, self._max_rows)
-        base = self._at_knots(shape.num_sequences, shape.context_tokens)
         left, right = int(self._left[rows]), int(self._right[rows])
-        expected = float(base[left] + self._share[rows] * (base[right] - base[left]))
+        low_s, high_s = self._at_knot(left, shape), self._at_knot(right, shape)
+        expected = low_s + float(self._share[rows]) * (high_s - low_s)
         if self._beyond[rows] > 0.0:
             expected *= shape.num_rows / int(self._knots[-1])
         if expected > 0.0 and seconds > 0.0:
@@ -259,6 +262,11 @@ class VerifyCost:
         slopes = self._per_token + self._per_token_and_row * per_row
         at_knots: Floats = self._base + context_tokens * slopes
         return at_knots
+
+    def _at_knot(self, knot: int, shape: VerifyShape) -> float:
+        per_row = int(self._knots[knot]) / max(shape.num_sequences, 1)
+        slope = self._per_token + self._per_token_and_row * per_row
+        return float(self._base[knot]) + shape.context_tokens * slope
 
     def _fit_base(self, points: Sequence[VerifyPoint]) -> Floats:
         base = np.zeros(len(self._measured))
@@ -389,15 +397,17 @@ class DraftCost:
 
         `mean_context` is that of a draft token.
         """
-        wanted = np.array([budget for budget in budgets.values() if budget > 0])
-        if len(wanted) == 0 or seconds <= 0.0:
+        wanted = sorted(budget for budget in budgets.values() if budget > 0)
+        if not wanted or seconds <= 0.0:
             return
-        num_steps = min(int(wanted.max()), len(self._regions))
-        taking_part = (wanted[:, None] > np.arange(num_steps)).sum(0) * num_branches
-        numbers = np.minimum(taking_part, self._max_sequences)
-        expected = float(
-            (self._step[numbers] + mean_context * self.per_token * numbers).sum() + self._start[numbers[0]]
-        )
+        num_steps = min(wanted[-1], len(self._regions))
+        # Of each step, so many have been asked for no more than the steps before it.
+        numbers = [
+            min((len(wanted) - bisect_right(wanted, step)) * num_branches, self._max_sequences)
+            for step in range(num_steps)
+        ]
+        expected = float(self._start[numbers[0]])
+        expected += sum(float(self._step[one]) + mean_context * self.per_token * one for one in numbers)
         if expected > 0.0:
             at = int(self._nearest[numbers[0]])
             self._corrections.note(

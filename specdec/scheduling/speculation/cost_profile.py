@@ -51,6 +51,9 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     """None: drafting could not be measured."""
     other_drafts: tuple[tuple[DraftPoint, ...], ...] = ()
     """Of several drafters, those behind the first."""
+    draft_devices: tuple[str, ...] = ()
+    """What drafters ran on when drafting was measured; empty: it is not known. Not part of the key: a draft
+    pool may come later than the target, or change, and steps of the target still cost the same."""
     num_stepped_rows: int = 0
     """Up to so many rows, a step costs what the next measured number of rows costs: rows are padded to it."""
     format: int = PROFILE_FORMAT

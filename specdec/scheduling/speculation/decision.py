@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ class Region(NamedTuple):
     context: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """One choice, with what was expected of it."""
 
@@ -50,11 +51,32 @@ class Decision:
     acceptance_levels: Sequence[bytes]
     """By request, acceptance by position in `NUM_LEVELS` levels."""
 
+    @cached_property
+    def expected_s(self) -> float:
+        """Seconds of a round as decided; in ping_pong, of a cohort."""
+        option = self.option
+        return option.round_s * (0.5 if option.kind == "ping_pong" else 1.0)
+
+    @cached_property
+    def compares_as(self) -> Hashable:
+        """Equal for decisions whose rounds compare."""
+        return self.option.kind, self.region
+
+    def is_of_all(self, observation: RoundObservation) -> bool:
+        """Whether as many sequences were in a round, and elsewhere meanwhile, as were decided for."""
+        return observation.num_elsewhere + num_decoding_of(observation) == len(self.index)
+
     @property
     def best_drafting(self) -> Option | None:
         """The best option with drafts; None when there is none."""
         kinds = [kind for kind in self.options if kind != "plain"]
         return self.options[max(kinds, key=lambda kind: self.rates[kind])] if kinds else None
+
+
+def num_decoding_of(observation: RoundObservation) -> int:
+    """Return how many sequences got new tokens."""
+    number = observation.num_decoding
+    return observation.num_sequences if number is None else number
 
 
 def region_of(batch: Batch) -> Region:

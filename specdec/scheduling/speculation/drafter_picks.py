@@ -104,11 +104,14 @@ def drafter_costs(
 class DrafterPicks:
     """Picks a drafter for every request without one of its own. Decides with `review`, answers with `of`."""
 
-    def __init__(self, most_draft_tokens: Sequence[int], acceptance: AcceptanceTracker) -> None:
+    def __init__(
+        self, most_draft_tokens: Sequence[int], acceptance: AcceptanceTracker, budgeted: int | None = None
+    ) -> None:
         """Choose among drafters of which each drafts so many tokens at most, the first where nothing is
-        known.
+        known. All but `budgeted` attend to the whole of a text.
         """
         self._caps = np.array(most_draft_tokens, dtype=np.int64)
+        self._budgeted = budgeted
         self._acceptance = acceptance
         self._picks: dict[RequestId, int] = {}
         self._best_of_class: dict[str, int] = {}
@@ -134,6 +137,10 @@ class DrafterPicks:
     def drafter(self, one: Schedulable) -> int:
         """Return the drafter that a request has."""
         return self.of(one.request_id, one.class_name) if one.own_drafter is None else one.own_drafter
+
+    def draft_context(self, one: Schedulable) -> int:
+        """Return how many committed tokens a request's drafter attends to."""
+        return self._attended(one, self.drafter(one))
 
     @property
     def has_trial(self) -> bool:
@@ -219,9 +226,9 @@ class DrafterPicks:
         num_positions = self._acceptance.num_positions
         steps = np.arange(1, num_positions + 1)
         caps = np.array([one.max_draft_tokens for one in sequences])
-        attended = np.array([one.draft_context for one in sequences], dtype=np.float64)
         columns = []
         for place, most in enumerate(self._caps.tolist()):
+            attended = np.array([self._attended(one, place) for one in sequences], dtype=np.float64)
             estimate = self._estimate(sequences, [place] * len(sequences))
             own_s = costs.sequence_s[place] + costs.token_s[place] * attended
             seconds = costs.row_s * estimate.filled.cumsum(1) + own_s[:, None] * steps
@@ -229,6 +236,9 @@ class DrafterPicks:
             value[steps > np.minimum(most, np.maximum(caps, 1))[:, None]] = -np.inf
             columns.append(np.maximum.accumulate(value, axis=1))
         return np.stack(columns, axis=1)
+
+    def _attended(self, one: Schedulable, place: int) -> int:
+        return one.draft_context if place == self._budgeted else one.committed_len
 
     def _note_best(self, free: Sequence[Schedulable]) -> None:
         """Remember what most of each class have: what those begin with that come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.scheduling.speculation.goodput import Kind
@@ -13,18 +13,22 @@ _LARGEST_RATIO = 2.5
 """A round that takes so many times what its kind takes, or less than the inverse, is an outlier."""
 _NUM_IN_A_ROW = 3
 """So many outliers in a row are none."""
-_LARGEST_LOG_SURPRISE = math.log(1.5)
-"""Further from what is usual, up or down, a round is a surprise."""
+_LARGEST_SURPRISE = 1.5
+"""By more than this factor from what is usual, up or down, a round is a surprise."""
 _NUM_SURPRISES = 2
 """In a row; a single one is a pause of something."""
 _USUAL_DECAY = 1.0 / 16.0
-_TIME_DECAY = 1.0 / 128.0
+_TIME_DECAY = 1.0 / 256.0
 _TOKEN_DECAY = 1.0 / 128.0
 _DOUBTED_ROUNDS = 6.0
 """Rounds of one kind whose times weigh as much as the belief that the model is right."""
 _DOUBTED_REGION_ROUNDS = 4.0
 _DOUBTED_TOKENS = 100.0
 """The same for the numbers of tokens, which vary more: sequences times rounds."""
+_SETTLED_ENTRIES, _MOST_SETTLED_ENTRIES = 32.0, 1024.0
+"""What was measured beside another kind weighs at least as much as so many rounds, and more only where it is
+far from what is believed."""
+_LATELY_ROUNDS, _FEWEST_LATELY = 16, 5
 _STALE_ROUNDS = 3000.0
 _TOKENS_STALE_ROUNDS = 500.0
 """What is missing of drafts may be so because little was known of acceptance yet: it is soon looked at
@@ -54,22 +58,21 @@ class Alarm:
 
     def __init__(self) -> None:
         self._usual: dict[Hashable, float] = {}
-        """By what is compared: logarithm of measured over expected, lately."""
+        """By what is compared: measured over expected, lately."""
         self._num_in_a_row = 0
 
     def goes_off(self, what: Hashable, ratio: float) -> bool:
         """Take note of a round that took `ratio` times what was expected, of those that compare as `what`."""
-        log_ratio = math.log(ratio)
-        usual = self._usual.setdefault(what, log_ratio)
-        if abs(log_ratio - usual) <= _LARGEST_LOG_SURPRISE:
-            self._usual[what] = usual + _USUAL_DECAY * (log_ratio - usual)
+        usual = self._usual.setdefault(what, ratio)
+        if usual <= _LARGEST_SURPRISE * ratio and ratio <= _LARGEST_SURPRISE * usual:
+            self._usual[what] = usual + _USUAL_DECAY * (ratio - usual)
             self._num_in_a_row = 0
             return False
         self._num_in_a_row += 1
         if self._num_in_a_row < _NUM_SURPRISES:
             return False
         self._num_in_a_row = 0
-        self._usual[what] = log_ratio
+        self._usual[what] = ratio
         return True
 
 
@@ -77,42 +80,39 @@ class Alarm:
 class _Sums:
     """Decaying sums of what was expected and what came."""
 
-    expected_s: float = 0.0
-    measured_s: float = 0.0
-    num_timed: float = 0.0
-    expected_tokens: float = 0.0
-    measured_tokens: float = 0.0
+    decay: float
+    """By entry."""
+    half_life: float
+    """In rounds, while there are no entries."""
+    expected: float = 0.0
+    came: float = 0.0
     last_round: int = 0
 
-    def add(self, now: int, expected_s: float, measured_s: float, expected: float, measured: float) -> None:
-        fresh = self.freshness(now)
-        kept = (1.0 - _TIME_DECAY) * fresh
-        self.expected_s = self.expected_s * kept + 1.0
-        self.measured_s = self.measured_s * kept + measured_s / expected_s
-        self.num_timed = self.num_timed * kept + 1.0
-        kept = (1.0 - _TOKEN_DECAY) * self.freshness(now, _TOKENS_STALE_ROUNDS)
-        self.expected_tokens = self.expected_tokens * kept + expected
-        self.measured_tokens = self.measured_tokens * kept + measured
+    def add(self, now: int, expected: float, came: float, num_entries: int = 1) -> None:
+        kept = (1.0 - self.decay) ** num_entries * self._freshness(now)
+        self.expected = self.expected * kept + expected
+        self.came = self.came * kept + came
         self.last_round = now
 
-    def freshness(self, now: int, half_life: float = _STALE_ROUNDS) -> float:
+    def ratio(self, now: int, doubted: float, believed: float = 1.0) -> float:
+        """Return how much more came, where `doubted` more entries had brought what is believed."""
+        fresh = self._freshness(now)
+        return (self.came * fresh + doubted * believed) / (self.expected * fresh + doubted)
+
+    def set_ratio(self, now: int, ratio: float, doubted: float, believed: float) -> None:
+        """Make it so that `ratio` answers this, by as many entries as there are, or a few.
+
+        By more of them where what is believed is many times as much: of what answers this it must stay a
+        small part, for it may change.
+        """
+        enough = min(4.0 * doubted * believed / ratio, _MOST_SETTLED_ENTRIES)
+        self.expected = max(self.expected * self._freshness(now), _SETTLED_ENTRIES, enough)
+        self.came = max(0.0, ratio * (self.expected + doubted) - doubted * believed)
+        self.last_round = now
+
+    def _freshness(self, now: int) -> float:
         age = now - self.last_round
-        return 1.0 if age <= 1 else float(0.5 ** (age / half_life))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRound:
-    """One round beside what was expected of it."""
-
-    kind: Kind
-    region: Hashable
-    expected_s: float
-    measured_s: float
-    expected_tokens: float
-    """By the decision."""
-    drafted_tokens: float
-    """By the drafts that there were, and how likely they were thought to be accepted. Not what was accepted:
-    that is learnt where acceptance is, and sooner."""
+        return 1.0 if age <= 1 else float(0.5 ** (age / self.half_life))
 
 
 class Evidence:
@@ -123,61 +123,87 @@ class Evidence:
     """
 
     def __init__(self) -> None:
-        self._by_kind: dict[Kind, _Sums] = {}
-        self._by_region: dict[tuple[Kind, Hashable], _Sums] = {}
+        self._times: dict[Kind, _Sums] = {}
+        self._times_here: dict[tuple[Kind, Hashable], _Sums] = {}
+        self._tokens: dict[Kind, _Sums] = {}
         self._gates: dict[Kind, OutlierGate] = {}
 
-    def note(self, now: int, measured: MeasuredRound) -> None:
-        """Learn from round number `now`."""
-        ratio = measured.measured_s / measured.expected_s
-        gate = self._gates.setdefault(measured.kind, OutlierGate())
-        if not gate.lets_through(ratio / self._time_factor(now, measured.kind, measured.region)):
+    def note_times(self, now: int, kind: Kind, region: Hashable, ratios: Sequence[float]) -> None:
+        """Learn from rounds, up to number `now`, that took so many times what was expected of them."""
+        gate = self._gates.setdefault(kind, OutlierGate())
+        usual = self._time_factor(now, kind, region)
+        believed = [ratio for ratio in ratios if gate.lets_through(ratio / usual)]
+        if not believed:
             return
+        number, came = len(believed), sum(believed)
         for sums in (
-            self._by_kind.setdefault(measured.kind, _Sums(last_round=now)),
-            self._by_region.setdefault((measured.kind, measured.region), _Sums(last_round=now)),
+            self._times.setdefault(kind, _Sums(_TIME_DECAY, _STALE_ROUNDS, last_round=now)),
+            self._times_here.setdefault((kind, region), _Sums(_TIME_DECAY, _STALE_ROUNDS, last_round=now)),
         ):
-            sums.add(
-                now,
-                measured.expected_s,
-                measured.measured_s,
-                measured.expected_tokens,
-                measured.drafted_tokens,
-            )
+            sums.add(now, number, came, number)
+
+    def note_tokens(self, now: int, kind: Kind, expected: float, drafted: float) -> None:
+        """Learn from the drafts of round number `now`.
+
+        Args:
+            now: number of the round.
+            kind: its kind.
+            expected: tokens of the round, by the decision.
+            drafted: by the drafts that there were, and how likely they were thought to be accepted. Not what
+                was accepted: that is learnt where acceptance is, and sooner.
+        """
+        new = _Sums(_TOKEN_DECAY, _TOKENS_STALE_ROUNDS, last_round=now)
+        self._tokens.setdefault(kind, new).add(now, expected, drafted)
+
+    def settle(self, now: int, kind: Kind, region: Hashable, ratio: float) -> None:
+        """Believe that rounds take `ratio` times what is expected: it was measured beside another kind's.
+
+        What rounds of both have taken at other times says less: the machine may have been another one.
+        """
+        overall = self._times.setdefault(kind, _Sums(_TIME_DECAY, _STALE_ROUNDS, last_round=now))
+        new = _Sums(_TIME_DECAY, _STALE_ROUNDS, last_round=now)
+        here = self._times_here.setdefault((kind, region), new)
+        here.set_ratio(now, ratio, _DOUBTED_REGION_ROUNDS, overall.ratio(now, _DOUBTED_ROUNDS))
 
     def factor(self, now: int, kind: Kind, region: Hashable) -> float:
         """Return by what the model's goodput of a kind has to be multiplied."""
-        return self._token_factor(now, kind) / self._time_factor(now, kind, region)
+        return self.token_factor(now, kind) / self._time_factor(now, kind, region)
 
-    def num_rounds(self, now: int, kind: Kind, region: Hashable) -> float:
-        """Return how many rounds of a kind are known in a region, old ones counting less."""
-        sums = self._by_region.get((kind, region))
-        return 0.0 if sums is None else sums.num_timed * sums.freshness(now)
+    def token_factor(self, now: int, kind: Kind) -> float:
+        """Return by what the model's tokens of a kind have to be multiplied."""
+        tokens = self._tokens.get(kind)
+        return 1.0 if tokens is None else tokens.ratio(now, _DOUBTED_TOKENS)
 
     def _time_factor(self, now: int, kind: Kind, region: Hashable) -> float:
-        overall = self._by_kind.get(kind)
+        overall = self._times.get(kind)
         if overall is None:
             return 1.0
-        fresh = overall.freshness(now)
-        factor = (overall.measured_s * fresh + _DOUBTED_ROUNDS) / (
-            overall.expected_s * fresh + _DOUBTED_ROUNDS
-        )
-        here = self._by_region.get((kind, region))
-        if here is None:
-            return factor
-        fresh = here.freshness(now)
-        return (here.measured_s * fresh + _DOUBTED_REGION_ROUNDS * factor) / (
-            here.expected_s * fresh + _DOUBTED_REGION_ROUNDS
-        )
+        factor = overall.ratio(now, _DOUBTED_ROUNDS)
+        here = self._times_here.get((kind, region))
+        return factor if here is None else here.ratio(now, _DOUBTED_REGION_ROUNDS, factor)
 
-    def _token_factor(self, now: int, kind: Kind) -> float:
-        sums = self._by_kind.get(kind)
-        if sums is None:
-            return 1.0
-        fresh = sums.freshness(now, _TOKENS_STALE_ROUNDS)
-        return (sums.measured_tokens * fresh + _DOUBTED_TOKENS) / (
-            sums.expected_tokens * fresh + _DOUBTED_TOKENS
-        )
+
+class Lately:
+    """What rounds of each kind have taken in the last moments, over what was expected of them."""
+
+    def __init__(self) -> None:
+        self._means: dict[Kind, float] = {}
+        self._numbers: dict[Kind, int] = {}
+
+    def note(self, kind: Kind, ratio: float) -> None:
+        """Learn from one round."""
+        number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
+        mean = self._means.get(kind, 1.0)
+        self._means[kind] = mean + (min(ratio, _LARGEST_RATIO) - mean) / min(number, _LATELY_ROUNDS)
+
+    def ratio(self, kind: Kind) -> float | None:
+        """Return it; None where it is not known of enough rounds."""
+        return self._means[kind] if self._numbers.get(kind, 0) >= _FEWEST_LATELY else None
+
+    def forget(self, *kinds: Kind) -> None:
+        """Begin anew with some, or all where none is named."""
+        for kind in kinds or tuple(self._numbers):
+            self._numbers.pop(kind, None)
 
 
 class Overheads:

@@ -24,10 +24,11 @@ from specdec.scheduling.speculation.decision import (
     expected_gain,
     levels_of,
     mean_draft_context,
+    num_decoding_of,
     region_of,
 )
 from specdec.scheduling.speculation.drafter_picks import DrafterCosts, DrafterPicks, drafter_costs
-from specdec.scheduling.speculation.evidence import Alarm, Evidence, MeasuredRound, Overheads
+from specdec.scheduling.speculation.evidence import Alarm, Evidence, Lately, Overheads
 from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Kind, Option
 from specdec.scheduling.speculation.guesses import GuessRanks, share_guesses, share_guesses_behind_foreign
@@ -49,6 +50,8 @@ _HEARD_EVERY_S = 0.03
 """Costs are learnt from one round in so many seconds."""
 _SHARE_OF_DECIDING, _SHARE_OF_LEARNING = 0.005, 0.004
 """Both are done less often where that would take more of the time than this."""
+_HASTE = 4.0
+"""While much is new they may take so many times as much."""
 _CALMER, _CALMEST = 1.3, 4.0
 """While decisions change nothing they are thought over less often, and fewer rounds are learnt from: by this
 factor each time, and by no more than that in all."""
@@ -70,15 +73,19 @@ _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
 _PIPELINED_PROBE_ROUNDS = 10
 _FEWEST_AUDIT_ROUNDS, _MOST_AUDIT_ROUNDS = 3, 24
-_STRETCH = 1.5
-"""How much longer the drafts of a stretch are."""
+_CLOSE, _FEWEST_CLOSE_ROUNDS = 0.8, 5
+"""Where plain decoding is thought to have this share of the goodput or more, audits take longer at least."""
+_STRETCHES = 1.5, 3.0
+"""How much longer the drafts of a stretch are, in turn: somewhat longer ones may be slower where much longer
+ones are faster."""
 _STRETCH_ROUNDS = TrialLength(2, 6)
 """At most as many as it takes to correct a cost that was wrong (`CorrectionGrid`)."""
 _LARGEST_CHANGE = 1.5
 """A batch whose size has changed by this factor is another one."""
 _WORTH_WINDOW_S = 120.0
-_IDLE_ROUNDS = 4096
-"""After so many rounds without a verdict a request is forgotten."""
+_IDLE_ROUNDS, _TIDY_ROUNDS = 1024, 64
+"""After so many rounds without a verdict a request is forgotten: little of what was known of it would count.
+Every so many rounds that is seen to: streams of short requests leave hundreds meanwhile."""
 _MAX_FAN_OUTS = 4096
 _FAN_OUT_ROUNDS = 512
 """Shares are worked out anew after so many rounds: more is known of ranks then."""
@@ -118,6 +125,9 @@ class GoodputController:
         self._overheads = Overheads()
         self._evidence = Evidence()
         self._alarm = Alarm()
+        self._lately = Lately()
+        self._ratios: list[float] = []
+        """What rounds have taken over what was expected, of those as decided, since the decision."""
         self._alert_until = _EARLY_ROUNDS
         """Up to this round every one is learnt from, and decisions are thought over often."""
         self._trials = Trials(settings.trial_share)
@@ -155,7 +165,7 @@ class GoodputController:
         self._drafters: DrafterPicks | None = None
         if len(settings.drafter_caps) > 1:
             assert self._picks is None, "either drafters or KV budgets are picked"
-            self._drafters = DrafterPicks(settings.drafter_caps, self._acceptance)
+            self._drafters = DrafterPicks(settings.drafter_caps, self._acceptance, settings.budgeted_drafter)
 
     @property
     def mode(self) -> OverlapMode:
@@ -235,7 +245,7 @@ class GoodputController:
         if num_rounds < min(self._settings.decide_every, 1 + self._round // 4):
             return False
         if self._round < self._alert_until:
-            return True
+            return self._since_decision_s >= self._deciding.interval_s / _HASTE
         if self._since_decision_s < self._deciding.interval_s:
             return False
         if num_rounds >= self._calm * _MOST_UNDECIDED_ROUNDS:
@@ -280,7 +290,7 @@ class GoodputController:
         if decision is None:
             return
         self._verdict_round += bool(observation.outcomes)
-        owed = self._owed(observation)
+        owed = self._owed(observation) if observation.mode == "draft_ahead" else observation.budgets
         if self._drafters is None:
             self._acceptance.note(observation.outcomes, owed, self._classes)
         else:
@@ -290,7 +300,7 @@ class GoodputController:
             self._stand_ins.note(num_wanted - len(observation.outcomes), observation.stand_ins)
         if len(self._fan_outs) > _MAX_FAN_OUTS or self._round % _FAN_OUT_ROUNDS == 0:
             self._fan_outs.clear()
-        if self._round % _IDLE_ROUNDS == 0:
+        if self._round % _TIDY_ROUNDS == 0:
             self._acceptance.forget_idle(_IDLE_ROUNDS)
         for ahead in observation.ahead:
             self._note_ahead(ahead)
@@ -304,6 +314,7 @@ class GoodputController:
         """Decide for all, of which the first `num_here` are to be in the next round."""
         settings = self._settings
         num_sequences = len(sequences)
+        self._note_evidence()
         if self._picks is not None:
             self._picks.review(self._verdict_round, sequences, self._budget_costs())
         if self._drafters is not None:
@@ -328,6 +339,8 @@ class GoodputController:
         self._restless *= 0.5 ** (self._since_decision_s / _RESTLESS_S)
         self._since_decision_s = 0.0
         is_known = self._decision is not None and self._decision.region == region
+        if not is_known:
+            self._lately.forget()
         self._calm = min(self._calm * _CALMER, _CALMEST) if is_known else 1.0
         has_trial = self._drafters is not None and self._drafters.has_trial
         if not has_trial or self._kind is None:  # it says nothing of what is done otherwise
@@ -424,7 +437,8 @@ class GoodputController:
         return one.class_name if self._picks is None else self._picks.class_of(one)
 
     def _draft_context(self, one: Schedulable) -> int:
-        return one.draft_context if self._picks is None else self._picks.draft_context(one)
+        picks = self._picks or self._drafters
+        return one.draft_context if picks is None else picks.draft_context(one)
 
     def _budget_costs(self) -> BudgetCosts:
         decision = self._decision
@@ -502,6 +516,7 @@ class GoodputController:
         self._kind = kind
         self._switched_round = self._round
         self._switched_batch = num_sequences
+        self._lately.forget()
         self._calm = 1.0
         self._trials.note_change()
 
@@ -523,9 +538,14 @@ class GoodputController:
             loss_s = _loss_s(longer.tokens, longer.rate * factor, rates[usual.kind])
             trials.begin("stretching", _STRETCH_ROUNDS, loss_s)
         if self._kind != "plain":
-            fewest = _FEWEST_AUDIT_ROUNDS + (_ROUNDS_TO_CALM_DOWN if self._kind != "lockstep" else 0)
+            is_close = rates["plain"] >= _CLOSE * rates[usual.kind]
+            fewest = _FEWEST_CLOSE_ROUNDS if is_close else _FEWEST_AUDIT_ROUNDS
+            fewest += _ROUNDS_TO_CALM_DOWN if self._kind != "lockstep" else 0
             length = TrialLength(fewest, _MOST_AUDIT_ROUNDS)
+            was_on = trials.current
             trials.begin("auditing", length, _loss_s(plain.tokens, rates["plain"], rates[usual.kind]))
+            if trials.current != was_on:
+                self._lately.forget("plain")
         if tried is not None:
             num_probed = _num_probed(num_sequences)
             fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
@@ -556,7 +576,8 @@ class GoodputController:
         if self._trials.current != "stretching" and not self._trials.is_due("stretching"):
             return None
         usual = options[kind]
-        longest = math.ceil(_STRETCH * int(usual.num_draft_tokens.max()))
+        stretch = _STRETCHES[self._trials.num_ended("stretching") % len(_STRETCHES)]
+        longest = math.ceil(stretch * int(usual.num_draft_tokens.max()))
         found = evaluation.option(kind, outlook, min(longest, self._acceptance.num_positions))
         if found is None or found.tokens < usual.tokens * (1.0 + self._settings.margin):
             return None
@@ -595,13 +616,11 @@ class GoodputController:
     # ------------------------------------------------------------------------------------ learning
 
     def _owed(self, observation: RoundObservation) -> Mapping[RequestId, int]:
-        """Return whose drafts should have been there, and how many: of these, what is missing is not there.
+        """Return whose drafts should have been there in a round of draft_ahead, and how many.
 
-        In draft_ahead most that are missing were not foreseen, which is no fault of the drafter's: it owes
-        what was foreseen, and what it was asked for and has not prepared.
+        Of these, what is missing is not there. Most that are missing were not foreseen, which is no fault of
+        the drafter's: it owes what was foreseen, and what it was asked for and has not prepared.
         """
-        if observation.mode != "draft_ahead":
-            return observation.budgets
         excused = {
             ahead.request_id
             for ahead in observation.ahead
@@ -670,7 +689,7 @@ class GoodputController:
             self._costs.drafts[place].note(budgets, attended, 1, seconds)
 
     def _note_times(self, observation: RoundObservation, decision: Decision) -> None:
-        """Learn from how long a round took; of many short ones, from some."""
+        """Learn from how long a round took; of many short ones, from some what the parts cost."""
         kind = _kind_of(observation)
         self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
         is_overlapped = observation.mode != "lockstep"
@@ -680,9 +699,8 @@ class GoodputController:
         if round_s is None:
             round_s = observation.draft_s + observation.verify_s
         self._since_decision_s += round_s
-        if self._is_alarming(observation, decision, kind, round_s):
-            self._calm = 1.0
-            self._alert_until = self._round + _EARLY_ROUNDS
+        if round_s > 0.0 and observation.num_prompt_rows == 0 and self._is_as_decided(decision, kind):
+            self._note_ratio(observation, decision, round_s)
         # Asked before this round's own time counts: long ones must not be heard more often than others.
         is_to_be_heard = self._is_to_be_heard()
         self._unheard_s += round_s
@@ -695,19 +713,57 @@ class GoodputController:
                     lost_s = self._note_goodput(observation, decision, kind, round_s)
                     self._note_worth(decision, self._unheard_s)
             self._unheard_s = 0.0
-        if round_s > 0.0 and self._trials.note_round(round_s, lost_s):
+        is_settled = self._is_as_it_seems and self._num_alike >= _TRANSIENT_ROUNDS[kind]
+        trial = self._trials.current
+        if round_s > 0.0 and self._trials.note_round(round_s, lost_s, is_settled=is_settled):
             self._has_tried = True
+            if trial == "auditing":
+                self._settle(decision)
 
-    def _is_alarming(
-        self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
-    ) -> bool:
-        """Return whether something has changed for rounds of this kind, which are all looked at for it."""
-        option = decision.option
-        is_usual = not decision.is_partial and self._trials.current is None
-        is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
-        if option.kind != kind or observation.num_prompt_rows > 0 or not (is_usual and is_settled):
-            return False
-        return round_s > 0.0 and self._alarm.goes_off((kind, decision.region), round_s / option.round_s)
+    def _is_as_decided(self, decision: Decision, kind: Kind) -> bool:
+        """Whether the last round was one of those that were decided on, and says something of them."""
+        return (
+            decision.option.kind == kind
+            and not decision.is_partial
+            and self._num_alike >= _TRANSIENT_ROUNDS[kind]
+            and self._round > _FIRST_ROUNDS
+        )
+
+    def _note_ratio(self, observation: RoundObservation, decision: Decision, round_s: float) -> None:
+        """Compare a round's time with what was expected of it: every round's, for that takes next to none."""
+        ratio = round_s / decision.expected_s
+        if self._trials.current is None and self._alarm.goes_off(decision.compares_as, ratio):
+            self._calm = 1.0
+            self._alert_until = self._round + _EARLY_ROUNDS
+            self._trials.note_alarm()
+        if decision.reason != "stretching" and self._is_as_it_seems and decision.is_of_all(observation):
+            self._ratios.append(ratio)
+            self._lately.note(decision.option.kind, ratio)
+
+    def _settle(self, decision: Decision) -> None:
+        """Believe what an audit has shown, if it was long enough: rounds with drafts and without, in turn."""
+        kinds: tuple[Kind, ...] = ("plain", self._kind or "plain")
+        ratios = {kind: ratio for kind in kinds if (ratio := self._lately.ratio(kind)) is not None}
+        if len(ratios) < len(kinds):
+            return
+        self._note_evidence()
+        for kind, ratio in ratios.items():
+            self._evidence.settle(self._round, kind, decision.region, ratio)
+
+    def _rate_lately(self, decision: Decision) -> float | None:
+        """Return the tokens per second of what is done usually, by what it took just before."""
+        kind = self._kind
+        usual = None if kind is None else decision.options.get(kind)
+        if kind is None or usual is None or (ratio := self._lately.ratio(kind)) is None:
+            return None
+        return usual.rate * self._evidence.token_factor(self._round, kind) / ratio
+
+    def _note_evidence(self) -> None:
+        """Learn from the times of all rounds since the last decision."""
+        decision = self._decision
+        if decision is not None and self._ratios:
+            self._evidence.note_times(self._round, decision.option.kind, decision.region, self._ratios)
+            self._ratios.clear()
 
     @property
     def _is_as_it_seems(self) -> bool:
@@ -716,39 +772,34 @@ class GoodputController:
 
     def _is_to_be_heard(self) -> bool:
         is_new = self._round < self._alert_until or self._round - self._switched_round < _EARLY_ROUNDS
-        if is_new or self._trials.current is not None:
+        if self._trials.current is not None:
             return True
+        if is_new:
+            return self._unheard_s >= self._learning.interval_s / _HASTE
         return self._unheard_s >= max(self._calm * _HEARD_EVERY_S, self._learning.interval_s)
 
     def _note_goodput(
         self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
     ) -> float:
         """Compare a round with what was expected of it; return what it has lost, if it was a trial."""
-        option = decision.option
-        num_decoding = observation.num_decoding
-        if num_decoding is None:
-            num_decoding = observation.num_sequences
-        expected_s = option.round_s * (0.5 if option.kind == "ping_pong" else 1.0)
-        own_s = self._own_s(observation, kind, round_s)
-        is_as_decided = option.kind == kind and observation.num_elsewhere + num_decoding == len(
-            decision.index
-        )
-        is_settled = self._num_alike >= _TRANSIENT_ROUNDS[kind] and self._round > _FIRST_ROUNDS
-        is_settled = is_settled and self._is_as_it_seems
-        is_usual = not decision.is_partial and decision.reason != "stretching"
-        if is_as_decided and is_settled and own_s > 0.3 * round_s and is_usual:
-            measured = MeasuredRound(
-                kind=kind,
-                region=decision.region,
-                expected_s=expected_s,
-                measured_s=own_s,
-                expected_tokens=num_decoding + expected_gain(decision, observation),
-                drafted_tokens=num_decoding
+        expected_s, own_s = decision.expected_s, self._own_s(observation, kind, round_s)
+        is_usual = self._is_as_decided(decision, kind) and decision.reason != "stretching"
+        if is_usual and self._is_as_it_seems and decision.is_of_all(observation) and own_s > 0.3 * round_s:
+            if observation.num_prompt_rows > 0:
+                self._ratios.append(own_s / expected_s)
+            num_decoding = num_decoding_of(observation)
+            self._evidence.note_tokens(
+                self._round,
+                kind,
+                num_decoding + expected_gain(decision, observation),
+                num_decoding
                 + drafted_gain(decision, observation)
                 + len(observation.stand_ins) * self._stand_ins.gain_if_there,
             )
-            self._evidence.note(self._round, measured)
+        option = decision.option
         usual_rate = decision.rates.get(self._kind or option.kind, option.rate)
+        if self._trials.current == "auditing":
+            usual_rate = self._rate_lately(decision) or usual_rate
         return min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
 
     def _own_s(self, observation: RoundObservation, kind: Kind, round_s: float) -> float:

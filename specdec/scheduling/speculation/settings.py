@@ -33,10 +33,12 @@ class ControllerSettings:
     decide_every: int = 8
     """Rounds after which a decision is thought over, where the batch stays the same."""
     trial_share: float = 0.004
-    """Share of the time that may be lost by trying what is thought worse: probes and audits."""
+    """Share of the time that trying what is thought worse may lose; audits may lose half as much more."""
 
     drafter_caps: tuple[int, ...] = ()
     """Largest k of each of several drafters, of which one is picked for each request; empty: there is one."""
+    budgeted_drafter: int | None = None
+    """Which of several attends to a part of a text alone (`Schedulable.draft_context`); None: none does."""
 
     kv_budgets: tuple[KvBudget, ...] = ()
     """What drafts of a request may attend to; of several, one is picked for each request."""

@@ -3,13 +3,15 @@
 While speculation is off nothing is learnt of acceptance: probes draft for a few rounds. While it is on
 nothing is learnt of rounds without: audits leave drafts out for a few rounds. And nothing is learnt of longer
 drafts than those that are thought best: stretches make them longer for a few rounds. All may lose time, so
-there is an allowance: a small share of all time that passes. A trial begins when the allowance covers what it
-is expected to lose, and pays what it has really lost. After each one that changed nothing, the next one of
-its kind waits twice as long.
+there is an allowance: a small share of all time that passes; audits have one of their own, so that nothing
+that the others have cost keeps them from asking. A trial begins when the allowance covers what it is expected
+to lose, and pays what it has really lost. After each one that changed nothing, the next one of its kind waits
+twice as long.
 
 An audit asks whether nobody is worse off than without speculation. What it is expected to lose is just what
-is in doubt, so that the last one's real loss has a say in it; and while it loses nothing it goes on, because
-then what is believed is wrong.
+is in doubt, so that the last one's real loss has a say in it; and while it loses nothing, beside what rounds
+have brought just before it, it goes on, because then what is believed is wrong. Its first rounds, before
+things have settled, are paid for but say nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ _LARGEST_ALLOWANCE = 64.0
 """Rounds whose time the allowance may come to."""
 _FIRST_ALLOWANCE = 2.0
 """Rounds whose time may be lost before any time has passed."""
+_AUDITS = 0.5
+"""What audits may lose beside what all other trials may."""
+_LARGEST_DEBT = 2.0
+"""Rounds whose time may be owed: what a trial loses beyond is not its own doing (the machine was busy)."""
 _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {"probing": 48, "auditing": 48, "stretching": 96}
+_FEWEST_ROUNDS_BEFORE_FIRST: Mapping[Trial, int] = {"auditing": 12}
+"""Before the very first one: what rounds without drafts take is known from the start's measurements alone."""
 _MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6}
 _CLEAR_GAIN = 0.02
 """An audit that has gained so much, as a share of its time, is soon followed by another one."""
@@ -43,13 +51,14 @@ class Trials:
     """Which trial is on, and when the next one may begin."""
 
     def __init__(self, share: float) -> None:
-        """Let trials lose up to `share` of the time."""
+        """Let audits lose up to half of `share` of the time, and all other trials together up to `share`."""
         self._share = share
-        self._allowance_s: float | None = None
+        self._allowances: dict[bool, float] = {}
+        """In seconds, of audits (True) and of the others; none before the first round."""
         self._rounds_left = self._fewest = 0
-        self._num_done = 0
+        self._num_done = self._num_settled = 0
         self._lost_s = self._spent_s = 0.0
-        """By the trial that is on, as the number of its rounds."""
+        """By the trial that is on, as the number of its rounds; of settled ones alone."""
         self._audit_loss_s: float | None = None
         """What a round of the last audit has lost."""
         self._num_rounds_since = 0
@@ -62,52 +71,60 @@ class Trials:
         """Whether enough rounds have passed since the last trial."""
         if self.current is not None:
             return False
+        if self.num_rounds[trial] == 0 and trial in _FEWEST_ROUNDS_BEFORE_FIRST:
+            return self._num_rounds_since >= _FEWEST_ROUNDS_BEFORE_FIRST[trial]
         num_doublings = min(self._num_ended[trial], _MOST_DOUBLINGS[trial])
         return self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial] << num_doublings
 
     def begin(self, trial: Trial, length: TrialLength, loss_s: float) -> None:
         """Begin a trial for some rounds, if it is time for it, given what each is expected to lose."""
-        if self._allowance_s is None or not self.is_due(trial):
+        allowance_s = self._allowances.get(trial == "auditing")
+        if allowance_s is None or not self.is_due(trial):
             return
         if trial == "auditing" and self._audit_loss_s is not None:
             loss_s = min(loss_s, self._audit_loss_s)
-        if self._allowance_s <= loss_s * length.fewest:
+        if allowance_s <= loss_s * length.fewest:
             return
         # What these are expected to lose is what is in doubt: they go on until too much is really lost.
         is_in_doubt = loss_s <= 0.0 or trial != "probing"
-        affordable = length.most if is_in_doubt else int(self._allowance_s / loss_s)
+        affordable = length.most if is_in_doubt else int(allowance_s / loss_s)
         self.current = trial
         self._rounds_left = min(length.most, affordable)
         self._fewest = length.fewest
-        self._num_done = 0
+        self._num_done = self._num_settled = 0
         self._lost_s = self._spent_s = 0.0
         self._num_rounds_since = 0
 
-    def note_round(self, round_s: float, lost_s: float) -> bool:
+    def note_round(self, round_s: float, lost_s: float, *, is_settled: bool = True) -> bool:
         """Count a round that has passed.
 
         Args:
             round_s: how long it took.
             lost_s: in a trial, how much longer than its tokens would have taken as usual.
+            is_settled: whether a trial's round is one as many would be, not one of a change.
 
         Returns:
             whether a trial has ended with it.
         """
-        if self._allowance_s is None:
-            self._allowance_s = _FIRST_ALLOWANCE * round_s
-        self._allowance_s += self._share * round_s
+        allowances = self._allowances
+        for purpose in (False, True):
+            before_s = allowances.get(purpose, _FIRST_ALLOWANCE * round_s)
+            share = self._share * (_AUDITS if purpose else 1.0)
+            allowances[purpose] = min(before_s + share * round_s, _LARGEST_ALLOWANCE * round_s)
         self._num_rounds_since += 1
         if self.current is None:
-            self._allowance_s = min(self._allowance_s, _LARGEST_ALLOWANCE * round_s)
             return False
-        self._allowance_s -= max(lost_s, 0.0)
+        purpose = self.current == "auditing"
+        allowances[purpose] = max(allowances[purpose] - max(lost_s, 0.0), -_LARGEST_DEBT * round_s)
         self.num_rounds[self.current] += 1
         self._rounds_left -= 1
         self._num_done += 1
-        self._lost_s += lost_s
-        self._spent_s += round_s
+        if is_settled:
+            self._num_settled += 1
+            self._lost_s += lost_s
+            self._spent_s += round_s
         loses = self.current == "auditing" and self._num_done >= self._fewest and self._lost_s > 0.0
-        if self._rounds_left > 0 and self._allowance_s > 0.0 and not loses:
+        if self._rounds_left > 0 and allowances[purpose] > 0.0 and not loses:
             return False
         self._end(self.current)
         return True
@@ -115,10 +132,14 @@ class Trials:
     def _end(self, trial: Trial) -> None:
         self.current = None
         if trial == "auditing":
-            self._audit_loss_s = self._lost_s / self._num_done
+            self._audit_loss_s = self._lost_s / max(1, self._num_settled)
             if self._lost_s < -_CLEAR_GAIN * self._spent_s:
                 return
         self._num_ended[trial] += 1
+
+    def num_ended(self, trial: Trial) -> int:
+        """Return how many of them have changed nothing since something else did."""
+        return self._num_ended[trial]
 
     def cancel(self) -> None:
         """End a trial: the batch has changed too much."""
@@ -127,3 +148,7 @@ class Trials:
     def note_change(self) -> None:
         """Something is different: what changed nothing before may do so now."""
         self._num_ended.clear()
+
+    def note_alarm(self) -> None:
+        """Rounds take more or less than they did: whether drafts still pay is to be asked soon."""
+        del self._num_ended["auditing"]

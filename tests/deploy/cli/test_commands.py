@@ -187,6 +187,15 @@ def test_more_context_than_the_checkpoint_has_is_refused_before_anything_starts(
     assert invoke("config", "validate", config)[0] == 0
 
 
+def test_made_up_output_is_for_bench_alone(config: Path) -> None:
+    """And refused before anything starts."""
+    text = config.read_text()
+    line = "  num_speculative_tokens: 3\n"
+    config.write_text(text.replace(line, line + "  synthetic_acceptance: {acceptance: [0.8]}\n"))
+    for command in (["config", "validate", config], ["serve", config], ["generate", "a", "-c", config]):
+        assert "synthetic_acceptance: what comes out is made up" in user_error(*command)
+
+
 def test_bench_widens_a_narrow_configuration_and_checks_it_again(config: Path) -> None:
     config.write_text(config.read_text() + "scheduler: {max_num_seqs: 1, max_num_batched_tokens: 2}\n")
     code, stdout, stderr = invoke(

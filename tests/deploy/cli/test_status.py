@@ -104,7 +104,9 @@ SERVICE = ServiceStatus(
             num_running=4,
             num_waiting=2,
             max_num_running=16,
+            num_continued=3,
             kv_cache_usage=0.25,
+            utilization=0.63,
             choice=CHOICE,
             recent=RECENT,
             drafters=DRAFTERS,
@@ -174,7 +176,7 @@ def test_everything_is_shown_of_every_target_group() -> None:
         code, stdout, _ = invoke(url)
     assert code == 0
     assert "model scripted in float32" in stdout
-    assert lines_with(stdout, "coordinator-a", "serving", "4 of 16", "2", "25 %")
+    assert lines_with(stdout, "coordinator-a", "serving", "4 of 16   ", "2   ", "3   ", "25 %", "63 %")
     assert lines_with(stdout, "coordinator-c", "not answering")
     assert lines_with(stdout, "on, draft_ahead: drafting is expected to bring more tokens")
     assert lines_with(stdout, "off, lockstep: drafting is expected to bring no more tokens")

@@ -45,7 +45,14 @@ NONE_WHEN_WELL = frozenset(
     }
 )
 """Counters that stay at 0."""
-_LABEL_VALUES = {"part": "target", "compile": "failed", "k": "3", "position": "0", "mode": "ping_pong"}
+_LABEL_VALUES = {
+    "part": "target",
+    "compile": "failed",
+    "k": "3",
+    "position": "0",
+    "mode": "ping_pong",
+    "le": "0.05",
+}
 
 
 def keys() -> dict[str, str]:
@@ -54,6 +61,12 @@ def keys() -> dict[str, str]:
         name: name + "".join(f"{{{_labels(series.labels)}}}" for _ in series.labels[:1])
         for name, series in CLUSTER_SERIES.items()
     }
+
+
+def _samples(name: str, key: str) -> tuple[str, ...]:
+    """Return a key, or, where it is a bucket's, those of the one that holds everything, too."""
+    is_bucket = CLUSTER_SERIES[name].labels == ("le",)
+    return (key, key.replace(_LABEL_VALUES["le"], "+Inf")) if is_bucket else (key,)
 
 
 def _labels(names: tuple[str, ...]) -> str:
@@ -72,6 +85,10 @@ def busy_door(num_requests: int) -> DoorMetrics:
         door.inter_token_latency,
         door.time_per_output_token,
         door.e2e_latency,
+        door.queue_time,
+        door.prefill_time,
+        door.decode_time,
+        door.inference_time,
     ):
         for _ in range(num_requests):
             histogram.observe(0.05)
@@ -81,8 +98,9 @@ def busy_door(num_requests: int) -> DoorMetrics:
 def exposition(num_steps: int) -> bytes:
     """Return what /metrics says after so many steps, in all of which everything has happened."""
     values = {
-        key: float(num_steps) if CLUSTER_SERIES[name].kind == "counter" else GAUGES.get(name, 1.0)
+        sample: GAUGES.get(name, 1.0) if CLUSTER_SERIES[name].kind == "gauge" else float(num_steps)
         for name, key in keys().items()
+        for sample in _samples(name, key)
     }
     return render(busy_door(num_steps), values)
 

@@ -55,19 +55,20 @@ def mistakes(expression: str, known: Mapping[str, frozenset[str]], legend: str =
 
     Args:
         expression: without Grafana's variables.
-        known: labels by metric name; Prometheus adds `job` to all.
+        known: labels by metric name; Prometheus adds `job` to all, a door of several models `model_name`.
         legend: of a panel, with `{{label}}`.
     """
     refers_to = references(expression)
     if not refers_to.labels_by_metric:
         yield "refers to no metric"
-    available = {"job"}
+    everywhere = {"job", "model_name"}
+    available = set(everywhere)
     for metric, asked in refers_to.labels_by_metric.items():
         if metric not in known:
             yield f"no metric {metric}"
             continue
         available |= known[metric]
-        yield from (f"{metric} has no label {label}" for label in sorted(asked - known[metric] - {"job"}))
+        yield from (f"{metric} has no label {label}" for label in sorted(asked - known[metric] - everywhere))
     yield from (f"grouped by {label}, which nothing has" for label in sorted(refers_to.groupings - available))
     shown = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", legend))
     yield from (

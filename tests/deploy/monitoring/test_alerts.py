@@ -181,6 +181,42 @@ def test_each_fires_at_its_fault_and_no_other(tmp_path: Path, names: Collection[
 
 
 @needs_promtool
+def test_an_alert_is_about_one_of_several_models(tmp_path: Path) -> None:
+    """Of two, one has lost its groups, and its drafter is worth nothing. Both have the same door."""
+    of_models = {series(name) for name in CLUSTER_SERIES} | {workers("ready")}
+    faults = {series("coordinators"): gauge(0), series("speculation_pool_worth"): gauge(0.9)}
+    history = {name: values for name, values in well().items() if name not in of_models}
+    for model, wrong in (("large", {}), ("small", faults)):
+        history |= {
+            name.replace("{", f'{{model_name="{model}",', 1): values
+            for name, values in {**well(), **wrong}.items()
+            if name in of_models
+        }
+    test = scenario(history, set())
+    fired = 'count by (alertname, model_name) (ALERTS{alertstate="firing"})'
+    names = ("DrafthouseNoTargetGroup", "DrafthouseDraftPoolNotWorth")
+    labels = [f'{{alertname="{name}", model_name="small"}}' for name in sorted(names)]
+    expected = [{"labels": one, "value": 1} for one in labels]
+    alert = {
+        "alertname": names[0],
+        "eval_time": f"{MINUTES - 1}m",
+        "exp_alerts": [
+            {
+                "exp_labels": {"severity": "critical", "job": "drafthouse", "model_name": "small"},
+                "exp_annotations": {
+                    "summary": "drafthouse (model small) has no target group",
+                    "description": "The ingress of drafthouse (model small) reaches no coordinator: every "
+                    "request is answered with 503, and streams that are open wait.",
+                    "runbook_url": "docs/operations.md#drafthousenotargetgroup",
+                },
+            }
+        ],
+    }
+    test["promql_expr_test"] = [{"expr": fired, "eval_time": f"{MINUTES - 1}m", "exp_samples": expected}]
+    run_scenarios(tmp_path, [test | {"alert_rule_test": [alert]}])
+
+
+@needs_promtool
 def test_an_alert_that_does_not_fire_is_found(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="DrafthouseStreamsLost"):
         run_scenarios(tmp_path, [scenario(well(), {"DrafthouseStreamsLost"})])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster.series import CLUSTER_SERIES
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
@@ -71,7 +73,23 @@ def test_a_series_with_labels_is_added_up_after_the_scrapes_have_become_one() ->
     assert Scope(window="5m").rate("http_requests", by=("status",)) == (
         "sum by (job, status) (max by (job, route, status) (rate(ray_drafthouse_http_requests_total[5m])))"
     )
-    assert SHOWN.gauge("coordinators") == 'max by (job) (ray_drafthouse_coordinators{job=~"$job"})'
+
+
+def test_models_are_added_up_on_dashboards_and_stay_apart_in_alerts() -> None:
+    chosen = '{job=~"$job",model_name=~"$model|"}'
+    assert SHOWN.gauge("coordinators") == (
+        f"sum by (job) (max by (job, model_name) (ray_drafthouse_coordinators{chosen}))"
+    )
+    assert SHOWN.gauge("kv_cache_usage_perc") == (
+        f"avg by (job) (max by (job, model_name) (ray_drafthouse_kv_cache_usage_perc{chosen}))"
+    )
+    assert "model_name" not in SHOWN.rate("http_requests")
+    apart = Scope(window="5m", tells_models=True)
+    assert apart.gauge("coordinators") == "max by (job, model_name) (ray_drafthouse_coordinators)"
+    assert apart.rate("overlap_rounds") == (
+        "sum by (job, model_name) (max by (job, model_name, mode) "
+        "(rate(ray_drafthouse_overlap_rounds_total[5m])))"
+    )
 
 
 def test_variables_ask_for_what_is_exported() -> None:
@@ -85,6 +103,19 @@ def test_variables_ask_for_what_is_exported() -> None:
                 assert asked[2] in EXPORTED[metric]
 
 
+def test_what_the_documentation_has_other_scalers_ask_for_is_exported() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+    objects = [
+        yaml.safe_load(block) for block in re.findall(r"```yaml\n(apiVersion: keda.*?)```", page, re.DOTALL)
+    ]
+    queries = [trigger["metadata"]["query"] for scaled in objects for trigger in scaled["spec"]["triggers"]]
+    assert len(queries) == 2
+    for query in queries:
+        asked = references(query).labels_by_metric
+        assert asked.keys() <= EXPORTED.keys()
+        assert all(EXPORTED[metric] >= labels for metric, labels in asked.items())
+
+
 def test_every_series_is_on_some_page_or_left_out_for_a_reason() -> None:
     shown = {
         metric.removeprefix(PREFIX).removesuffix("_total")
@@ -93,4 +124,8 @@ def test_every_series_is_on_some_page_or_left_out_for_a_reason() -> None:
         for query in panel.queries
         for metric in references(filled(query.expression)).labels_by_metric
     }
-    assert CLUSTER_SERIES.keys() - shown == set()
+    # Of a histogram the buckets are shown; what is left of it is for means.
+    assert {
+        name for name in CLUSTER_SERIES.keys() - shown if CLUSTER_SERIES[name].kind != "histogram"
+    } == set()
+    assert {name for name in CLUSTER_SERIES if name.endswith("_bucket")} <= shown

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.series import CLUSTER_SERIES
-from deploy.openai.metrics import PREFIX, DoorMetrics, render
+from deploy.openai.metrics import PREFIX, ChoiceTimer, DoorMetrics, render, without_doors
+from specdec.core.errors import NotReadyError
+from specdec.core.ids import Epoch, RequestId
+from specdec.core.outputs import FinishReason, RequestOutput, RequestStats
+from tests.deploy.openai.fakes import Door, ScriptedService, error_of
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
 
@@ -50,3 +56,78 @@ def test_operators_can_look_up_what_the_door_counts() -> None:
     names = {metric.name.removeprefix(PREFIX) for metric in DoorMetrics().registry.collect()}
     missing = {name for name in names if f"`{name}" not in PAGE}
     assert not missing
+
+
+def ended(finish_reason: FinishReason, **times: float) -> RequestOutput:
+    return RequestOutput(
+        request_id=RequestId("r"),
+        epoch=Epoch(0),
+        first_index=0,
+        token_ids=(),
+        text="",
+        finish_reason=finish_reason,
+        stats=RequestStats(**times),
+    )
+
+
+def test_the_time_of_a_request_is_told_in_parts() -> None:
+    door = DoorMetrics()
+    whole = {"arrival_s": 1.0, "first_scheduled_s": 3.0, "first_token_s": 3.5, "finished_s": 7.5}
+    ChoiceTimer(door).observe(ended("stop", **whole))
+    ChoiceTimer(door).observe(ended("length", arrival_s=1.0, first_scheduled_s=1.0, finished_s=2.0))
+    ChoiceTimer(door).observe(ended("error", **whole))
+    ChoiceTimer(door).observe(ended("stop", arrival_s=1.0, finished_s=2.0))
+    text = render(door, {}).decode()
+    for name, total, count in (("queue", 2, 2), ("prefill", 0.5, 1), ("decode", 4, 1), ("inference", 5.5, 2)):
+        assert f"{PREFIX}request_{name}_time_seconds_sum {float(total)}\n" in text
+        assert f"{PREFIX}request_{name}_time_seconds_count {float(count)}\n" in text
+
+
+def test_what_all_doors_have_counted_is_told_in_place_of_this_ones() -> None:
+    here, there = DoorMetrics(), DoorMetrics()
+    for door, seconds in ((here, 0.05), (there, 0.3), (there, 3.0)):
+        door.set_models("m")
+        door.http_requests.labels("/v1/completions", "200").inc()
+        door.time_to_first_token.observe(seconds)
+        door.in_progress.inc()
+    there.http_requests.labels("/v1/completions", "503").inc()
+    reports = [here.report(), there.report()]
+    values = [report.counters | report.gauges for report in reports]
+    told = {name: sum(one.get(name, 0.0) for one in values) for one in values for name in one}
+    assert not any("created" in name or "model_info" in name for name in told)
+    text = render(here, {**told, "rounds": 7.0}).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families[f"{PREFIX}rounds"].samples[0].value == 7
+    answers = {one.labels["status"]: one.value for one in families[f"{PREFIX}http_requests"].samples}
+    assert answers == {"200": 3, "503": 1}
+    assert families[f"{PREFIX}http_requests_in_progress"].samples[0].value == 3
+    first_tokens = families[f"{PREFIX}time_to_first_token_seconds"]
+    assert first_tokens.type == "histogram"
+    buckets = {
+        one.labels.get("le"): one.value for one in first_tokens.samples if one.name.endswith("_bucket")
+    }
+    assert (buckets["0.06"], buckets["0.5"], buckets["+Inf"]) == (1, 2, 3)
+    assert families[f"{PREFIX}model_info"].samples[0].labels == {"model_name": "m"}
+    assert without_doors(here, {**told, "rounds": 7.0}) == {"rounds": 7.0}
+
+
+def test_a_door_alone_tells_what_it_has_counted() -> None:
+    door = DoorMetrics()
+    door.aborted.inc(2)
+    text = render(door, {}).decode()
+    assert f"# TYPE {PREFIX}http_aborted_choices_total counter" in text
+    assert f"{PREFIX}http_aborted_choices_total 2.0" in text
+    assert f'{PREFIX}time_to_first_token_seconds_bucket{{le="+Inf"}} 0.0' in text
+
+
+class Unheard(ScriptedService):
+    """Of a door that has not heard what others have counted."""
+
+    async def metrics(self) -> Mapping[str, float]:
+        raise NotReadyError("not all ingresses have said yet what they have counted")
+
+
+def test_no_numbers_are_better_than_those_of_one_door_of_several() -> None:
+    answer = Door(Unheard()).get("/metrics")
+    assert answer.status_code == 503
+    assert "not all ingresses" in error_of(answer)["message"]

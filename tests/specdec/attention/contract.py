@@ -17,6 +17,7 @@ import torch
 from specdec.attention.base import AttentionBackend, LayerAttention
 from specdec.attention.metadata import AttentionMetadata, build_metadata
 from specdec.attention.sdpa import SdpaAttention
+from specdec.kv.packed_rows import pack_rows
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 CPU = torch.device("cpu")
@@ -68,6 +69,10 @@ class Case:
         return replace(
             self, pieces=pieces, query=self.query[rows], key=self.key[rows], value=self.value[rows]
         )
+
+    def packed(self) -> Case:
+        """The same with pools in 8 bits."""
+        return replace(self, keys=pack_rows(self.keys), values=pack_rows(self.values))
 
     def on(self, device: torch.device) -> Case:
         """A copy with its tensors there."""
@@ -199,6 +204,8 @@ class AttentionContract(ABC):
     """Whether a row comes out the same, to the last bit, among more rows of its sequence."""
     company_is_bitwise: ClassVar[bool] = True
     """Whether a sequence comes out the same, to the last bit, among others."""
+    packed: ClassVar[bool] = False
+    """Whether pools are packed; those of the reference are too."""
 
     @abstractmethod
     def make_backend(self) -> AttentionBackend:
@@ -212,7 +219,8 @@ class AttentionContract(ABC):
         """The module's, in numbers that the backend runs."""
         if dtype == torch.float32 != self.finest:
             pytest.skip("the backend does not run fp32")
-        return make_case(shapes, dtype=self.finest if dtype is None else dtype, **options)
+        case = make_case(shapes, dtype=self.finest if dtype is None else dtype, **options)
+        return case.packed() if self.packed else case
 
     def check(self, backend: AttentionBackend, case: Case) -> None:
         check(backend, case, self.device, self.tolerance)

@@ -45,6 +45,15 @@ class TestCpuPagedAttention(AttentionContract):
         torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0, equal_nan=True)
 
 
+class TestPacked(AttentionContract):
+    """K and V in 8 bits, written to the last bit as the reference writes them."""
+
+    packed = True
+
+    def make_backend(self) -> AttentionBackend:
+        return make_backend()
+
+
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 8), (torch.bfloat16, 256)])
 def test_what_it_runs(dtype: torch.dtype, head_dim: int) -> None:
     assert make_backend().supports(dtype, head_dim)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from specdec.attention.base import LayerAttention
 from specdec.attention.metadata import AttentionMetadata, build_metadata
 from specdec.attention.sdpa import SdpaAttention
+from specdec.kv.packed_rows import pack_rows, unpack_rows
 from specdec.model.batch import SequenceSlice
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 96, 4, 8
@@ -198,6 +199,24 @@ def test_foreign_garbage_never_shows(case: Case) -> None:
     for cache in (tensors.key_cache, tensors.value_cache):
         cache.transpose(1, 2)[~valid] = float("nan")
     torch.testing.assert_close(attend(case, metadata, tensors).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(cases())
+def test_packed_caches_are_read_as_what_they_stand_for(case: Case) -> None:
+    """K and V of the step's own rows too."""
+    metadata = build_metadata(case.slices, block_size=BLOCK_SIZE)
+    tensors = make_tensors(case, metadata.num_rows)
+
+    def rounded(rows: torch.Tensor) -> torch.Tensor:
+        return unpack_rows(pack_rows(rows), rows.dtype)
+
+    names = ("key", "value", "key_cache", "value_cache")
+    expected = dense(case, replace(tensors, **{name: rounded(getattr(tensors, name)) for name in names}))
+    tensors.key_cache, tensors.value_cache = pack_rows(tensors.key_cache), pack_rows(tensors.value_cache)
+    got = attend(case, metadata, tensors)
+    assert got.dtype == tensors.query.dtype
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

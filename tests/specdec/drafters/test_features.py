@@ -270,6 +270,20 @@ def test_which_states_of_the_target_they_read(target: Target) -> None:
     assert default_fused_layers(32) == (2, 16, 29)
 
 
+def test_eagle3_can_start_with_what_the_target_says_of_tokens(target: Target) -> None:
+    """Of states of the target it then says what the target does, of the ids that it knows."""
+    settings = Eagle3Settings(config=tiny_config(num_hidden_layers=1), fused_layers=(1, 2, 3))
+    known = torch.arange(1, VOCAB, 2)
+    states = torch.randn(5, target.parts.hidden_size)
+    with torch.no_grad():
+        said = target.parts.head(target.parts.final_norm(states))
+        for vocabulary in (None, DraftVocabulary.of_ids(known, VOCAB)):
+            drafter = Eagle3(target.parts, settings, vocabulary)
+            drafter.start_from_target()
+            expected = said if vocabulary is None else said[:, known]
+            torch.testing.assert_close(drafter.logits(drafter.norm(states)), expected)
+
+
 def test_gradients_reach_every_parameter(case: Case, target: Target, tokens: torch.Tensor) -> None:
     drafter = case.drafter
     hidden = target.hidden(tokens, drafter.hidden_layers)[:, :-1]

@@ -14,11 +14,13 @@ from specdec.drafters.attention import CausalRows
 from specdec.drafters.base import FeatureDrafter, TargetParts
 from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.eagle3 import save_eagle3
+from specdec.drafters.checkpoints.hydra import save_hydra
 from specdec.drafters.checkpoints.medusa import save_medusa
 from specdec.drafters.checkpoints.mtp import save_modules, save_mtp
 from specdec.drafters.checkpoints.parallel_heads import save_parallel_heads
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3, Eagle3Settings
+from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.parallel_heads import ParallelHeads
@@ -96,6 +98,9 @@ class FittedDrafters:
             if method == "parallel_heads":
                 save_parallel_heads(self._parallel_heads(), folder, base_model="tiny")
                 return folder
+            if method in ("hydra", "hydra++"):
+                save_hydra(self._hydra(has_prefix_layer=method == "hydra++"), folder, base_model="tiny")
+                return folder
             if method == "mtp":  # lies beside the target's own files
                 copytree(self._bench.models.load("llama").path, folder, dirs_exist_ok=True)
             save: Any = {
@@ -121,6 +126,13 @@ class FittedDrafters:
         for head, weight in zip(medusa.heads, weights, strict=True):
             head[-1].weight.copy_(weight.T)  # type: ignore[index]
         return medusa
+
+    def _hydra(self, *, has_prefix_layer: bool) -> Hydra:
+        torch.manual_seed(0)
+        hydra = Hydra(self._target, num_heads=NUM_HEADS, has_prefix_layer=has_prefix_layer)
+        hydra.start_from_target()
+        fit_heads(hydra, self._bench)
+        return hydra.requires_grad_(requires_grad=False).eval()
 
     def _parallel_heads(self) -> ParallelHeads:
         torch.manual_seed(0)

@@ -25,7 +25,7 @@ from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.lookup_first import LookupFirst
 from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.speculation.controller import FixedController
+from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
@@ -129,9 +129,11 @@ class Cluster:
         is_fallback_first: bool = False,
         num_draft_tokens: int = 4,
         around: Callable[[Proposer], Proposer] | None = None,
+        controller: SpeculationController | None = None,
     ) -> None:
         """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities, `around` what is put
-        around them; where they have nothing, `fallback` stands in, or goes before them.
+        around them; where they have nothing, `fallback` stands in, or goes before them. Without a
+        `controller`, `mode` and `num_draft_tokens` are always the same.
         """
         self.around = around
         self.shares = shares
@@ -167,7 +169,7 @@ class Cluster:
             proposer=self.proposer if fallback is None else combine(self.proposer, fallback),
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
-            controller=FixedController(num_draft_tokens, mode=mode),
+            controller=controller or FixedController(num_draft_tokens, mode=mode),
             clock=self.clock,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,30 @@ def test_costs_are_measured_once_and_kept(
     start("b")
     assert len(measured) == 3
     assert measured[0] == measured[2] != measured[1]
+    monkeypatch.setattr("specdec.engine.local_target.device_name", lambda device: "cuda of another kind")
+    start("a")
+    start("a")
+    assert len(measured) == 4
+    assert measured[3] not in measured[:3]
+
+
+def test_drafts_are_measured_anew_on_other_devices_and_steps_of_the_target_are_not(
+    tmp_path: Path, folder: Path
+) -> None:
+    speculative = {"controller": "goodput", "profile_dir": str(tmp_path), "profile_seconds": 0.5}
+    its_config = config(folder, method="draft_model", model=str(folder), **speculative)
+    target, drafter = build_target(its_config), build_draft_proposer(its_config)
+    measured = partial(cost_profile_of, its_config, target, drafter)
+    first = measured(draft_devices=["A", "B", "A"])
+    assert first.draft
+    assert measured(draft_devices=["B", "A"]) == first
+    assert measured() == first, "nobody has said yet where drafts are made"
+    second = measured(draft_devices=["C"])
+    assert second.verify == first.verify
+    assert second.draft != first.draft
+    assert (first.draft_devices, second.draft_devices) == (("A", "B"), ("C",))
+    drafter.close()
+    target.close()
 
 
 def test_a_draft_pool_that_comes_later_is_measured_at_the_next_start(tmp_path: Path, folder: Path) -> None:

@@ -27,7 +27,7 @@ from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyTokenizer
 from specdec.scheduling.config import SchedulerConfig
-from specdec.transport.base import PeerId
+from specdec.transport.base import Envelope, PeerId
 from specdec.transport.memory import MemoryChannel, MemoryNetwork
 from specdec.transport.messages import HiddenRun, HiddenStates, Message, Ping
 from specdec.transport.torch_dist import TorchDistChannel
@@ -140,6 +140,25 @@ def test_a_round_waits_for_rows_on_their_way_and_not_for_ever() -> None:
     assert wire.rows_of(view(7)) is None
     assert wire.inbox.counters["hidden_waits_in_vain"] == 1
     assert wire.network.clock.now_s() < 0.1
+
+
+def test_a_target_worker_that_sends_on_and_on_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    wire.send(run_of(0, 5))
+    receive, num_received = MemoryChannel.receive, 0
+
+    def endless(channel: MemoryChannel, timeout_s: float | None) -> Envelope:
+        nonlocal num_received
+        num_received += 1
+        assert num_received < 100_000
+        if num_received > 1:
+            wire.network.clock.advance(1e-5)
+            return Envelope(sender=PeerId("other-target"), message=Ping(1))
+        wire.network.run_for(0.0)
+        return receive(channel, timeout_s)
+
+    monkeypatch.setattr(MemoryChannel, "receive", endless)
+    assert torch.equal(wire.rows_of(view(6)), torch.arange(5.0))
 
 
 def test_the_stale_the_foreign_and_the_malformed_are_counted_and_dropped() -> None:

@@ -12,7 +12,7 @@ from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.engine.draft_server import DraftServer
 from specdec.scheduling.speculation.modes import OverlapMode
-from specdec.transport.base import PeerId
+from specdec.transport.base import Envelope, PeerId
 from specdec.transport.memory import Faults
 from specdec.transport.messages import (
     DraftBranch,
@@ -28,6 +28,7 @@ from specdec.transport.messages import (
     Release,
     encode,
 )
+from specdec.transport.wrapped import WrappedChannel
 from tests.pairwise import mostly_full
 from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
 
@@ -137,6 +138,26 @@ def test_whatever_a_draft_worker_says_tokens_are_the_targets(mode: OverlapMode) 
             assert value == value, "not a number"
     assert min(num_malformed, num_stale, num_invalid) > 20, "what is dropped is counted"
     assert num_accepted > 50, "and the other draft worker is of use all the same"
+
+
+def test_a_draft_worker_that_talks_on_and_on_keeps_nobody_from_the_next_round() -> None:
+    cluster = Cluster(Faults())
+
+    class Endless(WrappedChannel):
+        num_heard = 0
+
+        def receive(self, timeout_s: float | None) -> Envelope:
+            if timeout_s == 0:
+                self.num_heard += 1
+                assert self.num_heard < 500_000
+                return Envelope(sender=PeerId("draft-1"), message=ProposeReply(1 << 40, ()))
+            return self.inner.receive(timeout_s)
+
+    endless = Endless(cluster.proposer._channel)
+    cluster.proposer._channel = endless
+    request = a_request("r", random.Random(1))
+    assert cluster.run([request]) == {request.request_id: expected(request)}
+    assert endless.num_heard > 0
 
 
 def test_messages_of_other_kinds_are_counted_at_a_draft_worker() -> None:

@@ -280,6 +280,7 @@ def serve(group: RankGroup, config: EngineConfig, prompts: Any, params: Any) -> 
         pytest.param("self", "budget", "absolute", "llama", marks=pytest.mark.full),
         pytest.param("self", "share", "absolute", "llama_yarn", marks=pytest.mark.full),
         pytest.param("self", "verified", "absolute", "llama3_rope", marks=pytest.mark.full),
+        pytest.param("self", "snapkv", "absolute", "mistral", marks=pytest.mark.full),
         pytest.param("same model", "share", "absolute", "llama_linear_rope", marks=pytest.mark.full),
         ("same model", "budget", "in_cache", "llama"),
         pytest.param("other model", "no sink", "in_cache", "llama_dynamic_ntk", marks=pytest.mark.full),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,10 @@ from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.engine.draft_shares import DraftShareConfig
 from specdec.proposers.base import Proposer
+from specdec.proposers.ngram import NgramProposer
+from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.state import Schedulable
 from specdec.transport.memory import Faults
 from tests.pairwise import mostly_full
 from tests.specdec.engine.remote_cluster import CAPABILITIES, VOCAB, Cluster, a_request, expected
@@ -40,6 +44,7 @@ def run_random_schedule(
     is_fallback_first: bool = False,
     make_request: Callable[[str, random.Random], Request] = a_request,
     has_trees: bool = False,
+    controller: SpeculationController | None = None,
 ) -> tuple[Cluster, int]:
     """Run five requests through a random schedule; return the cluster and the number of accepted drafts."""
     rng = random.Random(seed)
@@ -54,6 +59,7 @@ def run_random_schedule(
         capabilities=replace(CAPABILITIES, shape="tree", looks_ahead=False) if has_trees else CAPABILITIES,
         around=partial(Bushy, vocab_size=VOCAB) if has_trees else None,
         num_draft_tokens=9 if has_trees else 4,
+        controller=controller,
     )
     requests = [make_request(f"r{index}", rng) for index in range(5)]
     tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
@@ -99,6 +105,44 @@ def assert_nothing_is_left(cluster: Cluster) -> None:
         assert server.num_sequences == 0
         assert not cluster.drafters[name].known
         assert not any(client.mirrors or client.wishes for client in server._clients.values())
+
+
+class Restless(FixedController):
+    """Another mode, k and fan-out now and then, drawn by lot; k for each request apart, often 0."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(4)
+        self._lot = random.Random(seed)
+        self.num_by_change: Counter[tuple[OverlapMode, OverlapMode]] = Counter()
+
+    def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> list[int]:
+        before = self._mode
+        if self._lot.random() < 0.5:
+            self._mode = self._lot.choice(MODES)
+        self.num_by_change[before, self._mode] += 1
+        return [self._lot.choice((0, 0, 1, 2, 4)) for _ in decoding]
+
+    def fan_out(
+        self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
+    ) -> tuple[int, ...]:
+        if self._lot.random() < 0.2:
+            return (0,) * (num_pending + 1)
+        return super().fan_out(request, num_pending, max_branches, is_foreign=is_foreign)
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("block", mostly_full(range(64), [0]))
+@pytest.mark.parametrize("has_fallback", [False, True])
+def test_modes_that_change_amid_requests_never_change_a_token(block: int, has_fallback: bool) -> None:
+    num_accepted, num_by_change = 0, Counter[tuple[OverlapMode, OverlapMode]]()
+    for seed in range(15 * block, 15 * block + 15):
+        controller = Restless(seed)
+        fallback = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3) if has_fallback else None
+        num_accepted += run_random_schedule(seed, controller=controller, fallback=fallback)[1]
+        num_by_change.update(controller.num_by_change)
+    assert num_accepted > 50, "the drafters hardly ever helped: these schedules prove nothing"
+    assert len(num_by_change) == len(MODES) ** 2
+    assert min(num_by_change.values()) > 5
 
 
 @pytest.mark.cover(1)

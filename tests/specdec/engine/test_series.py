@@ -6,7 +6,8 @@ import random
 import re
 
 from specdec.core.series import name_of
-from specdec.engine.metrics import DrafterCounts, EngineMetrics
+from specdec.engine.draft_counts import DrafterCounts, DraftKind
+from specdec.engine.metrics import EngineMetrics
 from specdec.engine.series import ENGINE_SERIES
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.transport.memory import Faults
@@ -41,6 +42,8 @@ def full_metrics() -> EngineMetrics:
     """Metrics in which everything has happened."""
     metrics = EngineMetrics()
     metrics.count_draft(3, 2)
+    metrics.draft_latencies.add(0.01)
+    metrics.by_kind.count(DraftKind("code", "0", "1", "later"), 3, 2)
     metrics.proposals_dropped["late"] += 1
     metrics.finished["stop"] += 1
     metrics.refusals["late"] += 1

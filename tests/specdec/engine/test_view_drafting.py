@@ -347,8 +347,8 @@ def test_settings_that_cannot_be(block: dict[str, object], message: str) -> None
         ),
         (
             {"method": "quantized", "quantization": "int8"},
-            {"tensor_parallel_size": 2},
-            "quantized .*tensor_para",
+            {"pipeline_parallel_size": 2},
+            "quantized .*pipeline_para.*or use tensor_parallel_size",
         ),
         (
             {"method": "layerskip", "exit_layer": 2, "tree": {"shape": "entropy"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -10,20 +11,52 @@ import pytest
 from pydantic import ValidationError
 
 from specdec.core.errors import CheckpointError, ConfigError
-from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.config import SELF_METHODS, SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_model_factory import draft_window
 from specdec.proposers.registry import FACTORIES, create_proposer
 from specdec.proposers.target_facts import TargetFacts
 from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
-from tests.specdec.proposers.contract import view
+from tests.specdec.proposers import (
+    test_draft_model,
+    test_features,
+    test_heads,
+    test_ngram,
+    test_none,
+    test_retrieval,
+    test_suffix,
+)
+from tests.specdec.proposers.contract import ProposerContract, view
+from tests.specdec.proposers.lookahead import test_proposer as test_lookahead
 
+CONTRACTS: Mapping[str, type[ProposerContract]] = {
+    "none": test_none.TestNoProposer,
+    "ngram": test_ngram.TestNgramProposer,
+    "suffix": test_suffix.TestSuffixContract,
+    "retrieval": test_retrieval.TestRetrievalContract,
+    "lookahead": test_lookahead.TestLookaheadProposer,
+    "draft_model": test_draft_model.TestDraftModelProposer,
+    "medusa": test_heads.TestMedusa,
+    "hydra": test_heads.TestHydra,
+    "parallel_heads": test_heads.TestParallelHeads,
+    "eagle": test_features.TestEagle,
+    "eagle3": test_features.TestEagle3,
+    "mtp": test_features.TestMtp,
+}
+"""By method, who takes its proposer through the contract suite."""
+WITHOUT_CONTRACT = {*SELF_METHODS, "several"}
+"""The target drafts, in its own step; and each of several is a proposer of those above."""
 TARGET = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4)
 
 
 def test_every_method_of_the_configuration_has_a_proposer() -> None:
     methods = SpeculativeConfig.model_json_schema()["properties"]["method"]["enum"]
     assert set(methods) == set(FACTORIES)
+
+
+def test_every_proposer_keeps_the_contract() -> None:
+    assert set(CONTRACTS) | WITHOUT_CONTRACT == set(FACTORIES)
+    assert not set(CONTRACTS) & WITHOUT_CONTRACT
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
@@ -255,6 +288,19 @@ def test_the_pool_of_a_draft_model_for_longer_texts_is_one_of_windows(tmp_path: 
         assert 4 * (32 // 4) <= proposer.runner.num_blocks - 1 <= 4 * ((32 + 2 * 4 + 8 + 9) // 4 + 1)
 
 
+def test_a_window_moves_by_itself_where_the_target_serves_longer_texts(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    keys = {"cache": {"num_blocks": 100, "block_size": 4}, "kv": {"policy": "streaming", "budget": 20}}
+    config = SpeculativeConfig.model_validate({"method": "draft_model", "model": str(tmp_path), **keys})
+    tokens = [5 + index % 100 for index in range(600)]
+    for target_len, is_drafted in ((256, False), (257, True), (None, False)):
+        facts = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4, max_model_len=target_len)
+        with closing(create_proposer(config, facts)) as proposer:
+            assert proposer.capabilities.max_context == (None if is_drafted else 256)
+            one = view("a", tokens)
+            assert bool(proposer.propose([one], {one.request_id: 3})) == is_drafted
+
+
 @pytest.mark.parametrize(("num_positions", "most"), [(256, 128), (40, 20), (24, 7)])
 def test_a_share_of_a_long_text_is_no_more_than_positions_allow(num_positions: int, most: int) -> None:
     keys = {
@@ -304,9 +350,14 @@ def test_windows_that_do_not_fit_into_the_draft_models_positions(
 @pytest.mark.parametrize(
     ("keys", "target_len", "message"),
     [
-        ({}, 300, r"draft drafts behind texts of up to 256 tokens .* serves up to 300.*in_cache"),
+        (
+            {},
+            300,
+            r"draft drafts behind texts of up to 256 tokens .* serves up to 300.*kv\.policy: streaming",
+        ),
         ({"max_model_len": 50}, 256, r"up to 50 tokens .*speculative_config\.max_model_len.* up to 256"),
-        ({"kv": {"policy": "streaming", "budget": 16}}, 300, "up to 256 tokens .* up to 300"),
+        ({"kv": {"policy": "streaming", "budget": 240}}, 300, r"up to 256 tokens .* up to 300.* at most 239"),
+        ({"kv": {"policy": "streaming", "budget": 16}}, 300, None),
         (
             {"kv": {"policy": "streaming", "budget": 200, "positions": "in_cache"}},
             300,

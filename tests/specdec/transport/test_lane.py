@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
 
@@ -212,5 +214,58 @@ def test_a_full_backlog_is_reported() -> None:
         frames += arrived
     assert not sender.has_backlog
     assert frames == [b"x" * (1 << 20)] * 2
+    for lane in (listening, sender):
+        lane.close()
+
+
+def test_a_peer_that_dies_before_it_has_moved_is_not_looked_at_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with linked() as (server, client):
+        client.send(SERVER, Ping(0))
+        while client._links[SERVER].lane is None:
+            heard(client, 0)
+        while CLIENT not in server._callers or server._callers[CLIENT].lane is None:
+            heard(server)
+        lane = server._callers[CLIENT].lane
+        assert lane is not None
+        assert (lane.is_open, lane.peer_has_moved) == (True, False)
+        client.close()
+        heard(server, 0.05)  # the loss of the link itself
+        num_looks = 0
+        look = ZmqChannel._look_at_sockets
+
+        def counted(channel: ZmqChannel) -> None:
+            nonlocal num_looks
+            num_looks += 1
+            look(channel)
+
+        monkeypatch.setattr(ZmqChannel, "_look_at_sockets", counted)
+        assert heard(server, 0.2) == []
+        assert num_looks < 20
+
+
+def test_who_sends_on_and_on_keeps_nobody_reading() -> None:
+    listening = Lane.listen(MAX_BYTES)
+    sender = Lane.take_up(listening.offer, MAX_BYTES)
+    assert sender is not None
+    assert listening.accept()
+    arrived = listening._socket
+
+    class Endless:
+        """A socket that is full again as soon as it has been read."""
+
+        num_reads = 0
+
+        def recv(self, num_bytes: int) -> bytes:
+            self.num_reads += 1
+            assert self.num_reads < 100
+            return (struct.pack("<I", 60) + bytes(60)) * (num_bytes // 64)
+
+    listening._socket = cast(socket.socket, Endless())
+    frames, stands = listening.receive()
+    assert stands
+    assert frames[0] == bytes(60)
+    listening._socket = arrived
     for lane in (listening, sender):
         lane.close()

@@ -58,6 +58,7 @@ EXAMPLES: list[m.Message] = [
             eos_token_ids=(2,),
             num_blocks=8,
             block_size=16,
+            device="cpu of some kind, 2 threads",
         ),
     ),
     m.Fenced(1, 2),
@@ -101,7 +102,7 @@ EXAMPLES: list[m.Message] = [
     m.OutputFrame((OUTPUT,)),
     m.Abort(ID, Epoch(1)),
     m.Ping(1),
-    m.Pong(1, ((ID, Epoch(1)),), 2, 3, True),
+    m.Pong(1, ((ID, Epoch(1)),), 2, 3, True, False, True),
     m.MetricsQuery(1),
     m.StatusQuery(1),
     m.Recall(3, ("cmpl-1-0", "cmpl-1-1"), b"\x00\xffproof"),
@@ -131,6 +132,10 @@ EXAMPLES: list[m.Message] = [
         ),
     ),
     m.MetricsReply(1, {"x": 1.5}),
+    m.DoorReport(
+        {'http_requests_total{status="200"}': 3.0}, {"http_requests_in_progress": 1.0}, {"rounds": 2.0}
+    ),
+    m.DoorTotals({"rounds": 12.0}, {"coordinators": 2.0}),
     m.LaneOffer("drafthouse-0", bytes(32)),
     m.LaneMoved("drafthouse-0"),
     m.SendHidden(

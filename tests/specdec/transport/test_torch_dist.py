@@ -88,6 +88,25 @@ def test_more_than_the_bound_is_an_error_at_its_sender() -> None:
         client.send_tensors(SERVER, Ping(1), {"x": torch.zeros(10_000)})
 
 
+def test_who_sends_more_than_may_be_queued_takes_nobody_elses_place() -> None:
+    with channels("server", "noisy", "quiet", options=TorchDistOptions(max_queued_messages=8)) as opened:
+        server, noisy, quiet = opened
+        server.admit([noisy.address, quiet.address])
+        noisy.connect(server.address)
+        quiet.connect(server.address)
+        give_up_s = time.monotonic() + 10
+        while not server.counters.dropped["full"]:
+            assert time.monotonic() < give_up_s
+            noisy.send(SERVER, Ping(1))
+            time.sleep(0.001)
+        for nonce in range(8):
+            quiet.send(SERVER, Ping(nonce))
+        heard = [server.receive(10) for _ in range(16)]
+        assert [one.message for one in heard if one.sender == quiet.address.peer_id] == [
+            Ping(nonce) for nonce in range(8)
+        ]
+
+
 def test_a_member_that_sends_rubbish_is_counted_and_harms_nobody() -> None:
     with (
         channels("client") as (client,),
@@ -151,8 +170,8 @@ def test_an_address_that_cannot_be_bound_is_a_clear_error() -> None:
 
 
 def test_an_idle_link_stays_up() -> None:
-    with linked(TorchDistOptions(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)) as (server, client):
-        unheard(client, 1.0)
+    with linked(TorchDistOptions(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)) as (server, client):
+        unheard(client, 2.0)
         client.send(SERVER, Ping(1))
         assert server.receive(10).message == Ping(1)
 

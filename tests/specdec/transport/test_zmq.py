@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,3 +149,40 @@ def test_a_link_that_restarts_under_the_same_key_is_the_same_peer() -> None:
 def test_an_address_that_cannot_be_bound_is_a_clear_error() -> None:
     with pytest.raises(ResourceError, match=r"cannot bind a channel to 203\.0\.113\.7"):
         ZmqChannel(PeerId("nowhere"), host="203.0.113.7")
+
+
+def test_who_sends_more_than_may_be_queued_is_heard_in_part_and_keeps_nobody_waiting() -> None:
+    most = 50
+    server = ZmqChannel(PeerId("server"), options=ZmqOptions(local_lanes=False, max_queued_messages=most))
+    with contextlib.closing(server), channels("noisy", "quiet") as (noisy, quiet):
+        server.admit([noisy.address, quiet.address])
+        for client in (noisy, quiet):
+            client.connect(server.address)
+            client.send(PeerId("server"), Ping(0))
+        senders = {server.receive(10).sender, server.receive(10).sender}
+        assert senders == {PeerId("noisy"), PeerId("quiet")}
+        full = server.counters.dropped
+        heard: list[PeerId] = []
+        for _ in range(5):  # more than is taken at a time, unless it arrives in small pieces
+            before = full["full"]
+            heard.clear()
+            for nonce in range(24 * most):
+                noisy.send(PeerId("server"), Ping(nonce))
+            quiet.send(PeerId("server"), Ping(7))
+            time.sleep(0.1)
+            give_up_s = time.monotonic() + 10
+            while len(heard) + full["full"] - before <= 24 * most:
+                assert time.monotonic() < give_up_s
+                with contextlib.suppress(ChannelTimeout):
+                    heard.append(server.receive(0.05).sender)
+            assert PeerId("quiet") in heard
+            if full["full"]:
+                break
+        assert full["full"] > 0
+
+
+@pytest.mark.parametrize("what_breaks", ["caller", "link"])
+def test_a_process_that_does_not_read_for_a_while_outlives_what_has_piled_up(what_breaks: str) -> None:
+    command = [sys.executable, "-m", "tests.specdec.transport.stalled_peer", what_breaks]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

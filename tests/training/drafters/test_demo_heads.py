@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.drafter_families import FAMILIES
 from deploy.cli.main import app
-from scripts import train_demo_heads
+from scripts import demo_heads_table, train_demo_heads
 from scripts.train_demo_heads import RECIPES, command, write_texts
 from training.drafters import train
 from training.drafters.options import TrainOptions
@@ -46,6 +46,7 @@ def test_every_recipe_is_what_the_command_takes(tmp_path: Path, monkeypatch: pyt
         assert options.checkpoint_every_s == 30
         assert recipe.steps >= 100
     assert seen["eagle3"][0].draft_vocab_size == 2048
+    assert seen["eagle3"][0].fused_layers == (2, 5, 7)
     assert seen["hydra_plus"][0].has_prefix_layer
 
 
@@ -97,3 +98,30 @@ def test_texts_are_written_once(tmp_path: Path) -> None:
     path.write_text("mine\n")
     write_texts(path)
     assert path.read_text() == "mine\n"
+
+
+def test_the_table_of_the_heads_is_what_lies_in_their_folders(tmp_path: Path) -> None:
+    page = demo_heads_table.HEADS / "README.md"
+    assert page.read_text() == demo_heads_table.with_table(page.read_text(), demo_heads_table.HEADS)
+    folder = tmp_path / "eagle"
+    folder.mkdir()
+    (tmp_path / "not finished").mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(1_640_000))
+    one = {"k": 2, "tokens_per_round": 2.5, "reached": [0.9, 0.6]}
+    report = {
+        "recipe": {"method": "eagle"},
+        "parameters": 820_000,
+        "trained_tokens": 4_096_000,
+        "elapsed_s": 600.0,
+        "acceptance": {"0.0": one, "0.7": {**one, "tokens_per_round": 2.0}},
+    }
+    (folder / "acceptance.json").write_text(json.dumps(report))
+    *_, line = demo_heads_table.table_of(tmp_path).splitlines()
+    facts = "`eagle` | `eagle` | 0.82 M | 1.6 | 4.1 M | 10"
+    assert line == f"| {facts} | k = 2: 2.50 | 0.90 / 0.60 | k = 2: 2.00 | 0.90 / 0.60 |"
+
+
+def test_the_demo_models_stay_small() -> None:
+    """Everybody who clones the repository gets them."""
+    files = [file for file in demo_heads_table.HEADS.parents[1].rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 40 * 2**20

@@ -344,7 +344,7 @@ def test_what_lies_in_the_folder_is_not_written_over(
     file.touch()
     with pytest.raises(ConfigError, match="file is a file: give a folder"):
         train_drafter(recipe, dataclasses.replace(chosen, out=file))
-    with pytest.raises(ConfigError, match="target0 holds files"):
+    with pytest.raises(ConfigError, match=f"{target_folder.name} holds files"):
         train_drafter(recipe, dataclasses.replace(chosen, out=target_folder, work=tmp_path / "third"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,8 @@ class SeveralWorld(World):
 
     drafters: Sequence[Costs] = DRAFTERS
     chance: Chance = lambda _one, _drafter: 0.5
+    budgeted: int | None = None
+    """The drafter that attends to `kv_budget` tokens at most; the others attend to everything."""
     by_drafter: list[int] = field(default_factory=lambda: [0] * 8)
     """Rounds of requests that each drafter was asked in."""
 
@@ -60,7 +63,11 @@ class SeveralWorld(World):
         for place, costs in enumerate(self.drafters):
             lengths = [number if its == place else 0 for number, its in zip(chosen, had, strict=True)]
             if any(lengths):
-                times[place] = costs.drafting(lengths, [float(one.draft_context) for one in requests])
+                attended = [
+                    float(one.draft_context if place == self.budgeted else one.committed_len)
+                    for one in requests
+                ]
+                times[place] = costs.drafting(lengths, attended)
                 self.by_drafter[place] += sum(number > 0 for number in lengths)
         contexts = [float(one.committed_len) for one in requests]
         verify_s = self.costs.verifying(contexts, chosen)
@@ -93,9 +100,12 @@ class SeveralWorld(World):
         )
 
 
-def controller_of(drafters: Sequence[Costs] = DRAFTERS) -> GoodputController:
+def controller_of(drafters: Sequence[Costs] = DRAFTERS, budgeted: int | None = None) -> GoodputController:
     settings = ControllerSettings(
-        max_draft_tokens=K, max_rows=640, drafter_caps=(K,) * len(drafters) if len(drafters) > 1 else ()
+        max_draft_tokens=K,
+        max_rows=640,
+        drafter_caps=(K,) * len(drafters) if len(drafters) > 1 else (),
+        budgeted_drafter=budgeted,
     )
     profile = profile_of(drafters[0], noise=0.01)
     others = tuple(profile_of(one, noise=0.01).draft for one in drafters[1:])
@@ -183,6 +193,28 @@ def test_each_class_gets_its_own() -> None:
     pick = controller.pick_drafter
     assert pick is not None
     assert (pick(RequestId("new"), "code"), pick(RequestId("other"), "prose")) == (0, 1)
+
+
+def test_short_and_long_texts_of_one_batch_get_what_suits_their_length() -> None:
+    """A small model that reads everything, and the target with a part of its K/V: as often right."""
+    reader = replace(COSTS["cpu"], draft=lambda n, c: 5e-5 * n + 3e-7 * c)
+    window = replace(COSTS["cpu"], draft=lambda n, c: 6e-4 * n + 1e-8 * c)
+    drafters = (reader, window)
+    long = {"contexts": (200, 24_000), "kv_budget": 512, "budgeted": 1}
+    counts: Counter[tuple[bool, int]] = Counter()
+    for seed in (1, 2):
+        world = world_of(8, lambda _one, _place: 0.85, drafters=drafters, seed=seed, **long)
+        controller = controller_of(drafters, budgeted=1)
+        world.run(controller, 1200)
+        pick = controller.pick_drafter
+        assert pick is not None
+        for _ in range(40):
+            world.run(controller, 10)
+            counts.update(
+                (one.committed_len > 20_000, pick(one.request_id, one.class_name)) for one in world.requests
+            )
+    assert counts[False, 0] > 0.8 * (counts[False, 0] + counts[False, 1])
+    assert counts[True, 1] > 0.8 * (counts[True, 0] + counts[True, 1])
 
 
 @pytest.mark.full

@@ -6,54 +6,84 @@ import itertools
 
 import pytest
 
-from specdec.scheduling.speculation.evidence import Alarm, Evidence, MeasuredRound, OutlierGate, Overheads
-from specdec.scheduling.speculation.goodput import Kind
+from specdec.scheduling.speculation.evidence import Alarm, Evidence, Lately, OutlierGate, Overheads
 from specdec.scheduling.speculation.trials import TrialLength, Trials
-
-
-def measured(kind: Kind, seconds: float, region: str = "here", drafted: float = 4.0) -> MeasuredRound:
-    return MeasuredRound(
-        kind=kind,
-        region=region,
-        expected_s=0.01,
-        measured_s=seconds,
-        expected_tokens=4.0,
-        drafted_tokens=drafted,
-    )
 
 
 def test_measured_times_replace_expected_ones() -> None:
     evidence = Evidence()
     assert evidence.factor(0, "lockstep", "here") == 1.0
     for number in range(100):
-        evidence.note(number, measured("lockstep", 0.02))
+        evidence.note_times(number, "lockstep", "here", [2.0])
     assert evidence.factor(100, "lockstep", "here") == pytest.approx(0.5, abs=0.03)
     assert evidence.factor(100, "plain", "here") == 1.0
+
+
+def test_rounds_that_are_told_of_together_count_as_many() -> None:
+    ratios = [1.5, 2.0, 2.5, 50.0, 2.0] * 20
+    together, one_by_one = Evidence(), Evidence()
+    for first in range(0, len(ratios), 20):
+        together.note_times(first + 20, "lockstep", "here", ratios[first : first + 20])
+    for number, ratio in enumerate(ratios):
+        one_by_one.note_times(number, "lockstep", "here", [ratio])
+    assert together.factor(100, "lockstep", "here") == pytest.approx(0.52, abs=0.03)
+    assert one_by_one.factor(100, "lockstep", "here") == pytest.approx(0.52, abs=0.03)
+
+
+def test_what_was_measured_beside_another_kind_is_believed_at_once() -> None:
+    evidence = Evidence()
+    for number in range(1000):
+        evidence.note_times(number, "plain", "here", [2.0])
+    evidence.note_tokens(1000, "plain", 400.0, 100.0)
+    tokens = evidence.token_factor(1000, "plain")
+    assert tokens < 1.0
+    evidence.settle(1000, "plain", "here", 1.25)
+    assert evidence.factor(1000, "plain", "here") == pytest.approx(tokens / 1.25)
+    assert evidence.factor(1000, "plain", "there") == pytest.approx(tokens / 2.0, rel=0.05)
+    for number in range(1000, 2000):
+        evidence.note_times(number, "plain", "here", [2.0])
+    tokens = evidence.token_factor(2000, "plain")
+    assert evidence.factor(2000, "plain", "here") == pytest.approx(tokens / 2.0, rel=0.05)
+
+
+def test_lately_is_the_last_few_rounds() -> None:
+    lately = Lately()
+    for _ in range(4):
+        lately.note("plain", 3.0)
+    assert lately.ratio("plain") is None
+    for _ in range(60):
+        lately.note("plain", 1.5)
+    lately.note("lockstep", 1.0)
+    assert lately.ratio("plain") == pytest.approx(1.5, abs=0.05)
+    lately.forget("lockstep")
+    assert lately.ratio("plain") is not None
+    lately.forget()
+    assert lately.ratio("plain") is None
 
 
 def test_another_region_begins_with_what_the_kind_has_shown() -> None:
     evidence = Evidence()
     for number in range(100):
-        evidence.note(number, measured("lockstep", 0.02))
+        evidence.note_times(number, "lockstep", "here", [2.0])
     assert evidence.factor(100, "lockstep", "there") == pytest.approx(0.52, abs=0.05)
     for number in range(100, 200):
-        evidence.note(number, measured("lockstep", 0.01, region="there"))
+        evidence.note_times(number, "lockstep", "there", [1.0])
     assert evidence.factor(200, "lockstep", "there") == pytest.approx(1.0, abs=0.05)
 
 
 def test_missing_drafts_count() -> None:
     evidence = Evidence()
     for number in range(200):
-        evidence.note(number, measured("draft_ahead", 0.01, drafted=2.0))
+        evidence.note_times(number, "draft_ahead", "here", [1.0])
+        evidence.note_tokens(number, "draft_ahead", 4.0, 2.0)
     assert evidence.factor(200, "draft_ahead", "here") == pytest.approx(0.55, abs=0.06)
 
 
 def test_evidence_grows_old() -> None:
     evidence = Evidence()
     for number in range(100):
-        evidence.note(number, measured("plain", 0.02))
-    assert evidence.num_rounds(100, "plain", "here") > 50
-    assert evidence.num_rounds(40_000, "plain", "here") < 0.1
+        evidence.note_times(number, "plain", "here", [2.0])
+    assert evidence.factor(100, "plain", "here") == pytest.approx(0.5, abs=0.03)
     assert evidence.factor(40_000, "plain", "here") == pytest.approx(1.0, abs=0.02)
 
 
@@ -67,7 +97,7 @@ def test_single_outliers_are_left_out_and_many_in_a_row_are_not() -> None:
 def test_pauses_do_not_count() -> None:
     evidence = Evidence()
     for number in range(200):
-        evidence.note(number, measured("lockstep", 0.5 if number % 10 == 0 else 0.01))
+        evidence.note_times(number, "lockstep", "here", [50.0 if number % 10 == 0 else 1.0])
     assert evidence.factor(200, "lockstep", "here") == pytest.approx(1.0, abs=0.01)
 
 
@@ -136,6 +166,20 @@ def test_a_change_ends_the_wait() -> None:
         return next(iter(run_trials(trials, 6000, loss_s=0.0, paid_s=0.0)))
 
     assert next_probe(changes=True) < next_probe(changes=False)
+
+
+def test_what_was_settled_far_from_what_is_believed_stays_a_time() -> None:
+    evidence = Evidence()
+    for number in range(300):
+        evidence.note_times(number, "plain", "there", [50.0])
+    evidence.settle(300, "plain", "here", 1.0)
+    assert evidence.factor(300, "plain", "here") == pytest.approx(1.0, rel=0.01)
+    for number in range(300, 2000):
+        evidence.note_times(number, "plain", "there", [0.5])
+        assert 0.2 < evidence.factor(number, "plain", "here") < 5.0
+    evidence.settle(2000, "plain", "here", 1e-9)
+    evidence.note_times(2001, "plain", "there", [1e-3])
+    assert evidence.factor(2001, "plain", "here") > 0.0
 
 
 def test_an_alarm_goes_off_when_rounds_stay_slower_and_then_takes_that_as_usual() -> None:

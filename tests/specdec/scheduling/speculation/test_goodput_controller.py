@@ -395,14 +395,18 @@ class SlowController(GoodputController):
 @pytest.mark.parametrize("number", [2, 8, 32])
 def test_deciding_takes_a_small_share_of_the_time(number: int) -> None:
     """However long a decision takes, and though requests come and go all the time."""
-    controller = SlowController(0.004)
-    world = world_of(COSTS["cpu"], number, lifetime=64)
-    world.run(controller, 200)
-    controller.num_decisions = 0
-    booked = world.run(controller, 1500)
-    assert 3 <= controller.num_decisions <= 0.01 * booked.seconds / controller.decision_s
-    rates = fixed_rates("cpu", number, 128, 0.8, ("lockstep",))
-    assert booked.rate >= FLOOR * max(rates.values())
+    shares = []
+    best = max(fixed_rates("cpu", number, 128, 0.8, ("lockstep",)).values())
+    # Two requests bring few verdicts: more worlds say as much of them.
+    for seed in range(1, 13 if number == 2 else 5):
+        controller = SlowController(0.004)
+        world = world_of(COSTS["cpu"], number, lifetime=64, seed=seed)
+        world.run(controller, 200)
+        controller.num_decisions = 0
+        booked = world.run(controller, 1500)
+        assert 3 <= controller.num_decisions <= 0.01 * booked.seconds / controller.decision_s
+        shares.append(booked.rate / best)
+    assert sum(shares) / len(shares) >= FLOOR
 
 
 def test_it_decides_at_once_where_that_takes_no_time() -> None:
@@ -481,6 +485,25 @@ def test_longer_drafts_that_were_measured_too_slow_are_looked_at(mode: OverlapMo
     world.run(controller, 1200)
     assert controller.state.num_stretch_rounds > 0
     assert world.run(controller, 400).rate >= FLOOR * max(rates[mode, k] for k in (4, 5, 6, 8))
+
+
+def test_a_stretch_in_vain_is_followed_by_a_longer_one() -> None:
+    """Somewhat longer drafts may be slower where much longer ones are faster."""
+    stretches: list[float] = []
+
+    class Watched(GoodputController):
+        def _decide(self, sequences: tuple[Schedulable, ...], num_here: int) -> Decision:
+            decision = super()._decide(sequences, num_here)
+            if decision.reason == "stretching":
+                usual = decision.options["lockstep"].num_draft_tokens
+                stretches.append(max(decision.num_draft_tokens) / int(usual.max()))
+            return decision
+
+    settings = ControllerSettings(max_draft_tokens=8, modes=("lockstep",), max_rows=640, max_sequences=64)
+    world = world_of(COSTS["expensive"], 4, chance=0.8)
+    world.run(Watched(settings, profile_of(COSTS["expensive"])), 3000)
+    assert min(stretches) <= 2.0
+    assert max(stretches) >= 2.5
 
 
 def test_stretches_are_few() -> None:
@@ -802,3 +825,21 @@ def test_observations_may_be_poor() -> None:
         )
     assert max(chosen[-8:]) >= 4
     assert list(controller.choose([])) == []
+
+
+def test_streams_of_short_requests_leave_little_behind() -> None:
+    controller = GoodputController(ControllerSettings(max_draft_tokens=2), assumed_profile())
+    controller.choose([fake_request("first", 100)])
+    for number in range(3000):
+        outcome = DraftOutcome(request_id=RequestId(f"r{number}"), num_drafted=2, num_accepted=1)
+        controller.observe(
+            RoundObservation(
+                num_rows=3,
+                num_sequences=1,
+                num_committed=2,
+                draft_s=0.0,
+                verify_s=0.0,
+                outcomes=[outcome],
+            )
+        )
+    assert 0 < len(controller._acceptance) < 1200

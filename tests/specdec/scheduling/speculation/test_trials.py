@@ -73,3 +73,44 @@ def test_audits_that_lose_cost_their_share_of_the_time() -> None:
         lost_s += lost
         spent_s += ROUND_S
     assert 0.005 * spent_s < lost_s < 0.012 * spent_s
+
+
+def test_what_a_probe_has_cost_does_not_keep_an_audit_from_asking() -> None:
+    trials = Trials(0.004)
+    rounds(trials, 60)
+    trials.begin("probing", LENGTH, 0.0001)
+    assert trials.current == "probing"
+    assert trials.note_round(ROUND_S, 3.0)
+    rounds(trials, 100)
+    trials.begin("probing", LENGTH, 0.0001)
+    assert trials.current is None
+    assert begun(trials, 0.0001)
+
+
+def test_what_a_busy_machine_took_from_a_trial_is_not_owed_for_long() -> None:
+    trials = Trials(0.004)
+    rounds(trials, 60)
+    assert begun(trials, 0.0001)
+    assert trials.note_round(ROUND_S, 100 * ROUND_S)
+    rounds(trials, 1100)
+    assert begun(trials, 0.0001)
+
+
+def test_after_an_alarm_an_audit_is_due_as_soon_as_after_a_change() -> None:
+    trials = Trials(0.01)
+    for number in range(3):
+        rounds(trials, 48 << number)
+        assert begun(trials, 0.0001)
+        audit(trials, 0.0001)
+    rounds(trials, 60)
+    assert not trials.is_due("auditing")
+    trials.note_alarm()
+    assert trials.is_due("auditing")
+
+
+def test_the_first_rounds_of_an_audit_say_nothing_of_the_others() -> None:
+    trials = Trials(0.01)
+    rounds(trials, 60)
+    assert begun(trials, 0.0001)
+    assert not trials.note_round(ROUND_S, 0.005, is_settled=False)
+    assert audit(trials, -0.0001) == 23

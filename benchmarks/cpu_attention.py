@@ -1,0 +1,304 @@
+"""The C++ paged attention alone on a CPU, against what the machine reads and multiplies.
+
+    python -m benchmarks.cpu_attention --json benchmarks/results/cpu-attention.json
+    python -m benchmarks.cpu_attention --quick                                       # bf16, two shapes
+
+Heads of the demo target (4 query heads of 64 over 2 of K/V: `gqa`) and the same without groups (`mha`), in
+bf16 and fp32, decoding (1 row of each sequence) and verifying (2 and 5), over pages in random order. As many
+layers in turn as are more than any cache holds, so that K/V come from memory, as in a forward.
+
+    GB/s       K and V, read once, over the time of a layer
+    GFLOP/s    products of queries with keys and of weights with values: 4 x rows x keys x heads x head size
+    share      of the fastest stream of reads, or of the fastest large matrix product (fp32 or bf16; without
+               bf16 instructions bf16 is widened first), that this machine shows in the same run and on the
+               same threads
+    bound      the time that the worse of the two would take, over the measured one
+
+Beside it the portable attention (PyTorch's own operations), which the engine falls back to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kv_costs import Stream
+from benchmarks.report import Spread, progress_bar, report_headlines, write_results
+from benchmarks.stolen import least_stolen
+from specdec.attention.base import AttentionBackend, LayerAttention
+from specdec.attention.cpu import CpuPagedAttention
+from specdec.attention.metadata import build_metadata
+from specdec.attention.sdpa import SdpaAttention
+from specdec.kv.block_table import num_blocks_for
+from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
+from specdec.model.batch import SequenceSlice
+
+_BLOCK_SIZE = 16
+_HEAD_DIM = 64
+_KV_HEADS = {"gqa": 2, "mha": 4}
+_NUM_HEADS = 4
+_COLD_BYTES = 192 << 20
+"""K/V of all layers of a cell: several times what the last cache holds."""
+_PRODUCT = 2048
+"""Rows and columns of the product that the machine's speed is taken from."""
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One batch."""
+
+    heads: str
+    """gqa or mha."""
+    dtype: str
+    batch: int
+    context: int
+    rows: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one layer, behind which the new rows lie."""
+        entries = 2 * _KV_HEADS[self.heads] * _HEAD_DIM
+        return self.batch * self.context * entries * _DTYPES[self.dtype].itemsize
+
+    @property
+    def num_operations(self) -> int:
+        """Of one layer: a product and a sum count as two."""
+        return 4 * self.batch * self.rows * self.context * _NUM_HEADS * _HEAD_DIM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the machine does at best."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+    def bound_s(self, cell: Cell) -> float:
+        """Return the least time of a layer."""
+        return max(cell.kv_bytes / self.bytes_per_s, cell.num_operations / self.operations_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    cells: tuple[Cell, ...]
+    repeats: int
+
+
+def _cells(
+    heads: Sequence[str], dtypes: Sequence[str], shapes: Sequence[tuple[int, int]]
+) -> tuple[Cell, ...]:
+    return tuple(
+        Cell(heads=its, dtype=dtype, batch=batch, context=context, rows=rows)
+        for its, dtype, (batch, context), rows in itertools.product(heads, dtypes, shapes, (1, 2, 5))
+    )
+
+
+FULL = Plan(
+    cells=_cells(("gqa", "mha"), ("bf16", "fp32"), ((1, 4096), (8, 4096), (32, 1024), (32, 4096))),
+    repeats=9,
+)
+QUICK = Plan(cells=_cells(("gqa", "mha"), ("bf16",), ((1, 4096), (32, 4096))), repeats=5)
+
+
+class Layers:
+    """A batch over several layers, none of which is in a cache when its turn comes."""
+
+    def __init__(self, cell: Cell, cold_bytes: int = _COLD_BYTES) -> None:
+        self.num_layers = max(1, -(-cold_bytes // cell.kv_bytes))
+        num_kv_heads, dtype = _KV_HEADS[cell.heads], _DTYPES[cell.dtype]
+        num_blocks = num_blocks_for(cell.context + cell.rows, _BLOCK_SIZE)
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(cell.batch * num_blocks, generator=generator).add(FIRST_BLOCK)
+        slices = [
+            SequenceSlice(
+                token_ids=[0] * cell.rows, start=cell.context, block_table=table, num_logit_rows=cell.rows
+            )
+            for table in order.view(cell.batch, num_blocks).tolist()
+        ]
+        cpu = torch.device("cpu")
+        self._metadata = build_metadata(slices, block_size=_BLOCK_SIZE, device=cpu)
+        self._pool = KvPool(
+            [KvShape(num_kv_heads=num_kv_heads, head_dim=_HEAD_DIM)] * self.num_layers,
+            num_blocks=FIRST_BLOCK + cell.batch * num_blocks,
+            block_size=_BLOCK_SIZE,
+            dtype=dtype,
+            device=cpu,
+        )
+        numbers = torch.randn(self._pool.keys[0].shape, generator=generator).to(dtype)
+        for tensor in (*self._pool.keys, *self._pool.values):
+            tensor.copy_(numbers)  # drawn once: that takes longer than attending to them
+        self._layers = [
+            LayerAttention(
+                layer_idx=index,
+                num_heads=_NUM_HEADS,
+                num_kv_heads=num_kv_heads,
+                head_dim=_HEAD_DIM,
+                scaling=_HEAD_DIM**-0.5,
+            )
+            for index in range(self.num_layers)
+        ]
+        num_rows = cell.batch * cell.rows
+        self._query, self._key, self._value = (
+            torch.randn(num_rows, heads, _HEAD_DIM, generator=generator).to(dtype)
+            for heads in (_NUM_HEADS, num_kv_heads, num_kv_heads)
+        )
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        """Attend in every layer; return what the last one gives."""
+        plan = backend.begin(self._metadata)
+        for layer, keys, values in zip(self._layers, self._pool.keys, self._pool.values, strict=True):
+            output = backend.attend(
+                self._query,
+                self._key,
+                self._value,
+                key_cache=keys,
+                value_cache=values,
+                metadata=self._metadata,
+                plan=plan,
+                layer=layer,
+            )
+        return output
+
+
+def measure_machine(repeats: int) -> dict[str, float]:
+    """Bytes per second of the fastest stream, and operations per second of large products."""
+    speeds = {"stream_bytes_per_s": Stream.num_bytes / Stream().seconds(repeats)}
+    for name, dtype in _DTYPES.items():
+        left, right = (torch.randn(_PRODUCT, _PRODUCT).to(dtype) for _ in range(2))
+        seconds = _seconds(partial(torch.matmul, left, right), repeats)
+        speeds[f"product_{name}_operations_per_s"] = 2 * _PRODUCT**3 / seconds.median
+    return speeds
+
+
+def machine_of(speeds: Mapping[str, float]) -> Machine:
+    """Return the machine that was measured."""
+    products = [speeds[f"product_{name}_operations_per_s"] for name in _DTYPES]
+    return Machine(bytes_per_s=speeds["stream_bytes_per_s"], operations_per_s=max(products))
+
+
+def measure_cell(cell: Cell, backends: Mapping[str, AttentionBackend], repeats: int) -> dict[str, Any]:
+    """Seconds of a layer, by backend."""
+    layers = Layers(cell)
+    seconds = {
+        name: _seconds(partial(layers.attend, backend), repeats if name == "ours" else 1)
+        for name, backend in backends.items()
+    }
+    return {
+        "cell": cell,
+        "num_layers": layers.num_layers,
+        "layer_s": {
+            name: Spread(tuple(one / layers.num_layers for one in its.values))
+            for name, its in seconds.items()
+        },
+    }
+
+
+def rated(measured: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+    """Return a measured cell with what its times mean on a machine."""
+    cell, seconds = measured["cell"], measured["layer_s"]["ours"].median
+    bytes_per_s, operations_per_s = cell.kv_bytes / seconds, cell.num_operations / seconds
+    return {
+        **measured,
+        "bytes_per_s": bytes_per_s,
+        "share_of_stream": bytes_per_s / machine.bytes_per_s,
+        "operations_per_s": operations_per_s,
+        "share_of_product": operations_per_s / machine.operations_per_s,
+        "share_of_bound": machine.bound_s(cell) / seconds,
+        "times_faster_than_portable": measured["layer_s"]["portable"].median / seconds,
+    }
+
+
+def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of the machine, decoding and verifying, in the largest bf16 batch of grouped queries."""
+    own = [one for one in cells if (one["cell"].heads, one["cell"].dtype) == ("gqa", "bf16")]
+    size = max(one["cell"].kv_bytes for one in own)
+    by_rows = {one["cell"].rows: one for one in own if one["cell"].kv_bytes == size}
+    decode, verify = by_rows[min(by_rows)], by_rows[max(by_rows)]
+    return {
+        "cpu_attention_decode_gb_s_share": decode["share_of_stream"],
+        "cpu_attention_verify_gflop_s_share": verify["share_of_product"],
+        "cpu_attention_verify_over_decode": verify["layer_s"]["ours"].median
+        / decode["layer_s"]["ours"].median,
+        "cpu_attention_times_portable_median": statistics.median(
+            one["times_faster_than_portable"] for one in cells
+        ),
+    }
+
+
+def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
+    """Lay out all cells for people."""
+    table = Table(
+        *("heads", "dtype", "batch", "context", "rows", "us", "GB/s", "of stream"),
+        *("GFLOP/s", "of product", "of bound", "portable / ours"),
+    )
+    for one in cells:
+        cell = one["cell"]
+        table.add_row(
+            *(cell.heads, cell.dtype, str(cell.batch), str(cell.context), str(cell.rows)),
+            f"{1e6 * one['layer_s']['ours'].median:.0f}",
+            f"{one['bytes_per_s'] / 1e9:.1f}",
+            f"{one['share_of_stream']:.2f}",
+            f"{one['operations_per_s'] / 1e9:.1f}",
+            f"{one['share_of_product']:.2f}",
+            f"{one['share_of_bound']:.2f}",
+            f"{one['times_faster_than_portable']:.1f}",
+        )
+    return table
+
+
+def _seconds(run: Callable[[], object], repeats: int) -> Spread:
+    """Seconds of single runs after one that is not counted; disturbed ones are taken again."""
+
+    def once() -> float:
+        started_s = time.perf_counter()
+        run()
+        return time.perf_counter() - started_s
+
+    once()
+    return Spread(tuple(least_stolen(once).result for _ in range(repeats)))
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="bf16 alone, two shapes, fewer repeats.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
+) -> None:
+    """Measure the paged attention kernel.
+
+    Example: python -m benchmarks.cpu_attention --quick --json runs/cpu-attention.json
+    """
+    plan = QUICK if quick else FULL
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    backends: dict[str, AttentionBackend] = {"ours": CpuPagedAttention(), "portable": SdpaAttention()}
+    with torch.inference_mode(), progress_bar() as progress:
+        before = measure_machine(plan.repeats)
+        measured = [
+            measure_cell(cell, backends, plan.repeats)
+            for cell in progress.track(plan.cells, description="attention")
+        ]
+        after = measure_machine(plan.repeats)
+    speeds = {name: max(before[name], after[name]) for name in before}
+    machine = machine_of(speeds)
+    cells = [rated(one, machine) for one in measured]
+    headlines = headlines_of(cells)
+    write_results(json_file, {"plan": plan, "machine": speeds, "cells": cells, "headlines": headlines})
+    Console(highlight=False, width=140).print(table_of(cells))
+    report_headlines(headlines)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,131 @@
+"""The controller beside plain decoding and fixed settings, as tables for docs/performance.md.
+
+python -m benchmarks.never_slower_tables docs/performance.md benchmarks/results/never-slower.json \
+    benchmarks/results/never-slower-colocated.json    # cells of the second instead of those of the first
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.pages import origin_of, put_into, table
+from benchmarks.stolen import MOST_STOLEN
+from benchmarks.turns import LIMIT
+
+PART, SCRIPT = "controller", "benchmarks/never_slower_tables.py"
+
+Result = Mapping[str, Any]
+
+
+def tables(results: Sequence[Result]) -> str:
+    """Return all of them, in Markdown: of each cell and each load step, what the last result has of it."""
+    cells: dict[str, Result] = {}
+    steps: dict[str, Result] = {}
+    for result in results:
+        for cell in result["cells"]:
+            cells[json.dumps(cell["cell"], sort_keys=True)] = {"measured": result["environment"], **cell}
+        for step in result["steps"]:
+            steps[step["deployment"]] = {"measured": result["environment"], **step}
+    deployments = dict.fromkeys(cell["cell"]["deployment"] for cell in cells.values())
+    parts = []
+    for deployment in deployments:
+        own = [cell for cell in cells.values() if cell["cell"]["deployment"] == deployment]
+        parts += [_origins(own), _grid(deployment, own), _in_short(own, steps.get(deployment))]
+    return "\n\n".join(parts)
+
+
+def _origins(cells: Sequence[Result]) -> str:
+    """Say when and where cells were measured: a run may have been cut, and gone on with."""
+    origins: dict[str, int] = {}
+    for cell in cells:
+        origin = origin_of(cell["measured"])
+        origins[origin] = origins.get(origin, 0) + 1
+    each = "; ".join(
+        f"{number} {'cell' if number == 1 else 'cells'} on {origin}" for origin, number in origins.items()
+    )
+    return f"Measured: {each}."
+
+
+def _grid(deployment: str, cells: Sequence[Result]) -> str:
+    rates = sorted({one["cell"]["acceptance"] for one in cells})
+    by_situation: dict[tuple[int, int], dict[float, Result]] = {}
+    for one in cells:
+        where = one["cell"]
+        by_situation.setdefault((where["context"], where["batch"]), {})[where["acceptance"]] = one
+    rows = [
+        (batch, context, *(_ratios(of[rate]) if rate in of else "" for rate in rates))
+        for (context, batch), of in sorted(by_situation.items())
+    ]
+    head = (
+        f"{deployment}: batch",
+        "context",
+        f"acceptance {rates[0]:g}",
+        *(f"{rate:g}" for rate in rates[1:]),
+    )
+    return table(head, rows)
+
+
+def _ratios(cell: Result) -> str:
+    vs_plain, vs_best = (_marked(cell[name]) for name in ("vs_plain", "vs_best_fixed"))
+    return f"{vs_plain} ({vs_best})"
+
+
+def _marked(ratio: Result) -> str:
+    median = f"{ratio['median']:.2f}"
+    return f"**{median}**" if ratio["upper"] < LIMIT else median
+
+
+def _in_short(cells: Sequence[Result], step: Result | None) -> str:
+    lines = []
+    for name, beside in (("vs_plain", "plain decoding"), ("vs_best_fixed", "the best fixed setting")):
+        ratios = [cell[name] for cell in cells]
+        upper = [ratio["upper"] for ratio in ratios]
+        above = sum(bound >= LIMIT for bound in upper)
+        medians = sorted(ratio["median"] for ratio in ratios)
+        lines.append(
+            f"- Beside {beside}: {above} of {len(ratios)} cells are not below {LIMIT} with 95 % confidence; "
+            f"the smallest upper bound is {min(upper):.3f}, the smallest median {medians[0]:.3f}, the middle "
+            f"one {medians[len(medians) // 2]:.3f}."
+        )
+    stolen = [cell["most_stolen"] for cell in cells if "most_stolen" in cell]
+    if stolen:
+        disturbed = sum(share > MOST_STOLEN for share in stolen)
+        lines.append(
+            f"- In {disturbed} cells others on the same host had more than {100 * MOST_STOLEN:.0f} % of our "
+            "cores in some turn, however often it was taken again."
+        )
+    cold = sorted(cell["cold"]["vs_plain"][0] for cell in cells)
+    lines.append(
+        f"- The first second of a cell, in which nothing is known, has {cold[0]:.2f} of plain decoding at "
+        f"worst, {cold[len(cold) // 2]:.2f} in the middle."
+    )
+    if step is not None:
+        plan, phases = step["plan"], step["phases"]
+        each = ", ".join(f"{phases[name]:.2f}" for name in ("low", "high", "low again"))
+        lines.append(
+            f"- When load steps from {plan['low']} to {plan['high']} requests and back, it has {each} of "
+            f"plain decoding in the three phases; the worst second has {step['worst_bin']:.2f} (measured on "
+            f"{origin_of(step['measured'])})."
+        )
+    return "\n".join(lines)
+
+
+def main(
+    page: Annotated[Path, typer.Argument(help="Page whose tables are exchanged.")],
+    results: Annotated[list[Path], typer.Argument(help="What benchmarks.never_slower has written.")],
+) -> None:
+    """Write the tables of the controller into a page.
+
+    Example: python -m benchmarks.never_slower_tables docs/performance.md benchmarks/results/never-slower.json
+    """
+    read = [json.loads(one.read_text()) for one in results]
+    page.write_text(put_into(page.read_text(), PART, SCRIPT, tables(read)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

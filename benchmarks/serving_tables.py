@@ -1,0 +1,194 @@
+"""What faults, overload and proxies came to, as text for the pages, from the raw results.
+
+python -m benchmarks.serving_tables           # everything that there are raw results of
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from benchmarks.pages import origin_of, put_into, table
+
+SCRIPT = "benchmarks/serving_tables.py"
+
+Result = Mapping[str, Any]
+
+
+def faults(results: Result) -> str:
+    """Return what random faults under load did."""
+    numbers = results["headlines"]
+    rows = [
+        (kind.replace("_", " "), of["number"], f"{of['median_s']:.1f}", f"{of['max_s']:.1f}")
+        for kind, of in results["recovery_by_kind"].items()
+    ]
+    pauses_s = [stream["longest_pause_s"] for stream in results["streams"]]
+    refusals = ", ".join(f"{name} ({count})" for name, count in sorted(results["refusals"].items()))
+    planned = results["plan"]["num_faults"]
+    cut = "" if numbers["faults"] == planned else f" ({planned} were planned; the run was cut)"
+    refused = f"refused for good: {refusals}" if refusals else "nobody was refused for good"
+    return "\n\n".join(
+        [
+            f"Measured: {_parts(results)}.",
+            table(("fault", "number", "all there again, median (s)", "longest"), rows),
+            f"{numbers['faults']} faults{cut}, during which {results['num_streams']} streams were read: "
+            f"{numbers['lost']} lost, {numbers['wrong']} with a wrong token. "
+            f"{results['num_broken_connections']} connections broke; {refused}. "
+            f"95 % of the faults were recovered from within "
+            f"{numbers['recovery_p95_s']:.1f} s, the loading of weights included. A stream stood still for "
+            f"at most {max(pauses_s):.1f} s, half of them for less than {statistics.median(pauses_s):.1f} s.",
+        ]
+    )
+
+
+def _parts(results: Result) -> str:
+    return "; ".join(
+        f"{part['num_faults']} faults in a run begun on {origin_of(part['measured'])}"
+        for part in results["parts"]
+    )
+
+
+def overload(results: Result) -> str:
+    """Return what is left of goodput, and what many streams lost."""
+    measured, streams = results["overload"], results["streams"]
+    loads = measured["loads"]
+    rows = [
+        (
+            f"{load['share']:g}",
+            f"{load['requests_per_s']:.1f}",
+            load["num_requests"],
+            load["outcomes"].get("good", 0),
+            load["outcomes"].get("late", 0),
+            load["outcomes"].get("status 429", 0),
+            f"{load['goodput_per_s']:.0f}",
+            f"{load['ttft_p50_s']:.2f}",
+            f"{load['max_lateness_s']:.2f}",
+        )
+        for load in loads
+    ]
+    head = (
+        "of capacity",
+        "requests/s",
+        "sent",
+        "good",
+        "late",
+        "refused (429)",
+        "goodput (tokens/s)",
+        "first token, p50 (s)",
+        "sent late by up to (s)",
+    )
+    most = max(loads, key=lambda load: float(load["share"]))
+    ratio = results["headlines"]["goodput_at_5x_vs_peak"]
+    return "\n\n".join(
+        [
+            f"Measured on {origin_of(results['environment'])}. Capacity: "
+            f"{measured['capacity_requests_per_s']:.2f} requests/s{_cores(results)}.",
+            table(head, rows),
+            f"At {most['share']:g} times the capacity goodput is {ratio:.2f} of its peak. "
+            f"{streams['num_streams']} streams at once ({streams['most_at_once']} of them were open "
+            f"together): {streams['num_complete']} complete, {streams['num_lost_bytes']} of "
+            f"{streams['num_bytes']} bytes lost, in {streams['seconds']:.0f} s.",
+        ]
+    )
+
+
+def _cores(results: Result) -> str:
+    cores = results.get("num_cores")
+    if cores is None or cores["is_shared_with_sender"]:
+        return ", on cores that the sender of the load used, too"
+    return f", on {cores['server']} cores; the sender of the load had one more"
+
+
+def doors(results: Result) -> str:
+    """Return the two proxies side by side: medians over turns."""
+    turns: Sequence[Result] = results["turns"]
+    kinds = list(dict.fromkeys(turn["proxy"] for turn in turns))
+
+    def row(name: str, value: Callable[[Result], float]) -> tuple[str, ...]:
+        medians = (
+            statistics.median(value(turn) for turn in turns if turn["proxy"] == kind) for kind in kinds
+        )
+        return (name, *(f"{one:.1f}" for one in medians))
+
+    rows = [
+        row(f"{what}, {point} (ms)", partial(_latency_ms, name=name, point=point))
+        for name, what in _REQUESTS.items()
+        for point in ("p50", "p99")
+    ]
+    rows.append(row("streams per second", _streams_per_s))
+    rows += [
+        row(f"CPU time of the {part} per stream (ms)", partial(_cpu_ms, part=part))
+        for part in turns[0]["cpu_s"]
+    ]
+    plan = results["plan"]
+    turns_of_each = plan["num_turns"]
+    how = "one turn each" if turns_of_each == 1 else f"medians of {turns_of_each} turns"
+    num_lost = sum(turn["streams"]["num_lost_bytes"] for turn in turns)
+    return "\n\n".join(
+        [
+            f"Measured on {origin_of(results['environment'])}: {how}, with "
+            f"{plan['num_streams']} streams of {plan['num_stream_tokens']} tokens at once.",
+            table(("", *kinds), rows),
+            f"{num_lost} bytes were lost.",
+        ]
+    )
+
+
+def _latency_ms(turn: Result, *, name: str, point: str) -> float:
+    return float(turn["milliseconds"][name][point])
+
+
+def _streams_per_s(turn: Result) -> float:
+    return float(turn["streams"]["num_complete"] / turn["streams"]["seconds"])
+
+
+def _cpu_ms(turn: Result, *, part: str) -> float:
+    return float(1000.0 * turn["cpu_s"][part] / turn["streams"]["num_streams"])
+
+
+_REQUESTS = {
+    "requests": "`/v1/models` on one connection",
+    "connections": "`/v1/models`, a connection each",
+    "completions": "a completion of one token",
+}
+
+
+class Part(NamedTuple):
+    """A part of a page."""
+
+    page: str
+    name: str
+    text: Callable[[Result], str]
+
+
+PARTS = {
+    "chaos.json": Part("performance.md", "faults", faults),
+    "overload.json": Part("performance.md", "overload", overload),
+    "doors.json": Part("operations.md", "proxies", doors),
+}
+"""By file of raw results."""
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Folder of raw results.")] = Path("benchmarks/results"),
+    docs: Annotated[Path, typer.Option(help="Folder of the pages.")] = Path("docs"),
+) -> None:
+    """Write what was measured into the pages.
+
+    Example: python -m benchmarks.serving_tables
+    """
+    for name, part in PARTS.items():
+        if (results / name).exists():
+            page = docs / part.page
+            text = part.text(json.loads((results / name).read_text()))
+            page.write_text(put_into(page.read_text(), part.name, SCRIPT, text))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,142 @@
+"""What all doors of a deployment have counted, as one account that one of them keeps.
+
+A scrape is answered by whichever door it reaches. If each told what it has counted itself, numbers would
+jump from one scrape to the next, and for Prometheus a counter that falls has begun anew. So the doors report
+to one of them, the keeper, which adds up what they and the target groups have counted and tells the others:
+whoever is asked, the answer is the same, a moment old at most.
+
+The keeper is the door that has been there longest. When it is gone the next one counts on from what it was
+told last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cluster.directory import Member
+from cluster.series import is_counter, is_of_one_group
+from specdec.transport.base import PeerId
+from specdec.transport.messages import DoorReport, DoorTotals
+
+_MOST_WAITS = 5
+"""So often a new keeper tells what it was told last, while somebody has not reported to it yet."""
+
+
+class SharedMetrics:
+    """The account as one door sees it: it keeps it, or is told."""
+
+    def __init__(self, me: PeerId, since: float) -> None:
+        """`since`: when this door was ready, as `Member.since` says it."""
+        self._me = me
+        self._since = since
+        self._doors: tuple[PeerId, ...] = (me,)
+        self._reports: dict[PeerId, DoorReport] = {}
+        """The last of each door, also of those that are gone: a few kilobytes each."""
+        self._told: DoorTotals | None = None
+        self._told_by: PeerId | None = None
+        self._carried: dict[str, float] = {}
+        """Counted by those whom only former keepers have heard."""
+        self._num_waits = 0
+
+    @property
+    def keeper(self) -> PeerId:
+        """Who keeps the account."""
+        return self._doors[0]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this door does."""
+        return self.keeper == self._me
+
+    @property
+    def listeners(self) -> tuple[PeerId, ...]:
+        """Doors that are there and have reported to this one."""
+        return tuple(door for door in self._doors if door != self._me and door in self._reports)
+
+    @property
+    def told(self) -> DoorTotals | None:
+        """What the account said last; None: this door has not heard."""
+        return self._told
+
+    def set_doors(self, doors: Iterable[Member]) -> None:
+        """Take in who is there; this door is, whatever the directory says."""
+        did_keep = self.keeps
+        others = {(door.since, door.peer_id) for door in doors if door.peer_id != self._me}
+        self._doors = tuple(peer_id for _, peer_id in sorted({*others, (self._since, self._me)}))
+        if self.keeps and not did_keep:
+            self._num_waits = _MOST_WAITS
+
+    def report(self, own: DoorReport) -> DoorReport:
+        """Return what to tell the keeper, of what this door has counted.
+
+        A new one hears what the one before has said last: that it may have said to this door alone.
+        """
+        if self._told is None or self._told_by == self.keeper:
+            return own
+        return DoorReport(own.counters, own.gauges, self._told.counters)
+
+    def hear(self, sender: PeerId, message: DoorReport | DoorTotals) -> None:
+        """Take in what another door says. Totals count if they are the keeper's."""
+        if isinstance(message, DoorReport):
+            self._reports[sender] = message
+            if message.told and self._num_waits:
+                before = DoorTotals({}, {}) if self._told is None else self._told
+                most = {
+                    name: max(counters.get(name, 0.0) for counters in (before.counters, message.told))
+                    for name in before.counters.keys() | message.told.keys()
+                }
+                self._told = DoorTotals(most, before.gauges)
+        elif sender == self.keeper:
+            self._told, self._told_by = message, sender
+
+    def add_up(
+        self, own: DoorReport, of_groups: Mapping[str, float], *, is_complete: bool
+    ) -> DoorTotals | None:
+        """Return what all have counted, None while nobody can tell; only the keeper does that.
+
+        Args:
+            own: what this door has counted.
+            of_groups: what target groups have counted, and how they are.
+            is_complete: whether all of them that are there have told.
+        """
+        self._reports[self._me] = own
+        totals = self._sum(of_groups)
+        if self._num_waits:
+            self._num_waits -= 1
+            is_complete = is_complete and all(door in self._reports for door in self._doors)
+            if not is_complete and self._num_waits:
+                return self._told
+            self._num_waits = 0
+            if self._told is not None:
+                self._carry(self._told.counters, totals.counters)
+                totals = self._sum(of_groups)
+        self._told, self._told_by = totals, self._me
+        return totals
+
+    def _sum(self, of_groups: Mapping[str, float]) -> DoorTotals:
+        counters = {name: value for name, value in of_groups.items() if is_counter(name)}
+        gauges = {name: value for name, value in of_groups.items() if name not in counters}
+        for counted in (*(report.counters for report in self._reports.values()), self._carried):
+            _add(counters, counted)
+        for door in self._doors:
+            if door in self._reports:
+                _add(gauges, self._reports[door].gauges)
+        return DoorTotals(counters, gauges)
+
+    def _carry(self, told: Mapping[str, float], present: Mapping[str, float]) -> None:
+        """Keep what has been told and cannot be heard any more."""
+        gone = {name: value - present.get(name, 0.0) for name, value in told.items()}
+        # A group that is gone is not told of any more; what it has counted is in the sums.
+        _add(
+            self._carried,
+            {
+                name: value
+                for name, value in gone.items()
+                if value > 0 and (name in present or not is_of_one_group(name))
+            },
+        )
+
+
+def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + value

@@ -1,0 +1,52 @@
+"""Publishes what /metrics says through Ray's metrics API, too: for those who scrape Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ray.util.metrics import Gauge
+
+from cluster.series import CLUSTER_SERIES
+from deploy.openai.metrics import PREFIX, parsed
+
+_RAYS_PREFIX = "ray_"
+"""Ray puts it before every name."""
+
+
+class Publishes(Protocol):
+    """One of Ray's metrics."""
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        """Say how it is now."""
+        ...
+
+
+def _made_by_ray(name: str, text: str, labels: tuple[str, ...]) -> Publishes:
+    gauge: Publishes = Gauge(name, text, labels)
+    return gauge
+
+
+class RaySink:
+    """Takes snapshots; what it publishes has the names, labels and values that /metrics has.
+
+    Every sample is a gauge to Ray, counters and the parts of histograms as well: Ray's own counters are of a
+    process and take differences, these are sums over processes, and are 0 before anything was counted.
+    """
+
+    def __init__(self, make: Callable[[str, str, tuple[str, ...]], Publishes] = _made_by_ray) -> None:
+        self._make = make
+        self._metrics: dict[str, Publishes] = {}
+
+    def publish(self, snapshot: Mapping[str, float]) -> None:
+        """Publish values by the keys of `deploy.openai.metrics.render`."""
+        for series, value in snapshot.items():
+            name, labels = parsed(series)
+            metric = self._metrics.get(name)
+            if metric is None:
+                known = CLUSTER_SERIES.get(name)
+                suffix = "_total" if known is not None and known.kind == "counter" else ""
+                text = "Of the ingresses." if known is None else known.help
+                full_name = PREFIX.removeprefix(_RAYS_PREFIX) + name + suffix
+                metric = self._metrics[name] = self._make(full_name, text, tuple(labels))
+            metric.set(float(value), labels)

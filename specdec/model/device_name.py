@@ -1,0 +1,35 @@
+"""What a model runs on, in words: costs are measured for it, and are of no use on another."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def device_name(device: torch.device) -> str:
+    """Return what kind of device this is: equal names promise about equal speed.
+
+    Of a GPU its product name; of a CPU its model and the threads that PyTorch has of it.
+    """
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu {_processor()}, {torch.get_num_threads()} threads"
+    return device.type
+
+
+def _processor() -> str:
+    """Return the model of this machine's processor, as far as the system tells."""
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,80 @@
+"""What is counted of a kernel, and that what is measured is its attention over every key of every layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.cpu_attention import FULL, QUICK, Cell, Layers, Machine, headlines_of, rated
+from benchmarks.report import Spread
+from specdec.attention.cpu import CpuPagedAttention
+from specdec.attention.native import NativeUnavailable
+from specdec.attention.sdpa import SdpaAttention
+
+MACHINE = Machine(bytes_per_s=1e9, operations_per_s=1e10)
+
+
+def cell_of(
+    heads: str = "gqa", dtype: str = "bf16", batch: int = 2, context: int = 100, rows: int = 1
+) -> Cell:
+    return Cell(heads=heads, dtype=dtype, batch=batch, context=context, rows=rows)
+
+
+def measured(cell: Cell, seconds: float) -> dict[str, object]:
+    times = {"ours": Spread((seconds,)), "portable": Spread((3 * seconds,))}
+    return {"cell": cell, "layer_s": times}
+
+
+def test_bytes_and_operations_are_those_of_a_layer() -> None:
+    cell = cell_of(rows=5)
+    assert cell.kv_bytes == 2 * 100 * (2 + 2) * 64 * 2  # sequences, keys, heads of K and of V, lanes, bytes
+    assert cell.num_operations == 2 * 5 * 100 * 4 * 64 * (2 + 2)  # q.k and w.v, two operations a lane each
+    assert cell_of("mha", "fp32").kv_bytes == 4 * cell.kv_bytes
+    assert cell_of("mha", rows=5).num_operations == cell.num_operations
+
+
+def test_a_bound_is_of_reading_or_of_multiplying() -> None:
+    decode, verify = cell_of(), cell_of(rows=50)
+    assert MACHINE.bound_s(decode) == pytest.approx(decode.kv_bytes / 1e9)
+    assert MACHINE.bound_s(verify) == pytest.approx(verify.num_operations / 1e10)
+    one = rated(measured(verify, 2 * MACHINE.bound_s(verify)), MACHINE)
+    assert one["share_of_bound"] == pytest.approx(0.5)
+    assert one["share_of_product"] == pytest.approx(0.5)
+    assert one["share_of_stream"] < 0.5
+    assert one["times_faster_than_portable"] == pytest.approx(3.0)
+
+
+def test_headlines_are_of_the_largest_batch_of_grouped_queries() -> None:
+    cells = [
+        rated(measured(cell, seconds), MACHINE)
+        for cell, seconds in (
+            (cell_of(), 1e-3),
+            (cell_of(context=1000), 1e-2),
+            (cell_of(context=1000, rows=5), 2e-2),
+            (cell_of("mha", context=1000), 1.0),
+            (cell_of(dtype="fp32", context=1000), 1.0),
+        )
+    ]
+    numbers = headlines_of(cells)
+    assert numbers["cpu_attention_verify_over_decode"] == pytest.approx(2.0)
+    assert numbers["cpu_attention_decode_gb_s_share"] == cells[1]["share_of_stream"]
+    assert numbers["cpu_attention_verify_gflop_s_share"] == cells[2]["share_of_product"]
+
+
+def test_the_plans_hold_what_headlines_want() -> None:
+    for plan in (FULL, QUICK):
+        assert {one.rows for one in plan.cells if (one.heads, one.dtype) == ("gqa", "bf16")} == {1, 2, 5}
+        assert {one.heads for one in plan.cells} == {"gqa", "mha"}
+
+
+@pytest.mark.parametrize("heads", ["gqa", "mha"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_both_ways_attend_to_the_same(heads: str, rows: int) -> None:
+    cell = cell_of(heads, "fp32", rows=rows)
+    layers = Layers(cell, cold_bytes=3 * cell.kv_bytes)
+    assert layers.num_layers == 3
+    try:
+        ours = CpuPagedAttention()
+    except NativeUnavailable as error:
+        pytest.skip(f"the C++ attention cannot be built here: {error}")
+    torch.testing.assert_close(layers.attend(ours), layers.attend(SdpaAttention()), rtol=1e-5, atol=1e-5)

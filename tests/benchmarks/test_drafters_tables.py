@@ -1,0 +1,131 @@
+"""The page that compares families of drafters: its tables and its picture come from the raw results alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.drafter_claims import CLAIMS, ORDER
+from benchmarks.drafter_families import FAMILIES, PLAIN
+from benchmarks.drafter_texts import CLASSES
+from benchmarks.drafters_plots import NOTHING, PICTURE, SCRIPT, main, page_of
+from benchmarks.drafters_tables import Costs, measured, published
+from benchmarks.pages import begin_of, end_of, put_into
+from benchmarks.report import to_plain
+from specdec.core.errors import UserError
+from tests.benchmarks.drafter_cells import a_cell, some_cells
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "drafters" / "comparison.md"
+RESULTS = ROOT / "benchmarks" / "results" / "drafters.json"
+EMPTY_PAGE = "\n\n".join(
+    (
+        "before",
+        *(line for part in ("measured", "published") for line in (begin_of(part, SCRIPT), end_of(part))),
+        "behind\n",
+    )
+)
+
+
+def as_read(results: dict[str, Any]) -> dict[str, Any]:
+    """As they come back from the file."""
+    read: dict[str, Any] = json.loads(json.dumps(to_plain(results)))
+    return read
+
+
+def results_of(cells: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return as_read({"cells": cells, **more})
+
+
+def test_results_become_tables_and_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = results_of(
+        some_cells(), missing=["medusa"], rest={"num_cells": 3}, short=["a"], shortened=["b"]
+    )
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text(EMPTY_PAGE)
+    for _ in range(2):  # what is written can be exchanged again
+        main(tmp_path / "results.json", tmp_path / "images", page)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("behind\n")
+    assert text == page_of(EMPTY_PAGE, results, f"../images/{PICTURE}")
+    assert "| eagle | 0 | 2 | 1.50 | 0.50 | 1.20 | 0.10 | 1.40 (1.40-1.40) | 1.40 |" in text
+    assert "| 1.40 | 1.15 | 1.25 | 1.21 |" in text
+    assert "| eagle | 1.40 (140/s, 1.50, 1.21) | 0.90 (90/s, 1.50, 0.78) | 4.00 (" in text
+    assert "| eagle | 12.0 | 12.0 | 0.50 M | 4.1 M | 10 |" in text
+    assert "Measured 2026-01-02 to 2026-01-03 at commit 000000000000, 111111111111, P, 2 threads" in text
+    assert "Not measured, for want of trained heads: medusa." in text
+    assert "3 cells are left" in text
+    assert "Below the aim:\n\n- a\n\nCut short:\n\n- b" in text
+    picture = (tmp_path / "images" / PICTURE).read_text()
+    for label in ("eagle", "ngram", "batch 32", "inflated, temperature 0"):
+        assert label in picture
+
+
+def test_a_page_needs_places_for_tables() -> None:
+    with pytest.raises(UserError, match="needs a line <!-- measured: written"):
+        page_of("a page without a place", None, PICTURE)
+    with pytest.raises(UserError, match="<!-- published: end"):
+        put_into(begin_of("published", SCRIPT), "published", SCRIPT, "")
+
+
+def test_claims_are_of_all_families_that_are_of_a_paper() -> None:
+    claimed = [name for claim in CLAIMS for name in claim.families]
+    assert len(set(claimed)) == len(claimed)
+    assert set(claimed) == {family.name for family in FAMILIES} - {PLAIN, "lookup_first"}
+    assert set(ORDER) < set(claimed)
+
+
+def test_claims_stand_beside_what_was_measured() -> None:
+    cells = [
+        a_cell("medusa", dict.fromkeys(CLASSES, 90.0)),
+        a_cell("medusa_tree", {"code": 100.0, "docstring": 100.0, "repeated": 800.0}),
+        a_cell("eagle", dict.fromkeys(CLASSES, 300.0), batch=8),
+    ]
+    lines = published(results_of(cells)["cells"]).splitlines()
+    medusa = next(line for line in lines if line.startswith("| `medusa`, `medusa_tree` |"))
+    assert "[2401.10774](https://arxiv.org/abs/2401.10774)" in medusa
+    assert "`medusa_tree` 2.00 (code 1.00, docstring 1.00, repeated 8.00)" in medusa, "the best of the line"
+    assert "1.50 / (1.20 + 0.10)" in medusa
+    eagle = next(line for line in lines if line.startswith("| `eagle` |"))
+    assert "| - | - |" in eagle, "not one request at a time"
+    assert len(published([]).splitlines()) == 2 + len(CLAIMS)
+
+
+def test_a_factor_between_two_families_is_taken_apart() -> None:
+    cells = [
+        a_cell("medusa", dict.fromkeys(CLASSES, 120.0)),
+        a_cell("hydra", dict.fromkeys(CLASSES, 180.0), tokens_per_pass=2.0, draft_s=0.008),
+        a_cell("eagle3", dict.fromkeys(CLASSES, 150.0), tokens_per_pass=2.0, draft_s=0.008),
+    ]
+    results = results_of(cells)
+    medusa, hydra, _ = (Costs.of(cell) for cell in results["cells"])
+    assert (medusa.tokens, hydra.tokens) == (pytest.approx(1.5), pytest.approx(2.0))
+    assert hydra.verify == pytest.approx(1.2)
+    assert hydra.draft == pytest.approx(0.8)
+    assert hydra.tokens / hydra.whole * hydra.rest == pytest.approx(1.8), "the speedup"
+    text = measured(results, PICTURE)
+    tokens, cost = 2.0 / 1.5, 2.0 / 1.3
+    rest = 1.5 / (tokens / cost)
+    assert f"| 1.50 = {tokens:.2f} / {cost:.2f} x {rest:.2f} |" in text
+    assert "Not the published order: `hydra` is not below `eagle3`." in text
+    in_order = measured(results_of(cells[:2]), PICTURE)
+    assert "This is the published order." in in_order
+    assert "published order" not in measured(results_of(cells[:1]), PICTURE)
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    """After a change of claims or results: `python -m benchmarks.drafters_plots` (its docstring says how)."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
+    page = PAGE.read_text()
+    assert page == page_of(page, results, f"../images/{PICTURE}")
+    if results is None:
+        assert NOTHING in page
+    else:
+        assert (ROOT / "docs" / "images" / PICTURE).exists()

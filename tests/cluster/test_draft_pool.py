@@ -1,0 +1,113 @@
+"""How a place of the draft pool looks after its worker, without Ray."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import pytest
+from ray.exceptions import RayError, RayTaskError
+
+from cluster import draft_pool
+from cluster.config import ClusterConfig, MembershipConfig
+from cluster.draft_pool import DraftPoolReplica
+from cluster.worker_handle import WorkerHandle
+from specdec.core.errors import TransportError
+
+
+class Worker:
+    """A worker that is healthy, or fails its check with an error."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.is_stopped = False
+        self.num_calls = 0
+
+    def call(self, method: str, *, timeout_s: float) -> dict[str, float]:
+        assert method == "check_health"
+        self.num_calls += 1
+        assert self.num_calls < 100, "it is looked after for ever"
+        if self._error is not None:
+            raise self._error
+        if self.is_stopped:
+            raise TransportError("the draft worker does not answer")
+        return {"num_sequences": 1.0}
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+class Place(DraftPoolReplica):
+    """The watch of a place alone: how often starting a worker fails is told."""
+
+    def __init__(self, first: Worker, failures: list[Exception]) -> None:  # not that of a real one
+        self._cluster = ClusterConfig(membership=MembershipConfig(lease_s=1.0, renew_s=0.001))
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._learning = None
+        self._member = None
+        self._worker = cast("WorkerHandle", first)
+        self._worker_id = None
+        self._failures = failures
+        self.num_started = 0
+
+    def __del__(self) -> None:
+        """Nothing has been started that would have to end."""
+
+    def _start_worker(self) -> None:
+        if self._failures:
+            raise self._failures.pop(0)
+        self.num_started += 1
+        self._worker = cast("WorkerHandle", Worker())
+        self._stop.set()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_pool, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(draft_pool, "_LONGEST_WAIT_S", 0.002)
+
+
+def says_no(text: str) -> Any:
+    return RayTaskError("check_health", "traceback", RuntimeError(text))
+
+
+@pytest.mark.parametrize("error", [TransportError("it is dead"), says_no("its thread has ended")])
+def test_a_worker_that_is_dead_or_serves_no_more_is_replaced(error: Exception) -> None:
+    first = Worker(error)
+    place = Place(first, [])
+    place._keep_alive()
+    assert first.is_stopped
+    assert place.num_started == 1
+
+
+def test_a_worker_that_does_not_start_is_tried_again_whatever_ray_says() -> None:
+    place = Place(Worker(TransportError("it is dead")), [TransportError("died"), RayError("no such group")])
+    place._keep_alive()
+    assert place.num_started == 1
+
+
+def test_a_worker_that_was_started_and_not_announced_is_not_kept() -> None:
+    place = Place(Worker(TransportError("it is dead")), [])
+    nameless, announce = Worker(), place._start_worker
+
+    def fail_behind_the_start() -> None:
+        place._worker = cast("WorkerHandle", nameless)
+        place._start_worker = announce  # type: ignore[method-assign]
+        raise TransportError("the draft worker does not answer")
+
+    place._start_worker = fail_behind_the_start  # type: ignore[method-assign]
+    place._keep_alive()
+    assert nameless.is_stopped
+    assert place.num_started == 1
+
+
+def test_a_place_that_cannot_have_a_worker_is_given_up() -> None:
+    failures: list[Exception] = [TransportError("no memory") for _ in range(100)]
+    place = Place(Worker(TransportError("it is dead")), failures)
+    place._watch = threading.Thread(target=place._keep_alive)
+    place._watch.start()
+    place._watch.join(30)
+    assert len(failures) == 100 - draft_pool._MAX_ATTEMPTS
+    with pytest.raises(RuntimeError, match="has ended"):
+        place.check_health()

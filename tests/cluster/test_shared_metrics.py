@@ -1,0 +1,179 @@
+"""Whichever door is asked, numbers are those of all, and counters never fall."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from cluster.directory import Member
+from cluster.shared_metrics import SharedMetrics
+from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.messages import DoorReport, DoorTotals
+
+REQUESTS = 'http_requests_total{status="200"}'
+OPEN = "http_requests_in_progress"
+OF_GROUPS = {"rounds": 10.0, "num_requests_running": 3.0, 'target_group_rounds{target_group="g"}': 10.0}
+
+
+def member(name: str, since: float) -> Member:
+    address = PeerAddress(peer_id=PeerId(name), endpoint="", public_key="")
+    return Member(address=address, role="ingress", since=since)
+
+
+def report(requests: float, is_open: float = 1.0) -> DoorReport:
+    return DoorReport({REQUESTS: requests}, {OPEN: is_open})
+
+
+def sums(of: SharedMetrics, own: DoorReport, *, is_complete: bool = True, **more: float) -> DoorTotals:
+    totals = of.add_up(own, {**OF_GROUPS, **more}, is_complete=is_complete)
+    assert totals is not None
+    return totals
+
+
+def door(name: str, since: float, *others: Member) -> SharedMetrics:
+    shared = SharedMetrics(PeerId(name), since)
+    shared.set_doors([member(name, since), *others])
+    return shared
+
+
+def test_the_oldest_door_keeps_the_account_whatever_order_it_hears_of() -> None:
+    old, young = member("b", 5.0), member("a", 6.0)
+    assert door("b", 5.0, young).keeps
+    assert door("a", 6.0, old).keeper == "b"
+    assert door("c", 5.0, old, young).keeper == "b"
+    alone = SharedMetrics(PeerId("c"), 9.0)
+    assert alone.keeps
+
+
+def test_doors_are_added_up_and_the_keeper_tells_the_others() -> None:
+    keeper, other = door("a", 1.0, member("b", 2.0)), door("b", 2.0, member("a", 1.0))
+    assert keeper.listeners == ()
+    keeper.hear(PeerId("b"), report(5))
+    assert keeper.listeners == ("b",)
+    totals = sums(keeper, report(3))
+    assert totals.counters == {"rounds": 10, 'target_group_rounds{target_group="g"}': 10, REQUESTS: 8}
+    assert totals.gauges == {"num_requests_running": 3, OPEN: 2}
+    assert other.told is None
+    other.hear(PeerId("a"), totals)
+    assert other.told == totals
+
+
+def test_only_the_keeper_is_believed() -> None:
+    other = door("b", 2.0, member("a", 1.0), member("c", 3.0))
+    other.hear(PeerId("c"), DoorTotals({REQUESTS: 5.0}, {}))
+    assert other.told is None
+
+
+def test_a_door_that_is_gone_leaves_what_it_had_counted_and_nothing_open() -> None:
+    keeper = door("a", 1.0, member("b", 2.0))
+    keeper.hear(PeerId("b"), report(5))
+    keeper.set_doors([member("a", 1.0)])
+    totals = sums(keeper, report(3))
+    assert (totals.counters[REQUESTS], totals.gauges[OPEN]) == (8, 1)
+
+
+def test_the_next_keeper_counts_on_once_all_have_reported() -> None:
+    b, c = member("b", 2.0), member("c", 3.0)
+    heir = door("b", 2.0, member("a", 1.0), c)
+    gone = 'target_group_rounds{target_group="gone"}'
+    told = {REQUESTS: 100.0, "rounds": 70.0, gone: 60.0, 'requests_refused{reason="late"}': 4.0}
+    heir.hear(PeerId("a"), DoorTotals(told, {OPEN: 9.0}))
+    heir.set_doors([b, c])
+    assert heir.keeps
+    assert sums(heir, report(20)).counters == told, "c has not reported"
+    heir.hear(PeerId("c"), report(30))
+    assert sums(heir, report(21), is_complete=False).counters == told, "a group has not told"
+    totals = sums(heir, report(22))
+    assert totals.counters[REQUESTS] == 100
+    assert totals.counters["rounds"] == 70
+    assert totals.counters['requests_refused{reason="late"}'] == 4
+    assert gone not in totals.counters
+    assert totals.gauges[OPEN] == 2
+    later = sums(heir, report(25), is_complete=False, rounds=11.0)
+    assert (later.counters[REQUESTS], later.counters["rounds"]) == (103, 71)
+
+
+def test_what_the_keeper_before_has_said_to_one_alone_counts() -> None:
+    a, b, c = member("a", 1.0), member("b", 2.0), member("c", 3.0)
+    heir, third = door("b", 2.0, a, c), door("c", 3.0, a, b)
+    heir.hear(PeerId("a"), DoorTotals({REQUESTS: 100.0}, {}))
+    third.hear(PeerId("a"), DoorTotals({REQUESTS: 104.0}, {}))
+    assert third.report(report(1)).told == {}
+    for one in (heir, third):
+        one.set_doors([b, c])
+    heir.hear(PeerId("c"), third.report(report(30)))
+    totals = sums(heir, report(20))
+    assert totals.counters[REQUESTS] == 104
+    third.hear(PeerId("b"), totals)
+    assert third.report(report(31)).told == {}
+
+
+def test_a_keeper_who_knows_nothing_hears_it_from_another() -> None:
+    b, c = member("b", 2.0), member("c", 3.0)
+    heir = door("b", 2.0, member("a", 1.0), c)
+    heir.set_doors([b, c])
+    assert heir.add_up(report(1), OF_GROUPS, is_complete=True) is None
+    heir.hear(PeerId("c"), DoorReport({REQUESTS: 30.0}, {}, {REQUESTS: 104.0}))
+    assert sums(heir, report(1)).counters[REQUESTS] == 104
+
+
+def test_nobody_is_waited_for_without_end() -> None:
+    heir = door("b", 2.0, member("a", 1.0), member("c", 3.0))
+    heir.hear(PeerId("a"), DoorTotals({REQUESTS: 100.0}, {}))
+    heir.set_doors([member("c", 3.0)])
+    counted = [sums(heir, report(20 + n)).counters[REQUESTS] for n in range(8)]
+    assert counted[0] == 100
+    assert counted == sorted(counted)
+    assert counted[-1] > 100
+
+
+@dataclass
+class Peer:
+    """A door of the simulation."""
+
+    member: Member
+    shared: SharedMetrics
+    counted: float = 0.0
+
+
+def test_counters_never_fall_whoever_is_asked_and_whoever_goes() -> None:
+    num_keepers_lost = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        peers: list[Peer] = []
+        told_last, all_counted = 0.0, 0.0
+        for step in range(300):
+            if not peers or (rng.random() < 0.05 and len(peers) < 4):
+                one = member(f"door-{rng.random()}", float(step))
+                peers.append(Peer(one, SharedMetrics(one.peer_id, one.since)))
+            members = [peer.member for peer in peers]
+            for peer in peers:
+                peer.shared.set_doors(members)
+                new = rng.randrange(3)
+                peer.counted += new
+                all_counted += new
+            (keeper,) = (peer for peer in peers if peer.shared.keeps)
+            for peer in peers:
+                if peer is not keeper:
+                    keeper.shared.hear(peer.member.peer_id, peer.shared.report(report(peer.counted)))
+            totals = keeper.shared.add_up(report(keeper.counted), {}, is_complete=True)
+            assert totals is not None
+            dying = rng.choice(peers) if rng.random() < 0.05 and len(peers) > 1 else None
+            heard = rng.choice(peers)  # one at least, or nobody is left who knows
+            while heard is keeper and len(peers) > 1:
+                heard = rng.choice(peers)
+            for peer in peers:
+                is_told = dying is not keeper or peer is heard or rng.random() < 0.5
+                if peer is not keeper and is_told:
+                    peer.shared.hear(keeper.member.peer_id, totals)
+            if dying is not None:
+                num_keepers_lost += dying is keeper
+                peers.remove(dying)
+                continue
+            asked = rng.choice(peers).shared.told
+            assert asked is not None
+            assert asked.counters[REQUESTS] >= told_last, (seed, step)
+            told_last = asked.counters[REQUESTS]
+        # What the others counted while the account changed hands makes up for what the keeper had.
+        assert 0.8 * all_counted < told_last <= all_counted, seed
+    assert num_keepers_lost > 20
