@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from specdec.core.clock import Clock, ManualClock
 from specdec.core.errors import ConfigError, InputError
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
@@ -51,17 +52,19 @@ def engine_of(
     shadows: Sequence[ShadowDrafter] = (),
     num_blocks: int = 256,
     controller: Any = None,
+    clock: Clock | None = None,
 ) -> tuple[Engine, DrafterSet]:
     if members is None:
         members = [make_proposer("ngram"), make_proposer("draft_model"), OracleProposer()]
     drafters = DrafterSet(names=NAMES[: len(members)], shares=tuple(shares)[: len(members)])
     engine = Engine.from_parts(
         target=ToyTarget(MODEL, num_blocks=num_blocks),
-        proposer=SeveralProposers(members, shadows=shadows),
+        proposer=SeveralProposers(members, shadows=shadows, clock=clock),
         tokenizer=ToyTokenizer.of_letters(VOCAB_SIZE),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         controller=controller or FixedController(4),
         drafters=drafters,
+        clock=clock,
     )
     return engine, drafters
 
@@ -211,12 +214,20 @@ def test_a_shadow_looks_at_its_share_of_requests() -> None:
     assert 4 <= engine.metrics().by_shadow["shadow"].num_requests <= 20
 
 
+class TickingClock(ManualClock):
+    """Each look at it takes a tenth of a millisecond: every round takes as long, whatever the machine does."""
+
+    def now_s(self) -> float:
+        self.advance(1e-4)
+        return super().now_s()
+
+
 def test_the_controller_finds_who_is_right() -> None:
     """A drafter that is always right, behind one that never is: requests soon have the right one."""
     settings = ControllerSettings(max_draft_tokens=4, drafter_caps=(4, 4), trial_share=0.05)
     controller = GoodputController(settings, assumed_profile())
     wrong = OracleProposer(wrong_from=0)
-    engine, _ = engine_of([wrong, OracleProposer()], controller=controller)
+    engine, _ = engine_of([wrong, OracleProposer()], controller=controller, clock=TickingClock())
     for block in range(12):
         made = [
             replace_id(one, f"{block}-{one.request_id}")
