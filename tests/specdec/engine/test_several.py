@@ -215,7 +215,7 @@ def test_a_shadow_looks_at_its_share_of_requests() -> None:
 
 
 class TickingClock(ManualClock):
-    """Each look at it takes a tenth of a millisecond: every round takes as long, whatever the machine does."""
+    """Each look at it takes a tenth of a millisecond, whatever else the machine does."""
 
     def now_s(self) -> float:
         self.advance(1e-4)
