@@ -85,6 +85,8 @@ class RequestStats(msgspec.Struct, kw_only=True):
     """Times (seconds, on the engine's clock) and counters of one finished request."""
 
     arrival_s: float
+    expected_first_token_s: float | None = None
+    """Seconds from its arrival, as foreseen when it was taken in. None: it had not to wait."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None

@@ -50,7 +50,7 @@ from specdec.scheduling.admission import (
     retry_after_s,
 )
 from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.service_rates import ServiceRates
+from specdec.scheduling.service_rates import Expectation, ServiceRates
 from specdec.scheduling.speculation.controller import (
     FixedController,
     PicksDrafters,
@@ -302,7 +302,7 @@ class Engine:
         current = self._find(request.request_id)
         if current is not None and current.request.epoch >= request.epoch:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
-        self._make_room(request)
+        expected = self._make_room(request)
         self.abort(request.request_id)
         self._num_arrived += 1
         num_tokens = len(request.prompt_token_ids) + self._rates.expected_tokens(request)
@@ -318,6 +318,8 @@ class Engine:
             kv_budgets=self._parts.kv_budgets,
             drafters=self._parts.drafters,
         )
+        if expected is not None and expected.wait_s > 0.0:
+            live.stats.expected_first_token_s = expected.first_token_s
         self._metrics.prompt_tokens += live.num_prompt_tokens
         if live.finish is not None:  # a replay whose delivered tokens were all there is
             self._count_finish(live.take_output(self._clock.now_s()))
@@ -418,11 +420,15 @@ class Engine:
             or self._preparation.get(request_id)
         )
 
-    def _make_room(self, request: Request) -> None:
-        """See that a request may be taken in: if the queue is full, in the place of its last."""
+    def _make_room(self, request: Request) -> Expectation | None:
+        """See that a request may be taken in: if the queue is full, in the place of its last.
+
+        Returns what it will experience; None where nobody is refused for that.
+        """
         key = ServiceKey(request.priority, self._roster.turns.next_turn(request.owner), self._num_arrived + 1)
         num_waiting = len(self._roster) + len(self._preparation) + 1 - self._parts.scheduler.max_num_seqs
         leaving: LiveRequest | None = None
+        expected: Expectation | None = None
         try:
             try:
                 check_queue(num_waiting, self._admission, self._rates.seconds_per_request)
@@ -431,7 +437,8 @@ class Engine:
                 if leaving is None:
                     raise
             if self._parts.scheduler.refuse_late and not request.delivered_token_ids:
-                check_in_time(request, self._rates.expect(request, self._num_to_end_before(key)))
+                expected = self._rates.expect(request, self._num_to_end_before(key))
+                check_in_time(request, expected)
         except CapacityError as refusal:
             self._metrics.refusals["late" if isinstance(refusal, LateError) else "full"] += 1
             raise
@@ -439,6 +446,7 @@ class Engine:
             self._metrics.refusals["displaced"] += 1
             wait_s = retry_after_s(num_waiting, self._rates.seconds_per_request)
             self._end(leaving.request_id, replace(_DISPLACED, retry_after_s=wait_s))
+        return expected
 
     def _num_to_end_before(self, key: ServiceKey | None = None) -> int:
         """How many have to end before one runs that comes now; 0 or less: there is a place for it.

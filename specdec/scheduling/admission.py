@@ -17,8 +17,6 @@ MAX_DRAFT_TOKENS = 64
 """Most draft tokens that one request may ask for (as `speculative_config.num_speculative_tokens`)."""
 MAX_PRIORITY = 1000
 """Largest distance of a request's priority from 0."""
-_MARGIN = 1.2
-"""Expectations are means: of requests that are expected to be just in time, half would be late."""
 _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 
@@ -178,7 +176,7 @@ def check_in_time(request: Request, expected: Expectation) -> None:
     is expected would never be found to be wrong.
 
     Raises:
-        LateError: it is expected to be late, or so near to it that about half of its kind would be.
+        LateError: it is expected to be late, or so near to it that more than a few of its kind would be.
     """
     if expected.wait_s <= 0.0:
         return
@@ -188,11 +186,11 @@ def check_in_time(request: Request, expected: Expectation) -> None:
         ("end", "timeout_s", request.timeout_s, expected.end_s),
     )
     for what, name, limit_s, expected_s in limits:
-        if limit_s is not None and _MARGIN * expected_s > limit_s:
+        if limit_s is not None and expected.margin * expected_s > limit_s:
             raise LateError(
                 f"its {what} is expected in {expected_s:.1f} s, of which it would wait "
                 f"{expected.wait_s:.1f} s in the queue; {name} gives {limit_s:g} s",
-                retry_after_s=_bounded(min(_MARGIN * expected_s - limit_s, expected.wait_s)),
+                retry_after_s=_bounded(min(expected.margin * expected_s - limit_s, expected.wait_s)),
             )
 
 

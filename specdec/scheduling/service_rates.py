@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from specdec.core.outputs import RequestOutput
@@ -12,6 +13,12 @@ _HALF_LIFE = 32
 _KEPT = 0.5 ** (1.0 / _HALF_LIFE)
 _LEAST_FINISHES = 4.0
 """Fewer than that, finished while others waited, are no measurement of the drain rate."""
+_LEAST_MARGIN = 1.2
+_MOST_MARGIN = 2.0
+_LEAST_FORESEEN = 8.0
+"""After fewer of them, how well first tokens are foreseen is not known: the least margin holds."""
+_DEVIATIONS = 2.0
+"""Of how far first tokens were off, added to what is expected: about one in forty is later."""
 
 
 @dataclass(slots=True)
@@ -32,14 +39,48 @@ class _Mean:
         return self.total / self.weight if self.weight > 0.0 else 0.0
 
 
+@dataclass(slots=True)
+class _Foresight:
+    """How first tokens came beside what was expected: a line through the origin by least squares.
+
+    So a long wait that was foreseen badly counts for more than a short one.
+    """
+
+    count: float = 0.0
+    expected_squared: float = 0.0
+    product: float = 0.0
+    actual_squared: float = 0.0
+
+    def add(self, expected_s: float, actual_s: float) -> None:
+        """Count one who waited. One wait that was off by far (a fault, newcomers of a higher priority) is cut."""
+        actual_s = min(actual_s, _MOST_MARGIN * expected_s)
+        self.count = _KEPT * self.count + 1.0
+        self.expected_squared = _KEPT * self.expected_squared + expected_s * expected_s
+        self.product = _KEPT * self.product + expected_s * actual_s
+        self.actual_squared = _KEPT * self.actual_squared + actual_s * actual_s
+
+    @property
+    def margin(self) -> float:
+        """What to multiply an expectation by, so that few come later than that."""
+        if self.count < _LEAST_FORESEEN:
+            return _LEAST_MARGIN
+        slope = self.product / self.expected_squared
+        variance = max(0.0, self.actual_squared / self.expected_squared - slope * slope)
+        return min(max(slope + _DEVIATIONS * math.sqrt(variance), _LEAST_MARGIN), _MOST_MARGIN)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """When things would happen for a request that comes now, in seconds from now."""
+    """When things would happen for a request that comes now, in seconds from now.
+
+    They are means: `margin` times as long is what few exceed.
+    """
 
     wait_s: float
     """Until it runs."""
     first_token_s: float
     end_s: float
+    margin: float = _LEAST_MARGIN
 
 
 class ServiceRates:
@@ -52,6 +93,7 @@ class ServiceRates:
 
     __slots__ = (
         "_first_token",
+        "_foresight",
         "_gap",
         "_length",
         "_max_num_seqs",
@@ -76,6 +118,7 @@ class ServiceRates:
         """Seconds per token after the first."""
         self._length = _Mean()
         """Generated tokens."""
+        self._foresight = _Foresight()
 
     def note_round(self, outputs: list[RequestOutput], now_s: float, *, is_saturated: bool) -> None:
         """Take in what a round has brought; `is_saturated`: somebody waits behind it."""
@@ -98,6 +141,8 @@ class ServiceRates:
         if stats.first_token_s is not None:
             read_s = stats.first_token_s - stats.first_scheduled_s
             self._first_token.add(read_s, max(1, output.num_prompt_tokens))
+            if stats.expected_first_token_s:
+                self._foresight.add(stats.expected_first_token_s, stats.first_token_s - stats.arrival_s)
             if output.num_generated_tokens > 1:
                 self._gap.add(stats.finished_s - stats.first_token_s, output.num_generated_tokens - 1)
 
@@ -126,5 +171,8 @@ class ServiceRates:
         first_token_s = wait_s + self._first_token.value * len(request.prompt_token_ids)
         num_more = max(0, self.expected_tokens(request) - 1)
         return Expectation(
-            wait_s=wait_s, first_token_s=first_token_s, end_s=first_token_s + self._gap.value * num_more
+            wait_s=wait_s,
+            first_token_s=first_token_s,
+            end_s=first_token_s + self._gap.value * num_more,
+            margin=self._foresight.margin,
         )

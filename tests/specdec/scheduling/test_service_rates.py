@@ -11,7 +11,13 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.scheduling.service_rates import ServiceRates
 
 
-def finished(began_s: float, first_s: float, ended_s: float, num_tokens: int = 11) -> RequestOutput:
+def finished(
+    began_s: float,
+    first_s: float,
+    ended_s: float,
+    num_tokens: int = 11,
+    expected_first_token_s: float | None = None,
+) -> RequestOutput:
     return RequestOutput(
         request_id=RequestId("r"),
         epoch=Epoch(0),
@@ -22,7 +28,11 @@ def finished(began_s: float, first_s: float, ended_s: float, num_tokens: int = 1
         num_prompt_tokens=100,
         num_generated_tokens=num_tokens,
         stats=RequestStats(
-            arrival_s=0.0, first_scheduled_s=began_s, first_token_s=first_s, finished_s=ended_s
+            arrival_s=0.0,
+            expected_first_token_s=expected_first_token_s,
+            first_scheduled_s=began_s,
+            first_token_s=first_s,
+            finished_s=ended_s,
         ),
     )
 
@@ -71,3 +81,36 @@ def test_what_a_request_would_experience() -> None:
     assert expected.end_s == pytest.approx(8.0 + 5 * 0.2)
     assert rates.expected_tokens(request(1000)) == rates.expected_tokens(request(None)) == 11
     assert rates.expect(request(1000), -3).wait_s == 0.0
+
+
+def margin_after(waits: list[tuple[float, float]]) -> float:
+    """Of (expected, actual) seconds to the first token."""
+    rates = ServiceRates(1, 0.0)
+    for expected_s, actual_s in waits:
+        rates.note_round(
+            [finished(actual_s, actual_s, actual_s + 1.0, expected_first_token_s=expected_s)],
+            0.0,
+            is_saturated=True,
+        )
+    return rates.expect(request(6), 2).margin
+
+
+def test_the_margin_is_how_badly_first_tokens_are_foreseen() -> None:
+    least = margin_after([])
+    assert least == pytest.approx(1.2)
+    assert margin_after([(1.0, 1.9)] * 5) == least  # too few to know
+    assert margin_after([(2.0, 2.0)] * 100) == least
+    assert margin_after([(2.0, 2.8)] * 100) == pytest.approx(1.4)
+    assert margin_after([(2.0, 1.6), (2.0, 2.4)] * 100) == pytest.approx(1.4, abs=0.01)  # 1 and twice 0.2
+    assert margin_after([(2.0, 1.0)] * 100) == least
+
+
+def test_one_wait_that_nobody_could_foresee_does_not_shut_the_door() -> None:
+    usual = [(2.0, 2.0)] * 100
+    assert margin_after([*usual, (2.0, 600.0)]) < 1.6
+    assert margin_after([(2.0, 600.0)] * 100) == pytest.approx(2.0)
+    assert margin_after([*usual, (0.01, 0.09)]) == pytest.approx(1.2)  # a short one says little
+
+
+def test_who_did_not_wait_says_nothing_of_it() -> None:
+    assert margin_after([]) == margin_after([(0.0, 3.0)] * 50)
