@@ -52,7 +52,7 @@ class _Foresight:
     actual_squared: float = 0.0
 
     def add(self, expected_s: float, actual_s: float) -> None:
-        """Count one who waited. One wait that was off by far (a fault, newcomers of a higher priority) is cut."""
+        """Count one who waited. What was off by far (a fault, newcomers of a higher priority) is cut."""
         actual_s = min(actual_s, _MOST_MARGIN * expected_s)
         self.count = _KEPT * self.count + 1.0
         self.expected_squared = _KEPT * self.expected_squared + expected_s * expected_s
