@@ -37,7 +37,7 @@ class BlockSums {
   // Adds weights of keys [key, key + count) of row r, relative to `maximum`.
   void add(int r, int key, int count, int block_size, float maximum, const float* weights) {
     if (block_size % kLanes == 0 && key % kLanes == 0) {
-      for (int t = 0; t < count; t += kLanes) add_sum(r, (key + t) / block_size, maximum, reduce_add(load16(weights + t)));
+      for (int t = 0; t < count; t += kLanes) add_sum(r, (key + t) / block_size, maximum, reduce_add(loadv(weights + t)));
       return;
     }
     for (int t = 0; t < count;) {
@@ -56,9 +56,9 @@ class BlockSums {
     const float* totals = totals_.data() + size_t(r) * width_;
     float* target = out + first_;
     for (int block = 0; block < width_; block += kLanes) {
-      const f32x16 mass = load16(totals + block) * exp16(load16(maxima + block) - maximum) * scale;
+      const f32v mass = loadv(totals + block) * expv(loadv(maxima + block) - maximum) * scale;
       if (first_ + block + kLanes <= width)
-        store16(target + block, load16(target + block) + mass);
+        storev(target + block, loadv(target + block) + mass);
       else
         for (int lane = 0; first_ + block + lane < width; ++lane) target[block + lane] += mass[lane];
     }
@@ -70,10 +70,10 @@ class BlockSums {
     float& known_maximum = maxima_[size_t(r) * width_ + block - first_];
     float& total = totals_[size_t(r) * width_ + block - first_];
     if (maximum > known_maximum) {
-      total *= exp16(splat(known_maximum - maximum))[0];  // of -inf: 0
+      total *= expv(splat(known_maximum - maximum))[0];  // of -inf: 0
       known_maximum = maximum;
     } else if (maximum < known_maximum) {
-      sum *= exp16(splat(maximum - known_maximum))[0];
+      sum *= expv(splat(maximum - known_maximum))[0];
     }
     total += sum;
   }

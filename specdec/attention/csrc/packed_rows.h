@@ -34,28 +34,30 @@ void pack_row(const T* row, int head_dim, char* packed) {
   std::memcpy(packed + head_dim, &scale, sizeof(scale));
 }
 
-inline f32x16 widen_bytes(i8x16 bytes) {
+inline f32v widen_bytes(i8v bytes) {
 #if defined(__AVX512F__)
-  return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+  return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif defined(__AVX2__)
+  return (f32v)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(&bytes)));
 #else
-  return __builtin_convertvector(bytes, f32x16);
+  return __builtin_convertvector(bytes, f32v);
 #endif
 }
 
 // Integers of up to 8 bits: nothing is lost.
-inline void store_integers(float* p, f32x16 v) { store16(p, v); }
-inline void store_integers(bf16* p, f32x16 v) { store_as(p, low_halves((u32x16)v >> 16)); }
+inline void store_integers(float* p, f32v v) { storev(p, v); }
+inline void store_integers(bf16* p, f32v v) { store_as(p, low_halves((u32v)v >> 16)); }
 
 // Leaves the integers of a row in `row`; returns the scale that they are to be multiplied by.
 template <typename T>
 float unpack_row(const char* packed, int head_dim, T* row) {
   int d = 0;
-  for (; d + kLanes <= head_dim; d += kLanes) store_integers(row + d, widen_bytes(load_as<i8x16>(packed + d)));
+  for (; d + kLanes <= head_dim; d += kLanes) store_integers(row + d, widen_bytes(load_as<i8v>(packed + d)));
   if (d < head_dim) {
     alignas(64) char bytes[kLanes] = {};
     alignas(64) T lane[kLanes];
     std::memcpy(bytes, packed + d, head_dim - d);
-    store_integers(lane, widen_bytes(load_as<i8x16>(bytes)));
+    store_integers(lane, widen_bytes(load_as<i8v>(bytes)));
     std::memcpy(row + d, lane, (head_dim - d) * sizeof(T));
   }
   float scale;

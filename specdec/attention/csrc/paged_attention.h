@@ -86,13 +86,8 @@ struct Operands {
 };
 
 // Rows whose sums are kept in registers at a time.
-#if defined(__AVX512F__)
-constexpr int kScoreRows = 8;
-constexpr int kValueRows = 6;
-#else
-constexpr int kScoreRows = 2;
-constexpr int kValueRows = 1;
-#endif
+constexpr int kScoreRows = kLanes == 16 ? 8 : 4;
+constexpr int kValueRows = kLanes == 16 ? 6 : 2;
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -240,11 +235,11 @@ class BlockAttention {
   static void merge(float* maximum, float* total, float* weighted, float m, float l, const float* a, int dim) {
     if (m == kMinusInfinity && l == 0.0f) return;  // nothing was visible; NaN scores leave no maximum, but a NaN l
     const float top = std::max(*maximum, m);
-    const float old_scale = exp16(splat(*maximum - top))[0];  // exp(-inf) is 0: nothing came before
-    const float new_scale = exp16(splat(m - top))[0];
+    const float old_scale = expv(splat(*maximum - top))[0];  // exp(-inf) is 0: nothing came before
+    const float new_scale = expv(splat(m - top))[0];
     *total = *total * old_scale + l * new_scale;
     for (int d = 0; d < dim; d += kLanes)
-      store16(weighted + d, load16(weighted + d) * old_scale + load16(a + d) * new_scale);
+      storev(weighted + d, loadv(weighted + d) * old_scale + loadv(a + d) * new_scale);
     *maximum = top;
   }
 
@@ -252,8 +247,8 @@ class BlockAttention {
     T* target = op_.out.at(row(r), head(r));
     const float scale = total > 0.0f ? 1.0f / total : 0.0f;
     int d = 0;
-    for (; d + kLanes <= layer_.head_dim; d += kLanes) store16(target + d, load16(weighted + d) * scale);
-    if (d < layer_.head_dim) store_tail(target + d, load16(weighted + d) * scale, layer_.head_dim - d);
+    for (; d + kLanes <= layer_.head_dim; d += kLanes) storev(target + d, loadv(weighted + d) * scale);
+    if (d < layer_.head_dim) store_tail(target + d, loadv(weighted + d) * scale, layer_.head_dim - d);
   }
 
  private:
@@ -316,7 +311,7 @@ class BlockAttention {
   // Multiplies row r's scores, or weights, by the scales of packed rows.
   void scale_row(int r, int padded) {
     float* scores = scores_ + r * kStep;
-    for (int t = 0; t < padded; t += kLanes) store16(scores + t, load16(scores + t) * load16(scales_ + t));
+    for (int t = 0; t < padded; t += kLanes) storev(scores + t, loadv(scores + t) * loadv(scales_ + t));
   }
 
   int query_row(int r) const { return (block_.first + r) / group_; }
@@ -339,46 +334,46 @@ class BlockAttention {
     }
   }
 
-  // Sixteen keys as columns: columns_[unit][lane] is unit `unit` of the step's key `tile + lane`, 0 beyond
+  // kLanes keys as columns: columns_[unit][lane] is unit `unit` of the step's key `tile + lane`, 0 beyond
   // `count`.
   void load_columns(int tile, int count) {
     const int bytes = layer_.head_dim * int(sizeof(T));
     for (int unit = 0; unit < num_units_; unit += kLanes) {
-      u32x16 square[kLanes] = {};
-      const int here = std::min(64, bytes - unit * 4);
+      u32v square[kLanes] = {};
+      const int here = std::min(int(sizeof(u32v)), bytes - unit * 4);
       for (int lane = 0; lane < count; ++lane) {
         const char* source = reinterpret_cast<const char*>(rows_[tile + lane]) + unit * 4;
-        if (here == 64)
-          square[lane] = load_as<u32x16>(source);
+        if (here == int(sizeof(u32v)))
+          square[lane] = load_as<u32v>(source);
         else
           std::memcpy(&square[lane], source, here);
       }
-      transpose16(square);
+      transpose(square);
       for (int i = 0; i < kLanes; ++i) store_as(columns_ + (unit + i) * kLanes, square[i]);
     }
   }
 
   template <int R>
   void score_rows(int r, int tile) {
-    f32x16 even[R] = {}, odd[R] = {};
+    f32v even[R] = {}, odd[R] = {};
     constexpr int words = Units<T>::words;
     const uint32_t* query = query_ + r * num_words_;
     for (int unit = 0; unit < num_units_; unit += 2) {
-      const u32x16 a = load_as<u32x16>(columns_ + unit * kLanes);
-      const u32x16 b = load_as<u32x16>(columns_ + (unit + 1) * kLanes);
+      const u32v a = load_as<u32v>(columns_ + unit * kLanes);
+      const u32v b = load_as<u32v>(columns_ + (unit + 1) * kLanes);
       for (int i = 0; i < R; ++i) {
         const uint32_t* mine = query + i * num_words_ + unit * words;
         even[i] = Units<T>::multiply_add_spread(even[i], a, mine);
         odd[i] = Units<T>::multiply_add_spread(odd[i], b, mine + words);
       }
     }
-    for (int i = 0; i < R; ++i) store16(scores_ + (r + i) * kStep + tile, (even[i] + odd[i]) * layer_.scaling);
+    for (int i = 0; i < R; ++i) storev(scores_ + (r + i) * kStep + tile, (even[i] + odd[i]) * layer_.scaling);
   }
 
   void cap(int r, int padded) {
     float* scores = scores_ + r * kStep;
     for (int t = 0; t < padded; t += kLanes)
-      store16(scores + t, tanh16(load16(scores + t) / layer_.softcap) * layer_.softcap);
+      storev(scores + t, tanhv(loadv(scores + t) / layer_.softcap) * layer_.softcap);
   }
 
   // Masks keys [key, key + padded) for row r.
@@ -416,21 +411,21 @@ class BlockAttention {
     const int padded = round_up(count, kLanes);
     for (int r = 0; r < block_.count; ++r) {
       float* scores = scores_ + r * kStep;
-      f32x16 top = load16(scores);
-      for (int t = kLanes; t < padded; t += kLanes) top = vmax(top, load16(scores + t));
+      f32v top = loadv(scores);
+      for (int t = kLanes; t < padded; t += kLanes) top = vmax(top, loadv(scores + t));
       const float highest = std::max(reduce_max(top), maximum_[r]);
       if (highest > maximum_[r]) {
-        const f32x16 scale = exp16(splat(maximum_[r] - highest));
+        const f32v scale = expv(splat(maximum_[r] - highest));
         total_[r] *= scale[0];
         float* weighted = weighted_ + r * padded_dim_;
-        for (int d = 0; d < padded_dim_; d += kLanes) store16(weighted + d, load16(weighted + d) * scale);
+        for (int d = 0; d < padded_dim_; d += kLanes) storev(weighted + d, loadv(weighted + d) * scale);
         maximum_[r] = highest;
       }
-      const f32x16 offset = splat(highest == kMinusInfinity ? 0.0f : highest);
-      f32x16 sum = {};
+      const f32v offset = splat(highest == kMinusInfinity ? 0.0f : highest);
+      f32v sum = {};
       for (int t = 0; t < padded; t += kLanes) {
-        const f32x16 weight = exp16(load16(scores + t) - offset);
-        store16(scores + t, weight);
+        const f32v weight = expv(loadv(scores + t) - offset);
+        storev(scores + t, weight);
         sum += weight;
       }
       total_[r] += reduce_add(sum);
@@ -455,31 +450,31 @@ class BlockAttention {
 
   template <int R, int V>
   void accumulate_rows(int r, int d, int count) {
-    f32x16 sum[R][V];
+    f32v sum[R][V];
     float* weighted = weighted_ + r * padded_dim_ + d;
     for (int i = 0; i < R; ++i)
-      for (int v = 0; v < V; ++v) sum[i][v] = load16(weighted + i * padded_dim_ + v * kLanes);
+      for (int v = 0; v < V; ++v) sum[i][v] = loadv(weighted + i * padded_dim_ + v * kLanes);
     const int num_asked = r == 0 && d == 0 ? num_next_ : 0;
     for (int t = 0; t < count; ++t) {
       if (t < num_asked) prefetch_row(layer_.key_pool, next_[t]);
-      f32x16 value[V];
-      for (int v = 0; v < V; ++v) value[v] = load16(rows_[t] + d + v * kLanes);
+      f32v value[V];
+      for (int v = 0; v < V; ++v) value[v] = loadv(rows_[t] + d + v * kLanes);
       for (int i = 0; i < R; ++i) {
         const float weight = scores_[(r + i) * kStep + t];
-        for (int v = 0; v < V; ++v) sum[i][v] += value[v] * weight;
+        for (int v = 0; v < V; ++v) sum[i][v] = multiply_add(value[v], weight, sum[i][v]);
       }
     }
     for (int i = 0; i < R; ++i)
-      for (int v = 0; v < V; ++v) store16(weighted + i * padded_dim_ + v * kLanes, sum[i][v]);
+      for (int v = 0; v < V; ++v) storev(weighted + i * padded_dim_ + v * kLanes, sum[i][v]);
   }
 
   void accumulate_tail(int d, int count) {
     for (int r = 0; r < block_.count; ++r) {
       float* weighted = weighted_ + r * padded_dim_ + d;
-      f32x16 sum = load16(weighted);
+      f32v sum = loadv(weighted);
       for (int t = 0; t < count; ++t)
-        sum += load_tail(rows_[t] + d, layer_.head_dim - d) * scores_[r * kStep + t];
-      store16(weighted, sum);
+        sum = multiply_add(load_tail(rows_[t] + d, layer_.head_dim - d), scores_[r * kStep + t], sum);
+      storev(weighted, sum);
     }
   }
 

@@ -1,27 +1,37 @@
-// Sixteen lanes at a time, written with the compilers' vector extensions: AVX-512 takes them as they are,
-// narrower machines in pieces. Intrinsics only where compilers miss the instruction: bf16 dot products, and
-// conversions between 16 and 32 bits, which GCC makes of halves.
+// As many lanes at a time as a register of the machine has, written with the compilers' vector extensions: of
+// wider vectors GCC keeps the sums of a loop in memory, which is ten times slower. Intrinsics only where
+// compilers miss the instruction: bf16 dot products, and conversions between 8, 16 and 32 bits, which GCC makes
+// of halves.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#include <utility>
+
+#if defined(__AVX2__)
 #include <immintrin.h>
+#endif
 #if defined(__AVX512BF16__)
 #define DH_BF16_DOT 1
-#endif
 #endif
 
 namespace dh {
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef float f32v __attribute__((vector_size(4 * kLanes)));
+typedef int32_t i32v __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));
+typedef int16_t i16v __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t u16v __attribute__((vector_size(2 * kLanes)));
+typedef int8_t i8v __attribute__((vector_size(kLanes)));
 
 struct bf16 {
   uint16_t bits;
@@ -39,35 +49,56 @@ inline void store_as(void* target, V value) {
   std::memcpy(target, &value, sizeof(V));
 }
 
-inline f32x16 splat(float value) { return value - f32x16{}; }
-inline u32x16 splat_bits(uint32_t value) { return value - u32x16{}; }
+inline f32v splat(float value) { return value - f32v{}; }
+inline u32v splat_bits(uint32_t value) { return value - u32v{}; }
 
-inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) { return mask ? yes : no; }
-
-inline f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
-
-#if defined(__clang__)
-#define DH_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+// a * b + c, rounded once. Written as a product and a sum, GCC makes one operation of it or two, as it thinks is
+// faster around it: of the same sum in tiles of another height, too, whose bits must be the same.
+inline f32v multiply_add(f32v a, f32v b, f32v c) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-#define DH_SHUFFLE(v, ...) __builtin_shuffle(v, i32x16{__VA_ARGS__})
+  return a * b + c;
 #endif
+}
+inline f32v multiply_add(f32v a, float b, f32v c) { return multiply_add(a, splat(b), c); }
 
-// Folds the lanes by halves: lane i with lane i + 8, then + 4, + 2, + 1.
-template <typename F>
-inline float fold(f32x16 v, const F& f) {
-  v = f(v, DH_SHUFFLE(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  v = f(v, DH_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  v = f(v, DH_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  v = f(v, DH_SHUFFLE(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+inline f32v select(i32v mask, f32v yes, f32v no) { return mask ? yes : no; }
+
+inline f32v vmax(f32v a, f32v b) { return select(a > b, a, b); }
+
+// The numbers of a and b, side by side, at these places.
+template <int... I>
+inline u32v pick(u32v a, u32v b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, u32v{I...});
+#endif
+}
+
+// Lane i of the result is lane i ^ Distance of v.
+template <int Distance, int... I>
+inline f32v exchange(f32v v, std::integer_sequence<int, I...>) {
+  return (f32v)pick((u32v)v, (u32v)v, std::integer_sequence<int, (I ^ Distance)...>{});
+}
+
+// Folds the lanes by halves: of sixteen, lane i with lane i + 8, then + 4, + 2, + 1.
+template <int Half = kLanes / 2, typename F>
+inline float fold(f32v v, const F& f) {
+  v = f(v, exchange<Half>(v, std::make_integer_sequence<int, kLanes>{}));
+  if constexpr (Half > 1) return fold<Half / 2>(v, f);
   return v[0];
 }
 
-inline float reduce_add(f32x16 v) {
-  return fold(v, [](f32x16 a, f32x16 b) { return a + b; });
+inline float reduce_add(f32v v) {
+  return fold(v, [](f32v a, f32v b) { return a + b; });
 }
 
-inline float reduce_max(f32x16 v) {
-  return fold(v, [](f32x16 a, f32x16 b) { return vmax(a, b); });
+inline float reduce_max(f32v v) {
+  return fold(v, [](f32v a, f32v b) { return vmax(a, b); });
 }
 
 inline float to_float(bf16 value) {
@@ -76,89 +107,94 @@ inline float to_float(bf16 value) {
 }
 inline float to_float(float value) { return value; }
 
-inline u32x16 extend(u16x16 halves) {
+inline u32v extend(u16v halves) {
 #if defined(__AVX512F__)
-  return (u32x16)_mm512_cvtepu16_epi32((__m256i)halves);
+  return (u32v)_mm512_cvtepu16_epi32((__m256i)halves);
+#elif defined(__AVX2__)
+  return (u32v)_mm256_cvtepu16_epi32((__m128i)halves);
 #else
-  return __builtin_convertvector(halves, u32x16);
+  return __builtin_convertvector(halves, u32v);
 #endif
 }
 
-inline u16x16 low_halves(u32x16 words) {
+inline u16v low_halves(u32v words) {
 #if defined(__AVX512F__)
-  return (u16x16)_mm512_cvtepi32_epi16((__m512i)words);
+  return (u16v)_mm512_cvtepi32_epi16((__m512i)words);
+#elif defined(__AVX2__)
+  const __m256i low = (__m256i)(words & 0xffffu);
+  return (u16v)_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
 #else
-  return __builtin_convertvector(words, u16x16);
+  return __builtin_convertvector(words, u16v);
 #endif
 }
 
-inline f32x16 widen(u16x16 halves) { return (f32x16)(extend(halves) << 16); }
+inline f32v widen(u16v halves) { return (f32v)(extend(halves) << 16); }
 
-inline f32x16 load16(const float* p) { return load_as<f32x16>(p); }
-inline f32x16 load16(const bf16* p) { return widen(load_as<u16x16>(p)); }
+inline f32v loadv(const float* p) { return load_as<f32v>(p); }
+inline f32v loadv(const bf16* p) { return widen(load_as<u16v>(p)); }
 
 // Round to nearest even; a NaN stays a (quiet) NaN.
-inline u16x16 narrow(f32x16 v) {
-  const u32x16 bits = (u32x16)v;
-  const u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const u32x16 nan = splat_bits(0x7fc0u);
+inline u16v narrow(f32v v) {
+  const u32v bits = (u32v)v;
+  const u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const u32v nan = splat_bits(0x7fc0u);
   return low_halves((v != v) ? nan : rounded);
 }
 
-inline void store16(float* p, f32x16 v) { store_as(p, v); }
-inline void store16(bf16* p, f32x16 v) { store_as(p, narrow(v)); }
+inline void storev(float* p, f32v v) { store_as(p, v); }
+inline void storev(bf16* p, f32v v) { store_as(p, narrow(v)); }
 
 // What the value becomes when it is stored as T and read again.
 template <typename T>
-inline f32x16 rounded(f32x16 v);
+inline f32v rounded(f32v v);
 template <>
-inline f32x16 rounded<float>(f32x16 v) {
+inline f32v rounded<float>(f32v v) {
   return v;
 }
 template <>
-inline f32x16 rounded<bf16>(f32x16 v) {
+inline f32v rounded<bf16>(f32v v) {
   return widen(narrow(v));
 }
 
 template <typename T>
-inline f32x16 load_tail(const T* p, int count) {
+inline f32v load_tail(const T* p, int count) {
   alignas(64) T lane[kLanes] = {};
   std::memcpy(lane, p, count * sizeof(T));
-  return load16(lane);
+  return loadv(lane);
 }
 
 template <typename T>
-inline void store_tail(T* p, f32x16 v, int count) {
+inline void store_tail(T* p, f32v v, int count) {
   alignas(64) T lane[kLanes];
-  store16(lane, v);
+  storev(lane, v);
   std::memcpy(p, lane, count * sizeof(T));
 }
 
 // exp(x): 0 below -87.3, saturated above 88.3; within 2 units in the last place between
 // (Cody-Waite reduction, degree-6 minimax polynomial as in Cephes expf).
-inline f32x16 exp16(f32x16 x) {
-  const f32x16 low = splat(-87.3f), high = splat(88.3f);
-  const i32x16 vanishes = x < low;
-  f32x16 y = select(x > high, high, x);
+inline f32v expv(f32v x) {
+  const f32v low = splat(-87.3f), high = splat(88.3f);
+  const i32v vanishes = x < low;
+  f32v y = select(x > high, high, x);
   y = select(vanishes, low, y);
-  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const f32x16 shifted = y * 1.44269504088896341f + magic;
-  const f32x16 n = shifted - magic;
-  f32x16 r = y - n * 0.693359375f;
+  const f32v magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32v shifted = y * 1.44269504088896341f + magic;
+  const f32v n = shifted - magic;
+  f32v r = y - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  f32x16 p = splat(1.9875691500e-4f);
+  f32v p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const i32x16 exponent = ((i32x16)shifted - (i32x16)magic + 127) << 23;
-  return select(vanishes, f32x16{}, p * (f32x16)exponent);
+  const i32v exponent = ((i32v)shifted - (i32v)magic + 127) << 23;
+  return select(vanishes, f32v{}, p * (f32v)exponent);
 }
 
-inline f32x16 tanh16(f32x16 x) {
-  const f32x16 e = exp16(x * 2.0f);
+inline f32v tanhv(f32v x) {
+  const f32v e = expv(x * 2.0f);
   return 1.0f - 2.0f / (e + 1.0f);
 }
 
@@ -172,52 +208,78 @@ inline void prefetch_line(const void* p) {
 #endif
 }
 
-#if defined(__clang__)
-#define DH_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define DH_PICK(a, b, ...) __builtin_shuffle(a, b, u32x16{__VA_ARGS__})
-#endif
+// Places of `pick` that interleave: of each four lanes the first two, or the last two (High), in runs of Run
+// numbers, of a and b in turn.
+template <int Run, bool High, int... I>
+constexpr auto interleaved(std::integer_sequence<int, I...>) {
+  return std::integer_sequence<int, (I / 4 * 4 + (High ? 2 : 0) + (Run == 1 ? I % 4 / 2 : I % 2) +
+                                     ((Run == 1 ? I % 2 : I % 4 / 2) ? kLanes : 0))...>{};
+}
 
-// Transposes a 16 x 16 matrix of 32-bit values held in 16 vectors: pairs of 32 bits, pairs of 64, then
-// quarters of a vector twice, each of which is a single cheap instruction where vectors are that wide.
-inline void transpose16(u32x16* rows) {
-  u32x16 a[kLanes], b[kLanes];
-  for (int i = 0; i < kLanes; i += 2) {
-    a[i] = DH_PICK(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    a[i + 1] = DH_PICK(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+template <int Run, bool High>
+inline u32v interleave(u32v a, u32v b) {
+  return pick(a, b, interleaved<Run, High>(std::make_integer_sequence<int, kLanes>{}));
+}
+
+// Quarters of a, then of b: the first and third (or, Odd, the second and fourth) of each; of eight lanes the halves.
+template <bool Odd, int... I>
+inline u32v pick_quarters(u32v a, u32v b, std::integer_sequence<int, I...>) {
+  constexpr int half = kLanes / 2;
+  return pick(a, b,
+              std::integer_sequence<int, ((I < half ? 0 : kLanes) + I % half / 4 * 8 + (Odd ? 4 : 0) + I % 4)...>{});
+}
+
+template <bool Odd>
+inline u32v quarters(u32v a, u32v b) {
+  return pick_quarters<Odd>(a, b, std::make_integer_sequence<int, kLanes>{});
+}
+
+// Transposes a matrix of N x N 32-bit values held in as many vectors: pairs of 32 bits, pairs of 64, then
+// quarters of a vector, twice where it has four of them; each is a single cheap instruction.
+template <int N = kLanes>
+inline void transpose(u32v* rows) {
+  u32v a[N], b[N];
+  for (int i = 0; i < N; i += 2) {
+    a[i] = interleave<1, false>(rows[i], rows[i + 1]);
+    a[i + 1] = interleave<1, true>(rows[i], rows[i + 1]);
   }
-  for (int i = 0; i < kLanes; i += 4) {
+  for (int i = 0; i < N; i += 4) {
     for (int j = 0; j < 2; ++j) {
-      b[i + 2 * j] = DH_PICK(a[i + j], a[i + j + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-      b[i + 2 * j + 1] = DH_PICK(a[i + j], a[i + j + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+      b[i + 2 * j] = interleave<2, false>(a[i + j], a[i + j + 2]);
+      b[i + 2 * j + 1] = interleave<2, true>(a[i + j], a[i + j + 2]);
     }
   }
   // b[4 g + c] holds, in quarter q, column 4 q + c of rows 4 g .. 4 g + 3.
   for (int c = 0; c < 4; ++c) {
-    for (int h = 0; h < 2; ++h) {
-      const u32x16 first = b[8 * h + c], second = b[8 * h + 4 + c];
-      a[4 * c + h] = DH_PICK(first, second, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-      a[4 * c + 2 + h] = DH_PICK(first, second, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    }
-  }
-  for (int c = 0; c < 4; ++c) {
-    for (int odd = 0; odd < 2; ++odd) {
-      const u32x16 first = a[4 * c + 2 * odd], second = a[4 * c + 2 * odd + 1];
-      rows[4 * odd + c] = DH_PICK(first, second, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-      rows[8 + 4 * odd + c] = DH_PICK(first, second, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    if constexpr (N == 4) {
+      rows[c] = b[c];
+    } else if constexpr (N == 8) {
+      rows[c] = quarters<false>(b[c], b[4 + c]);
+      rows[4 + c] = quarters<true>(b[c], b[4 + c]);
+    } else {
+      const u32v even[2] = {quarters<false>(b[c], b[4 + c]), quarters<false>(b[8 + c], b[12 + c])};
+      const u32v odd[2] = {quarters<true>(b[c], b[4 + c]), quarters<true>(b[8 + c], b[12 + c])};
+      rows[c] = quarters<false>(even[0], even[1]);
+      rows[8 + c] = quarters<true>(even[0], even[1]);
+      rows[4 + c] = quarters<false>(odd[0], odd[1]);
+      rows[12 + c] = quarters<true>(odd[0], odd[1]);
     }
   }
 }
 
-// acc[lane] += a[lane].lo * b.lo + a[lane].hi * b.hi for pairs of bf16 packed in 32 bits, b the same in
+// acc[lane] += a[lane].lo * b.lo + a[lane].hi * b.hi for pairs of bf16 packed in 32 bits; b may be the same in
 // all lanes.
-inline f32x16 dot_pairs(f32x16 acc, u32x16 a, uint32_t b) {
+inline f32v dot_pairs(f32v acc, u32v a, u32v b) {
+  acc = multiply_add((f32v)(a << 16), (f32v)(b << 16), acc);
+  return multiply_add((f32v)(a & 0xffff0000u), (f32v)(b & 0xffff0000u), acc);
+}
+inline f32v dot_pairs(f32v acc, u32v a, uint32_t b) {
 #ifdef DH_BF16_DOT
-  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)splat_bits(b));
+  return (f32v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)splat_bits(b));
 #else
   const uint32_t low = b << 16, high = b & 0xffff0000u;
-  acc += (f32x16)(a << 16) * load_as<float>(&low);
-  return acc + (f32x16)(a & 0xffff0000u) * load_as<float>(&high);
+  acc = multiply_add((f32v)(a << 16), load_as<float>(&low), acc);
+  return multiply_add((f32v)(a & 0xffff0000u), load_as<float>(&high), acc);
 #endif
 }
 
@@ -233,28 +295,32 @@ template <>
 struct Units<float> {
   static constexpr int per = 1;
   static constexpr int words = 1;
-  static f32x16 multiply_add(f32x16 acc, u32x16 a, uint32_t b) { return acc + (f32x16)a * load_as<float>(&b); }
+  static f32v multiply_add(f32v acc, u32v a, u32v b) { return dh::multiply_add((f32v)a, (f32v)b, acc); }
+  static f32v multiply_add(f32v acc, u32v a, uint32_t b) {
+    return dh::multiply_add((f32v)a, load_as<float>(&b), acc);
+  }
   static void spread(uint32_t* target, uint32_t b) { *target = b; }
-  static f32x16 multiply_add_spread(f32x16 acc, u32x16 a, const uint32_t* b) { return multiply_add(acc, a, *b); }
+  static f32v multiply_add_spread(f32v acc, u32v a, const uint32_t* b) { return multiply_add(acc, a, *b); }
 };
 
 template <>
 struct Units<bf16> {
   static constexpr int per = 2;
-  static f32x16 multiply_add(f32x16 acc, u32x16 a, uint32_t b) { return dot_pairs(acc, a, b); }
+  static f32v multiply_add(f32v acc, u32v a, u32v b) { return dot_pairs(acc, a, b); }
+  static f32v multiply_add(f32v acc, u32v a, uint32_t b) { return dot_pairs(acc, a, b); }
 #ifdef DH_BF16_DOT
   static constexpr int words = 1;
   static void spread(uint32_t* target, uint32_t b) { *target = b; }
-  static f32x16 multiply_add_spread(f32x16 acc, u32x16 a, const uint32_t* b) { return dot_pairs(acc, a, *b); }
+  static f32v multiply_add_spread(f32v acc, u32v a, const uint32_t* b) { return dot_pairs(acc, a, *b); }
 #else
   static constexpr int words = 2;
   static void spread(uint32_t* target, uint32_t b) {
     target[0] = b << 16;
     target[1] = b & 0xffff0000u;
   }
-  static f32x16 multiply_add_spread(f32x16 acc, u32x16 a, const uint32_t* b) {
-    acc += (f32x16)(a << 16) * load_as<float>(b);
-    return acc + (f32x16)(a & 0xffff0000u) * load_as<float>(b + 1);
+  static f32v multiply_add_spread(f32v acc, u32v a, const uint32_t* b) {
+    acc = dh::multiply_add((f32v)(a << 16), load_as<float>(b), acc);
+    return dh::multiply_add((f32v)(a & 0xffff0000u), load_as<float>(b + 1), acc);
   }
 #endif
 };

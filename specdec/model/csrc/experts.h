@@ -91,12 +91,12 @@ struct ExpertScratch {
   }
 };
 
-inline f32x16 activate(Op op, f32x16 x) {
+inline f32v activate(Op op, f32v x) {
   switch (op) {
-    case Op::kSilu: return x * sigmoid16(x);
-    case Op::kRelu: return at_least(x, f32x16{});
-    case Op::kGelu: return x * 0.5f * (1.0f + erf16(x * 0.70710678f));
-    default: return x * 0.5f * (1.0f + tanh16(0.79788456f * (x + 0.044715f * x * x * x)));
+    case Op::kSilu: return x * sigmoidv(x);
+    case Op::kRelu: return at_least(x, f32v{});
+    case Op::kGelu: return x * 0.5f * (1.0f + erfv(x * 0.70710678f));
+    default: return x * 0.5f * (1.0f + tanhv(0.79788456f * (x + 0.044715f * x * x * x)));
   }
 }
 
@@ -128,7 +128,7 @@ void experts_up(const ExpertCall& call, const char* gate, const char* up, const 
       for (int64_t column = begin; column < end; column += kLanes) {
         const int here = int(std::min<int64_t>(kLanes, end - column));
         const int64_t from = i * width + column - begin;
-        const f32x16 gated = rounded<T>(activate(call.activation, load_tail(mine.first.data() + from, here)));
+        const f32v gated = rounded<T>(activate(call.activation, load_tail(mine.first.data() + from, here)));
         store_tail(out + column, gated * load_tail(mine.second.data() + from, here), here);
       }
     }
@@ -162,13 +162,13 @@ void experts_down(const ExpertCall& call, const char* down, const T* x, int64_t 
       for (int64_t k = 0; k < width; k += kLanes) {
         const int here = int(std::min<int64_t>(kLanes, end - begin - k));
         if (here <= 0) break;
-        store16(sum + k, load16(sum + k) + share * load_tail(mine.first.data() + i * width + k, here));
+        storev(sum + k, loadv(sum + k) + share * load_tail(mine.first.data() + i * width + k, here));
       }
     }
   }
   for (int64_t row = 0; row < call.num_rows; ++row)
     for (int64_t column = begin; column < end; column += kLanes)
-      store_tail(y + row * y_stride + column, load16(mine.sums.data() + row * width + column - begin),
+      store_tail(y + row * y_stride + column, loadv(mine.sums.data() + row * width + column - begin),
                  int(std::min<int64_t>(kLanes, end - column)));
 }
 

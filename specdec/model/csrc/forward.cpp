@@ -327,10 +327,10 @@ class Program : public dh::Phased {
         std::memcpy(out + rank * width * size, meeting.slot(number, rank) + row * width * size, width * size);
       for (int64_t k = 0; in.kind == Kind::kSumUp && k < width; k += dh::kLanes) {
         const int here = int(std::min<int64_t>(dh::kLanes, width - k));
-        dh::f32x16 sum = {};
+        dh::f32v sum = {};
         for (int rank = 0; rank < meeting.num_ranks(); ++rank) {
           const char* from = meeting.slot(number, rank) + (row * width + k) * size;
-          const dh::f32x16 part = dh::load_lanes(from, in.out.dtype, 1, here);
+          const dh::f32v part = dh::load_lanes(from, in.out.dtype, 1, here);
           sum = rank == 0 ? part : sum + part;
         }
         dh::store_lanes(out + k * size, in.out.dtype, 1, sum, here);

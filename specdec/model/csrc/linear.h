@@ -14,22 +14,19 @@
 
 namespace dh {
 
-constexpr int kPanelVectors = 2;
-constexpr int kPanelColumns = kPanelVectors * kLanes;
+constexpr int kPanelColumns = 32;
+constexpr int kPanelVectors = kPanelColumns / kLanes;
 
 // Rows whose sums are kept in registers at a time, and up to how many rows those of two panels are. Few rows
 // need the second panel, since a sum waits for its predecessor; more rows are better read a panel but once.
-#if defined(__AVX512F__)
-constexpr int kRowTile = 12;
-constexpr int kRowTileOfTwo = 6;
-#else
-constexpr int kRowTile = 2;
-constexpr int kRowTileOfTwo = 0;
-#endif
+template <typename T>
+constexpr int kRowTile = kLanes == 16 ? 12 : kLanes == 8 ? (Units<T>::per == 2 ? 4 : 3) : 1;
+constexpr int kRowTileOfTwo = kLanes == 16 ? 6 : kLanes == 8 ? 1 : 0;
 
 // How far ahead weights are asked for, in units. The processor's own prefetching ends at every page, and knows
 // nothing of what is read next.
 constexpr int kUnitsAhead = 16;
+constexpr int kUnitsOfLine = 16;  // units of columns side by side in a cache line
 
 // Packed panels, one behind the other: what is read after those at hand. Null: nobody knows.
 struct Panels {
@@ -58,11 +55,11 @@ void pack_panel(const T* weight, int64_t row_stride, int64_t columns, int64_t nu
   for (int v = 0; v < kPanelVectors; ++v) {
     const int64_t column = panel * kPanelColumns + v * kLanes;
     for (int64_t unit = 0; unit < num_units; unit += kLanes) {
-      u32x16 tile[kLanes] = {};
+      u32v tile[kLanes] = {};
       const int64_t here = std::min<int64_t>(kLanes, num_units - unit);
       for (int c = 0; c < kLanes && column + c < columns; ++c)
         std::memcpy(&tile[c], weight + (column + c) * row_stride + unit * Units<T>::per, here * 4);
-      transpose16(tile);
+      transpose(tile);
       for (int64_t i = 0; i < here; ++i) store_as(target + (unit + i) * kPanelColumns + v * kLanes, tile[i]);
     }
   }
@@ -74,17 +71,38 @@ void pack_panels(const T* weight, int64_t row_stride, int64_t columns, int64_t n
     pack_panel(weight, row_stride, columns, num_units, panel, panels + panel * num_units * kPanelColumns);
 }
 
+// sum[r][v] += a unit of row r times the units w[v] of kLanes columns.
+template <typename T, int R, int V>
+inline void add_products(f32v (&sum)[R][V], const u32v (&w)[V], const T* x, int64_t x_stride) {
+  if constexpr (kLanes == 16) {  // the row's number comes from memory, as an operand of the product
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const uint32_t value = load_as<uint32_t>(x + r * x_stride);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) sum[r][v] = Units<T>::multiply_add(sum[r][v], w[v], value);
+    }
+  } else {  // registers are few: the rows' numbers are kept, and what is made of w[v] only as long as it is needed
+    u32v values[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) values[r] = splat_bits(load_as<uint32_t>(x + r * x_stride));
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) sum[r][v] = Units<T>::multiply_add(sum[r][v], w[v], values[r]);
+  }
+}
+
 // Sums of R rows times P panels, row after row. Out of line: where compilers see the sums being used, they
 // keep them in memory instead of registers, and store each of them at every unit.
 template <typename T, int R, int P>
 [[gnu::noinline]] void sum_tile(const Panels& panels, const Panels& next, int num_units, const T* __restrict x,
-                                int64_t x_stride, f32x16* __restrict sums) {
+                                int64_t x_stride, f32v* __restrict sums) {
   constexpr int V = P * kPanelVectors;
-  f32x16 sum[R][V];
+  f32v sum[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sum[r][v] = f32x16{};
+    for (int v = 0; v < V; ++v) sum[r][v] = f32v{};
   const uint32_t *at = panels.data, *ahead = at + kUnitsAhead * kPanelColumns;
   int64_t size_ahead = panels.size;
   for (int64_t unit = 0; unit < num_units; ++unit, at += kPanelColumns, ahead += kPanelColumns) {
@@ -92,19 +110,14 @@ template <typename T, int R, int P>
       ahead = next.data;
       size_ahead = next.size;
     }
-    u32x16 w[V];
+    u32v w[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
       const int64_t column = v % kPanelVectors * kLanes;
-      prefetch_line(ahead + v / kPanelVectors * size_ahead + column);
-      w[v] = load_as<u32x16>(at + v / kPanelVectors * panels.size + column);
+      if (column % kUnitsOfLine == 0) prefetch_line(ahead + v / kPanelVectors * size_ahead + column);
+      w[v] = load_as<u32v>(at + v / kPanelVectors * panels.size + column);
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const uint32_t value = load_as<uint32_t>(x + r * x_stride + unit * Units<T>::per);
-#pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) sum[r][v] = Units<T>::multiply_add(sum[r][v], w[v], value);
-    }
+    add_products<T, R, V>(sum, w, x + unit * Units<T>::per, x_stride);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -115,18 +128,18 @@ template <typename T, int R, int P>
 // Adds the bias (null: none), and writes sums of R rows times P panels as rows of y; columns from `num_columns` on
 // are padding.
 template <typename T, int R, int P>
-inline void store_tile(const f32x16* sums, const T* bias, int num_columns, int panel, T* y, int64_t y_stride) {
+inline void store_tile(const f32v* sums, const T* bias, int num_columns, int panel, T* y, int64_t y_stride) {
   constexpr int V = P * kPanelVectors;
   for (int v = 0; v < V; ++v) {
     const int column = panel * kPanelColumns + v * kLanes;
     const int here = std::min(kLanes, num_columns - column);
     if (here <= 0) return;
-    f32x16 added = {};
+    f32v added = {};
     if (bias != nullptr) added = load_tail(bias + column, here);
     for (int r = 0; r < R; ++r) {
-      const f32x16 value = bias != nullptr ? sums[r * V + v] + added : sums[r * V + v];
+      const f32v value = bias != nullptr ? sums[r * V + v] + added : sums[r * V + v];
       if (here == kLanes)
-        store16(y + r * y_stride + column, value);
+        storev(y + r * y_stride + column, value);
       else
         store_tail(y + r * y_stride + column, value, here);
     }
@@ -136,7 +149,7 @@ inline void store_tile(const f32x16* sums, const T* bias, int num_columns, int p
 template <typename T, int R, int P>
 inline void linear_tile(const Linear& linear, const Panels& panels, const Panels& next, int panel, const T* x,
                         int64_t x_stride, T* y, int64_t y_stride) {
-  f32x16 sums[R * P * kPanelVectors];
+  f32v sums[R * P * kPanelVectors];
   sum_tile<T, R, P>(panels, next, linear.num_units, x, x_stride, sums);
   store_tile<T, R, P>(sums, static_cast<const T*>(linear.bias), linear.num_columns, panel, y, y_stride);
 }
@@ -145,7 +158,7 @@ inline void linear_tile(const Linear& linear, const Panels& panels, const Panels
 template <typename T, int P>
 inline void linear_panels(const Linear& linear, const Panels& panels, const Panels& next, int panel, const T* x,
                           int64_t x_stride, T* y, int64_t y_stride, int64_t rows) {
-  in_tiles<P == 1 ? kRowTile : kRowTileOfTwo>(int(rows), [&](auto n, int row) {
+  in_tiles<P == 1 ? kRowTile<T> : kRowTileOfTwo>(int(rows), [&](auto n, int row) {
     linear_tile<T, n.value, P>(linear, panels, next, panel, x + row * x_stride, x_stride, y + row * y_stride,
                                y_stride);
   });

@@ -47,29 +47,29 @@ enum class Op : int32_t {
   kClamp,
 };
 
-inline f32x16 load_lanes(const char* p, Dtype dtype, int64_t stride, int count) {
+inline f32v load_lanes(const char* p, Dtype dtype, int64_t stride, int count) {
   if (stride == 1 && count == kLanes)
-    return dtype == Dtype::kFloat ? load16(reinterpret_cast<const float*>(p)) : load16(reinterpret_cast<const bf16*>(p));
+    return dtype == Dtype::kFloat ? loadv(reinterpret_cast<const float*>(p)) : loadv(reinterpret_cast<const bf16*>(p));
   if (stride == 0)
     return splat(dtype == Dtype::kFloat ? load_as<float>(p) : to_float(load_as<bf16>(p)));
   alignas(64) float lane[kLanes] = {};
   for (int i = 0; i < count; ++i)
     lane[i] = dtype == Dtype::kFloat ? load_as<float>(p + i * stride * 4) : to_float(load_as<bf16>(p + i * stride * 2));
-  return load16(lane);
+  return loadv(lane);
 }
 
-inline void store_lanes(char* p, Dtype dtype, int64_t stride, f32x16 v, int count) {
+inline void store_lanes(char* p, Dtype dtype, int64_t stride, f32v v, int count) {
   if (stride == 1 && count == kLanes) {
     if (dtype == Dtype::kFloat)
-      store16(reinterpret_cast<float*>(p), v);
+      storev(reinterpret_cast<float*>(p), v);
     else
-      store16(reinterpret_cast<bf16*>(p), v);
+      storev(reinterpret_cast<bf16*>(p), v);
     return;
   }
   alignas(64) float lane[kLanes];
   alignas(32) bf16 half[kLanes];
-  store16(lane, v);
-  store16(half, v);
+  storev(lane, v);
+  storev(half, v);
   for (int i = 0; i < count; ++i) {
     if (dtype == Dtype::kFloat)
       store_as(p + i * stride * 4, lane[i]);
@@ -78,31 +78,31 @@ inline void store_lanes(char* p, Dtype dtype, int64_t stride, f32x16 v, int coun
   }
 }
 
-inline f32x16 sqrt16(f32x16 v) {
+inline f32v sqrtv(f32v v) {
   alignas(64) float lane[kLanes];
-  store16(lane, v);
+  storev(lane, v);
   for (int i = 0; i < kLanes; ++i) lane[i] = std::sqrt(lane[i]);
-  return load16(lane);
+  return loadv(lane);
 }
 
 // Within 1.5e-7 (Abramowitz and Stegun, 7.1.26).
-inline f32x16 erf16(f32x16 x) {
-  const i32x16 negative = x < f32x16{};
-  const f32x16 a = select(negative, -x, x);
-  const f32x16 t = 1.0f / (1.0f + 0.3275911f * a);
-  f32x16 p = splat(1.061405429f);
+inline f32v erfv(f32v x) {
+  const i32v negative = x < f32v{};
+  const f32v a = select(negative, -x, x);
+  const f32v t = 1.0f / (1.0f + 0.3275911f * a);
+  f32v p = splat(1.061405429f);
   p = p * t - 1.453152027f;
   p = p * t + 1.421413741f;
   p = p * t - 0.284496736f;
   p = p * t + 0.254829592f;
-  const f32x16 y = 1.0f - p * t * exp16(-a * a);
+  const f32v y = 1.0f - p * t * expv(-a * a);
   return select(negative, -y, y);
 }
 
 // NaN stays NaN.
-inline f32x16 at_least(f32x16 x, f32x16 low) { return select(x < low, low, x); }
+inline f32v at_least(f32v x, f32v low) { return select(x < low, low, x); }
 
-inline f32x16 sigmoid16(f32x16 x) { return 1.0f / (1.0f + exp16(-x)); }
+inline f32v sigmoidv(f32v x) { return 1.0f / (1.0f + expv(-x)); }
 
 struct Extent {
   int32_t n[3];
@@ -126,8 +126,8 @@ inline void map_row(const F& f, const Extent& extent, const Operand& out, const 
       const char* b_at = row.b == nullptr ? nullptr : row.b + (i * b.stride[0] + j * b.stride[1]) * b_size;
       for (int k = first; k < last; k += kLanes) {
         const int count = last - k < kLanes ? last - k : kLanes;
-        const f32x16 x = load_lanes(a_at + k * a.stride[2] * a_size, a.dtype, a.stride[2], count);
-        f32x16 y = {};
+        const f32v x = load_lanes(a_at + k * a.stride[2] * a_size, a.dtype, a.stride[2], count);
+        f32v y = {};
         if (b_at != nullptr) y = load_lanes(b_at + k * b.stride[2] * b_size, b.dtype, b.stride[2], count);
         store_lanes(out_at + k * out.stride[2] * out_size, out.dtype, out.stride[2], f(x, y), count);
       }
@@ -139,32 +139,32 @@ inline void map_row(const F& f, const Extent& extent, const Operand& out, const 
 inline void elementwise_row(Op op, const Extent& extent, const Operand& out, const Operand& a, const Operand& b,
                             RowPointers row, float scalar, float scalar2, int first, int last) {
   const bool has_b = row.b != nullptr;
-  const f32x16 s = splat(scalar), s2 = splat(scalar2);
+  const f32v s = splat(scalar), s2 = splat(scalar2);
   const auto map = [&](const auto& f) { map_row(f, extent, out, a, b, row, first, last); };
   switch (op) {
-    case Op::kCopy: return map([](f32x16 x, f32x16) { return x; });
-    case Op::kAdd: return map([=](f32x16 x, f32x16 y) { return x + (has_b ? y : s); });
-    case Op::kSub: return map([=](f32x16 x, f32x16 y) { return x - (has_b ? y : s); });
-    case Op::kMul: return map([=](f32x16 x, f32x16 y) { return x * (has_b ? y : s); });
-    case Op::kDiv: return map([=](f32x16 x, f32x16 y) { return x / (has_b ? y : s); });
-    case Op::kNeg: return map([](f32x16 x, f32x16) { return -x; });
-    case Op::kSquare: return map([](f32x16 x, f32x16) { return x * x; });
-    case Op::kCube: return map([](f32x16 x, f32x16) { return x * x * x; });
-    case Op::kSqrt: return map([](f32x16 x, f32x16) { return sqrt16(x); });
-    case Op::kRsqrt: return map([](f32x16 x, f32x16) { return 1.0f / sqrt16(x); });
-    case Op::kReciprocal: return map([](f32x16 x, f32x16) { return 1.0f / x; });
-    case Op::kExp: return map([](f32x16 x, f32x16) { return exp16(x); });
-    case Op::kTanh: return map([](f32x16 x, f32x16) { return tanh16(x); });
-    case Op::kSigmoid: return map([](f32x16 x, f32x16) { return sigmoid16(x); });
-    case Op::kSilu: return map([](f32x16 x, f32x16) { return x * sigmoid16(x); });
-    case Op::kRelu: return map([](f32x16 x, f32x16) { return at_least(x, f32x16{}); });
-    case Op::kGelu: return map([](f32x16 x, f32x16) { return x * 0.5f * (1.0f + erf16(x * 0.70710678f)); });
+    case Op::kCopy: return map([](f32v x, f32v) { return x; });
+    case Op::kAdd: return map([=](f32v x, f32v y) { return x + (has_b ? y : s); });
+    case Op::kSub: return map([=](f32v x, f32v y) { return x - (has_b ? y : s); });
+    case Op::kMul: return map([=](f32v x, f32v y) { return x * (has_b ? y : s); });
+    case Op::kDiv: return map([=](f32v x, f32v y) { return x / (has_b ? y : s); });
+    case Op::kNeg: return map([](f32v x, f32v) { return -x; });
+    case Op::kSquare: return map([](f32v x, f32v) { return x * x; });
+    case Op::kCube: return map([](f32v x, f32v) { return x * x * x; });
+    case Op::kSqrt: return map([](f32v x, f32v) { return sqrtv(x); });
+    case Op::kRsqrt: return map([](f32v x, f32v) { return 1.0f / sqrtv(x); });
+    case Op::kReciprocal: return map([](f32v x, f32v) { return 1.0f / x; });
+    case Op::kExp: return map([](f32v x, f32v) { return expv(x); });
+    case Op::kTanh: return map([](f32v x, f32v) { return tanhv(x); });
+    case Op::kSigmoid: return map([](f32v x, f32v) { return sigmoidv(x); });
+    case Op::kSilu: return map([](f32v x, f32v) { return x * sigmoidv(x); });
+    case Op::kRelu: return map([](f32v x, f32v) { return at_least(x, f32v{}); });
+    case Op::kGelu: return map([](f32v x, f32v) { return x * 0.5f * (1.0f + erfv(x * 0.70710678f)); });
     case Op::kGeluTanh:
-      return map([](f32x16 x, f32x16) {
-        return x * 0.5f * (1.0f + tanh16(0.79788456f * (x + 0.044715f * x * x * x)));
+      return map([](f32v x, f32v) {
+        return x * 0.5f * (1.0f + tanhv(0.79788456f * (x + 0.044715f * x * x * x)));
       });
-    case Op::kClamp: return map([=](f32x16 x, f32x16) {
-      const f32x16 low = at_least(x, s);
+    case Op::kClamp: return map([=](f32v x, f32v) {
+      const f32v low = at_least(x, s);
       return select(low > s2, s2, low);
     });
   }
@@ -176,7 +176,7 @@ inline void mean_row(const Extent& extent, const Operand& out, const Operand& a,
   for (int i = 0; i < extent.n[0]; ++i) {
     for (int j = 0; j < extent.n[1]; ++j) {
       const char* at = row.a + (i * a.stride[0] + j * a.stride[1]) * a_size;
-      f32x16 sum = {};
+      f32v sum = {};
       int k = 0;
       for (; k + kLanes <= extent.n[2]; k += kLanes)
         sum += load_lanes(at + k * a.stride[2] * a_size, a.dtype, a.stride[2], kLanes);
@@ -204,11 +204,11 @@ inline void softmax_row(const Extent& extent, const Operand& out, const Operand&
       }
       float total = 0.0f;
       for (int k = 0; k < n; k += kLanes) {
-        const f32x16 e = exp16(load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - largest);
+        const f32v e = expv(load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - largest);
         for (int lane = 0; lane < lanes(k); ++lane) total += e[lane];
       }
       for (int k = 0; k < n; k += kLanes) {
-        const f32x16 e = exp16(load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - largest);
+        const f32v e = expv(load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - largest);
         store_lanes(out_at + k * out_size, out.dtype, 1, e / total, lanes(k));
       }
     }
@@ -243,7 +243,7 @@ inline void largest_row(int n, int count, const Operand& out, const Operand& a, 
 
 // out[places[i]] = a[i] of `count` elements; -inf in the other places of the `width`. Of one dtype, contiguous.
 inline void spread_row(int width, int count, char* out, Dtype dtype, const char* a, const int64_t* places) {
-  const f32x16 nothing = splat(-INFINITY);
+  const f32v nothing = splat(-INFINITY);
   const int64_t size = size_of(dtype);
   for (int k = 0; k < width; k += kLanes)
     store_lanes(out + k * size, dtype, 1, nothing, width - k < kLanes ? width - k : kLanes);
@@ -269,17 +269,17 @@ inline void norm_row(const Norm& norm, const Extent& extent, const Operand& out,
       const char* at = row.a + (i * a.stride[0] + j * a.stride[1]) * a_size;
       float mean = 0.0f;
       if (norm.centred) {
-        f32x16 sum = {};
+        f32v sum = {};
         for (int k = 0; k < n; k += kLanes) sum += load_lanes(at + k * a_size, a.dtype, 1, lanes(k));
         mean = reduce_add(sum) / n;
       }
-      f32x16 squares = {};
+      f32v squares = {};
       for (int k = 0; k < n; k += kLanes) {
-        f32x16 x = load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - mean;
+        f32v x = load_lanes(at + k * a_size, a.dtype, 1, lanes(k)) - mean;
         if (lanes(k) < kLanes) {
           alignas(64) float lane[kLanes] = {};
           store_tail(lane, x, lanes(k));
-          x = load16(lane);
+          x = loadv(lane);
         }
         squares += x * x;
       }
@@ -287,7 +287,7 @@ inline void norm_row(const Norm& norm, const Extent& extent, const Operand& out,
       char* out_at = row.out + (i * out.stride[0] + j * out.stride[1]) * out_size;
       for (int k = 0; k < n; k += kLanes) {
         const int count = lanes(k);
-        f32x16 x = (load_lanes(at + k * a_size, a.dtype, 1, count) - mean) * scale;
+        f32v x = (load_lanes(at + k * a_size, a.dtype, 1, count) - mean) * scale;
         if (norm.round_before && out.dtype == Dtype::kBfloat16) x = rounded<bf16>(x);
         if (row.b != nullptr) x *= load_lanes(row.b + k * w_size, w.dtype, 1, count);
         if (bias_row != nullptr) x += load_lanes(bias_row + k * bias_size, bias.dtype, 1, count);
@@ -306,19 +306,19 @@ inline void rotary_row(const Extent& extent, const Operand& out, const Operand& 
   const int64_t out_size = size_of(out.dtype), a_size = size_of(a.dtype);
   const int64_t b_size = size_of(b.dtype), c_size = size_of(c.dtype);
   const bool narrow_result = out.dtype == Dtype::kBfloat16;
-  const auto round = [&](f32x16 v) { return narrow_result ? rounded<bf16>(v) : v; };
+  const auto round = [&](f32v v) { return narrow_result ? rounded<bf16>(v) : v; };
   for (int i = 0; i < extent.n[0]; ++i) {
     for (int j = 0; j < extent.n[1]; ++j) {
       const char* at = row.a + (i * a.stride[0] + j * a.stride[1]) * a_size;
       char* out_at = row.out + (i * out.stride[0] + j * out.stride[1]) * out_size;
       for (int k = 0; k < half; k += kLanes) {
         const int count = half - k < kLanes ? half - k : kLanes;
-        const f32x16 low = load_lanes(at + k * a_size, a.dtype, 1, count);
-        const f32x16 high = load_lanes(at + (k + half) * a_size, a.dtype, 1, count);
-        const f32x16 cos_low = load_lanes(row.b + k * b_size, b.dtype, 1, count);
-        const f32x16 cos_high = load_lanes(row.b + (k + half) * b_size, b.dtype, 1, count);
-        const f32x16 sin_low = load_lanes(sines + k * c_size, c.dtype, 1, count);
-        const f32x16 sin_high = load_lanes(sines + (k + half) * c_size, c.dtype, 1, count);
+        const f32v low = load_lanes(at + k * a_size, a.dtype, 1, count);
+        const f32v high = load_lanes(at + (k + half) * a_size, a.dtype, 1, count);
+        const f32v cos_low = load_lanes(row.b + k * b_size, b.dtype, 1, count);
+        const f32v cos_high = load_lanes(row.b + (k + half) * b_size, b.dtype, 1, count);
+        const f32v sin_low = load_lanes(sines + k * c_size, c.dtype, 1, count);
+        const f32v sin_high = load_lanes(sines + (k + half) * c_size, c.dtype, 1, count);
         store_lanes(out_at + k * out_size, out.dtype, 1, round(low * cos_low) + round(-high * sin_low), count);
         store_lanes(out_at + (k + half) * out_size, out.dtype, 1, round(high * cos_high) + round(low * sin_high),
                     count);

@@ -86,7 +86,7 @@ def test_early_exit_is_a_model_of_fewer_layers(
     alone = make_runner(save_first_layers(tmp_path, architecture, EXIT))
     batches = make_batches(view)
     for mine, expected in zip(run(view, batches), run(alone, batches), strict=True):
-        assert torch.equal(mine, expected)
+        assert_close(mine, expected)  # eager products may depend on where weights happen to lie in memory
     assert len(list(view.pool.keys)) == NUM_LAYERS
 
 
