@@ -311,6 +311,8 @@ def test_streams_outlive_the_ingress_replica(server: Server, engine: Engine) -> 
         for index, prompt in enumerate(prompts(4))
     ]
     readings = [Reading() for _ in bodies]
+    # Looked for before there are streams: that may take longer than they do.
+    (ingress,) = [p for p in server.processes() if "ServeReplica:drafthouse:Ingress" in p.cmdline()[0]]
 
     async def scenario() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
@@ -322,9 +324,6 @@ def test_streams_outlive_the_ingress_replica(server: Server, engine: Engine) -> 
             ]
             while not all(reading.token_ids for reading in readings):
                 await asyncio.sleep(0.001)
-            (ingress,) = [
-                p for p in server.processes() if "ServeReplica:drafthouse:Ingress" in p.cmdline()[0]
-            ]
             ingress.kill()
             await asyncio.wait_for(asyncio.gather(*streams), 240)
 
