@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from training.muon import new_muon
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
@@ -60,9 +62,7 @@ def make_optimizers(
             for_muon.append({"params": matrices, **paced})
         for_adamw.append({"params": embeddings, "weight_decay": weight_decay, **paced})
         for_adamw.append({"params": vectors, "weight_decay": 0.0, **paced})
-    muon = torch.optim.Muon(
-        for_muon, lr=muon_lr, momentum=0.95, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = new_muon(for_muon, lr=muon_lr, weight_decay=weight_decay)
     adamw = torch.optim.AdamW(for_adamw, lr=adamw_lr, betas=(0.9, 0.95), fused=True)
     for optimizer in (muon, adamw):
         for group in optimizer.param_groups:
