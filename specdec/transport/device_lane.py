@@ -4,8 +4,8 @@ Everything that is said goes by the link: the head of a parcel (message, names, 
 farewells. What carries the bytes is a `Pipe`: NCCL (`transport.nccl`), which has neither tags nor lengths nor
 an end of its own. So bytes come in the order of their heads, behind them stands a seal (the number of the
 parcel on this lane, and its length), and a receive is posted only once a head has come. Whatever does not
-agree, or takes longer than a link may be silent, breaks lane and link; both are opened again under another
-name, so that bytes meant for one lane never arrive on another.
+agree, or takes longer than a link may be silent, breaks lane and link. Both are opened again under another
+name: bytes meant for one lane never arrive on another.
 """
 
 from __future__ import annotations

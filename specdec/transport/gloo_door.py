@@ -242,7 +242,7 @@ def _meet(
     if not with_lane or terms.lanes is None:
         return Meeting(group, None)
     lane_store = PrefixStore(f"{knock.link_id}-lane", store)
-    lane_store.set_timeout(timedelta(seconds=terms.lane_timeout_s))
+    lane_store.set_timeout(timedelta(seconds=2 * terms.lane_timeout_s))
     pipe = open_pipe(terms.lanes, lane_store, rank, terms.lane_timeout_s)
     if pipe is None:
         if terms.lanes.end.wanted == "nccl":

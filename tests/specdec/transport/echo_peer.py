@@ -13,14 +13,20 @@ import msgspec
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.gloo_link import TorchDistOptions
 from specdec.transport.torch_dist import TorchDistChannel
+from tests.specdec.transport.gloo_pipe import gloo_lanes
 
 _ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
-def echo_process(admitted: PeerAddress) -> Iterator[tuple[subprocess.Popen[bytes], PeerAddress]]:
-    """Start one that admits a peer; yields the process and its address."""
-    command = [sys.executable, "-m", "tests.specdec.transport.echo_peer"]
+def echo_process(
+    admitted: PeerAddress, *, lanes: str = ""
+) -> Iterator[tuple[subprocess.Popen[bytes], PeerAddress]]:
+    """Start one that admits a peer; yields the process and its address.
+
+    `lanes`: the made-up device that it has device lanes of; none by default.
+    """
+    command = [sys.executable, "-m", "tests.specdec.transport.echo_peer", lanes]
     with subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -33,7 +39,12 @@ def echo_process(admitted: PeerAddress) -> Iterator[tuple[subprocess.Popen[bytes
 
 
 def _main() -> None:
-    channel = TorchDistChannel(PeerId("echo"), options=TorchDistOptions(heartbeat_interval_s=0.1))
+    device = sys.argv[1]
+    channel = TorchDistChannel(
+        PeerId("echo"),
+        options=TorchDistOptions(heartbeat_interval_s=0.1),
+        lanes=gloo_lanes(device) if device else None,
+    )
     channel.admit([msgspec.json.decode(sys.stdin.buffer.readline(), type=PeerAddress)])
     print(msgspec.json.encode(channel.address).decode(), flush=True)
     while True:
