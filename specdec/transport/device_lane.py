@@ -78,7 +78,7 @@ class Pipe(Protocol):
         ...
 
     def abort(self) -> None:
-        """End it without regard to the peer: what waits in it fails. Idempotent; never raises."""
+        """End it without regard to the peer: what waits in it fails. Idempotent; neither raises nor waits."""
         ...
 
 

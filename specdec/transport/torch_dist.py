@@ -288,6 +288,7 @@ class TorchDistChannel:
         Raises:
             TransportError: the lane is of no use any more.
         """
+        # Errors are logged as text: whoever kept one would keep the link's sockets open, by its frames.
         try:
             if link.lane is None:
                 raise ProtocolError("a parcel is announced, and the link has no device lane")
@@ -296,11 +297,11 @@ class TorchDistChannel:
             self._drop("version")
             raise
         except ProtocolError as error:
-            logger.warning("the link to %s is given up: %s", sender, error)
+            logger.warning("the link to %s is given up: %s", sender, str(error))
             self._drop("malformed")
             raise
         except TransportError as error:
-            logger.warning("the link to %s is given up: %s", sender, error)
+            logger.warning("the link to %s is given up: %s", sender, str(error))
             self._drop("lane_broken")
             raise
         self._deliver_opened(sender, lambda: head.unpack(flat))

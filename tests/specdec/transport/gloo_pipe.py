@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -75,8 +76,13 @@ def gloo_lanes(
     )
 
 
+@functools.cache
+def _device() -> Any:
+    return _GLOO.create_device(hostname="127.0.0.1")
+
+
 def _group(store: Store, rank: int, timeout_s: float) -> Any:
     options = _GLOO._Options()
-    options._devices = [_GLOO.create_device(hostname="127.0.0.1")]
+    options._devices = [_device()]
     options._timeout = timedelta(seconds=timeout_s)
     return _GLOO(store, rank, 2, options)
