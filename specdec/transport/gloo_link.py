@@ -151,7 +151,7 @@ class GlooLink:
                 self._in_flight.append(_InFlight(self.lane.send(shipment), shipment.flat, by_lane=True))
                 self._num_shipped_bytes += num_bytes
             except RuntimeError:
-                self._give_lane_up()
+                self._part()
             self._state.notify_all()
         return True
 
@@ -203,11 +203,9 @@ class GlooLink:
             return
         self._last_sent_s = time.monotonic()
 
-    def _give_lane_up(self) -> None:
-        """The peer does not take what is sent by the lane: part from it, whether or not it hears that."""
-        assert self.lane is not None
+    def _part(self) -> None:
+        """Lane and link are of no use any more: part from the peer, whether or not it hears that."""
         self._lane_broke = True
-        self.lane.abort()
         if not self._closing:
             self._closing = True
             self._begin(FrameKind.FAREWELL, memoryview(b""))
@@ -282,9 +280,11 @@ class GlooLink:
                             self._num_shipped_bytes -= one.piece.numel()
             except RuntimeError:  # of the link: the wait of whoever listens fails as well
                 in_flight = ()
+                if one.by_lane and self.lane is not None:
+                    self.lane.abort()
                 with self._state:
                     if one.by_lane and not self._ended:
-                        self._give_lane_up()
+                        self._part()
                     self._state.wait_for(lambda: self._ended)
                     self._in_flight.clear()
                 return
