@@ -97,23 +97,30 @@ class DeviceLanes:
 class Shipment:
     """A parcel for a device lane."""
 
-    head: ParcelHead
+    head: bytes
+    """Of the parcel, encoded."""
+    num_bytes: int
+    """Of its tensors."""
     flat: torch.Tensor
-    """uint8 [bytes] on the device: tensors, and room for the seal."""
+    """uint8 [bytes] on the device: the tensors, and room for the seal."""
 
 
 class DeviceLane:
     """One end of a lane. Sends are made in order by whoever holds the link's lock, `take` by who listens."""
 
-    def __init__(self, pipe: Pipe, *, max_parcel_bytes: int, patience_s: float) -> None:
+    def __init__(
+        self, pipe: Pipe, *, max_announcement_bytes: int, max_parcel_bytes: int, patience_s: float
+    ) -> None:
         """Take over a pipe.
 
         Args:
             pipe: it is the lane's alone.
+            max_announcement_bytes: longest announcement that the link takes.
             max_parcel_bytes: most bytes of tensors in a parcel, and of those that are sent at a time.
             patience_s: longest (seconds) that bytes may be on their way.
         """
         self._pipe = pipe
+        self._max_announcement_bytes = max_announcement_bytes
         self._max_parcel_bytes = max_parcel_bytes
         self._patience = timedelta(seconds=patience_s)
         self._num_sent = 0
@@ -122,7 +129,7 @@ class DeviceLane:
     def pack(self, message: Message, tensors: Mapping[str, torch.Tensor]) -> Shipment | None:
         """Copy a parcel on the device (any thread), so that the tensors may change at once.
 
-        None: not all of its tensors are there.
+        None: not all of its tensors are there, or there is no room for a copy.
 
         Raises:
             ProtocolError: it exceeds the size bound.
@@ -132,16 +139,22 @@ class DeviceLane:
         head = ParcelHead.of(message, tensors)
         if head.num_bytes > self._max_parcel_bytes:
             raise ProtocolError(f"tensors of {head.num_bytes} bytes exceed {self._max_parcel_bytes}")
-        flat = torch.empty(head.num_bytes + _SEAL_BYTES, dtype=torch.uint8, device=self._pipe.device)
+        encoded = head.encode()
+        if _NUMBER.size + len(encoded) > self._max_announcement_bytes:
+            raise ProtocolError(f"a message of {len(encoded)} bytes exceeds {self._max_announcement_bytes}")
+        try:
+            flat = torch.empty(head.num_bytes + _SEAL_BYTES, dtype=torch.uint8, device=self._pipe.device)
+        except torch.OutOfMemoryError:
+            return None
         head.pack(tensors, flat[: head.num_bytes])
-        return Shipment(head, flat)
+        return Shipment(encoded, head.num_bytes, flat)
 
     def announcement(self, shipment: Shipment) -> bytes:
         """Seal a shipment as the next one; return what has to reach the peer, by the link, for it."""
         number, self._num_sent = self._num_sent, self._num_sent + 1
         seal = _seal_of(shipment.flat)
-        seal[0], seal[1] = number, shipment.head.num_bytes  # fills on the device: nothing waits for it
-        return _NUMBER.pack(number) + shipment.head.encode()
+        seal[0], seal[1] = number, shipment.num_bytes  # filled on the device: nothing waits for it
+        return _NUMBER.pack(number) + shipment.head
 
     def send(self, shipment: Shipment) -> Transfer:
         """Begin to send what has been announced.

@@ -6,6 +6,10 @@ knows the key of whom it knocks at. Once they have met, the store is done with.
 With its knock it says by what tensors could travel (`transport.lane_choice`); the answer says by what they
 do. Who says nothing of it is of an older version, and has Gloo alone.
 
+Whoever connects to a store has PyTorch (2.13) ask the resolver for the name of its address, 127.0.0.1 too, for
+which /etc/hosts does not answer (it asks about ::ffff:127.0.0.1). No option changes that: with a resolver that
+leaves reverse look-ups unanswered, the opening of a link takes the resolver's timeout, often 5 s, or fails.
+
 Keys are secrets that the members of the directory share: they keep strangers and other deployments out. They
 do not protect from somebody who can read or change what is on the network. Neither the store nor Gloo
 encrypts, and whoever can write to their ports can break a link or end the process: both belong on a private
@@ -240,6 +244,8 @@ def _meet(
     options._timeout = timedelta(seconds=terms.timeout_s)
     group = _GLOO(PrefixStore(knock.link_id, store), rank, 2, options)
     if not with_lane or terms.lanes is None:
+        if terms.end.wanted == "nccl":
+            _complain(f"{KEY} is nccl, and tensors go by Gloo to workers of an older version")
         return Meeting(group, None)
     lane_store = PrefixStore(f"{knock.link_id}-lane", store)
     lane_store.set_timeout(timedelta(seconds=2 * terms.lane_timeout_s))
@@ -247,13 +253,15 @@ def _meet(
     if pipe is None:
         if terms.lanes.end.wanted == "nccl":
             raise RuntimeError(f"no device lane to {knock.peer_id}, and {KEY} is nccl")
-        logger.warning("tensors between %s and this worker go by Gloo", knock.peer_id)
+        logger.warning("tensors on the link that %s has opened go by Gloo", knock.peer_id)
+    else:
+        logger.info("tensors on the link that %s has opened go from device to device", knock.peer_id)
     return Meeting(group, pipe)
 
 
 @functools.lru_cache(maxsize=64)
 def _complain(text: str) -> None:
-    """Once: whoever is refused knocks again and again."""
+    """Once: links are opened again and again."""
     logger.error(text)
 
 

@@ -256,6 +256,7 @@ class TorchDistChannel:
         if meeting.pipe is not None:
             lane = DeviceLane(
                 meeting.pipe,
+                max_announcement_bytes=self._options.limit_bytes(FrameKind.ANNOUNCEMENT),
                 max_parcel_bytes=self._options.max_parcel_bytes,
                 patience_s=self._options.heartbeat_timeout_s,
             )

@@ -21,7 +21,7 @@ from specdec.core.errors import ChannelTimeout, ConfigError, ProtocolError
 from specdec.transport.base import PeerId, PeerLost
 from specdec.transport.device_lane import DeviceLane, DeviceLanes, Pipe, Shipment, Transfer
 from specdec.transport.gloo_link import FrameKind, TorchDistOptions
-from specdec.transport.messages import Ping, encode
+from specdec.transport.messages import Fatal, Ping, encode
 from specdec.transport.nccl import nccl_lanes
 from specdec.transport.parcels import ParcelHead
 from specdec.transport.torch_dist import TorchDistChannel
@@ -53,6 +53,7 @@ def linked(
         client.connect(server.address)
         client.send(SERVER, Ping(0))
         assert server.receive(20).message == Ping(0)
+        until(lambda: client._links[SERVER].link is not None)  # before, tensors go by the host
         yield server, client
 
 
@@ -165,6 +166,16 @@ def test_more_than_the_bound_is_an_error_at_its_sender() -> None:
         client.send_tensors(SERVER, Ping(1), {"x": torch.zeros(10_000)})
 
 
+def test_a_message_over_the_bound_is_an_error_at_its_sender_with_tensors_too() -> None:
+    options = TorchDistOptions(max_message_bytes=1000)
+    with (
+        linked(gloo_lanes("1"), gloo_lanes("2"), options) as (server, client),
+        pytest.raises(ProtocolError, match="exceeds"),
+    ):
+        client.send_tensors(SERVER, Fatal("x" * 2000), {"x": torch.zeros(3)})
+    assert server.counters.dropped == {}
+
+
 def test_what_the_peer_does_not_take_is_not_heaped_up_on_the_device() -> None:
     options = TorchDistOptions(max_parcel_bytes=10_000, heartbeat_timeout_s=30.0)
     with linked(gloo_lanes("1"), gloo_lanes("2", wrap=Stuck), options) as (_, client):
@@ -273,7 +284,7 @@ def test_bytes_that_are_not_those_announced_are_not_delivered(fault: str) -> Non
         assert sent is not None
         link.lane.announcement(sent)  # its seal is that of parcel 0
         if fault == "another parcel":
-            content = announced(0, sent.head.encode())
+            content = announced(0, sent.head)
             sent.flat[-64:].zero_()
             sent.flat[-64] = 9
         else:
@@ -295,7 +306,8 @@ def test_a_message_that_cannot_be_understood_costs_its_parcel_alone() -> None:
         for message in (b"rubbish", bytes(old)):
             sent = link.lane.pack(Ping(1), {"x": torch.ones(3)})
             assert sent is not None
-            assert link.ship(Shipment(ParcelHead(message, sent.head.specs), sent.flat))
+            head = ParcelHead(message, ParcelHead.of(Ping(1), {"x": torch.ones(3)}).specs)
+            assert link.ship(Shipment(head.encode(), sent.num_bytes, sent.flat))
         client.send_tensors(SERVER, Ping(5), {"x": torch.ones(3)})
         assert server.receive(10).message == Ping(5)
         assert server.counters.dropped == {"malformed": 1, "version": 1}
@@ -323,6 +335,7 @@ def test_a_process_that_dies_or_hangs_is_noticed_and_its_lane_ended(end: str) ->
         client.connect(address)
         client.send(ECHO, Ping(0))
         assert client.receive(30).message == Ping(0)
+        until(lambda: client._links[ECHO].link is not None)
         hidden = torch.randn(3000, 64)
         client.send_tensors(ECHO, Ping(1), {"hidden": hidden})
         envelope = client.receive(30)
