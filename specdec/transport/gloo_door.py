@@ -6,9 +6,9 @@ knows the key of whom it knocks at. Once they have met, the store is done with.
 With its knock it says by what tensors could travel (`transport.lane_choice`); the answer says by what they
 do. Who says nothing of it is of an older version, and has Gloo alone.
 
-Whoever connects to a store has PyTorch (2.13) ask the resolver for the name of its address, 127.0.0.1 too, for
-which /etc/hosts does not answer (it asks about ::ffff:127.0.0.1). No option changes that: with a resolver that
-leaves reverse look-ups unanswered, the opening of a link takes the resolver's timeout, often 5 s, or fails.
+Whoever connects to a store has PyTorch (2.13) ask the resolver for the name of its address, 127.0.0.1 too
+(as ::ffff:127.0.0.1, for which /etc/hosts does not answer). No option changes that: with a resolver that
+leaves reverse look-ups unanswered, opening a link takes the resolver's timeout, often 5 s, or fails.
 
 Keys are secrets that the members of the directory share: they keep strangers and other deployments out. They
 do not protect from somebody who can read or change what is on the network. Neither the store nor Gloo
