@@ -129,6 +129,7 @@ class DraftPoolReplica:
                 ModelRanks.of_draft(self._engine),
                 self._cluster.namespace,
             ),
+            channels.tensors,
         )
         worker = WorkerHandle(actor, "draft worker")
         self._worker = worker

@@ -174,6 +174,7 @@ class TargetGroup:
             self._options,
             StartReporter(self._cluster.namespace, worker_id),
             rank_options("target", group.bundle, ModelRanks.of_target(self._config), self._cluster.namespace),
+            self._cluster.channels.tensors,
         )
         self._worker = WorkerHandle(actor, "target worker")
         return self._worker

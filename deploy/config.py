@@ -156,6 +156,25 @@ class DrafthouseConfig(EngineConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_tensors(self) -> Self:
+        if self.cluster.channels.tensors != "nccl":
+            return self
+        placed: list[tuple[str, EngineConfig, ClusterConfig | ModelPoolsConfig]] = [("", self, self.cluster)]
+        placed += [(f"models.{name}.", model, model.cluster) for name, model in self.models.items()]
+        for where, engine, pools in placed:
+            if not engine.speculative_config.has_remote_heads:
+                continue
+            bundles = {"target_groups": pools.target_groups.bundle, "draft_pool": pools.draft_pool.bundle}
+            for pool, bundle in bundles.items():
+                if bundle.num_gpus == 0:
+                    raise ValueError(
+                        f"cluster.channels.tensors: nccl needs GPUs at both ends, and workers of "
+                        f"{where}cluster.{pool} have none: set {where}cluster.{pool}.bundle.num_gpus, or "
+                        "write gloo or auto"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _check_tenants(self) -> Self:
         blocks = {"": self.speculative_config} | {
             f"models.{name}.": model.speculative_config for name, model in self.models.items()

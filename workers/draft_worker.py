@@ -25,10 +25,14 @@ from workers.progress import StartListener, StartProgress
 from workers.rank_worker import lead_ranks, threads_per_rank
 
 if TYPE_CHECKING:
+    import torch
+
     from specdec.engine.hidden_inbox import HiddenInbox
     from specdec.engine.text_tap import LearnableText
     from specdec.proposers.base import Proposer
     from specdec.proposers.heads_factory import LoadedDrafter
+    from specdec.transport.base import TensorChannel
+    from specdec.transport.lane_choice import TensorLane
     from specdec.transport.zmq import ZmqOptions
     from workers.online_trainer import PackedVersion
 
@@ -55,9 +59,10 @@ class DraftWorkerProcess:
         shares: DraftShareConfig,
         listener: StartListener | None = None,
         other_ranks: Sequence[Mapping[str, Any]] = (),
+        tensors: TensorLane = "gloo",
     ) -> None:
         """`shares`: what it takes on; `other_ranks`: actor options of ranks 1, 2, ... of the draft model, of
-        which this is rank 0.
+        which this is rank 0; `tensors`: how hidden states travel from targets.
         """
         prepare_logging(peer_id)
         speculative = config.speculative_config
@@ -68,6 +73,8 @@ class DraftWorkerProcess:
         from specdec.engine.text_tap import TextTap
         from specdec.model.device_name import device_name
         from specdec.model.loader import resolve_device
+        from specdec.transport.nccl import nccl_lanes
+        from specdec.transport.torch_dist import TorchDistChannel
         from specdec.transport.zmq import ZmqChannel
 
         started_s = time.monotonic()
@@ -76,7 +83,12 @@ class DraftWorkerProcess:
         proposer: Proposer
         if speculative.has_remote_heads:
             heads = build_remote_heads(config)
-            self._inbox = _hidden_inbox(heads, speculative.hidden_memory_bytes, peer_id, host)
+            device = resolve_device(speculative.device)
+            lanes = nccl_lanes(tensors, device)
+            channel = TorchDistChannel(tensor_peer_id(peer_id), host=host, lanes=lanes)
+            self._inbox = _hidden_inbox(
+                heads, speculative.hidden_memory_bytes, channel, None if lanes is None else device
+            )
             proposer = heads.proposer(self._inbox)
         else:
             proposer = build_draft_proposer(config, lead_ranks("draft", config, host, other_ranks))
@@ -188,15 +200,18 @@ class DraftWorkerProcess:
         self._thread.stop(self._channel.wake)
 
 
-def _hidden_inbox(heads: LoadedDrafter, memory_bytes: int, peer_id: PeerId, host: str) -> HiddenInbox:
+def _hidden_inbox(
+    heads: LoadedDrafter, memory_bytes: int, channel: TensorChannel, device: torch.device | None
+) -> HiddenInbox:
+    """Rows that come to a GPU stay there (`device`), for it is there that they are read."""
     from specdec.engine.hidden_inbox import HiddenInbox
-    from specdec.transport.torch_dist import TorchDistChannel
 
     return HiddenInbox(
-        TorchDistChannel(tensor_peer_id(peer_id), host=host),
+        channel,
         layers=heads.hidden_layers,
         width=heads.state_width,
         max_rows=max(1, memory_bytes // (heads.state_width * _NUMBER_BYTES)),
+        device=device,
     )
 
 

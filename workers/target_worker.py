@@ -26,6 +26,8 @@ from workers.rank_worker import lead_ranks, threads_per_rank
 if TYPE_CHECKING:
     from specdec.engine.hidden_sender import HiddenSender
     from specdec.engine.kept_rows import KeptRows
+    from specdec.transport.device_lane import DeviceLanes
+    from specdec.transport.lane_choice import TensorLane
     from specdec.transport.zmq import ZmqOptions
 
 logger = logging.getLogger(__name__)
@@ -50,13 +52,18 @@ class TargetWorkerProcess:
         options: ZmqOptions,
         listener: StartListener | None = None,
         other_ranks: Sequence[Mapping[str, Any]] = (),
+        tensors: TensorLane = "gloo",
     ) -> None:
-        """`other_ranks`: actor options of ranks 1, 2, ... of the target, of which this is rank 0."""
+        """`other_ranks`: actor options of ranks 1, 2, ... of the target, of which this is rank 0; `tensors`:
+        how hidden states travel to draft workers.
+        """
         prepare_logging(peer_id)
         num_threads = prepare_threads(threads_per_rank(config.target.num_threads, 1 + len(other_ranks)))
         # Only now, since OpenMP reads its settings when torch is loaded.
         from specdec.engine.build import build_target
         from specdec.engine.target_server import TargetServer
+        from specdec.model.loader import resolve_device
+        from specdec.transport.nccl import nccl_lanes
         from specdec.transport.zmq import ZmqChannel
 
         started_s = time.monotonic()
@@ -83,7 +90,8 @@ class TargetWorkerProcess:
         self._channel.admit([owner])
         self._sender: HiddenSender | None = None
         if config.speculative_config.has_remote_heads:
-            self._sender = _hidden_sender(target.hidden, peer_id, host)
+            device = resolve_device(config.target.device)
+            self._sender = _hidden_sender(target.hidden, peer_id, host, nccl_lanes(tensors, device))
         server = TargetServer(self._channel, target, hidden=self._sender)
         idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
@@ -121,12 +129,14 @@ class TargetWorkerProcess:
         self._thread.stop(self._channel.wake)
 
 
-def _hidden_sender(kept: KeptRows | None, peer_id: PeerId, host: str) -> HiddenSender:
+def _hidden_sender(
+    kept: KeptRows | None, peer_id: PeerId, host: str, lanes: DeviceLanes | None
+) -> HiddenSender:
     from specdec.engine.hidden_sender import HiddenSender
     from specdec.transport.torch_dist import TorchDistChannel
 
     assert kept is not None, "a target keeps what heads in draft workers read"
-    return HiddenSender(TorchDistChannel(tensor_peer_id(peer_id), host=host), kept)
+    return HiddenSender(TorchDistChannel(tensor_peer_id(peer_id), host=host, lanes=lanes), kept)
 
 
 TargetWorker = ray.remote(TargetWorkerProcess)

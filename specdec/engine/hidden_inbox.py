@@ -52,18 +52,21 @@ class HiddenInbox:
         width: int,
         wait_s: float = 0.02,
         max_rows: int = 1 << 16,
+        device: torch.device | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Keep rows of `width` numbers (all layers together), at most `max_rows` for each coordinator.
 
         Those of one sequence are kept whatever their number: its drafter has room for it, or refuses it.
-        `wait_s`: how long a round waits for rows that are still on their way.
+        `wait_s`: how long a round waits for rows that are still on their way. `device`: where they are kept,
+        wherever they arrive; None: on the CPU.
         """
         self._channel = channel
         self._layers = layers
         self._width = width
         self._wait_s = wait_s
         self._max_rows = max_rows
+        self._device = device or torch.device("cpu")
         self._clock = clock or MonotonicClock()
         self._speakers: dict[PeerId, PeerId] = {}
         self._kept: dict[PeerId, OrderedDict[RequestId, _Kept]] = {}
@@ -236,7 +239,7 @@ class HiddenInbox:
             kept.rows = ReceivedRows(run.first_row)
         new = hidden[kept.rows.end_row - run.first_row :]
         # A copy: the parcel that it came in holds the rows of others as well.
-        kept.rows.append(new.clone())
+        kept.rows.append(new.to(self._device, copy=True))
         kept.committed_len, kept.prefix_hash = 0, 0
         if end_row == run.committed_len - 1:
             kept.committed_len, kept.prefix_hash = run.committed_len, run.prefix_hash

@@ -49,7 +49,8 @@ class Envelope:
     sender: PeerId
     message: Message | PeerLost
     tensors: Mapping[str, torch.Tensor] | None = None
-    """What came beside the message, by name, on the CPU; only over a `TensorChannel`."""
+    """What came beside the message, by name; only over a `TensorChannel`. On the CPU, but for what came by a
+    device lane: that is on the lane's device, complete, and is read on the device's default stream."""
 
 
 @dataclass(slots=True)
@@ -60,7 +61,8 @@ class ChannelCounters:
     received: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     """Messages that were not delivered, by reason (malformed, version, foreign, full, too_large,
-    unknown_peer), and links that were not let in (refused_link)."""
+    unknown_peer), links that were not let in (refused_link), that ended because tensors were not taken or did
+    not come from device to device (lane_broken), and that could not be opened so (no_lane)."""
 
 
 class Channel(Protocol):

@@ -8,10 +8,11 @@ from pydantic import Field
 
 from specdec.core.config import StrictConfig
 from specdec.transport.base import MAX_MESSAGE_BYTES
+from specdec.transport.lane_choice import TensorLane
 
 
 class ChannelConfig(StrictConfig):
-    """Sockets of the channels that carry rounds and token streams."""
+    """Sockets of the channels that carry rounds and token streams, and what carries tensors."""
 
     bind: Literal["auto", "loopback", "node"] = "auto"
     """Where sockets listen: loopback; the node's address in the cluster; auto: loopback while the cluster
@@ -22,3 +23,7 @@ class ChannelConfig(StrictConfig):
     """Seconds between heartbeats of an idle link."""
     heartbeat_timeout_s: float = Field(default=4.0, gt=0)
     """A link that is silent for so many seconds counts as broken."""
+    tensors: TensorLane = "gloo"
+    """How tensors travel from target to draft workers (hidden states, with `heads_at: draft_pool`). gloo:
+    through the memory of the hosts; nccl: from GPU to GPU, which needs a PyTorch with NCCL and, for each of
+    the two workers, a GPU of its own; auto: nccl where that can be, else gloo. Not run on GPUs yet."""

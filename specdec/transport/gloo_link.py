@@ -11,6 +11,9 @@ they have nothing else to say, and each waits for the next frame at most `heartb
 that times out closes the connection, for both ends and for all that is pending; it cannot be taken back by
 itself, and `abort` of a Gloo group does nothing. A thread that waits for a frame is therefore ended by its
 peer, whom a farewell tells to close, or by the timeout.
+
+Beside a link there may be a device lane (`transport.device_lane`). It begins and ends with the link: a peer
+that is gone, silent, or out of step on one is so on the other.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from specdec.core.errors import TransportError
 from specdec.transport.base import MAX_MESSAGE_BYTES
+from specdec.transport.device_lane import DeviceLane, Shipment, Transfer
 
 _SLOT_BYTES: Final = 16384
 """A round's proposals fit. What does not costs another exchange: its receive is posted behind the slot."""
@@ -53,6 +58,8 @@ class FrameKind(enum.IntEnum):
     PARCEL = 2
     FAREWELL = 3
     """The sender closes its end; nothing follows."""
+    ANNOUNCEMENT = 4
+    """A parcel whose tensors come by the device lane of the link; sent where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +76,38 @@ class TorchDistOptions:
     """A link that is silent for so long counts as broken."""
     connect_timeout_s: float = 5.0
     """How long two peers may take to meet, once one has knocked."""
+    lane_timeout_s: float = 30.0
+    """How long they may then take to open a device lane."""
 
     def limit_bytes(self, kind: FrameKind) -> int:
         """Return the longest frame of a kind."""
         return self.max_parcel_bytes if kind is FrameKind.PARCEL else self.max_message_bytes
 
 
+class _InFlight(NamedTuple):
+    transfer: Transfer
+    piece: torch.Tensor
+    by_lane: bool = False
+
+
 class GlooLink:
     """One end of a link. Any thread may send and close; one thread listens."""
 
-    def __init__(self, group: Any, rank: int, options: TorchDistOptions) -> None:
-        """Take over a group of two, of which this end is `rank`."""
+    def __init__(
+        self, group: Any, rank: int, options: TorchDistOptions, lane: DeviceLane | None = None
+    ) -> None:
+        """Take over a group of two, of which this end is `rank`, and the device lane beside it."""
         self._group = group
+        self.lane = lane
+        """Its device lane, if it has one."""
+        self._lane_broke = False
         self._peer = 1 - rank
         self._options = options
         self._patience = timedelta(seconds=options.heartbeat_timeout_s)
         self._state = threading.Condition()
-        self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_shipped_bytes = 0
+        """Of what is in flight, how much goes by the device lane."""
         self._last_sent_s = time.monotonic()
         self._ended = False
         self._closing = False
@@ -112,6 +134,27 @@ class GlooLink:
                 self._state.notify_all()
         return True
 
+    def ship(self, shipment: Shipment) -> bool:
+        """Begin to send a parcel by the device lane, as `send` does; False when too much is queued."""
+        assert self.lane is not None
+        with self._state:
+            if self._ended or self._lane_broke:
+                return True
+            num_bytes = shipment.flat.numel()
+            if len(self._in_flight) >= self._options.max_queued_messages or (
+                self._num_shipped_bytes > 0
+                and self._num_shipped_bytes + num_bytes > self._options.max_parcel_bytes
+            ):
+                return False
+            self._begin(FrameKind.ANNOUNCEMENT, memoryview(bytearray(self.lane.announcement(shipment))))
+            try:
+                self._in_flight.append(_InFlight(self.lane.send(shipment), shipment.flat, by_lane=True))
+                self._num_shipped_bytes += num_bytes
+            except RuntimeError:
+                self._part()
+            self._state.notify_all()
+        return True
+
     def listen(
         self,
         on_frame: Callable[[FrameKind, torch.Tensor], None],
@@ -119,17 +162,21 @@ class GlooLink:
     ) -> None:
         """Hand over every frame (uint8 [bytes], the receiver's own); return when the link has ended.
 
-        `on_dropped` is told why a frame was not handed over.
+        `on_dropped` is told why a frame was not handed over. A TransportError of `on_frame` ends the link.
         """
         try:
             self._listen(on_frame, on_dropped)
-        except RuntimeError:  # how Gloo reports a peer that is gone, or silent for too long
+        except (RuntimeError, TransportError):  # a peer that is gone, silent for too long, or out of step
             pass
         finally:
             with self._state:
                 self._ended = True
                 self._group = None  # its sockets close with the last reference
                 self._state.notify_all()
+            if self.lane is not None:
+                self.lane.abort()
+            if self._lane_broke:
+                on_dropped("lane_broken")
 
     def close(self, flush_s: float = 0.0) -> None:
         """Say farewell; wait at most `flush_s` for the peer to have heard it, and all before it."""
@@ -151,10 +198,17 @@ class GlooLink:
             pieces += [(chunk, _CHUNK_TAG) for chunk in _chunks(rest)]
         try:
             for piece, tag in pieces:
-                self._in_flight.append((self._group.send([piece], self._peer, tag), piece))
+                self._in_flight.append(_InFlight(self._group.send([piece], self._peer, tag), piece))
         except RuntimeError:  # broken: whoever listens notices it as well
             return
         self._last_sent_s = time.monotonic()
+
+    def _part(self) -> None:
+        """Lane and link are of no use any more: part from the peer, whether or not it hears that."""
+        self._lane_broke = True
+        if not self._closing:
+            self._closing = True
+            self._begin(FrameKind.FAREWELL, memoryview(b""))
 
     def _listen(
         self,
@@ -217,14 +271,20 @@ class GlooLink:
                     self._begin(FrameKind.HEARTBEAT, memoryview(b""))
                 in_flight = tuple(self._in_flight)
             try:
-                for work, _ in in_flight:
-                    work.wait(self._patience)
+                for one in in_flight:
+                    one.transfer.wait(self._patience)
                     with self._state:
                         if self._in_flight:
                             self._in_flight.popleft()
-            except RuntimeError:  # the wait of whoever listens fails as well
+                        if one.by_lane:
+                            self._num_shipped_bytes -= one.piece.numel()
+            except RuntimeError:  # of the link: the wait of whoever listens fails as well
                 in_flight = ()
+                if one.by_lane and self.lane is not None:
+                    self.lane.abort()
                 with self._state:
+                    if one.by_lane and not self._ended:
+                        self._part()
                     self._state.wait_for(lambda: self._ended)
                     self._in_flight.clear()
                 return

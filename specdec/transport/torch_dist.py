@@ -1,38 +1,46 @@
-"""Channels over `torch.distributed` (Gloo): messages, and messages with tensors beside them.
+"""Channels over `torch.distributed`: messages by Gloo, and tensors beside them by Gloo or from GPU to GPU.
 
 Purpose: what is a tensor on the wire between groups, such as hidden states for remote drafters. Messages
 without tensors travel as well, so that this is a channel like the others; ZeroMQ is faster for them, and safe
 on a network that others share (see `transport.gloo_door` for who can do what here).
 
 Nothing is pickled: frames are those of `messages` and `parcels`, in uint8 tensors, from point to point.
-Tensors on accelerators are copied to the host, and arrive there.
+Tensors on accelerators are copied to the host, and arrive there; but where both ends have a device lane
+(`transport.device_lane`), those of its device arrive on the other end's. What is sent before a link is up
+goes by the host in any case: nothing waits in the memory of a GPU.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError
+from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError, TransportError
 from specdec.transport.base import ChannelCounters, Envelope, PeerAddress, PeerId, PeerLost
+from specdec.transport.device_lane import DeviceLane, DeviceLanes
 from specdec.transport.gloo_door import (
     GUEST_RANK,
     HOST_RANK,
     Door,
     Knock,
+    Meeting,
+    MeetingTerms,
     endpoint_of,
     knock_at,
 )
 from specdec.transport.gloo_link import FrameKind, GlooLink, TorchDistOptions
 from specdec.transport.messages import Message, WrongVersion, decode, encode
 from specdec.transport.parcels import decode_parcel, encode_parcel
+
+logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S: Final = 0.05
 _MAX_RETRY_S: Final = 1.0
@@ -42,14 +50,30 @@ class TorchDistChannel:
     """A `TensorChannel` over Gloo. Its threads take in what arrives, whatever its owner does."""
 
     def __init__(
-        self, peer_id: PeerId, *, host: str = "127.0.0.1", options: TorchDistOptions | None = None
+        self,
+        peer_id: PeerId,
+        *,
+        host: str = "127.0.0.1",
+        options: TorchDistOptions | None = None,
+        lanes: DeviceLanes | None = None,
     ) -> None:
         """Listen on `host` alone.
+
+        Args:
+            peer_id: its name.
+            host: an address of this machine.
+            options: limits and times.
+            lanes: how device lanes are opened, to peers that have such too; None: there are none.
 
         Raises:
             ResourceError: the address cannot be bound.
         """
         self._options = options or TorchDistOptions()
+        self._terms = MeetingTerms(
+            timeout_s=self._options.connect_timeout_s,
+            lane_timeout_s=self._options.lane_timeout_s,
+            lanes=lanes,
+        )
         self._counters = ChannelCounters()
         self._changed = threading.Condition()
         self._inbox: deque[Envelope] = deque()
@@ -65,8 +89,9 @@ class TorchDistChannel:
             host,
             is_member=lambda name, key: self._admitted.get(name) == key,
             let_in=self._let_in,
+            on_guest=self._note_thread,
             on_dropped=self._drop,
-            timeout_s=self._options.connect_timeout_s,
+            terms=self._terms,
         )
         self._address = PeerAddress(
             peer_id=peer_id, endpoint=endpoint_of(host, self._door.port), public_key=self._door.key
@@ -94,8 +119,8 @@ class TorchDistChannel:
         if known is not None:
             known.close()
         thread = threading.Thread(target=dialled.run, name=f"torch-dist-{peer.peer_id}", daemon=True)
-        self._note_thread(thread)
         thread.start()
+        self._note_thread(thread)
 
     def disconnect(self, peer_id: PeerId) -> None:
         """Close a link; see `Channel.disconnect`."""
@@ -114,6 +139,13 @@ class TorchDistChannel:
 
     def send_tensors(self, peer_id: PeerId, message: Message, tensors: Mapping[str, torch.Tensor]) -> None:
         """Queue a message with tensors; see `TensorChannel.send_tensors`."""
+        self._require_open()
+        link = self._lane_link(peer_id)
+        if link is not None and link.lane is not None:
+            shipment = link.lane.pack(message, tensors)
+            if shipment is not None:
+                self._count_sent(link.ship(shipment))
+                return
         self._send(peer_id, FrameKind.PARCEL, encode_parcel(message, tensors).numpy().data)
 
     def receive(self, timeout_s: float | None) -> Envelope:
@@ -153,9 +185,17 @@ class TorchDistChannel:
         self._door.close()
 
     def join(self) -> None:
-        """After `close`: wait for its threads, each at most as long as a silent peer is waited for."""
+        """After `close`: wait for its threads, each at most as long as it can take to hear of the end.
+
+        That is to find the peer's store, to have an answer, to meet; and to open a lane, or to hear nothing.
+        """
+        options = self._options
+        patience_s = 3 * options.connect_timeout_s + options.heartbeat_timeout_s
+        if self._terms.lanes is not None:
+            patience_s += 2 * options.lane_timeout_s
+        until_s = time.monotonic() + patience_s
         for thread in self._threads:
-            thread.join(self._options.heartbeat_timeout_s + self._options.connect_timeout_s)
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def _send(self, peer_id: PeerId, kind: FrameKind, content: memoryview) -> None:
         limit = self._options.limit_bytes(kind)
@@ -165,10 +205,19 @@ class TorchDistChannel:
         link = self._links.get(peer_id) or self._callers.get(peer_id)
         if link is None:
             self._drop("unknown_peer")
-        elif link.send(kind, content):
+        else:
+            self._count_sent(link.send(kind, content))
+
+    def _count_sent(self, is_sent: bool) -> None:
+        if is_sent:
             self._counters.sent += 1
         else:
             self._drop("full")
+
+    def _lane_link(self, peer_id: PeerId) -> GlooLink | None:
+        """Return the link to a peer if it is up: then nothing that was sent before is still to be sent."""
+        dialled = self._links.get(peer_id)
+        return self._callers.get(peer_id) if dialled is None else dialled.link
 
     def _require_open(self) -> None:
         if self._closed:
@@ -183,10 +232,9 @@ class TorchDistChannel:
         with self._changed:
             self._counters.dropped[reason] += 1
 
-    def _let_in(self, knock: Knock, group: Any) -> None:
+    def _let_in(self, knock: Knock, meeting: Meeting) -> None:
         """Answer to a member on the link that it has opened; take in what it brings."""
-        self._note_thread(threading.current_thread())
-        link = GlooLink(group, HOST_RANK, self._options)
+        link = self._link(meeting, HOST_RANK)
         with self._changed:
             if not self._closed:
                 self._callers[knock.peer_id] = link
@@ -200,8 +248,19 @@ class TorchDistChannel:
 
     def _dial(self, peer: PeerAddress, given_up: Callable[[], bool]) -> GlooLink | None:
         """Return a link to a peer; None when it cannot be reached, or refuses."""
-        group = knock_at(peer, self._address, timeout_s=self._options.connect_timeout_s, given_up=given_up)
-        return None if group is None else GlooLink(group, GUEST_RANK, self._options)
+        meeting = knock_at(peer, self._address, terms=self._terms, given_up=given_up)
+        return None if meeting is None else self._link(meeting, GUEST_RANK)
+
+    def _link(self, meeting: Meeting, rank: int) -> GlooLink:
+        lane = None
+        if meeting.pipe is not None:
+            lane = DeviceLane(
+                meeting.pipe,
+                max_announcement_bytes=self._options.limit_bytes(FrameKind.ANNOUNCEMENT),
+                max_parcel_bytes=self._options.max_parcel_bytes,
+                patience_s=self._options.heartbeat_timeout_s,
+            )
+        return GlooLink(meeting.group, rank, self._options, lane)
 
     def _hear(self, link: GlooLink, sender: PeerId, public_key: str) -> None:
         """Take in what a link brings, until it ends; as a caller, only while it is admitted."""
@@ -211,22 +270,55 @@ class TorchDistChannel:
             is_ours = dialled is not None and dialled.link is link
             if not is_ours and self._admitted.get(sender) != public_key:
                 self._drop("foreign")
-            elif (envelope := self._open(sender, kind, content)) is not None:
-                self._deliver(envelope)
+                if kind is FrameKind.ANNOUNCEMENT:
+                    raise ProtocolError(
+                        "the bytes of a parcel that nobody takes are in the way of all others"
+                    )
+            elif kind is FrameKind.ANNOUNCEMENT:
+                self._take_shipment(link, sender, content)
+            elif kind is FrameKind.PARCEL:
+                self._deliver_opened(sender, lambda: decode_parcel(content))
+            else:
+                self._deliver_opened(sender, lambda: (decode(content.numpy().data), None))
 
         link.listen(take, self._drop)
 
-    def _open(self, sender: PeerId, kind: FrameKind, content: torch.Tensor) -> Envelope | None:
+    def _take_shipment(self, link: GlooLink, sender: PeerId, announced: torch.Tensor) -> None:
+        """Deliver a parcel whose tensors come by the device lane.
+
+        Raises:
+            TransportError: the lane is of no use any more.
+        """
+        # Errors are logged as text: whoever kept one would keep the link's sockets open, by its frames.
         try:
-            if kind is FrameKind.PARCEL:
-                message, tensors = decode_parcel(content)
-                return Envelope(sender=sender, message=message, tensors=tensors)
-            return Envelope(sender=sender, message=decode(content.numpy().data))
+            if link.lane is None:
+                raise ProtocolError("a parcel is announced, and the link has no device lane")
+            head, flat = link.lane.take(announced)
+        except WrongVersion:
+            self._drop("version")
+            raise
+        except ProtocolError as error:
+            logger.warning("the link to %s is given up: %s", sender, str(error))
+            self._drop("malformed")
+            raise
+        except TransportError as error:
+            logger.warning("the link to %s is given up: %s", sender, str(error))
+            self._drop("lane_broken")
+            raise
+        self._deliver_opened(sender, lambda: head.unpack(flat))
+
+    def _deliver_opened(
+        self, sender: PeerId, unpack: Callable[[], tuple[Message, Mapping[str, torch.Tensor] | None]]
+    ) -> None:
+        """Deliver what can be understood; count the rest."""
+        try:
+            message, tensors = unpack()
         except WrongVersion:
             self._drop("version")
         except ProtocolError:
             self._drop("malformed")
-        return None
+        else:
+            self._deliver(Envelope(sender=sender, message=message, tensors=tensors))
 
     def _deliver(self, envelope: Envelope) -> None:
         with self._changed:

@@ -153,6 +153,36 @@ ONLINE = (
 )
 
 
+REMOTE_HEADS = """
+target: {{model: {model}}}
+speculative_config: {{method: medusa, model: {model}, heads_at: draft_pool, num_speculative_tokens: 2}}
+cluster:
+  channels: {{tensors: {tensors}}}
+  target_groups: {{bundle: {{num_gpus: {target_gpus}}}}}
+  draft_pool: {{bundle: {{num_gpus: {draft_gpus}}}}}
+"""
+
+
+def test_tensors_go_from_gpu_to_gpu_where_both_ends_have_one(tmp_path: Path) -> None:
+    def load(tensors: str, target_gpus: int, draft_gpus: int) -> str:
+        text = REMOTE_HEADS.format(
+            model=tmp_path, tensors=tensors, target_gpus=target_gpus, draft_gpus=draft_gpus
+        )
+        return load_config(write(tmp_path, text)).cluster.channels.tensors
+
+    assert load("nccl", 1, 1) == "nccl"
+    assert load("auto", 0, 0) == "auto"
+    assert load("gloo", 0, 0) == "gloo"
+    with pytest.raises(
+        ConfigError, match=r"tensors: nccl needs .*: set cluster\.draft_pool\.bundle\.num_gpus, or"
+    ):
+        load("nccl", 1, 0)
+    with pytest.raises(ConfigError, match=r"workers of cluster\.target_groups have none"):
+        load("nccl", 0, 1)
+    with pytest.raises(ConfigError, match=r"tensors"):
+        load("infiniband", 1, 1)
+
+
 def test_tenants_that_are_learnt_from_have_keys(tmp_path: Path) -> None:
     digest = "a" * 64
     for online, http in (

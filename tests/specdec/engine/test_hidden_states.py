@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def rows(first_row: int, end_row: int) -> torch.Tensor:
 class Wire:
     """An inbox, the target worker of its coordinator, and that of another."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.network = MemoryNetwork(clock=ManualClock())
         channel = self.network.open(INBOX)
         self.target = self.network.open(PeerId("target"))
@@ -117,6 +118,16 @@ def test_rows_are_put_together_and_given_to_their_prefix_alone() -> None:
     assert wire.dropped() == {}
     wire.inbox.release([view(10).request_id])
     assert wire.inbox.num_sequences == 0
+
+
+def test_rows_are_kept_on_the_device_that_they_are_read_on() -> None:
+    """Though they have come by the host, as those do that are sent before a device lane is open."""
+    wire = Wire(device=torch.device("meta"))
+    wire.send(run_of(0, 5))
+    wire.send(run_of(5, 7))
+    kept = wire.rows_of(view(8))
+    assert kept is not None
+    assert (kept.device.type, kept.shape) == ("meta", (7,))
 
 
 def test_lost_rows_leave_what_follows_them() -> None:

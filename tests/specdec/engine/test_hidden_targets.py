@@ -48,6 +48,7 @@ from tests.specdec.engine.ranked_engines import config_of
 from tests.specdec.engine.remote_cluster import PATIENT
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import KINDS, PROMPTS, Bench, HeadSetting, check_seen
+from tests.specdec.transport.gloo_pipe import gloo_lanes
 
 SETTING = HeadSetting(batch=8, chunk=16, num_blocks=40)
 
@@ -130,11 +131,16 @@ def remotely_drafted(bench: Bench, sending: TensorChannel, receiving: TensorChan
 
 
 @pytest.mark.parametrize("kind", ["greedy", "plain"])
-@pytest.mark.parametrize("tensors", ["memory", pytest.param("gloo", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tensors",
+    ["memory", pytest.param("gloo", marks=pytest.mark.full), pytest.param("lanes", marks=pytest.mark.full)],
+)
 def test_a_draft_worker_gets_the_states_of_a_real_target(bench: Bench, kind: str, tensors: str) -> None:
     network = MemoryNetwork()
     channels: list[TensorChannel] = [
-        network.open(PeerId(name)) if tensors == "memory" else TorchDistChannel(PeerId(name))
+        network.open(PeerId(name))
+        if tensors == "memory"
+        else TorchDistChannel(PeerId(name), lanes=gloo_lanes(name) if tensors == "lanes" else None)
         for name in ("target-tensors", "draft-tensors")
     ]
     with remotely_drafted(bench, *channels) as (engine, drafter, sender):

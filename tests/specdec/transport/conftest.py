@@ -11,12 +11,13 @@ from specdec.transport.gloo_link import TorchDistOptions
 from specdec.transport.memory import MemoryNetwork
 from specdec.transport.torch_dist import TorchDistChannel
 from specdec.transport.zmq import ZmqChannel, ZmqOptions
+from tests.specdec.transport.gloo_pipe import gloo_lanes
 
 OpenChannel = Callable[[str], Channel]
 MAX_BYTES = 1 << 20
 
 
-@pytest.fixture(params=["memory", "zmq", "torch_dist"])
+@pytest.fixture(params=["memory", "zmq", "torch_dist", "device_lane"])
 def open_channel(request: pytest.FixtureRequest) -> Iterator[OpenChannel]:
     """Opens channels of one kind that can reach each other; closes them at the end."""
     network = MemoryNetwork()
@@ -28,6 +29,12 @@ def open_channel(request: pytest.FixtureRequest) -> Iterator[OpenChannel]:
             channel = network.open(PeerId(name), max_message_bytes=MAX_BYTES)
         elif request.param == "torch_dist":
             channel = TorchDistChannel(PeerId(name), options=TorchDistOptions(max_message_bytes=MAX_BYTES))
+        elif request.param == "device_lane":
+            channel = TorchDistChannel(
+                PeerId(name),
+                options=TorchDistOptions(max_message_bytes=MAX_BYTES),
+                lanes=gloo_lanes(f"gpu of {name}"),
+            )
         else:
             channel = ZmqChannel(PeerId(name), options=ZmqOptions(max_message_bytes=MAX_BYTES))
         opened.append(channel)

@@ -71,6 +71,8 @@ def test_a_parcel_is_a_copy() -> None:
         with_head([encode(Ping(1)), [["x", "uint8", [64]], ["x", "uint8", [64]]]], bytes(128)),
         with_head([encode(Ping(1)), [["x", "uint8", [1] * 9]]], bytes(64)),
         with_head([encode(Ping(1)), [["x", "uint8", [2**40, 2**40]]]], bytes(64)),
+        with_head([encode(Ping(1)), [["x", "uint8", [0, 2**63]]]]),
+        with_head([encode(Ping(1)), [["x", "uint8", [2**40, 2**40, 0]]]]),
         with_head([b"rubbish", []]),
         with_head(["text", []]),
         with_head(7),
