@@ -29,8 +29,9 @@ from specdec.scheduling.speculation.controller import (
 )
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
+from specdec.scheduling.speculation.decision import Decision
 from specdec.scheduling.speculation.explanation import Reason
-from specdec.scheduling.speculation.goodput_controller import Decision, GoodputController
+from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.state import Schedulable
@@ -251,7 +252,7 @@ def test_many_short_rounds_are_learnt_from_now_and_then(monkeypatch: pytest.Monk
     world = world_of(COSTS["cpu"], 1)
     world.run(controller, 200)
     heard: list[RoundObservation] = []
-    monkeypatch.setattr(controller, "_note_costs", lambda observation, _: heard.append(observation))
+    monkeypatch.setattr(controller._learning, "note", lambda observation, _: heard.append(observation))
     decided: list[int] = []
     decide = controller._decide
     monkeypatch.setattr(controller, "_decide", lambda *a: decided.append(1) or decide(*a))
@@ -277,7 +278,9 @@ def test_long_rounds_are_not_heard_more_often_than_others(monkeypatch: pytest.Mo
     controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
     world_of(COSTS["cpu"], 1).run(controller, 200)
     heard: list[float] = []
-    monkeypatch.setattr(controller, "_note_costs", lambda observation, _: heard.append(observation.verify_s))
+    monkeypatch.setattr(
+        controller._learning, "note", lambda observation, _: heard.append(observation.verify_s)
+    )
     request = fake_request("short", 128, generate=100_000, computed=127)
     for number in range(6000):
         k = controller.choose([request])[0]
@@ -559,7 +562,7 @@ class ForFree(GoodputController):
             taking_part.shape
         )
         self._evidence.factor = lambda now, kind, region: 1.0  # type: ignore[method-assign]
-        self._overheads.of = lambda num_sequences, has_drafts: 0.0  # type: ignore[method-assign]
+        self._foresight._overheads.of = lambda num_sequences, has_drafts: 0.0  # type: ignore[method-assign]
 
 
 def test_a_controller_that_ignores_drafting_fails() -> None:
@@ -842,4 +845,4 @@ def test_streams_of_short_requests_leave_little_behind() -> None:
                 outcomes=[outcome],
             )
         )
-    assert 0 < len(controller._acceptance) < 1200
+    assert 0 < len(controller._facts.acceptance) < 1200

@@ -1,0 +1,58 @@
+"""The kinds of rounds that a batch may have, beside one another: what each should bring, and has brought."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specdec.scheduling.speculation.explanation import Reason
+from specdec.scheduling.speculation.goodput import Kind, Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The options of one decision, of which one kind is what is done but for trials."""
+
+    options: Mapping[Kind, Option]
+    """The best of each kind, by the model; plain is always there."""
+    rates: Mapping[Kind, float]
+    """Tokens per second of each, measured rounds taken into account."""
+    kind: Kind
+    """What is done but for trials. It may not be there for this batch."""
+    margin: float
+    """How much better something has to be to count as better, as a share."""
+
+    @property
+    def plain(self) -> Option:
+        """Rounds without drafts."""
+        return self.options["plain"]
+
+    @property
+    def usual(self) -> Option:
+        """What is done but for trials."""
+        return self.options.get(self.kind, self.plain)
+
+    @property
+    def usual_rate(self) -> float:
+        """Tokens per second of that."""
+        return self.rates[self.usual.kind]
+
+    @property
+    def reason(self) -> Reason:
+        """Why that is done."""
+        if self.usual.kind != "plain":
+            return "gain"
+        best = max((option.rate for kind, option in self.options.items() if kind != "plain"), default=0.0)
+        return "measured_slower" if best > self.usual.rate * (1.0 + self.margin) else "no_gain"
+
+    def in_doubt(self) -> tuple[Option | None, bool]:
+        """Return what a probe does, and whether it only asks for verdicts; None: there is nothing to look at.
+
+        That is what should be better than what is done, but was measured not to be. While speculation is off
+        it may also be lockstep, which tells most of acceptance in few rounds.
+        """
+        others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
+        best = max(others, key=lambda option: option.rate, default=None)
+        if best is not None and best.rate > self.usual_rate * (1.0 + self.margin):
+            return best, False
+        return (self.options.get("lockstep", best), True) if self.kind == "plain" else (None, False)

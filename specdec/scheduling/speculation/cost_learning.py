@@ -1,0 +1,94 @@
+"""What the parts of rounds cost, learnt from rounds."""
+
+from __future__ import annotations
+
+from specdec.scheduling.speculation.controller import RoundObservation
+from specdec.scheduling.speculation.cost import CostModel, VerifyShape
+from specdec.scheduling.speculation.decision import Decision, mean_draft_context
+from specdec.scheduling.speculation.evidence import Overheads
+from specdec.scheduling.speculation.goodput import Kind
+from specdec.scheduling.speculation.settling import kind_of
+
+_WIRE_DECAY = 0.05
+_LONGEST_WIRE_S = 0.1
+"""Between the target and who waits for it; what is longer counts as that."""
+
+
+class CostLearning:
+    """Corrects a `CostModel` and `Overheads` by what was observed, and tells what prompts took of a round."""
+
+    def __init__(self, costs: CostModel, overheads: Overheads, *, has_several_drafters: bool) -> None:
+        """Correct these, which others read."""
+        self._costs = costs
+        self._overheads = overheads
+        self._has_several_drafters = has_several_drafters
+        self._wire_s = 0.0
+
+    def note(self, observation: RoundObservation, decision: Decision) -> None:
+        """Learn from a round that was run as decided, or nearly."""
+        context = observation.context_tokens or decision.batch.context_tokens
+        self._note_verification(observation, context)
+        if self._has_several_drafters:
+            self._note_drafters(observation, decision)
+        else:
+            self._note_drafts(observation, decision, context)
+        # Rounds that admit requests have more to do than others, with drafts or without.
+        has_prompts = observation.num_prompt_rows > 0
+        if observation.mode != "ping_pong" and observation.round_s is not None and not has_prompts:
+            rest_s = observation.round_s - observation.draft_s - observation.verify_s
+            has_drafts = kind_of(observation) != "plain"
+            self._overheads.note(observation.num_sequences, rest_s, has_drafts=has_drafts)
+
+    def own_s(self, observation: RoundObservation, kind: Kind, round_s: float) -> float:
+        """Return how long a round would have taken without the prompts that were read in it."""
+        if observation.num_prompt_rows == 0:
+            return round_s
+        if observation.mode != "ping_pong":
+            # Admitting requests takes time between the steps.
+            rest_s = self._overheads.of(observation.num_sequences, has_drafts=kind != "plain")
+            round_s = min(round_s, observation.draft_s + observation.verify_s + rest_s)
+        return round_s - self._prompt_s(observation)
+
+    def _note_verification(self, observation: RoundObservation, context: float) -> None:
+        shape = VerifyShape(observation.num_sequences, context, observation.num_rows)
+        is_overlapped = observation.mode != "lockstep"
+        target_s = observation.target_s
+        if observation.mode != "ping_pong":
+            self._costs.verify.note(shape, observation.verify_s, is_overlapped=is_overlapped)
+            if target_s is not None:
+                wire_s = min(observation.verify_s - target_s, _LONGEST_WIRE_S)
+                self._wire_s += _WIRE_DECAY * (wire_s - self._wire_s)
+        elif target_s is not None:
+            self._costs.verify.note(shape, target_s + self._wire_s, is_overlapped=is_overlapped)
+
+    def _note_drafts(self, observation: RoundObservation, decision: Decision, context: float) -> None:
+        budgets = observation.budgets or {one.request_id: one.num_drafted for one in observation.outcomes}
+        ready_s = observation.draft_ready_s
+        if not budgets or ready_s is None or observation.num_prompt_rows > 0:
+            return
+        num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
+        attended = mean_draft_context(decision, budgets, context / max(1, observation.num_sequences))
+        is_overlapped = observation.mode != "lockstep"
+        self._costs.draft.note(budgets, attended, num_branches, ready_s, is_overlapped=is_overlapped)
+
+    def _note_drafters(self, observation: RoundObservation, decision: Decision) -> None:
+        """Learn what each of several drafters takes."""
+        if observation.num_prompt_rows > 0:
+            return
+        usual = observation.context_tokens / max(1, observation.num_sequences)
+        for place, seconds in observation.drafting_s.items():
+            budgets = {
+                one: budget
+                for one, budget in observation.budgets.items()
+                if observation.drafters.get(one) == place
+            }
+            attended = mean_draft_context(decision, budgets, usual)
+            self._costs.drafts[place].note(budgets, attended, 1, seconds)
+
+    def _prompt_s(self, observation: RoundObservation) -> float:
+        """Return what the rows that read prompts have cost a round."""
+        num_prompt_rows = observation.num_prompt_rows
+        table = self._costs.verify.table(observation.num_sequences, observation.context_tokens)
+        last = len(table) - 1
+        rows = min(observation.num_rows, last)
+        return float(table[rows] - table[max(0, rows - num_prompt_rows)])

@@ -1,0 +1,88 @@
+"""What rounds of a batch would bring, by what is known of its requests and of costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.evidence import Overheads
+from specdec.scheduling.speculation.goodput import Batch, Evaluation, Ints, Kind
+from specdec.scheduling.speculation.request_facts import RequestFacts
+from specdec.scheduling.speculation.settings import ControllerSettings
+from specdec.scheduling.state import Schedulable
+
+
+class Foresight:
+    """Describes batches and evaluates them. It reads what others learn, and changes nothing."""
+
+    def __init__(
+        self, settings: ControllerSettings, facts: RequestFacts, costs: CostModel, overheads: Overheads
+    ) -> None:
+        """Look ahead by these, as they are at the time of the question."""
+        self._settings = settings
+        self._facts = facts
+        self._costs = costs
+        self._overheads = overheads
+
+    def batch_of(self, sequences: Sequence[Schedulable]) -> Batch:
+        """Describe these sequences as they are now."""
+        cap = self._settings.cap_for(len(sequences))
+        num_positions = self._facts.acceptance.num_positions
+        caps = np.array([min(one.max_draft_tokens, cap) for one in sequences], dtype=np.int64)
+        requested = np.array(
+            [
+                -1
+                if one.requested_draft_tokens is None
+                else min(one.requested_draft_tokens, one.max_draft_tokens, num_positions)
+                for one in sequences
+            ],
+            dtype=np.int64,
+        )
+        estimate = self._facts.estimate(sequences)
+        drafters = self._facts.drafters_of(sequences)
+        if drafters is not None:
+            caps = np.minimum(caps, np.array(self._settings.drafter_caps)[drafters])
+        contexts = np.array([one.committed_len for one in sequences], dtype=np.float64)
+        return Batch(
+            estimate=estimate,
+            caps=caps,
+            requested=requested,
+            context_tokens=float(contexts.sum()),
+            contexts=contexts,
+            draft_contexts=np.array([self._facts.draft_context(one) for one in sequences], dtype=np.float64),
+            itl_s=min((one.itl_s for one in sequences if one.itl_s is not None), default=math.inf),
+            drafters=drafters,
+        )
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Return what rounds of each kind would take and bring."""
+        number, of = batch.num_sequences, self._overheads.of
+        overhead_s = of(number, has_drafts=True)
+        overheads: dict[Kind, float] = {
+            "plain": of(number, has_drafts=False),
+            "lockstep": overhead_s,
+            "draft_ahead": overhead_s,
+            "ping_pong": of((number + 1) // 2, has_drafts=True),
+        }
+        return Evaluation(
+            batch,
+            self._costs,
+            overheads,
+            max_rows=self._settings.max_rows,
+            num_rows_beside=self._settings.num_rows_beside,
+        )
+
+    def by_cohort(self, batch: Batch, num_here: int) -> Ints:
+        """Return k of each sequence in ping_pong, [N], of which the first `num_here` are in one cohort.
+
+        Rows and steps are those of a cohort: what is best for all together need not suit either.
+        """
+        cohorts = batch.part(0, num_here), batch.part(num_here, batch.num_sequences)
+        return np.concatenate([self._of_cohort(one) for one in cohorts])
+
+    def _of_cohort(self, cohort: Batch) -> Ints:
+        option = self.evaluate(cohort).cohort()
+        return np.maximum(cohort.requested, 0) if option is None else option.num_draft_tokens

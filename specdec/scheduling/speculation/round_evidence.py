@@ -1,0 +1,96 @@
+"""What rounds say of what was expected of them: of their times, and of the tokens that they brought."""
+
+from __future__ import annotations
+
+from specdec.scheduling.speculation.controller import RoundObservation
+from specdec.scheduling.speculation.decision import (
+    Decision,
+    Region,
+    drafted_gain,
+    expected_gain,
+    num_decoding_of,
+)
+from specdec.scheduling.speculation.evidence import Alarm, Evidence, Lately
+from specdec.scheduling.speculation.goodput import Kind
+
+
+class RoundEvidence:
+    """Gathers what each round says, and believes it with the next decision. `now` counts rounds."""
+
+    def __init__(self) -> None:
+        """Begin without doubts."""
+        self._evidence = Evidence()
+        self._alarm = Alarm()
+        self._lately = Lately()
+        self._ratios: list[float] = []
+        """What rounds have taken over what was expected, of those as decided, since the decision."""
+
+    def factor(self, now: int, kind: Kind, region: Region) -> float:
+        """Return by how much the model's rate of a kind of rounds is to be corrected."""
+        return self._evidence.factor(now, kind, region)
+
+    def goes_off(self, decision: Decision, ratio: float) -> bool:
+        """Whether rounds take so much more or less than they did, over what was expected, that it is odd."""
+        return self._alarm.goes_off(decision.compares_as, ratio)
+
+    def note_time(self, kind: Kind, ratio: float) -> None:
+        """A round of a kind took `ratio` times as long as was expected."""
+        self._ratios.append(ratio)
+        self._lately.note(kind, ratio)
+
+    def note_tokens(
+        self,
+        now: int,
+        kind: Kind,
+        observation: RoundObservation,
+        decision: Decision,
+        *,
+        own_s: float,
+        stand_in_gain: float,
+    ) -> None:
+        """Compare the tokens of a round as decided, and its time if prompts were read in it.
+
+        Args:
+            now: the round.
+            kind: of the round.
+            observation: what it was.
+            decision: what was decided.
+            own_s: what it would have taken without prompts, seconds.
+            stand_in_gain: accepted tokens that are expected of a proposal that stands in.
+        """
+        if observation.num_prompt_rows > 0:
+            self._ratios.append(own_s / decision.expected_s)
+        num_decoding = num_decoding_of(observation)
+        self._evidence.note_tokens(
+            now,
+            kind,
+            num_decoding + expected_gain(decision, observation),
+            num_decoding + drafted_gain(decision, observation) + len(observation.stand_ins) * stand_in_gain,
+        )
+
+    def take_in(self, now: int, decision: Decision | None) -> None:
+        """Learn from the times of all rounds since the last decision."""
+        if decision is not None and self._ratios:
+            self._evidence.note_times(now, decision.option.kind, decision.region, self._ratios)
+            self._ratios.clear()
+
+    def settle(self, now: int, kind: Kind, decision: Decision) -> None:
+        """Believe what an audit has shown, if it was long enough: rounds of a kind, and plain ones."""
+        kinds: tuple[Kind, ...] = ("plain", kind)
+        ratios = {kind: ratio for kind in kinds if (ratio := self._lately.ratio(kind)) is not None}
+        if len(ratios) < len(kinds):
+            return
+        self.take_in(now, decision)
+        for one, ratio in ratios.items():
+            self._evidence.settle(now, one, decision.region, ratio)
+
+    def rate_lately(self, now: int, kind: Kind | None, decision: Decision) -> float | None:
+        """Return the tokens per second of what is done usually, by what it took just before."""
+        usual = None if kind is None else decision.options.get(kind)
+        if kind is None or usual is None or (ratio := self._lately.ratio(kind)) is None:
+            return None
+        return usual.rate * self._evidence.token_factor(now, kind) / ratio
+
+    def forget_lately(self, *kinds: Kind) -> None:
+        """What was just before does not compare with what comes: of some kinds, or (none given) of all."""
+        self._lately.forget(*kinds)

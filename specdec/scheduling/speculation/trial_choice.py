@@ -1,0 +1,102 @@
+"""What is tried, for how long, and what that is expected to lose. When that may be is up to `Trials`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from specdec.scheduling.speculation.comparison import Comparison
+from specdec.scheduling.speculation.explanation import Reason
+from specdec.scheduling.speculation.goodput import AheadOutlook, Evaluation, Ints, Option
+from specdec.scheduling.speculation.settling import ROUNDS_TO_CALM_DOWN
+from specdec.scheduling.speculation.trials import TrialLength, Trials
+
+_LEAST_PROBED, _MOST_PROBED = 4, 16
+"""Requests that a probe drafts for, in one round: a quarter of them, within these."""
+_PROBE_VERDICTS = 48
+"""Proposals that a probe brings, if it may take that long."""
+_PIPELINED_PROBE_ROUNDS = 10
+_FEWEST_AUDIT_ROUNDS, _MOST_AUDIT_ROUNDS = 3, 24
+_CLOSE, _FEWEST_CLOSE_ROUNDS = 0.8, 5
+"""Where plain decoding is thought to have this share of the goodput or more, audits take longer at least."""
+_STRETCHES = 1.5, 3.0
+"""How much longer the drafts of a stretch are, in turn: somewhat longer ones may be slower where much longer
+ones are faster."""
+_STRETCH_ROUNDS = TrialLength(2, 6)
+"""At most as many as it takes to correct a cost that was wrong (`CorrectionGrid`)."""
+
+
+def longer_drafts(
+    trials: Trials, compared: Comparison, evaluation: Evaluation, outlook: AheadOutlook, num_positions: int
+) -> Option | None:
+    """Return what a stretch does, where there is one or might be; None: nothing.
+
+    Longer drafts have to bring clearly more tokens: what they cost is in doubt, not what they bring.
+    """
+    kind = compared.kind
+    if kind == "plain" or kind not in compared.options:
+        return None
+    if trials.current != "stretching" and not trials.is_due("stretching"):
+        return None
+    usual = compared.usual
+    stretch = _STRETCHES[trials.num_ended("stretching") % len(_STRETCHES)]
+    longest = math.ceil(stretch * int(usual.num_draft_tokens.max()))
+    found = evaluation.option(kind, outlook, min(longest, num_positions))
+    if found is None or found.tokens < usual.tokens * (1.0 + compared.margin):
+        return None
+    return found
+
+
+def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer: Option | None) -> None:
+    """Begin a trial, if it is time for one: with longer drafts (if any), without drafts, or with them."""
+    usual, usual_rate = compared.usual, compared.usual_rate
+    if longer is not None:
+        factor = usual_rate / usual.rate
+        trials.begin("stretching", _STRETCH_ROUNDS, _loss_s(longer.tokens, longer.rate * factor, usual_rate))
+    if compared.kind != "plain":
+        plain_rate = compared.rates["plain"]
+        fewest = _FEWEST_CLOSE_ROUNDS if plain_rate >= _CLOSE * usual_rate else _FEWEST_AUDIT_ROUNDS
+        fewest += ROUNDS_TO_CALM_DOWN if compared.kind != "lockstep" else 0
+        length = TrialLength(fewest, _MOST_AUDIT_ROUNDS)
+        trials.begin("auditing", length, _loss_s(compared.plain.tokens, plain_rate, usual_rate))
+    tried, _ = compared.in_doubt()
+    if tried is not None:
+        num_probed = _num_probed(num_sequences)
+        fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
+        fewest = max(fewest, 6 // num_probed)
+        length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
+        # By the model alone: that rounds like these were slower is what is in doubt.
+        trials.begin("probing", length, _loss_s(tried.tokens, tried.rate, usual_rate))
+
+
+def tried_or_usual(trials: Trials, compared: Comparison, longer: Option | None) -> tuple[Option, Reason]:
+    """Return what to do: what is usual, or what the trial that is on asks for.
+
+    A trial that asks for what is not there any more ends.
+    """
+    trial = trials.current
+    tried, _ = compared.in_doubt()
+    if trial == "probing" and tried is not None:
+        return tried, trial
+    if trial == "auditing" and compared.usual is not compared.plain:
+        return compared.plain, trial
+    if trial == "stretching" and longer is not None:
+        return longer, trial
+    trials.cancel()
+    return compared.usual, compared.reason
+
+
+def probed(chosen: Ints) -> Ints:
+    """Draft for the youngest only: drafters have least to read of them. At least one token each. [N]"""
+    is_probed = np.arange(len(chosen)) >= len(chosen) - _num_probed(len(chosen))
+    return np.where(is_probed, np.maximum(chosen, 1), 0)
+
+
+def _num_probed(num_sequences: int) -> int:
+    return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
+
+
+def _loss_s(tokens: float, rate: float, usual_rate: float) -> float:
+    """Return how much longer so many tokens take at a rate than at the usual one."""
+    return tokens / rate - tokens / usual_rate

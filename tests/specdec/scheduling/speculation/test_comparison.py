@@ -1,0 +1,29 @@
+"""Kinds of rounds beside one another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specdec.scheduling.speculation.comparison import Comparison
+from specdec.scheduling.speculation.goodput import Kind, Option
+
+
+def compared(kind: Kind, expected: dict[Kind, float], measured: dict[Kind, float]) -> Comparison:
+    options = {
+        one: Option(one, np.array([0 if one == "plain" else 4]), rate, 1.0, 0.1, 0.9)
+        for one, rate in expected.items()
+    }
+    return Comparison(options=options, rates={**expected, **measured}, kind=kind, margin=0.02)
+
+
+def test_why_what_is_done_is_done() -> None:
+    assert compared("lockstep", {"plain": 1.0, "lockstep": 2.0}, {}).reason == "gain"
+    assert compared("plain", {"plain": 2.0, "lockstep": 1.0}, {}).reason == "no_gain"
+    slower = compared("plain", {"plain": 1.0, "lockstep": 2.0}, {"lockstep": 0.5})
+    assert slower.reason == "measured_slower"
+    assert slower.in_doubt() == (slower.options["lockstep"], False)
+
+
+def test_a_kind_that_is_not_there_is_plain_meanwhile() -> None:
+    alone = compared("ping_pong", {"plain": 1.0, "lockstep": 2.0}, {})
+    assert alone.usual is alone.plain

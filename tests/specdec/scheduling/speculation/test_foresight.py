@@ -1,0 +1,43 @@
+"""How a batch is described from requests, and what is kept of each of them."""
+
+from __future__ import annotations
+
+import math
+
+from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.evidence import Overheads
+from specdec.scheduling.speculation.foresight import Foresight
+from specdec.scheduling.speculation.request_facts import RequestFacts
+from specdec.scheduling.speculation.settings import ControllerSettings
+from tests.specdec.scheduling.simulation import FakeRequest, fake_request
+from tests.specdec.scheduling.speculation.world import COSTS, profile_of
+
+SETTINGS = ControllerSettings(max_draft_tokens=8, caps_by_batch=((2, 4, 5),))
+
+
+def foresight_of(settings: ControllerSettings = SETTINGS) -> Foresight:
+    costs = CostModel(profile_of(COSTS["cpu"]), max_rows=64, max_sequences=16, max_steps=8)
+    return Foresight(settings, RequestFacts(settings), costs, Overheads())
+
+
+def requests() -> list[FakeRequest]:
+    first, second = fake_request("a", 100), fake_request("b", 300, generate=4)
+    first.requested_draft_tokens, second.itl_s = 12, 0.02
+    return [first, second]
+
+
+def test_bounds_and_wishes_of_a_batch() -> None:
+    batch = foresight_of().batch_of(requests())
+    assert batch.caps.tolist() == [5, 3]
+    assert batch.requested.tolist() == [8, -1]
+    assert (batch.context_tokens, batch.itl_s) == (400.0, 0.02)
+    assert batch.drafters is None
+    assert foresight_of().batch_of([fake_request("c", 50)]).itl_s == math.inf
+
+
+def test_cohorts_are_asked_apart() -> None:
+    foresight = foresight_of()
+    sequences = [fake_request(str(number), 100) for number in range(4)]
+    chosen = foresight.by_cohort(foresight.batch_of(sequences), 1)
+    assert chosen.shape == (4,)
+    assert 0 <= chosen.min() <= chosen.max() <= 5

@@ -1,0 +1,59 @@
+"""How often decisions are thought over and rounds are learnt from."""
+
+from __future__ import annotations
+
+from specdec.scheduling.speculation.rhythm import Rhythm, is_as_large
+
+
+def calm_rhythm(now: int) -> Rhythm:
+    rhythm = Rhythm(8, None)
+    rhythm.note_decision(now, is_known=False)
+    return rhythm
+
+
+def test_early_decisions_come_soon() -> None:
+    rhythm = calm_rhythm(4)
+    assert not rhythm.is_due(5, 1)
+    assert rhythm.is_due(6, 1)
+
+
+def test_later_ones_take_rounds_and_time() -> None:
+    rhythm = calm_rhythm(1000)
+    assert not rhythm.is_due(1100, 1)
+    rhythm.note_round(0.1)
+    assert not rhythm.is_due(1007, 1)
+    assert rhythm.is_due(1008, 1)
+    assert not rhythm.is_due(1008, 64)
+
+
+def test_after_many_rounds_it_is_due_however_short_they_are() -> None:
+    assert calm_rhythm(1000).is_due(1128, 64)
+
+
+def test_a_trial_that_ended_is_due_at_once() -> None:
+    rhythm = calm_rhythm(1000)
+    rhythm.note_trial_end()
+    assert rhythm.is_due(1000, 64)
+    rhythm.note_decision(1000, is_known=True)
+    assert not rhythm.is_due(1000, 64)
+
+
+def test_an_alarm_makes_decisions_frequent_again() -> None:
+    rhythm = calm_rhythm(1000)
+    assert not rhythm.is_due(1008, 64)
+    rhythm.note_alarm(1000)
+    assert rhythm.is_due(1008, 64)
+
+
+def test_short_rounds_are_heard_now_and_then_all_in_a_trial() -> None:
+    rhythm = calm_rhythm(1000)
+    heard = [rhythm.hear(1000 + at, 0.01, switched_round=0, is_trial=False) for at in range(8)]
+    assert sum(one is not None for one in heard) == 2
+    assert rhythm.hear(1010, 0.01, switched_round=0, is_trial=True) is not None
+    assert rhythm.hear(1011, 0.01, switched_round=1000, is_trial=False) is not None
+
+
+def test_as_large() -> None:
+    assert is_as_large(5, 4)
+    assert not is_as_large(6, 4)
+    assert not is_as_large(2, 4)

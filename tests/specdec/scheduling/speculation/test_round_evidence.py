@@ -1,0 +1,51 @@
+"""What rounds say of what was expected of them is believed with the next decision, or after an audit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from specdec.scheduling.speculation.decision import Region
+from specdec.scheduling.speculation.round_evidence import RoundEvidence
+
+REGION = Region(2, 0)
+USUAL: Any = SimpleNamespace(rate=100.0)
+DECISION: Any = SimpleNamespace(
+    region=REGION, option=SimpleNamespace(kind="lockstep"), options={"lockstep": USUAL}
+)
+
+
+def test_times_count_once_they_are_taken_in() -> None:
+    evidence = RoundEvidence()
+    for _ in range(64):
+        evidence.note_time("lockstep", 2.0)
+    assert evidence.factor(64, "lockstep", REGION) == 1.0
+    evidence.take_in(64, DECISION)
+    slower = evidence.factor(64, "lockstep", REGION)
+    assert slower < 0.8
+    evidence.take_in(64, DECISION)
+    assert evidence.factor(64, "lockstep", REGION) == slower
+    assert evidence.factor(64, "plain", REGION) == 1.0
+
+
+def test_what_came_just_before_is_known_of_enough_rounds_and_can_be_forgotten() -> None:
+    evidence = RoundEvidence()
+    assert evidence.rate_lately(0, "lockstep", DECISION) is None
+    for _ in range(16):
+        evidence.note_time("lockstep", 2.0)
+    assert evidence.rate_lately(16, "lockstep", DECISION) == 50.0
+    assert evidence.rate_lately(16, "ping_pong", DECISION) is None
+    evidence.forget_lately("lockstep")
+    assert evidence.rate_lately(16, "lockstep", DECISION) is None
+
+
+def test_an_audit_of_rounds_of_both_kinds_is_believed() -> None:
+    evidence = RoundEvidence()
+    for _ in range(16):
+        evidence.note_time("lockstep", 2.0)
+    evidence.settle(16, "lockstep", DECISION)  # nothing is known of plain ones
+    assert evidence.factor(16, "lockstep", REGION) == 1.0
+    for _ in range(16):
+        evidence.note_time("plain", 1.0)
+    evidence.settle(32, "lockstep", DECISION)
+    assert evidence.factor(32, "lockstep", REGION) < 0.7

@@ -1,0 +1,47 @@
+"""Which rounds say something of their kind."""
+
+from __future__ import annotations
+
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.controller import RoundObservation
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.settling import Settling, kind_of
+
+
+def round_of(mode: OverlapMode = "lockstep", budget: int = 0) -> RoundObservation:
+    return RoundObservation(
+        num_rows=1,
+        num_sequences=1,
+        num_committed=1,
+        draft_s=0.0,
+        verify_s=0.01,
+        outcomes=[],
+        mode=mode,
+        budgets={RequestId("a"): budget},
+    )
+
+
+def test_kinds() -> None:
+    assert kind_of(round_of()) == "plain"
+    assert kind_of(round_of(budget=1)) == "lockstep"
+    assert kind_of(round_of("draft_ahead")) == "draft_ahead"
+
+
+def test_the_first_rounds_after_a_change_say_nothing() -> None:
+    settling = Settling()
+    alike = []
+    for _ in range(5):
+        assert settling.note(round_of("draft_ahead", 1)) == "draft_ahead"
+        alike.append(settling.is_alike)
+        assert settling.is_as_it_seems
+    assert alike == [False, False, False, True, True]
+
+
+def test_a_drafter_that_worked_beside_goes_on_for_a_while() -> None:
+    settling = Settling()
+    settling.note(round_of("ping_pong", 1))
+    seems = []
+    for _ in range(4):
+        settling.note(round_of(budget=1))
+        seems.append(settling.is_as_it_seems)
+    assert seems == [False, False, True, True]

@@ -1,0 +1,27 @@
+"""What is tried, and when that ends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specdec.scheduling.speculation.trial_choice import begin_trial, probed, tried_or_usual
+from specdec.scheduling.speculation.trials import Trials
+from tests.specdec.scheduling.speculation.test_comparison import compared
+
+
+def test_an_audit_leaves_drafts_out_and_a_trial_of_nothing_ends() -> None:
+    trials = Trials(0.5)
+    on = compared("lockstep", {"plain": 1.9, "lockstep": 2.0}, {})
+    assert tried_or_usual(trials, on, None) == (on.usual, "gain")
+    for _ in range(64):
+        trials.note_round(1.0, 0.0)
+    begin_trial(trials, on, 4, None)
+    assert trials.current == "auditing"
+    assert tried_or_usual(trials, on, None) == (on.plain, "auditing")
+    off = compared("plain", {"plain": 2.0, "lockstep": 1.0}, {})
+    assert tried_or_usual(trials, off, None) == (off.plain, "no_gain")
+    assert trials.current is None
+
+
+def test_probes_draft_for_the_youngest() -> None:
+    assert probed(np.zeros(6, dtype=np.int64)).tolist() == [0, 0, 1, 1, 1, 1]
