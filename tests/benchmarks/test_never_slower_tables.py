@@ -12,7 +12,13 @@ from benchmarks.pages import put_into
 ROOT = Path(__file__).parents[2]
 RESULTS = [
     json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-    for name in ("never-slower.json", "never-slower-colocated.json", "never-slower-colocated-again.json")
+    for name in (
+        "never-slower.json",
+        "never-slower-colocated.json",
+        "never-slower-colocated-again.json",
+        "never-slower-apart.json",
+        "never-slower-apart-again.json",
+    )
 ]
 
 
