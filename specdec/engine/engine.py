@@ -257,7 +257,7 @@ class Engine:
             running = [names[live.drafter] for live in list(self._roster.running.values())]
             self._metrics.num_running_by_drafter = Counter({**dict.fromkeys(names, 0), **Counter(running)})
         self._metrics.num_waiting = len(self._roster.waiting) + len(self._preparation)
-        self._metrics.queue_wait_s = self._rates.wait_s(self._num_to_end_before())
+        self._metrics.queue_wait_s = self._rates.wait_s(self._num_to_end_before(), self._tokens_to_come())
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage
         return self._metrics
 
@@ -437,7 +437,8 @@ class Engine:
                 if leaving is None:
                     raise
             if self._parts.scheduler.refuse_late and not request.delivered_token_ids:
-                expected = self._rates.expect(request, self._num_to_end_before(key))
+                num_before = self._num_to_end_before(key)
+                expected = self._rates.expect(request, num_before, self._tokens_to_come())
                 check_in_time(request, expected)
         except CapacityError as refusal:
             self._metrics.refusals["late" if isinstance(refusal, LateError) else "full"] += 1
@@ -461,6 +462,13 @@ class Engine:
             return num_before + len(waiting) + 1 - num_places
         num_giving_way = sum(live.service_key.priority > key.priority for live in running.values())
         return num_before + waiting.num_before(key) + 1 - num_places - num_giving_way
+
+    def _tokens_to_come(self) -> list[int]:
+        """How many tokens each of those who run is expected to generate yet."""
+        return [
+            max(0, live.num_expected_tokens - live.num_prompt_tokens - live.sequence.num_generated)
+            for live in self._roster.running.values()
+        ]
 
     def _displaced_by(self, key: ServiceKey, owner: str | None) -> LiveRequest | None:
         """Who leaves a full queue for a newcomer: its last, unless that has run or been promised to go on."""

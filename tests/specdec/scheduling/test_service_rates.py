@@ -83,6 +83,16 @@ def test_what_a_request_would_experience() -> None:
     assert rates.expect(request(1000), -3).wait_s == 0.0
 
 
+def test_who_began_together_ends_together() -> None:
+    rates = ServiceRates(3, 0.0)
+    for _ in range(10):
+        rates.note_round([finished(0.0, 1.0, 3.0)], 3.0, is_saturated=False)  # 0.2 s per token, 3 s in all
+    assert rates.wait_s(0, [9, 10, 11]) == 0.0
+    waits = [rates.wait_s(number, [10, 2, 11]) for number in range(1, 6)]
+    assert waits == pytest.approx([0.4, 2.0, 2.2, 0.4 + 3.0, 2.0 + 3.0])
+    assert rates.wait_s(4) == pytest.approx(4 * 1.0)  # nothing is known of who runs: at the drain rate
+
+
 def margin_after(waits: list[tuple[float, float]]) -> float:
     """Of (expected, actual) seconds to the first token."""
     rates = ServiceRates(1, 0.0)
