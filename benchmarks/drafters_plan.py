@@ -115,7 +115,7 @@ FULL = Plan(
     tokens_per_prompt=48,
     try_tokens=16,
     try_turns=2,
-    cell_s=120.0,
+    cell_s=40.0,
 )
 QUICK = Plan(
     targets=(INFLATED,),

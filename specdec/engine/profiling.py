@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.ids import RequestId
-from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork
+from specdec.core.plan import AdmittedSequence, SlotMove, TargetResult, TargetStep, TargetWork
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
@@ -34,6 +34,11 @@ ProfileProgress = Callable[[int, int], None]
 
 _SHORT_CONTEXT = 32
 _LONG_CONTEXT = 512
+_FILLED_CONTEXT = 1024
+"""The same at the target: together more than caches hold, so that what is read comes from memory."""
+_READ_TOKENS = 64
+"""Tokens of a long context that are read; those behind them are copies."""
+_MOVES_PER_STEP = 1024
 _LONGEST_CONTEXT = 4096
 """Long enough for any budget."""
 _NUM_LONG = 4
@@ -175,7 +180,9 @@ class TargetProfiler:
         )
         first = 1 + len(self._short) * num_short_blocks
         long_blocks = (num_free - (first - 1)) // _NUM_LONG
-        context = min(plan.long_context, room, long_blocks * block_size - _MOST_ROWS_PER_SEQUENCE)
+        context = min(
+            max(_FILLED_CONTEXT, plan.long_context), room, long_blocks * block_size - _MOST_ROWS_PER_SEQUENCE
+        )
         is_long = context >= 4 * self._short_context and plan.max_num_seqs >= _NUM_LONG
         self._long = self._make("long", _NUM_LONG, context, first) if is_long else []
 
@@ -272,20 +279,37 @@ class TargetProfiler:
         ]
 
     def _fill_long(self, end_s: float) -> None:
-        """Read made-up prompts, so that their K/V lie in memory; give them up if that takes too long."""
-        chunk = max(1, self._plan.max_num_batched_tokens // len(self._long))
-        for start in range(0, self._long[0].context, chunk):
+        """Put K/V of long contexts into memory; give them up if that takes too long.
+
+        Reading as many tokens may take longer than all measurements: a few are read, and copied to all other
+        slots. What they hold makes no difference to what reading them costs, but that they are there does:
+        memory that was never written to is not what the machine reads.
+        """
+        first, context = self._long[0], self._long[0].context
+        num_read = min(_READ_TOKENS, context, self._plan.max_num_batched_tokens)
+        self._run(self._step([self._work(first, 0, num_read, 0)], [first]))
+        chunk = _MOVES_PER_STEP // len(self._long)
+        for start in range(0, context, chunk):
             if self._clock.now_s() > end_s:
                 for one in self._long:
                     one.context = start
                 break
-            end = min(start + chunk, self._long[0].context)
-            self._run(self._step([self._work(one, start, end - start, 0) for one in self._long], self._long))
+            moves = tuple(
+                SlotMove(self._slot(first, place % num_read), self._slot(one, place))
+                for one in self._long
+                for place in range(start, min(start + chunk, context))
+                if one is not first or place >= num_read
+            )
+            self._run(TargetStep(step_id=next(self._step_ids), works=(), moves=moves))
         if self._long[0].context < 4 * self._short_context:
             self.forget()
             for one in (*self._short, *self._long):
                 one.is_admitted = False
             self._long = []
+
+    def _slot(self, one: _TargetSequence, place: int) -> int:
+        block_size = self._target.description.block_size
+        return one.block_ids[place // block_size] * block_size + place % block_size
 
     def _points(self, shapes: Sequence[_Shape], deadline: _Deadline, repeats: int) -> list[VerifyPoint]:
         """Return what steps of these shapes take, in turn."""

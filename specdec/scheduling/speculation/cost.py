@@ -210,7 +210,7 @@ class VerifyCost:
     def __init__(self, points: Sequence[VerifyPoint], num_stepped_rows: int, max_rows: int) -> None:
         """Fit measured points; tables have entries up to `max_rows`."""
         self._measured = np.array(sorted({point.num_rows for point in points}))
-        self._knots = _finer(self._measured, num_stepped_rows)
+        self._knots = _finer(self._measured, num_stepped_rows, max_rows)
         self._per_token, self._per_token_and_row, error = _context_slopes(points)
         self.own_context_s = max(0.0, self._per_token_and_row - error)
         """What a row costs by each token of its own sequence's context, so far as that is clear: seconds that
@@ -222,7 +222,6 @@ class VerifyCost:
         up = np.minimum(np.searchsorted(self._knots, self._rows), len(self._knots) - 1)
         is_stepped = self._rows <= min(num_stepped_rows, int(self._knots[-1]))
         lookup = np.where(is_stepped, self._knots[up], self._rows).astype(np.float64)
-        self._beyond = np.maximum(lookup - self._knots[-1], 0.0)
         self._left = np.clip(np.searchsorted(self._knots, lookup, side="right") - 1, 0, len(self._knots) - 1)
         self._right = np.minimum(self._left + 1, len(self._knots) - 1)
         width = np.maximum(self._knots[self._right] - self._knots[self._left], 1)
@@ -239,9 +238,6 @@ class VerifyCost:
         at_knots = at_knots * self._corrections.factors(is_overlapped=is_overlapped)[:, region]
         at_knots = rising(at_knots, 0.2 + self._corrections.weights(is_overlapped=is_overlapped)[:, region])
         table: Floats = at_knots[self._left] + self._share * (at_knots[self._right] - at_knots[self._left])
-        if len(self._knots) > 1 and self._beyond[-1] > 0.0:
-            slope = (at_knots[-1] - at_knots[-2]) / (self._knots[-1] - self._knots[-2])
-            table += self._beyond * slope
         return table
 
     def note(self, shape: VerifyShape, seconds: float, *, is_overlapped: bool = False) -> None:
@@ -250,8 +246,6 @@ class VerifyCost:
         left, right = int(self._left[rows]), int(self._right[rows])
         low_s, high_s = self._at_knot(left, shape), self._at_knot(right, shape)
         expected = low_s + float(self._share[rows]) * (high_s - low_s)
-        if self._beyond[rows] > 0.0:
-            expected *= shape.num_rows / int(self._knots[-1])
         if expected > 0.0 and seconds > 0.0:
             region = _context_region(shape.context_tokens)
             at = int(self._nearest[rows])
@@ -284,16 +278,24 @@ class VerifyCost:
                 if point.context_tokens == fewest
             ]
             base[index] = _median(values)
-        fitted: Floats = np.interp(self._knots, self._measured, rising(base, np.ones(len(base))))
+        base = rising(base, np.ones(len(base)))
+        fitted: Floats = np.interp(self._knots, self._measured, base)
+        # Steps of more rows than were measured (time ran out) go on as between the largest and one of half
+        # its size: of two that are close, the difference is noise.
+        last = len(base) - 1
+        half = max(0, int(np.searchsorted(self._measured, self._measured[last] / 2, side="right")) - 1)
+        if half < last:
+            slope = (base[last] - base[half]) / (self._measured[last] - self._measured[half])
+            fitted += slope * np.maximum(self._knots - self._measured[last], 0)
         return fitted
 
 
-def _finer(measured: NDArray[np.int64], num_stepped_rows: int) -> NDArray[np.int64]:
-    """Add numbers of rows between those that were measured, for what rounds tell later of them."""
+def _finer(measured: NDArray[np.int64], num_stepped_rows: int, max_rows: int) -> NDArray[np.int64]:
+    """Add numbers of rows between those that were measured, and above, for what rounds tell of them later."""
     between = [*range(1, 9), *(int(8 * 2 ** (step / 4)) for step in range(1, 64))]
-    first = max(int(measured[0]), num_stepped_rows)
-    inside = [rows for rows in between if first < rows < measured[-1]]
-    finer: NDArray[np.int64] = np.unique(np.concatenate((measured, inside)).astype(np.int64))
+    first, last = max(int(measured[0]), num_stepped_rows), max(int(measured[-1]), max_rows)
+    inside = [rows for rows in between if first < rows < last]
+    finer: NDArray[np.int64] = np.unique(np.concatenate((measured, inside, [last])).astype(np.int64))
     return finer
 
 

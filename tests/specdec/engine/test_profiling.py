@@ -171,6 +171,40 @@ def test_a_longer_time_measures_more() -> None:
     assert num_points(0.1) < num_points(1.0) < num_points(20.0)
 
 
+class RecordingTarget(TimedTarget):
+    """Knows which slots were written, by rows or by moves, and which a step reads that never were."""
+
+    def __init__(self, clock: ManualClock, *, per_row_s: float = 0.001) -> None:
+        super().__init__(clock, per_row_s=per_row_s, num_blocks=2048, max_model_len=2048)
+        self.written: set[int] = set()
+        self.tables: dict[RequestId, tuple[int, ...]] = {}
+        self.num_unwritten_by_context: dict[int, int] = {}
+
+    def submit(self, step: TargetStep) -> None:
+        super().submit(step)
+        assert all(move.source in self.written for move in step.moves)
+        self.written.update(move.destination for move in step.moves)
+        size = self.description.block_size
+        for work in step.works:
+            table = self.tables.get(work.request_id, ())[: work.table_start] + work.block_ids
+            self.tables[work.request_id] = table
+            slots = [table[at // size] * size + at % size for at in range(work.start + len(work.token_ids))]
+            self.num_unwritten_by_context[work.start] = len(set(slots[: work.start]) - self.written)
+            self.written.update(slots[work.start :])
+
+
+def test_long_contexts_are_in_memory_though_few_tokens_were_read() -> None:
+    """Reading four thousand tokens would take longer than everything else, on a slow target."""
+    clock = ManualClock()
+    target = RecordingTarget(clock, per_row_s=0.002)
+    profile = measure_profile(target, NoProposer(), plan(budget_s=3.0), clock=clock)
+    assert max(point.context_tokens for point in profile.verify) == 4 * 1024
+    assert target.num_unwritten_by_context[1024] == 0
+    assert sum(target.num_rows) < 4096
+    costs = CostModel(profile, max_rows=128, max_sequences=16, max_steps=4)
+    assert costs.verify.table(16, 65536)[80] == pytest.approx(0.004 + 0.002 * 80 + 1e-6 * 65536, rel=0.03)
+
+
 def test_a_drafter_that_is_not_there_is_not_waited_for() -> None:
     clock = ManualClock()
     profile = measure_profile(big_target(clock), TimedProposer(clock, is_there=False), plan(), clock=clock)
@@ -274,7 +308,7 @@ def test_drafts_cost_what_their_budget_leaves(is_self: bool) -> None:
     its_plan = dataclasses.replace(plan(), kv_budget=BUDGET)
     profile = measure_profile(target, proposer, its_plan, clock=clock)
     assert max(point.context_tokens // point.num_sequences for point in profile.draft) == 300
-    assert max(point.context_tokens // point.num_sequences for point in profile.verify) == 600
+    assert max(point.context_tokens // point.num_sequences for point in profile.verify) == 1024
     draft = CostModel(profile, max_rows=128, max_sequences=16, max_steps=4).draft
     start_s, step_s = (0.0, 0.003) if is_self else (0.001, 0.002)
     for number, context in ((1, 20), (4, 100), (16, 250), (4, 5000), (16, 100_000)):

@@ -11,6 +11,7 @@ from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.cost import (
     CorrectionGrid,
     CostModel,
+    VerifyCost,
     VerifyShape,
     assumed_profile,
     rising,
@@ -183,3 +184,33 @@ def test_rising_values_pool_those_that_fall() -> None:
     values = rising(np.array([1.0, 3.0, 2.0, 4.0]), np.array([1.0, 1.0, 3.0, 1.0]))
     assert values == pytest.approx([1.0, 2.25, 2.25, 4.0])
     assert rising(np.array([3.0, 2.0, 1.0]), np.ones(3)) == pytest.approx([2.0, 2.0, 2.0])
+
+
+def short_of_time(*others: VerifyPoint) -> list[VerifyPoint]:
+    """Points of a start whose time ran out: no more than 64 rows, the last two sizes by chance alike."""
+    return [
+        *(
+            VerifyPoint(num_sequences=rows, context_tokens=32 * rows, num_rows=rows, seconds=0.001 * rows)
+            for rows in (1, 4, 16, 64)
+        ),
+        *others,
+    ]
+
+
+def test_more_rows_than_were_measured_cost_more() -> None:
+    """However alike the last two measurements are: their difference is noise."""
+    alike = VerifyPoint(num_sequences=56, context_tokens=32 * 56, num_rows=56, seconds=0.0639)
+    for points in (short_of_time(), short_of_time(alike)):
+        table = VerifyCost(points, 0, 512).table(64, 64 * 32)
+        assert table[384] == pytest.approx(0.384, rel=0.05)
+
+
+def test_what_large_steps_take_is_not_held_against_small_ones() -> None:
+    """Nor the other way round, whether or not so many rows were measured at the start."""
+    cost = VerifyCost(short_of_time(), 0, 512)
+    for _ in range(9):
+        cost.note(VerifyShape(64, 64 * 32, 64), 0.048)
+        cost.note(VerifyShape(64, 64 * 32, 384), 0.768)
+    table = cost.table(64, 64 * 32)
+    assert table[64] == pytest.approx(0.048, rel=0.15)
+    assert table[384] == pytest.approx(0.768, rel=0.15)
