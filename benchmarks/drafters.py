@@ -310,8 +310,8 @@ def main(
     console.print(table_of(cells))
     for line in short:
         console.print(f"short of {GOAL}: {line}")
-    for line in shortened:
-        console.print(f"shortened: {line}")
+    if shortened:
+        console.print(f"cut short: {shortened}")
     for name in missing:
         console.print(f"not trained yet: {name}")
     if rest.num_cells:

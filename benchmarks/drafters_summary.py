@@ -170,13 +170,13 @@ def short_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def shortened_of(cells: Sequence[Mapping[str, Any]], tokens_per_prompt: int) -> list[str]:
-    """Name the cells of which fewer tokens were decoded than planned: they would have taken too long."""
-    return [
-        f"{one['cell'].name}: {one['tokens_per_prompt']} tokens of each text, not {tokens_per_prompt}"
-        for one in cells
-        if one["tokens_per_prompt"] < tokens_per_prompt
-    ]
+def shortened_of(cells: Sequence[Mapping[str, Any]], tokens_per_prompt: int) -> str:
+    """Say how many cells decoded fewer tokens than planned, which would have taken too long; "" if none did."""
+    fewer = [one["tokens_per_prompt"] for one in cells if one["tokens_per_prompt"] < tokens_per_prompt]
+    if not fewer:
+        return ""
+    span = f"{min(fewer)} to {max(fewer)}" if min(fewer) < max(fewer) else f"{min(fewer)}"
+    return f"{len(fewer)} of {len(cells)} cells decoded {span} tokens of each text, not {tokens_per_prompt}"
 
 
 def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:

@@ -26,9 +26,10 @@ def measured(results: Mapping[str, Any], picture: str) -> str:
     order = _order(cells)
     if order:
         lines += ["", "### Medusa, Hydra, EAGLE, EAGLE-3", "", *order]
-    for title, key in (("Below the aim", "short"), ("Cut short", "shortened")):
-        if results.get(key):
-            lines += ["", f"{title}:", "", *(f"- {line}" for line in results[key])]
+    if results.get("short"):
+        lines += ["", "Below the aim:", "", *(f"- {line}" for line in results["short"])]
+    if results.get("shortened"):
+        lines += ["", f"Cut short, because of the time that a cell may take: {results['shortened']}."]
     missing = results.get("missing") or ()
     if missing:
         lines += ["", f"Not measured, for want of trained heads: {', '.join(missing)}."]

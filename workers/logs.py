@@ -21,6 +21,16 @@ def add_log_context(**ids: str) -> None:
     LOG_CONTEXT.set({**LOG_CONTEXT.get(), **ids})
 
 
+def mute_imports() -> None:
+    """Have libraries that others import not tell operators of what concerns their developers only.
+
+    transformers imports torchao where it is installed, which reports kernels for GPUs that it cannot load,
+    and calls of its own that PyTorch has superseded.
+    """
+    for noisy in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
 def make_formatter(process: str) -> logging.Formatter:
     """Return what writes a process's lines, as the environment asks for.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from specdec.kv.host_memory import give_back_freed
 from specdec.transport.base import PeerId
-from workers.logs import make_formatter
+from workers.logs import make_formatter, mute_imports
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ def prepare_logging(name: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     for noisy in ("httpx", "transformers", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # transformers imports it where it is installed, and it reports kernels for GPUs that it cannot load.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    mute_imports()
 
 
 def give_way() -> None:

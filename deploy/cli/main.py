@@ -12,6 +12,7 @@ import typer
 from deploy.cli.border import DebugOption, leave_at_once, readable_errors
 from deploy.cli.merge import merge
 from deploy.cli.train import train
+from workers.logs import mute_imports
 
 DEFAULT_CONFIG = Path("configs/demo.yaml")
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -49,7 +50,7 @@ def _common(
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
-    pass
+    mute_imports()
 
 
 ModelOption = Annotated[

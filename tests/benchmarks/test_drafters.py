@@ -153,12 +153,13 @@ def test_headlines_are_of_the_costly_target_alone_and_greedy() -> None:
     Console(file=None, quiet=True).print(table_of([]))
 
 
-def test_cells_that_were_cut_short_are_named() -> None:
+def test_how_many_cells_were_cut_short_is_told() -> None:
     cells = some_cells()
+    assert not shortened_of(cells, 48)
     cells[1]["tokens_per_prompt"] = 9
-    assert shortened_of(cells, 48) == [
-        "inflated, ngram, batch 1, temperature 0: 9 tokens of each text, not 48"
-    ]
+    assert shortened_of(cells, 48) == f"1 of {len(cells)} cells decoded 9 tokens of each text, not 48"
+    cells[2]["tokens_per_prompt"] = 20
+    assert shortened_of(cells, 48).startswith(f"2 of {len(cells)} cells decoded 9 to 20 tokens")
 
 
 def test_tensors_are_counted_once() -> None:

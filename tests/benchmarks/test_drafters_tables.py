@@ -43,7 +43,7 @@ def results_of(cells: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 def test_results_become_tables_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     results = results_of(
-        some_cells(), missing=["medusa"], rest={"num_cells": 3}, short=["a"], shortened=["b"]
+        some_cells(), missing=["medusa"], rest={"num_cells": 3}, short=["a"], shortened="b"
     )
     (tmp_path / "results.json").write_text(json.dumps(results))
     page = tmp_path / "docs" / "page.md"
@@ -62,7 +62,7 @@ def test_results_become_tables_and_a_picture(tmp_path: Path) -> None:
     assert "Measured 2026-01-02 to 2026-01-03 at commit 000000000000, 111111111111, P, 2 threads" in text
     assert "Not measured, for want of trained heads: medusa." in text
     assert "3 cells are left" in text
-    assert "Below the aim:\n\n- a\n\nCut short:\n\n- b" in text
+    assert "Below the aim:\n\n- a\n\nCut short, because of the time that a cell may take: b." in text
     picture = (tmp_path / "images" / PICTURE).read_text()
     for label in ("eagle", "ngram", "batch 32", "inflated, temperature 0"):
         assert label in picture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from contextvars import copy_context
 
 import pytest
@@ -56,3 +58,11 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORMAT_VARIABLE, "xml")
     with pytest.raises(ConfigError, match="DRAFTHOUSE_LOG_FORMAT: must be text or json, got 'xml'"):
         make_formatter("x")
+
+
+def test_imports_of_libraries_say_nothing_to_operators() -> None:
+    code = "import workers.logs; workers.logs.mute_imports(); import transformers.quantizers.auto"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert not ran.stdout + ran.stderr
