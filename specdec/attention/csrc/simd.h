@@ -287,7 +287,8 @@ inline f32v dot_pairs(f32v acc, u32v a, uint32_t b) {
 // of unit a[lane] with unit b, the same in all lanes.
 //
 // A b that is multiplied by many times is taken apart once: `spread` writes the words, of 32 bits, that
-// `multiply_add_spread` reads from memory as they are. Sums are the same, bit for bit.
+// `multiply_add_spread` reads from memory as they are, and by which what `word` makes of an a is multiplied, one after
+// the other. Sums are the same, bit for bit.
 template <typename T>
 struct Units;
 
@@ -300,6 +301,8 @@ struct Units<float> {
     return dh::multiply_add((f32v)a, load_as<float>(&b), acc);
   }
   static void spread(uint32_t* target, uint32_t b) { *target = b; }
+  static void spread_row(uint32_t* target, const float* row, int64_t count) { std::memcpy(target, row, 4 * count); }
+  static f32v word(u32v a, int) { return (f32v)a; }
   static f32v multiply_add_spread(f32v acc, u32v a, const uint32_t* b) { return multiply_add(acc, a, *b); }
 };
 
@@ -318,9 +321,13 @@ struct Units<bf16> {
     target[0] = b << 16;
     target[1] = b & 0xffff0000u;
   }
+  static void spread_row(uint32_t* __restrict target, const bf16* __restrict row, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) target[i] = uint32_t(row[i].bits) << 16;
+  }
+  static f32v word(u32v a, int index) { return (f32v)(index == 0 ? a << 16 : a & 0xffff0000u); }
   static f32v multiply_add_spread(f32v acc, u32v a, const uint32_t* b) {
-    acc = dh::multiply_add((f32v)(a << 16), load_as<float>(b), acc);
-    return dh::multiply_add((f32v)(a & 0xffff0000u), load_as<float>(b + 1), acc);
+    acc = dh::multiply_add(word(a, 0), load_as<float>(b), acc);
+    return dh::multiply_add(word(a, 1), load_as<float>(b + 1), acc);
   }
 #endif
 };

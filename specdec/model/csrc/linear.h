@@ -23,6 +23,15 @@ template <typename T>
 constexpr int kRowTile = kLanes == 16 ? 12 : kLanes == 8 ? (Units<T>::per == 2 ? 4 : 3) : 1;
 constexpr int kRowTileOfTwo = kLanes == 16 ? 6 : kLanes == 8 ? 1 : 0;
 
+// There are sixteen vectors of eight lanes: sums of six rows times half a panel, the half's weights and a number of a
+// row. Below as many rows as these, reading the weights takes longer than the products.
+constexpr bool kInHalves = kLanes == 8;
+constexpr int kHalfColumns = kPanelColumns / 2;
+constexpr int kHalfVectors = kPanelVectors / 2;
+constexpr int kRowTileOfHalf = 6;
+constexpr int kFewestRowsInHalves = 4;
+constexpr int64_t kRowsSpread = 8 * kRowTileOfHalf;  // at a time: they stay in a cache while all panels go by
+
 // How far ahead weights are asked for, in units. The processor's own prefetching ends at every page, and knows
 // nothing of what is read next.
 constexpr int kUnitsAhead = 16;
@@ -125,13 +134,12 @@ template <typename T, int R, int P>
     for (int v = 0; v < V; ++v) sums[r * V + v] = sum[r][v];
 }
 
-// Adds the bias (null: none), and writes sums of R rows times P panels as rows of y; columns from `num_columns` on
-// are padding.
-template <typename T, int R, int P>
-inline void store_tile(const f32v* sums, const T* bias, int num_columns, int panel, T* y, int64_t y_stride) {
-  constexpr int V = P * kPanelVectors;
+// Adds the bias (null: none), and writes sums of R rows times V vectors of columns as rows of y, from `first_column`
+// on; columns from `num_columns` on are padding.
+template <typename T, int R, int V>
+inline void store_tile(const f32v* sums, const T* bias, int num_columns, int first_column, T* y, int64_t y_stride) {
   for (int v = 0; v < V; ++v) {
-    const int column = panel * kPanelColumns + v * kLanes;
+    const int column = first_column + v * kLanes;
     const int here = std::min(kLanes, num_columns - column);
     if (here <= 0) return;
     f32v added = {};
@@ -151,7 +159,73 @@ inline void linear_tile(const Linear& linear, const Panels& panels, const Panels
                         int64_t x_stride, T* y, int64_t y_stride) {
   f32v sums[R * P * kPanelVectors];
   sum_tile<T, R, P>(panels, next, linear.num_units, x, x_stride, sums);
-  store_tile<T, R, P>(sums, static_cast<const T*>(linear.bias), linear.num_columns, panel, y, y_stride);
+  store_tile<T, R, P * kPanelVectors>(sums, static_cast<const T*>(linear.bias), linear.num_columns,
+                                      panel * kPanelColumns, y, y_stride);
+}
+
+// Sums of R rows, which are spread, times half a panel, row after row; `ahead` is asked for meanwhile, a line per unit.
+// Of each unit the words are taken one after the other: as few vectors as can be are in use at a time.
+template <typename T, int R>
+[[gnu::noinline]] void sum_half(const uint32_t* __restrict at, const uint32_t* ahead, int64_t ahead_stride,
+                                int num_units, const uint32_t* __restrict x, int64_t x_stride,
+                                f32v* __restrict sums) {
+  constexpr int words = Units<T>::words;
+  f32v sum[R][kHalfVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kHalfVectors; ++v) sum[r][v] = f32v{};
+  for (int unit = 0; unit < num_units; ++unit, at += kPanelColumns, ahead += ahead_stride, x += words) {
+    prefetch_line(ahead);
+#pragma GCC unroll 2
+    for (int word = 0; word < words; ++word) {
+      f32v w[kHalfVectors];
+#pragma GCC unroll 16
+      for (int v = 0; v < kHalfVectors; ++v) w[v] = Units<T>::word(load_as<u32v>(at + v * kLanes), word);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const f32v value = (f32v)splat_bits(x[r * x_stride + word]);
+#pragma GCC unroll 16
+        for (int v = 0; v < kHalfVectors; ++v) sum[r][v] = multiply_add(w[v], value, sum[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kHalfVectors; ++v) sums[r * kHalfVectors + v] = sum[r][v];
+}
+
+// As `linear`, of packed weights. Whole panels are asked for before their turn.
+template <typename T>
+void linear_in_halves(const Linear& linear, const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows,
+                      int first, int last, const Panels& next) {
+  static thread_local std::vector<uint32_t> spread;
+  constexpr int words = Units<T>::words;
+  const int64_t size = linear.panel_size(), width = int64_t(linear.num_units) * words;
+  spread.resize(std::max<size_t>(spread.size(), kRowsSpread * width));
+  for (int64_t begin = 0; begin < rows; begin += kRowsSpread) {
+    const int count = int(std::min(kRowsSpread, rows - begin));
+    for (int row = 0; row < count; ++row)
+      Units<T>::spread_row(spread.data() + row * width, x + (begin + row) * x_stride, width);
+    for (int panel = first; panel < last; ++panel) {
+      const uint32_t* at = linear.panels + panel * size;
+      const uint32_t* following = begin + count < rows ? linear.panels + first * size : next.data;
+      if (panel + 1 < last) following = at + size;
+      in_tiles<kRowTileOfHalf>(count, [&](auto n, int row) {
+        for (int half = 0; half < 2; ++half) {
+          const bool asks = row == 0 && following != nullptr;
+          f32v sums[n.value * kHalfVectors];
+          sum_half<T, n.value>(at + half * kHalfColumns,
+                               asks ? following + int64_t(half) * linear.num_units * kUnitsOfLine : at,
+                               asks ? kUnitsOfLine : 0, linear.num_units, spread.data() + row * width, width, sums);
+          store_tile<T, n.value, kHalfVectors>(sums, static_cast<const T*>(linear.bias), linear.num_columns,
+                                               panel * kPanelColumns + half * kHalfColumns,
+                                               y + (begin + row) * y_stride, y_stride);
+        }
+      });
+    }
+  }
 }
 
 // Panels [panel, panel + P), which are `panels`, for all rows; then `next` is read.
@@ -179,6 +253,12 @@ void linear(const Linear& linear, const T* x, int64_t x_stride, T* y, int64_t y_
       linear_panels<T, 1>(linear, {packed.data(), 0}, {packed.data(), 0}, panel, x, x_stride, y, y_stride, rows);
     }
     return;
+  }
+  if constexpr (kInHalves) {
+    if (rows >= kFewestRowsInHalves) {
+      linear_in_halves<T>(linear, x, x_stride, y, y_stride, rows, first, last, next);
+      return;
+    }
   }
   const auto at = [&](int p) { return Panels{linear.panels + p * linear.panel_size(), linear.panel_size()}; };
   const auto after = [&](int p) { return p < last ? at(p) : next; };

@@ -173,8 +173,8 @@ inline void quantized_panels(const QuantizedLinear& linear, int panel, const T* 
   in_tiles<N>(int(rows), [&](auto n, int row) {
     f32v sums[n.value * P * kPanelVectors];
     sum_quantized_tile<Format, T, n.value, P>(linear, panel, x + row * x_stride, x_stride, sums);
-    store_tile<T, n.value, P>(sums, static_cast<const T*>(linear.bias), linear.num_columns, panel,
-                              y + row * y_stride, y_stride);
+    store_tile<T, n.value, P * kPanelVectors>(sums, static_cast<const T*>(linear.bias), linear.num_columns,
+                                              panel * kPanelColumns, y + row * y_stride, y_stride);
   });
 }
 
