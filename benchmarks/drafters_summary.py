@@ -171,7 +171,7 @@ def short_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def shortened_of(cells: Sequence[Mapping[str, Any]], tokens_per_prompt: int) -> str:
-    """Say how many cells decoded fewer tokens than planned, which would have taken too long; "" if none did."""
+    """Say how many cells decoded fewer tokens than planned, for time; nothing if none did."""
     fewer = [one["tokens_per_prompt"] for one in cells if one["tokens_per_prompt"] < tokens_per_prompt]
     if not fewer:
         return ""
