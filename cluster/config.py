@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,6 +18,9 @@ from specdec.engine.draft_shares import DraftShareConfig
 from specdec.transport.config import ChannelConfig
 
 _ACCELERATOR_SHARE = 0.001
+_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_SELECTOR = re.compile(rf"!?(?:{_LABEL}|in\({_LABEL}(?:, ?{_LABEL})*\))")
+"""What Ray takes; anything else it would refuse only when processes are to be started."""
 
 
 class BundleConfig(StrictConfig):
@@ -43,9 +48,15 @@ class BundleConfig(StrictConfig):
                 f"accelerator_type: {self.accelerator_type} is a kind of GPU, so num_gpus must be positive"
             )
         for name, amount in self.resources.items():
-            if amount <= 0 or name in {"CPU", "GPU"}:
+            if not 0 < amount < math.inf or name in {"CPU", "GPU"}:
                 raise ValueError(
                     f"resources.{name}: must be positive, and not CPU or GPU (num_cpus, num_gpus)"
+                )
+        for name, selector in self.labels.items():
+            if not _SELECTOR.fullmatch(selector):
+                raise ValueError(
+                    f"labels.{name}: must be `value`, `!value`, `in(a,b)` or `!in(a,b)`, values of letters, "
+                    f"digits and - _ . that begin and end with a letter or digit; got {selector!r}"
                 )
         return self
 

@@ -73,7 +73,7 @@ def read_api_keys(file: str | Path) -> tuple[ApiKey, ...]:
         ConfigError: the file cannot be read, holds no key, or has lines that are wrong: names file and lines.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"http.api_keys_file: {file} cannot be read: {reason}") from None

@@ -24,6 +24,7 @@ from deploy.api_keys import read_api_keys
 from deploy.application import build_application
 from deploy.config import DrafthouseConfig
 from deploy.config_file import parse_config
+from deploy.openai.tracing import require_exporter
 from deploy.preflight import check_models
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
@@ -45,11 +46,13 @@ def build(args: dict[str, Any]) -> serve.Application:
 
     Raises:
         CheckpointError: a model's folder is damaged.
-        ConfigError: an argument is wrong, the models do not go together, or there are no API keys and nobody
-            allowed that.
+        ConfigError: an argument is wrong, the models do not go together, packages for traces are missing, or
+            there are no API keys and nobody allowed that.
         ResourceError: the workers do not fit the cluster.
     """
     arguments = parse_arguments(args)
+    if arguments.config.http.tracing is not None:
+        require_exporter()  # else it would be a door, and so the update, that fails
     for model in arguments.config.served_models():
         _check_models(model.engine)
     keys_file = arguments.config.http.api_keys_file

@@ -19,6 +19,8 @@ from deploy.load.workload import PlannedRequest
 _DONE = "[DONE]"
 _DATA = "data:"
 INCOMPLETE = "incomplete stream"
+EMPTY = "empty stream"
+NO_EVENT = "not an event of OpenAI's API"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,29 +84,35 @@ class LoadGenerator:
         return timeline
 
     async def _receive(self, response: httpx.Response, timeline: Timeline) -> None:
+        has_answer = False
         async for line in response.aiter_lines():
             if not line.startswith(_DATA):
                 continue
             data = line[len(_DATA) :].strip()
             if data == _DONE:
                 break
-            self._note(_event(data), timeline)
+            has_answer |= self._note(_event(data), timeline)
         else:
             raise _Failed(INCOMPLETE)
+        if not has_answer:  # no text, and no end of one: nobody could be served faster
+            raise _Failed(EMPTY)
         if timeline.num_output_tokens is None:
             timeline.num_output_tokens = len(timeline.deliveries_s)
 
-    def _note(self, event: Mapping[str, Any], timeline: Timeline) -> None:
+    def _note(self, event: Mapping[str, Any], timeline: Timeline) -> bool:
+        """Write down what an event brings; return whether it is a part of an answer, be it only its end."""
         error = event.get("error")
         if error:
             code = error.get("code") if isinstance(error, dict) else None
             raise _Failed(f"error event {code}" if code else "error event")
-        if any(_has_text(choice) for choice in event.get("choices") or ()):
+        choices = _objects(event.get("choices") or [])
+        has_text = any(_has_text(choice) for choice in choices)
+        if has_text:
             timeline.deliveries_s.append(self._now_s())
-        usage = event.get("usage")
-        if usage:
-            timeline.num_prompt_tokens = usage.get("prompt_tokens")
-            timeline.num_output_tokens = usage.get("completion_tokens")
+        for usage in _objects([event.get("usage") or {}]):
+            timeline.num_prompt_tokens = _count(usage, "prompt_tokens", timeline.num_prompt_tokens)
+            timeline.num_output_tokens = _count(usage, "completion_tokens", timeline.num_output_tokens)
+        return has_text or any(choice.get("finish_reason") for choice in choices)
 
 
 def _event(data: str) -> Mapping[str, Any]:
@@ -117,8 +125,21 @@ def _event(data: str) -> Mapping[str, Any]:
     return event
 
 
+def _objects(values: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise _Failed(NO_EVENT)
+    return values
+
+
+def _count(usage: Mapping[str, Any], name: str, before: int | None) -> int | None:
+    number = usage.get(name)
+    if number is not None and (not isinstance(number, int) or number < 0):
+        raise _Failed(NO_EVENT)
+    return before if number is None else number
+
+
 def _has_text(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
+    (delta,) = _objects([choice.get("delta") or {}])
     return bool(choice.get("text") or any(delta.get(name) for name in _TEXTS))
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from ray._private.label_utils import validate_label_selector_value
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, MembershipConfig, TargetGroupsConfig
 from cluster.inventory import NodeSnapshot, with_changed
@@ -307,6 +308,25 @@ def is_sound(
         and all(load[index] <= number for index, number in enumerate(gpus))
         and not (own_nodes and set(itertools.chain(*groups)) & set(drafts))
     )
+
+
+@pytest.mark.parametrize("amount", [0.0, -1.0, float("nan"), float("inf")])
+def test_amounts_are_what_can_be_had(amount: float) -> None:
+    with pytest.raises(ValidationError, match=r"resources\.slot: must be positive"):
+        BundleConfig(resources={"slot": amount})
+
+
+@pytest.mark.parametrize("selector", ["", "!", "a b", "=a", "in(a", "in()", "!in(a,)", "-a", "a_"])
+def test_selectors_are_those_that_ray_takes(selector: str) -> None:
+    assert validate_label_selector_value(selector) or not selector
+    with pytest.raises(ValidationError, match=r"labels\.pool: must be `value`"):
+        BundleConfig(labels={"pool": selector})
+
+
+@pytest.mark.parametrize("selector", ["a", "!a", "in(a)", "in(a,b)", "!in(a, b.c)", "NVIDIA-H100_80", "3"])
+def test_every_form_of_a_selector_is_taken(selector: str) -> None:
+    assert validate_label_selector_value(selector) is None
+    assert BundleConfig(labels={"pool": selector}).labels == {"pool": selector}
 
 
 def test_configurations_that_make_no_sense_are_refused() -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
@@ -176,6 +180,17 @@ def test_what_the_dockerfile_copies_is_there_and_reaches_the_builder() -> None:
         for source in sources:
             assert (ROOT / source).exists(), source
             assert Path(source).parts[0] in allowed, source
+
+
+def test_images_have_what_a_configuration_can_ask_for() -> None:
+    """A pod can install nothing: traces and quantized weights have to work in it."""
+    (command,) = [rest for kind, rest in stages()["cpu-packages"] if kind == "RUN" and "tomllib" in rest]
+    script = command.partition('"')[2].partition('"')[0]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    names = {canonicalize_name(Requirement(line).name) for line in done.stdout.splitlines() if line}
+    assert {"ray", "torch", "torchao", "opentelemetry-exporter-otlp-proto-http"} <= names
 
 
 def test_images_user_is_the_charts() -> None:

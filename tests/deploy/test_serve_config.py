@@ -45,6 +45,15 @@ def test_made_up_output_is_not_served() -> None:
         build({"config": TARGET | {"speculative_config": made_up}, "insecure": True})
 
 
+def test_nothing_is_built_without_the_packages_for_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A door would find out, when the one before has been asked to go."""
+    tracing = {"endpoint": "http://collector:4318/v1/traces"}
+    args = {"config": {"target": {"model": "/nowhere"}, "http": {"tracing": tracing}}, "insecure": True}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"http\.tracing: needs more packages"):
+        build(args)
+
+
 def test_nothing_is_built_without_the_keys(tmp_path: Path) -> None:
     """Before Ray is asked for anything."""
     http = {"api_keys_file": str(tmp_path / "keys")}

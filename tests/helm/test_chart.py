@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from cluster.application import COORDINATOR, DRAFT_POOL
 from cluster.inventory import NodeSnapshot
-from cluster.placement import RanksPerModel, plan_placement, require_plan
+from cluster.placement import RanksPerModel, plan_placement, require_plan, unchecked_placement
 from deploy.application import APPLICATION, INGRESS
+from deploy.cli.main import app
 from deploy.config import DrafthouseConfig
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
 from deploy.monitoring.grafana import grafana_json
@@ -82,9 +85,20 @@ def overriding(name: str, least: int = 1, most: int = 1) -> Values:
     return {"serve": {"deployments": [{"name": name, "autoscaling_config": bounds}]}}
 
 
+def scaling(pool: str, **bounds: int) -> Values:
+    """Bounds for a pool, as `drafthouse serve` has them."""
+    return {"config": {"cluster": {pool: {"autoscaling": bounds}}}}
+
+
+ROOM: Values = {"target": {"groups": 1, "maxGroups": 2}} | SCALED
+TENSOR_PARALLEL_OVER_PODS: Values = {
+    "config": {"target": {"tensor_parallel_size": 8}},
+    "target": {"nodesPerGroup": 2, "gpu": 4, "groups": 2},
+}
 SITUATIONS = [
     *(pytest.param(values_of(flavour), id=flavour or "defaults") for flavour in (None, *FLAVOURS)),
     pytest.param(EVERYTHING, id="everything"),
+    pytest.param(TENSOR_PARALLEL_OVER_PODS, id="tensor parallel over pods"),
 ]
 
 
@@ -189,6 +203,11 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         ("gpu", overriding("Coordinator", 1, 2), "2, but there are pods for 1: raise target.maxGroups"),
         ("gpu", overriding("DraftPool", 1, 3), "3, but there are pods for 2: raise draft.maxWorkers"),
         (None, {"config": {"target": {"model": ""}}}, "config.target.model: is required"),
+        (None, {"serve": {"deployments": [{"name": "Coordinator", "num_replicas": 2}]}}, "num_replicas 2"),
+        (None, scaling("target_groups", min_groups=2, max_groups=1), "2 is more than max_groups 1"),
+        (None, scaling("target_groups", min_groups=2, max_groups=2) | ROOM, "target.groups: 1 are there"),
+        (None, scaling("target_groups", max_groups=1) | {"target": {"groups": 2}}, "not from 1 to 1"),
+        ("gpu", scaling("draft_pool", max_workers=1), "draft.workers: 2 are there at first"),
     ],
 )  # fmt: skip
 def test_contradictions_are_named(flavour: str | None, values: Values, message: str) -> None:
@@ -320,6 +339,35 @@ def test_the_pools_hold_what_is_to_be_placed(values: Values) -> None:
             place(fewer)
 
 
+def test_ranks_of_a_layer_may_leave_a_pod_where_a_group_has_more_pods_than_stages() -> None:
+    """Nobody looks at nodes here: what Ray is asked for must not be a node that no pod is."""
+    for values, strategy in ((TENSOR_PARALLEL_OVER_PODS, "PACK"), (values_of("gpu"), "STRICT_PACK")):
+        config = parse_arguments(serve_config(values)["applications"][0]["args"]).config
+        ranks = RanksPerModel.of(config.engine())
+        plan = unchecked_placement(config.cluster, has_drafter=False, ranks=ranks)
+        assert plan.target.strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("values", "fewest"),
+    [
+        pytest.param({}, (2, 3), id="no bounds"),
+        pytest.param(scaling("target_groups", min_groups=0, max_groups=4), (0, 3), id="groups to zero"),
+        pytest.param(scaling("draft_pool", max_workers=3), (2, 1), id="default of the bounds"),
+    ],
+)
+def test_pods_are_as_few_as_replicas_may_be(values: Values, fewest: tuple[int, int]) -> None:
+    pools = {"target": {"groups": 2, "maxGroups": 4}, "draft": {"workers": 3}}
+    groups = groups_of(ray_service(merged(DRAFTED | pools | SCALED, values)))
+    assert tuple(groups[pool]["minReplicas"] for pool in ("target", "draft")) == fewest
+    assert [groups[pool]["replicas"] for pool in ("target", "draft")] == [2, 3]
+
+
+def test_pods_stay_where_nothing_moves_them() -> None:
+    values = {"target": {"groups": 2}} | scaling("target_groups", max_groups=2)
+    assert groups_of(ray_service(values))["target"]["minReplicas"] == 2
+
+
 def test_a_draft_model_among_several_drafters_has_pods_of_its_own() -> None:
     lookup = {"name": "a", "method": "ngram"}
     small = {"name": "b", "method": "draft_model", "model": "/models/b"}
@@ -423,6 +471,29 @@ def test_network_policy_lets_in_requests_metrics_and_the_operator_and_out_dns() 
 
 
 # ------------------------------------------------------------------------------------------------- others
+
+
+def test_what_looks_like_yaml_is_text() -> None:
+    values: Values = {
+        "expose": {"enabled": True, "host": "*.llm.example", "tlsSecret": "123", "className": "1e3"},
+        "gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379", "existingSecret": "1"},
+        "apiKeys": {"existingSecret": "42", "key": "0x10"},
+        "models": {"mountPath": "/my: models", "claim": "13"},
+        "rayAuth": {"existingSecret": "9"},
+        "tls": {"existingSecret": "10"},
+        "head": {"priorityClassName": "11", "runtimeClassName": "12"},
+    }  # fmt: skip
+    merged_values = merged(values, {"gcsFaultTolerance": {"key": "2", "externalStorageNamespace": "3"}})
+
+    def texts(node: Any) -> set[str]:
+        if isinstance(node, dict):
+            return set().union(*(texts(part) for part in node.values()))
+        if isinstance(node, list):
+            return set().union(*(texts(part) for part in node))
+        return {node} if isinstance(node, str) else set()
+
+    rendered = texts(render(merged_values, name="5"))
+    assert texts(merged_values) | {"5"} <= rendered
 
 
 @pytest.mark.parametrize("name", ["llm", "drafthouse", "a" * 53])
@@ -556,6 +627,18 @@ def test_notes_say_how_to_look_and_ask() -> None:
     insecure = render_texts(values_of("cpu-dev"))["NOTES.txt"]
     assert "WARNING: no API key" in insecure
     assert "Authorization" not in insecure
+
+
+@pytest.mark.parametrize("values", [{}, values_of("cpu-dev"), {"tls": {"existingSecret": "tls"}}])
+def test_the_command_in_the_notes_is_one(values: Values) -> None:
+    notes = render_texts(values)["NOTES.txt"]
+    (line,) = [line for line in notes.splitlines() if "drafthouse status" in line]
+    variables, _, arguments = line.partition("#")[0].partition("drafthouse status")
+    commands = get_command(app)
+    assert isinstance(commands, TyperGroup)
+    context = commands.commands["status"].make_context("status", arguments.split())
+    assert context.params["url"] == f"{'https' if values.get('tls') else 'http'}://127.0.0.1:8000"
+    assert ("DRAFTHOUSE_API_KEY" in variables) == ("Authorization: Bearer" in notes)
 
 
 def test_pods_outlive_the_drain() -> None:

@@ -16,7 +16,7 @@
 {{/* What the release's pods are selected by: no label that KubeRay sets by itself. */}}
 {{- define "drafthouse.selectorLabels" -}}
 app.kubernetes.io/part-of: drafthouse
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ quote .Release.Name }}
 {{- end -}}
 
 {{- define "drafthouse.labels" -}}
@@ -57,6 +57,19 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{/* Ranks of one copy of the target. */}}
 {{- define "drafthouse.targetRanks" -}}
 {{- mul (dig "target" "tensor_parallel_size" 1 .Values.config) (dig "target" "pipeline_parallel_size" 1 .Values.config) -}}
+{{- end -}}
+
+{{/*
+Fewest pods of a pool: with the autoscaler, as many as Serve may go down to, else all. Takes a dict: root, pool
+(of config.cluster), bound, number.
+*/}}
+{{- define "drafthouse.fewest" -}}
+{{- $scaling := dig "cluster" .pool "autoscaling" dict .root.Values.config -}}
+{{- if and $scaling .root.Values.autoscaling.enabled -}}
+{{- min (int .number) (dig .bound 1 $scaling | int) -}}
+{{- else -}}
+{{- .number -}}
+{{- end -}}
 {{- end -}}
 
 {{/* What contradicts itself fails here, before anything is changed. */}}
@@ -125,6 +138,24 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and (hasKey $rooms "DraftPool") (gt $mostWorkers (get $rooms "DraftPool" | int)) -}}
 {{- fail (printf "config.cluster.draft_pool.autoscaling: max_workers %d, but there are pods for %d: raise draft.maxWorkers" $mostWorkers (get $rooms "DraftPool" | int)) -}}
 {{- end -}}
+{{- $bounds := list (list "target_groups" "groups" "target.groups" (int $target.groups)) -}}
+{{- if hasKey $rooms "DraftPool" -}}
+{{- $bounds = append $bounds (list "draft_pool" "workers" "draft.workers" (int $values.draft.workers)) -}}
+{{- end -}}
+{{- range $bounds -}}
+{{- $scaling := dig (index . 0) "autoscaling" dict $cluster -}}
+{{- if $scaling -}}
+{{- $kind := index . 1 -}}
+{{- $least := dig (printf "min_%s" $kind) 1 $scaling | int -}}
+{{- $most := get $scaling (printf "max_%s" $kind) | int -}}
+{{- if gt $least $most -}}
+{{- fail (printf "config.cluster.%s.autoscaling: min_%s %d is more than max_%s %d" (index . 0) $kind $least $kind $most) -}}
+{{- end -}}
+{{- if or (lt (index . 3) $least) (gt (index . 3) $most) -}}
+{{- fail (printf "%s: %d are there at first, which is not from %d to %d, the bounds of config.cluster.%s.autoscaling" (index . 2) (index . 3) $least $most (index . 0)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $values.serve.deployments -}}
 {{- if not (hasKey $rooms (toString .name)) -}}
 {{- fail (printf "serve.deployments: there is no deployment %s here; known: %s" (toString .name) (keys $rooms | sortAlpha | join ", ")) -}}
@@ -135,6 +166,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- fail (printf "serve.deployments: %s: min_replicas %d is more than max_replicas %d" .name $least $most) -}}
 {{- end -}}
 {{- $room := get $rooms .name | int -}}
+{{- $fixed := dig "num_replicas" 0 . | int -}}
+{{- if and $room (gt $fixed $room) -}}
+{{- fail (printf "serve.deployments: %s: num_replicas %d, but there are pods for %d: raise %s" .name $fixed $room (ternary "target.groups" "draft.workers" (eq .name "Coordinator"))) -}}
+{{- end -}}
 {{- if and $room (gt $most $room) -}}
 {{- fail (printf "serve.deployments: %s: max_replicas %d, but there are pods for %d: raise %s" .name $most $room (ternary "target.maxGroups" "draft.maxWorkers" (eq .name "Coordinator"))) -}}
 {{- end -}}

@@ -26,10 +26,10 @@ spec:
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- with $pool.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ quote . }}
   {{- end }}
   {{- with $pool.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ quote . }}
   {{- end }}
   {{- with $pool.nodeSelector }}
   nodeSelector: {{- toYaml . | nindent 4 }}
@@ -58,11 +58,11 @@ spec:
         - {name: HOME, value: /tmp}
         {{- with $values.huggingFace.existingSecret }}
         - name: HF_TOKEN
-          valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.huggingFace.key }}}}
+          valueFrom: {secretKeyRef: {name: {{ quote . }}, key: {{ quote $values.huggingFace.key }}}}
         {{- end }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
-        - {name: models, mountPath: {{ $values.models.mountPath }}}
+        - {name: models, mountPath: {{ quote $values.models.mountPath }}}
     {{- end }}
   {{- end }}
   containers:
@@ -136,7 +136,7 @@ spec:
         - {name: tmp, mountPath: /tmp}
         - {name: shm, mountPath: /dev/shm}
         - {name: compile-cache, mountPath: /home/drafthouse}
-        - {name: models, mountPath: {{ $values.models.mountPath }}, readOnly: true}
+        - {name: models, mountPath: {{ quote $values.models.mountPath }}, readOnly: true}
         {{- if $values.apiKeys.existingSecret }}
         - {name: api-keys, mountPath: /etc/drafthouse/api-keys, readOnly: true}
         {{- end }}
@@ -155,24 +155,24 @@ spec:
     {{- /* In every pod: the task that builds the application runs anywhere. */}}
     - name: api-keys
       secret:
-        secretName: {{ . }}
+        secretName: {{ quote . }}
         defaultMode: 0440
-        items: [{key: {{ $values.apiKeys.key }}, path: keys}]
+        items: [{key: {{ quote $values.apiKeys.key }}, path: keys}]
     {{- end }}
     {{- with $values.tls.existingSecret }}
     {{- /* In every pod: each has a proxy of Serve's. */}}
     - name: tls
-      secret: {secretName: {{ . }}, defaultMode: 0440}
+      secret: {secretName: {{ quote . }}, defaultMode: 0440}
     {{- end }}
     {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}
 
-{{/* A group of workers. Takes what drafthouse.pod takes, and replicas, max, hosts. */}}
+{{/* A group of workers. Takes what drafthouse.pod takes, and replicas, min, max, hosts. */}}
 {{- define "drafthouse.workerGroup" -}}
 {{- $values := .root.Values -}}
 groupName: {{ .component }}
 replicas: {{ .replicas }}
-minReplicas: {{ .replicas }}
+minReplicas: {{ .min }}
 maxReplicas: {{ max (int .replicas) (int .max) }}
 numOfHosts: {{ .hosts }}
 {{- if $values.autoscaling.enabled }}

@@ -15,6 +15,10 @@ The Serve config. What the pools decide is merged over `config`: one fact, one p
 {{- $targetBundle := dict "num_cpus" (divf (mul $target.cpu $nodes) $ranks) "num_gpus" (ternary 1 0 (gt (int $target.gpu) 0)) "labels" (dict "pool" "target") -}}
 {{- $cluster := dict "check_resources" false "channels" (dict "bind" "node")
     "target_groups" (dict "num_groups" $target.groups "bundle" $targetBundle "strategy" $strategy) -}}
+{{- if gt $nodes $stages -}}
+{{- /* A stage is larger than a pod. The application would else ask Ray for one node with all of its ranks. */ -}}
+{{- $_ := set $cluster.target_groups "tensor_parallel_across_nodes" true -}}
+{{- end -}}
 {{- if include "drafthouse.hasDraftPool" . -}}
 {{- $draftRanks := dig "speculative_config" "draft_tensor_parallel_size" 1 $values.config | int -}}
 {{- $draftBundle := dict "num_cpus" (divf $draft.cpu $draftRanks) "num_gpus" (ternary 1 0 (gt (int $draft.gpu) 0)) "labels" (dict "pool" "draft") -}}

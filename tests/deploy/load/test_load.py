@@ -132,6 +132,13 @@ def test_what_is_no_text_is_no_delivery() -> None:
     assert latency_of(timeline, "itl") is None
 
 
+def test_an_answer_without_text_is_one() -> None:
+    end = event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+    (timeline,) = run(SlowServer(((1.0, end), (0.0, usage(3, 0)), (0.0, DONE))), [0.0])
+    assert timeline.error is None
+    assert timeline.num_output_tokens == 0
+
+
 def test_events_cut_anywhere_are_put_together() -> None:
     whole = text("ü") + usage(3, 1) + DONE
     script = [(0.25, whole[index : index + 1]) for index in range(len(whole))]
@@ -152,7 +159,14 @@ FAILURES = (
     (((0.5, text()), (0.0, event({"error": "bad"})), (0.0, DONE)), "error event"),
     (((0.5, httpx.ReadError("reset")),), "ReadError"),
     (((0.5, event(b"{nonsense")), (0.0, DONE)), "not JSON"),
-)
+    (((0.5, DONE),), "empty stream"),
+    (((0.5, usage(3, 0)), (0.0, DONE)), "empty stream"),
+    (((0.5, event({"choices": [None]})), (0.0, DONE)), "not an event of OpenAI's API"),
+    (((0.5, event({"choices": {"text": "x"}})), (0.0, DONE)), "not an event of OpenAI's API"),
+    (((0.5, event({"choices": [{"delta": "x"}]})), (0.0, DONE)), "not an event of OpenAI's API"),
+    (((0.5, event({"usage": {"completion_tokens": "5"}})), (0.0, DONE)), "not an event of OpenAI's API"),
+    (((0.5, text()), (0.0, event({"usage": 5})), (0.0, DONE)), "not an event of OpenAI's API"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("answer", "error"), FAILURES)

@@ -289,6 +289,14 @@ def test_what_a_file_may_hold(tmp_path: Path) -> None:
     assert read_api_keys(file) == (alice, unnamed, bob)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    """Some editors begin a file with one."""
+    file = tmp_path / "keys"
+    file.write_text(f"alice sha256:{'ab' * 32}\n", encoding="utf-8-sig")
+    (key,) = read_api_keys(file)
+    assert key.name == "alice"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
