@@ -135,8 +135,6 @@ def train_jointly(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
 def _check(recipe: DrafterRecipe, options: TrainOptions) -> None:
     if options.keeps_hidden or options.hidden_folder is not None:
         raise ConfigError("--keep-hidden does not go with medusa2: its states change in training")
-    if options.layout != "published":
-        raise ConfigError(f"--format {options.layout} does not hold medusa2: give published")
     if options.stores_adapter and not recipe.lora_rank:
         raise ConfigError(
             "--store adapter needs --lora-rank: what full fine-tuning adds is as large as the target itself"

@@ -58,11 +58,6 @@ def _by_depth(losses: list[torch.Tensor], decay: float) -> tuple[torch.Tensor, d
     return decayed_mean(losses, decay), {f"d{i + 1}": loss.item() for i, loss in enumerate(losses)}
 
 
-def _only_published(layout: CheckpointLayout, method: str) -> None:
-    if layout != "published":
-        raise ConfigError(f"--format {layout} does not hold {method}: give published")
-
-
 class MedusaTraining:
     """Medusa-1: heads on a frozen target."""
 
@@ -75,7 +70,6 @@ class MedusaTraining:
         return _by_depth(medusa_losses(self.drafter, rows.hidden, rows.tokens), self._decay)
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
-        _only_published(layout, "medusa")
         save_medusa(self.drafter, folder, base_model=target_name)
 
 
@@ -96,7 +90,6 @@ class HydraTraining:
         return _by_depth(hydra_losses(self.drafter, rows), self._decay)
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
-        _only_published(layout, "hydra")
         save_hydra(self.drafter, folder, base_model=target_name)
 
 
@@ -117,7 +110,6 @@ class EagleTraining:
         return total, {"features": regression.item(), "tokens": classification.item()}
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
-        _only_published(layout, "eagle")
         save_eagle(self.drafter, folder)
 
 
@@ -164,7 +156,6 @@ class MtpTraining:
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
         if self._recipe.num_modules > 1:
-            _only_published(layout, "several MTP modules")
             save_modules(self.drafter, folder)
             return
         save_speculator(
@@ -183,7 +174,6 @@ class ParallelTraining:
         return _by_depth(parallel_losses(self.drafter, rows), self._decay)
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
-        _only_published(layout, "parallel_heads")
         save_parallel_heads(self.drafter, folder, base_model=target_name)
 
 

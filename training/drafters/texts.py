@@ -74,7 +74,8 @@ def _encoded(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[in
     if file.suffix != ".jsonl":
         yield _ids(tokenizer, text)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    # Strings of JSON may hold U+2028 and the like, at which `splitlines` would cut.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield _line(file, number, line, tokenizer)
 
@@ -92,13 +93,22 @@ def _line(file: Path, number: int, line: str, tokenizer: PreTrainedTokenizerBase
     if isinstance(entry, dict):
         if isinstance(entry.get("text"), str):
             return _ids(tokenizer, entry["text"])
-        if isinstance(entry.get("prompt"), str):
-            return _ids(tokenizer, entry["prompt"] + str(entry.get("completion", "")))
+        completion = "" if entry.get("completion") is None else entry["completion"]
+        if isinstance(entry.get("prompt"), str) and isinstance(completion, str):
+            return _ids(tokenizer, entry["prompt"] + completion)
         if isinstance(entry.get("messages"), list):
             if tokenizer.chat_template is None:
                 raise ConfigError(f"--data: {file}:{number} has messages, the target has no chat template")
-            ids = tokenizer.apply_chat_template(entry["messages"], tokenize=True, return_dict=False)
-            return list(ids)
+            try:
+                return list(
+                    tokenizer.apply_chat_template(entry["messages"], tokenize=True, return_dict=False)
+                )
+            except Exception as error:  # a template is code, and raises what it likes
+                raise ConfigError(
+                    f"--data: {file}:{number}: the target's chat template does not take these messages: "
+                    f"{str(error) or type(error).__name__}"
+                ) from error
     raise ConfigError(
-        f'--data: {file}:{number} must be an object with "text", "prompt" (and "completion") or "messages"'
+        f'--data: {file}:{number} must be an object with "text", "prompt" (and "completion"), all strings, '
+        'or "messages"'
     )

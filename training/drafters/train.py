@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specdec.core.errors import ConfigError
 from training.drafters.draft_model import train_draft_model
 from training.drafters.early_exits import train_early_exits
 from training.drafters.frozen_target import train_beside_target
@@ -26,4 +27,13 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
         ConfigError: an option, a file of data, or the recipe for this target is wrong.
         CheckpointError: the target cannot be read.
     """
+    _require_layout(recipe, options)
     return _OTHERS.get(recipe.method, train_beside_target)(recipe, options)
+
+
+def _require_layout(recipe: DrafterRecipe, options: TrainOptions) -> None:
+    """What is written at the end has to be refused at the beginning."""
+    held = recipe.method in ("eagle3", "mtp") and recipe.num_modules == 1
+    if options.layout != "published" and not held:
+        what = "several MTP modules" if recipe.num_modules > 1 else recipe.method
+        raise ConfigError(f"--format {options.layout} does not hold {what}: give published")

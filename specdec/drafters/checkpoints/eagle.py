@@ -58,4 +58,5 @@ def save_eagle(drafter: Eagle, folder: Path) -> None:
 
 def name_prefix(folder: DrafterFolder, name: str) -> str:
     """Return what stands before all names: some tools wrap the head in a module called `model`."""
-    return "model." if f"model.{name}" in folder.shapes else ""
+    is_wrapped = name not in folder.shapes and any(stored.startswith("model.") for stored in folder.shapes)
+    return "model." if is_wrapped else ""

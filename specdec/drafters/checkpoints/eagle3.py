@@ -45,7 +45,8 @@ def read_eagle3(
     vocabulary = _read_vocabulary(folder, target, keys, layer)
     drafter = Eagle3(target, settings, vocabulary)
     outer = name_prefix(folder, "fc.weight")
-    midlayer = "midlayer." if f"{outer}midlayer.hidden_norm.weight" in folder.shapes else "layers.0."
+    is_named = any(name.startswith(f"{outer}midlayer.") for name in folder.shapes)
+    midlayer = "midlayer." if is_named else "layers.0."
 
     def published(name: str) -> str | None:
         if name.startswith(_VOCABULARY):

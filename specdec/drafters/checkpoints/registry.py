@@ -26,6 +26,7 @@ DrafterFormat = Literal["speculators", "eagle3", "eagle", "medusa", "hydra", "mt
 Load = Callable[[DrafterFolder, TargetParts, torch.dtype | None], Drafter]
 
 _LAYERS = "model.layers.0."
+_EAGLE3_TENSORS = ("layers.0.hidden_norm.weight", "d2t")
 _LOADERS: dict[DrafterFormat, Load] = {
     "speculators": load_speculator,
     "eagle3": load_eagle3,
@@ -47,7 +48,7 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
     if KIND_KEY in folder.config:
         return "speculators"
     names = {name.removeprefix("model.") for name in folder.shapes}
-    if any(name.endswith("hidden_norm.weight") for name in names) and "fc.weight" in names:
+    if any(name.startswith("midlayer.") or name in _EAGLE3_TENSORS for name in names):
         return "eagle3"
     if any(name.startswith("hydra_mlp.") for name in names):
         return "hydra"
@@ -57,13 +58,22 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
         return "mtp"
     if any(name.startswith(HEAD_PREFIX) for name in names):
         return "parallel_heads"
-    if "fc.weight" in names:
+    if names & {"fc.weight", "fc.bias"} or _is_headless_layer(folder):
         return "eagle"
     architectures = folder.config.get("architectures")
     raise CheckpointError(
         f"{folder.path} holds no drafter of a known format (architectures {architectures!r}): known are "
         "EAGLE, EAGLE-3, Medusa, Hydra, MTP modules, parallel heads and speculators' eagle3 and mtp; an "
         "ordinary small model is a draft model (method draft_model)"
+    )
+
+
+def _is_headless_layer(folder: DrafterFolder) -> bool:
+    """Whether no norm is before the first of bare decoder layers: EAGLE's, though its `fc` is missing."""
+    layer = "layers.0."
+    return (
+        f"{layer}self_attn.q_proj.weight" in folder.shapes
+        and f"{layer}input_layernorm.weight" not in folder.shapes
     )
 
 

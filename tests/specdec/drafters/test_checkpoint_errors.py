@@ -38,6 +38,31 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         drop("midlayer.mlp.up_proj.weight"),
         ["lack 1 tensors, first midlayer.mlp.up_proj.weight of shape (24, 16)"],
     ),
+    "no hidden norm": (
+        published.eagle3,
+        drop("midlayer.hidden_norm.weight"),
+        ["lack 1 tensors, first midlayer.hidden_norm.weight of shape (16,)"],
+    ),
+    "no hidden norm, named as others do": (
+        lambda: published.eagle3(layer="layers.0.", prefix="model."),
+        drop("model.layers.0.hidden_norm.weight"),
+        ["lack 1 tensors, first model.layers.0.hidden_norm.weight of shape (16,)"],
+    ),
+    "nothing that fuses states": (
+        published.eagle3,
+        drop("fc.weight"),
+        ["lack 1 tensors, first fc.weight of shape (16, 48)"],
+    ),
+    "nothing that fuses states, in a module": (
+        lambda: published.eagle3(prefix="model."),
+        drop("model.fc.weight"),
+        ["lack 1 tensors, first model.fc.weight of shape (16, 48)"],
+    ),
+    "nothing that joins token and state": (
+        lambda: published.eagle(has_bias=False),
+        drop("fc.weight"),
+        ["lack 1 tensors, first fc.weight of shape (16, 32)"],
+    ),
     "extra tensor": (
         published.eagle3,
         put("midlayer.mlp.extra.weight", torch.zeros(2, 3)),

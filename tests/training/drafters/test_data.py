@@ -34,9 +34,29 @@ class TestTexts:
         documents = read_documents([tmp_path], tokenizer)
         assert [tokenizer.decode(document) for document in documents] == ["xyz", "abc", "def", "[g][h]"]
 
+    def test_lines_of_json_end_at_line_feeds_alone(self, tmp_path: Path) -> None:
+        """Strings may hold other characters that end lines as they are."""
+        odd = "a\u2028b\u0085c\u2029d"
+        lines = [{"text": odd}, {"prompt": "ef", "completion": None}]
+        content = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+        (tmp_path / "a.jsonl").write_text(content, encoding="utf-8", newline="")
+        tokenizer = make_tokenizer()
+        wanted = tokenizer(odd, add_special_tokens=False)["input_ids"]
+        first, second = read_documents([tmp_path / "a.jsonl"], tokenizer)
+        assert first.tolist() == wanted
+        assert tokenizer.decode(second) == "ef"
+
+    def test_messages_that_a_template_refuses_are_named(self, tmp_path: Path) -> None:
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"messages": [{"role": "user", "content": "c"}]}')
+        with pytest.raises(ConfigError, match=r"a\.jsonl:2: .* chat template .*: roles must alternate"):
+            read_documents([tmp_path / "a.jsonl"], tokenizer)
+
     @pytest.mark.parametrize(
         ("name", "content", "text"),
         [
+            ("a.jsonl", '{"prompt": "ab", "completion": ["c"]}', r"a\.jsonl:1 must be an object with"),
             ("a.jsonl", '{"text": "ab"}\nno', r"a\.jsonl:2 is not JSON"),
             ("a.jsonl", '{"words": "ab"}', r"a\.jsonl:1 must be an object with"),
             ("a.jsonl", '{"messages": []}', "no chat template"),

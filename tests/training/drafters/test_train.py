@@ -348,10 +348,22 @@ def test_what_lies_in_the_folder_is_not_written_over(
         train_drafter(recipe, dataclasses.replace(chosen, out=target_folder, work=tmp_path / "third"))
 
 
-def test_layouts_that_do_not_hold_a_method(target_folder: Path, texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"method": "medusa"}, "medusa"),
+        ({"method": "mtp", "num_modules": 2}, "several MTP modules"),
+        ({"method": "layerskip"}, "layerskip"),
+        ({"method": "draft_model"}, "draft_model"),
+    ],
+)
+def test_layouts_that_do_not_hold_a_method_are_refused_before_anything_is_trained(
+    target_folder: Path, texts: Path, tmp_path: Path, changes: dict[str, Any], what: str
+) -> None:
     chosen = options(target_folder, texts, tmp_path, layout="speculators")
-    with pytest.raises(ConfigError, match="--format speculators does not hold medusa"):
-        train_drafter(DrafterRecipe(method="medusa", **(TINY | {"steps": 1})), chosen)
+    with pytest.raises(ConfigError, match=f"--format speculators does not hold {what}: give published"):
+        train_drafter(DrafterRecipe(**(TINY | changes)), chosen)
+    assert not chosen.work.exists()
 
 
 def test_the_command(target_folder: Path, texts: Path, tmp_path: Path) -> None:
