@@ -18,6 +18,8 @@ RESULTS = [
         "never-slower-colocated-again.json",
         "never-slower-apart.json",
         "never-slower-apart-again.json",
+        "never-slower-apart-long.json",
+        "never-slower-apart-4k.json",
     )
 ]
 
