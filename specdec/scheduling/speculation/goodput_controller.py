@@ -145,11 +145,12 @@ class GoodputController:
         )
 
     def _of_newcomer(self, decision: Decision, one: Schedulable) -> int:
-        """Return k of a sequence that came after the decision: the mean of the others."""
+        """Return k of a sequence that came after the decision: the mean of those who ask for none."""
         if decision.option.kind == "plain" or decision.is_partial:
             return 0
-        chosen = decision.num_draft_tokens
-        usual = round(sum(chosen) / len(chosen))
+        asked = decision.batch.requested.tolist()
+        chosen = [k for k, own in zip(decision.num_draft_tokens, asked, strict=True) if own < 0]
+        usual = round(sum(chosen) / len(chosen)) if chosen else 0
         cap = self._facts.welcome(one)
         return usual if cap is None else min(usual, cap)
 

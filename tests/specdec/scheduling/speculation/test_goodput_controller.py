@@ -455,6 +455,24 @@ def test_newcomers_draft_as_the_others_until_the_next_decision() -> None:
     assert controller.num_decisions == num_decisions + 1
 
 
+@pytest.mark.parametrize("asked", [0, 8])
+def test_who_asks_for_a_k_of_its_own_asks_for_no_newcomer(asked: int) -> None:
+    controller = SlowController(0.05)
+    world = world_of(COSTS["cpu"], 4, chance=0.6, lifetime=100_000)
+    world.run(controller, 400)
+    num_decisions = controller.num_decisions
+    while controller.num_decisions < num_decisions + 2 or controller.state.reason != "gain":
+        for one in world.requests[:2]:
+            one.requested_draft_tokens = asked
+        world.run_round(controller)
+    chosen = controller.choose(world.requests)
+    others = [*world.requests[1:], fake_request("new", 64, generate=100)]
+    num_decisions = controller.num_decisions
+    assert controller.choose(others)[-1] == round(sum(chosen[2:]) / 2)
+    assert sum(chosen[2:]) / 2 != sum(chosen) / 4, "the others ask for as many: this proves nothing"
+    assert controller.num_decisions == num_decisions
+
+
 # --------------------------------------------------------------------------------------- things that lie
 
 
