@@ -193,6 +193,23 @@ def test_groups_that_slow_each_other_down(name: str, number: int, chance: float)
     assert rate >= (FLOOR if number > 1 else 0.93) * max(rates.values()), controller.state
 
 
+@pytest.mark.parametrize(("name", "number", "chance"), [("gpu", 4, 0.95), ("expensive", 4, 0.8)])
+def test_what_is_slow_beside_others_is_tried_alone(name: str, number: int, chance: float) -> None:
+    """Groups overlap from the start and are twice as slow: what one takes alone is known of the profile only,
+    and plain decoding is not all that may be better.
+    """
+    rates = []
+    for k in (0, 1, 2, 3, 5, 8):
+        world = world_of(COSTS[name], number, 128, chance, seed=5, beside=2.0)
+        world.run(FixedController(k), 10)
+        rates.append(world.run(FixedController(k), 200).rate)
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name], number, 128, chance, beside=2.0)
+    world.run(controller, 4 * WARM_UP)
+    assert world.run(controller, 600).rate >= 0.95 * max(rates), controller.state
+    assert controller.mode == "lockstep"
+
+
 def test_what_admission_takes_is_not_held_against_drafts() -> None:
     """Requests come in waves, and the first round of each takes long, whatever is drafted in it."""
     costs = COSTS["cpu"]
@@ -436,6 +453,24 @@ def test_newcomers_draft_as_the_others_until_the_next_decision() -> None:
     picky.requested_draft_tokens = 1
     controller.choose([*world.requests[1:], picky])
     assert controller.num_decisions == num_decisions + 1
+
+
+@pytest.mark.parametrize("asked", [0, 8])
+def test_who_asks_for_a_k_of_its_own_asks_for_no_newcomer(asked: int) -> None:
+    controller = SlowController(0.05)
+    world = world_of(COSTS["cpu"], 4, chance=0.6, lifetime=100_000)
+    world.run(controller, 400)
+    num_decisions = controller.num_decisions
+    while controller.num_decisions < num_decisions + 2 or controller.state.reason != "gain":
+        for one in world.requests[:2]:
+            one.requested_draft_tokens = asked
+        world.run_round(controller)
+    chosen = controller.choose(world.requests)
+    others = [*world.requests[1:], fake_request("new", 64, generate=100)]
+    num_decisions = controller.num_decisions
+    assert controller.choose(others)[-1] == round(sum(chosen[2:]) / 2)
+    assert sum(chosen[2:]) / 2 != sum(chosen) / 4, "the others ask for as many: this proves nothing"
+    assert controller.num_decisions == num_decisions
 
 
 # --------------------------------------------------------------------------------------- things that lie
