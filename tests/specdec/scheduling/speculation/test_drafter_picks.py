@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.acceptance import Floats
 from specdec.scheduling.speculation.controller import RoundObservation, bounded_choice
 from specdec.scheduling.speculation.drafter_picks import Ints, best_assignment, worth_of
@@ -192,7 +191,13 @@ def test_each_class_gets_its_own() -> None:
     assert rate > 1.05 * best
     pick = controller.pick_drafter
     assert pick is not None
-    assert (pick(RequestId("new"), "code"), pick(RequestId("other"), "prose")) == (0, 1)
+    counts: Counter[tuple[str, int]] = Counter()
+    for _ in range(40):
+        world.run(controller, 10)
+        counts.update((one.class_name, pick(one.request_id, one.class_name)) for one in world.requests)
+    # Trials, and moments at which one drafter for all is cheaper than two, apart.
+    for name, place in (("code", 0), ("prose", 1)):
+        assert counts[name, place] > 0.7 * sum(counts[name, one] for one in range(3))
 
 
 def test_short_and_long_texts_of_one_batch_get_what_suits_their_length() -> None:
