@@ -107,6 +107,10 @@ def _sizes(rows: Sequence[Result]) -> str:
     )
 
 
+def _with_bounds(ratio: Result) -> str:
+    return f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})"
+
+
 def _controller(rows: Sequence[Result]) -> str:
     head = (
         "drafter",
@@ -123,9 +127,9 @@ def _controller(rows: Sequence[Result]) -> str:
                 row["drafter"],
                 row["batch"],
                 row["best_fixed"],
-                f"{row['goodput'][row['best_fixed']] / row['goodput']['plain']:.2f}",
-                f"{row['controller_vs_best_fixed']:.2f}",
-                f"{row['controller_vs_plain']:.2f}",
+                f"{row['best_fixed_vs_plain']['median']:.2f}",
+                _with_bounds(row["controller_vs_best_fixed"]),
+                _with_bounds(row["controller_vs_plain"]),
             )
             for row in rows
         ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report import PairedRatio
 from benchmarks.simulation.cluster import Cluster, ClusterSpec, Failure, MakeController, Outcome
 from benchmarks.simulation.group import GroupLimits, PlainController
 from benchmarks.simulation.hardware import LLAMA_1B, LLAMA_3B, LLAMA_8B, Hardware, ModelShape, llama_pair
@@ -88,9 +89,11 @@ def compare_modes(plan: ModesPlan, tick: Tick) -> list[dict[str, Any]]:
     return rows
 
 
-def _full(spec: ClusterSpec, batch: int, seconds: float, warm_up_s: float = _WARM_UP_S) -> Outcome:
+def _full(
+    spec: ClusterSpec, batch: int, seconds: float, warm_up_s: float = _WARM_UP_S, seed: int = 0
+) -> Outcome:
     """Run groups that always have so many requests."""
-    cluster = Cluster(spec)
+    cluster = Cluster(spec, seed)
     cluster.keep_busy(batch)
     return cluster.measure(warm_up_s, seconds)
 
@@ -232,38 +235,55 @@ class LoadPlan:
     """Of each pool, with one draft worker."""
     seconds: float = 12.0
     learning_s: float = 12.0
+    seeds: int = 5
+    """Of the controller beside plain decoding and the best fixed choice, each with the same requests."""
 
 
 def compare_controller(plan: LoadPlan, tick: Tick) -> list[dict[str, Any]]:
-    """Return goodput of plain decoding, of fixed choices and of the controller, by requests at a time."""
+    """Return goodput of plain decoding, of fixed choices and of the controller, by requests at a time.
+
+    Which fixed choice is the best is found with requests of their own: the highest of many is above its mean.
+    """
     rows = []
     for drafter, batch in itertools.product(plan.drafters, plan.batches):
         hardware, limits = llama_pair(DRAFTERS[drafter]), GroupLimits()
         spec = ClusterSpec(
             hardware=hardware, controller=fixed(0), num_pools=plan.pools, groups_per_pool=plan.groups
         )
-        values = {"plain": _full(spec, batch, plan.seconds).goodput}
-        for k, mode in itertools.product(plan.lengths, MODES):
-            outcome = _full(replace(spec, controller=fixed(k, mode)), batch, plan.seconds)
-            values[f"{mode}, k = {k}"] = outcome.goodput
+        choices = {"plain": fixed(0)}
+        choices |= {f"{mode}, k = {k}": fixed(k, mode) for k, mode in itertools.product(plan.lengths, MODES)}
+        values: dict[str, float] = {}
+        for name, controller in choices.items():
+            values[name] = _full(replace(spec, controller=controller), batch, plan.seconds).goodput
             tick()
         best = max(values, key=lambda name: values[name])
-        controlled = _full(
-            replace(spec, controller=goodput(hardware, limits)), batch, plan.seconds, plan.learning_s
-        )
-        tick()
+        variants = {
+            "plain": fixed(0),
+            "best_fixed": choices[best],
+            "controller": goodput(hardware, limits),
+        }
+        measured: dict[str, list[float]] = {name: [] for name in variants}
+        for seed, name in itertools.product(range(1, plan.seeds + 1), variants):
+            its = replace(spec, controller=variants[name])
+            measured[name].append(_full(its, batch, plan.seconds, plan.learning_s, seed).goodput)
+            tick()
         rows.append(
             {
                 "drafter": drafter,
                 "batch": batch,
                 "goodput": values,
-                "controller": controlled,
                 "best_fixed": best,
-                "controller_vs_best_fixed": controlled.goodput / values[best],
-                "controller_vs_plain": controlled.goodput / values["plain"],
+                "measured": measured,
+                "best_fixed_vs_plain": _ratio(measured, "best_fixed", "plain"),
+                "controller_vs_best_fixed": _ratio(measured, "controller", "best_fixed"),
+                "controller_vs_plain": _ratio(measured, "controller", "plain"),
             }
         )
     return rows
+
+
+def _ratio(measured: Mapping[str, Sequence[float]], of: str, over: str) -> PairedRatio:
+    return PairedRatio(tuple(a / b for a, b in zip(measured[of], measured[over], strict=True)))
 
 
 # ---------------------------------------------------------------------------------------------- failures

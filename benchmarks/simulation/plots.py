@@ -86,7 +86,7 @@ def _loads(rows: Sequence[Mapping[str, Any]]) -> Any:
             axis.plot(batches, values, "-", color="0.75", lw=0.8)
         best = [row["goodput"][row["best_fixed"]] / base for row, base in zip(own, plain, strict=True)]
         axis.plot(batches, best, "k--", label="best fixed")
-        axis.plot(batches, [row["controller_vs_plain"] for row in own], "o-", label="controller")
+        axis.plot(batches, [row["controller_vs_plain"].median for row in own], "o-", label="controller")
         axis.set(xscale="log", xlabel=f"requests at a time, drafter {drafter}", ylabel="goodput over plain")
         axis.axhline(1.0, color="0.5", lw=0.8)
         axis.legend(frameon=False)

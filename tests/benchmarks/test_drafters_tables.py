@@ -42,9 +42,7 @@ def results_of(cells: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 def test_results_become_tables_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    results = results_of(
-        some_cells(), missing=["medusa"], rest={"num_cells": 3}, short=["a"], shortened="b"
-    )
+    results = results_of(some_cells(), missing=["medusa"], rest={"num_cells": 3}, short=["a"], shortened="b")
     (tmp_path / "results.json").write_text(json.dumps(results))
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()

@@ -414,7 +414,7 @@ def test_experiments_give_what_is_reported_and_drawn(tmp_path: Path) -> None:
             group_seconds=1.0,
         ),
         scaling=ScalingPlan(groups=(2, 4), one_pool=(2, 4), batch=4, seconds=0.3, warm_up_s=0.1),
-        loads=LoadPlan(batches=(4,), lengths=(2,), pools=1, seconds=0.5, learning_s=0.5),
+        loads=LoadPlan(batches=(4,), lengths=(2,), pools=1, seconds=0.5, learning_s=0.5, seeds=2),
         failures=FailurePlan(pools=1, period_s=2.0, rate_per_group=5.0),
     )
     results = simulate(plan, Progress(disable=True))
@@ -424,6 +424,7 @@ def test_experiments_give_what_is_reported_and_drawn(tmp_path: Path) -> None:
         "sim_draft_ahead_vs_lockstep",
         "sim_pool_rule_error",
         "sim_controller_vs_best_fixed",
+        "sim_controller_vs_best_fixed_median",
     ]
     assert all(math.isfinite(value) and value >= 0.0 for value in headlines.values())
     pictures = draw(results, tmp_path)
