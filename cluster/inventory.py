@@ -62,8 +62,19 @@ def with_changed(nodes: Sequence[NodeSnapshot], changes: Iterable[tuple[str, Amo
 
 def how_many(free: Amounts, unit: Amounts, at_most: int) -> int:
     """Return how many times `unit` fits into what is free."""
-    fitting = ((free.get(name, 0.0) + _PRECISION / 2) / amount for name, amount in unit.items())
-    return math.floor(min([float(at_most), *fitting]))
+    fitting = (_fitting(name, free.get(name, 0.0), amount) for name, amount in unit.items())
+    return min([at_most, *fitting])
+
+
+def _fitting(name: str, free: float, amount: float) -> int:
+    """Return how many times an amount fits. A part of a GPU is of one device: two rests of 0.3 are no 0.6."""
+    if name != "GPU" or amount >= 1.0:
+        return math.floor((free + _PRECISION / 2) / amount)
+    devices = math.floor(free + _PRECISION / 2)
+    of_each, of_the_rest = (
+        math.floor((one + _PRECISION / 2) / amount) for one in (1.0, max(free - devices, 0.0))
+    )
+    return devices * of_each + of_the_rest
 
 
 def less(free: Amounts, unit: Amounts, times: int) -> dict[str, float]:

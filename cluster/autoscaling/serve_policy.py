@@ -7,6 +7,7 @@ Serve start one by itself, before it asks a policy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -114,11 +115,13 @@ def autoscaling_options(
 
 
 def _reports(context: AutoscalingContext) -> list[dict[str, float]]:
-    """Return what each replica that serves has reported; those that have not yet are left out."""
+    """Return what each replica that serves has reported; those that have not yet are left out, and so is what
+    is no number.
+    """
     by_replica: dict[Any, dict[str, float]] = {}
     for name, values in (context.aggregated_metrics or {}).items():
         for replica, value in values.items():
-            if replica in context.running_replicas:
+            if replica in context.running_replicas and math.isfinite(value):
                 by_replica.setdefault(replica, {})[name] = value
     # Serve adds a metric of its own; a replica whose report is still to come has nothing else.
     return [

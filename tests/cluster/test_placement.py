@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ray._private.label_utils import validate_label_selector_value
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, MembershipConfig, TargetGroupsConfig
-from cluster.inventory import NodeSnapshot, with_changed
+from cluster.inventory import NodeSnapshot, how_many, with_changed
 from cluster.placement import (
     ModelRanks,
     PlacementPlan,
@@ -34,6 +34,23 @@ def node(name: str, available: dict[str, float], **labels: str) -> NodeSnapshot:
 
 def gpu_nodes(*gpus: float) -> list[NodeSnapshot]:
     return [node(f"n{index}", {"CPU": 64.0, "GPU": number}) for index, number in enumerate(gpus)]
+
+
+@pytest.mark.parametrize(
+    ("free", "amount", "number"),
+    [
+        (4.0, 0.7, 4),
+        (1.0, 0.1, 10),
+        (1.0, 0.3, 3),
+        (2.0, 0.5, 4),
+        (1.6, 0.3, 5),
+        (1.5, 0.6, 1),
+        (0.4, 0.5, 0),
+        (8.0, 2.0, 4),
+    ],
+)
+def test_parts_of_gpus_are_parts_of_one_device(free: float, amount: float, number: int) -> None:
+    assert how_many({"GPU": free, "CPU": 64.0}, {"GPU": amount, "CPU": 1.0}, 99) == number
 
 
 def config_of(

@@ -8,7 +8,7 @@ pre_fc_norm_hidden}` and `mtp.layers.0`. They may be in the model's files or in 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ _QWEN_NAMES = {
     "eh_proj": "mtp.fc",
     "norm": "mtp.norm",
 }
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
 MTP_FILE = "mtp.safetensors"
 
 
@@ -60,13 +61,11 @@ def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | No
     num_modules = keys.positive("num_nextn_predict_layers", len(found))
     if found != list(range(first, first + num_modules)):
         raise keys.wrong("num_nextn_predict_layers", f"the weights hold modules in layers {found}")
-    embeddings = f"model.layers.{first}.embed_tokens.weight"
-    head = f"model.layers.{first}.shared_head.head.weight"
     drafter = Mtp(
         target,
         num_modules=num_modules,
-        has_embeddings=_differs(folder, embeddings, target, target.embeddings),
-        has_head=_differs(folder, head, target, target.head),
+        has_embeddings=_has_own(folder, _EMBEDDINGS, found, target, target.embeddings),
+        has_head=_has_own(folder, _HEAD, found, target, target.head),
     )
     return _fit(drafter, folder, lambda name: _deepseek_name(name, first), "", dtype)
 
@@ -79,9 +78,9 @@ def save_mtp(drafter: Mtp, folder: Path, dtype: torch.dtype | None = None) -> No
     first = drafter.first_layer
     tensors = _own_tensors(drafter)
     for index in range(first, first + len(drafter.mtp_modules)):
-        own = {"embed_tokens.weight": drafter.embed_tokens, "shared_head.head.weight": drafter.head}
+        own = {_EMBEDDINGS: drafter.embed_tokens, _HEAD: drafter.head}
         for name, module in own.items():
-            borrowed = drafter.target.embeddings if name.startswith("embed") else drafter.target.head
+            borrowed = drafter.target.embeddings if name == _EMBEDDINGS else drafter.target.head
             weight = (borrowed if module is None else module).weight
             assert isinstance(weight, torch.Tensor)
             tensors[f"model.layers.{index}.{name}"] = weight
@@ -112,14 +111,13 @@ def _fit(
 ) -> Mtp:
     """Load; everything of the folder that is not of the modules is the target's own."""
     first = drafter.first_layer
-    shared = ("embed_tokens.weight", "shared_head.head.weight")
 
     def is_ignored(name: str) -> bool:
         if prefix:
             return not name.startswith(prefix)
         match = re.match(r"^model\.layers\.(\d+)\.(.+)$", name)
         is_of_target = match is None or int(match.group(1)) < first
-        return is_of_target or name.endswith(shared) or is_rotary_buffer(name)
+        return is_of_target or name.endswith((_EMBEDDINGS, _HEAD)) or is_rotary_buffer(name)
 
     return fit(drafter, folder, published, is_ignored=is_ignored, dtype=dtype)
 
@@ -141,12 +139,29 @@ def _qwen_name(name: str) -> str:
     return f"mtp.layers.0.{rest}" if part == "block" else f"{_QWEN_NAMES[part]}.{rest}"
 
 
-def _differs(folder: DrafterFolder, name: str, target: TargetParts, borrowed: torch.nn.Module) -> bool:
-    """Whether there is such a tensor and it is not the target's."""
-    if name not in folder.shapes:
-        return False
+def _has_own(
+    folder: DrafterFolder, part: str, layers: Sequence[int], target: TargetParts, borrowed: torch.nn.Module
+) -> bool:
+    """Whether what the modules share, stored with them, is not the target's.
+
+    Raises:
+        CheckpointError: it has another shape, or is not the same in all modules.
+    """
+    first, *others = (f"model.layers.{layer}.{part}" for layer in layers)
+    stored = [name for name in (first, *others) if name in folder.shapes]
+    check_shapes(folder, dict.fromkeys(stored, (target.vocab_size, target.hidden_size)))
     weight = borrowed.weight
     assert isinstance(weight, torch.Tensor)
-    check_shapes(folder, {name: (target.vocab_size, target.hidden_size)})
-    stored = folder.read([name])[name]
-    return not torch.equal(stored.to(weight.device, weight.dtype), weight)
+
+    def read(name: str) -> torch.Tensor:
+        return folder.read([name])[name].to(weight.device, weight.dtype)
+
+    common = read(first) if first in stored else weight
+    for name in others:
+        if name in stored and not torch.equal(read(name), common):
+            other = first if first in stored else "that of the target"
+            raise CheckpointError(
+                f"{folder.path}: tensor {name} is not {other}, and MTP modules share it: several are not "
+                "supported"
+            )
+    return common is not weight and not torch.equal(common, weight)

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 DrafterFormat = Literal["speculators", "eagle3", "eagle", "medusa", "hydra", "mtp", "parallel_heads"]
 Load = Callable[[DrafterFolder, TargetParts, torch.dtype | None], Drafter]
 
+_KNOWN = (
+    "known are EAGLE, EAGLE-3, Medusa, Hydra, MTP modules, parallel heads and speculators' eagle3 and mtp"
+)
 _LAYERS = "model.layers.0."
 _EAGLE3_TENSORS = ("layers.0.hidden_norm.weight", "d2t")
 _LOADERS: dict[DrafterFormat, Load] = {
@@ -47,6 +50,12 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
     """
     if KIND_KEY in folder.config:
         return "speculators"
+    architectures = folder.config.get("architectures")
+    if any("dflash" in str(one).lower() for one in architectures or ()):  # names of tensors are as EAGLE's
+        raise CheckpointError(
+            f"{folder.path} holds a DFlash drafter (architectures {architectures!r}), which drafts whole "
+            f"blocks at once: that is not supported; {_KNOWN}"
+        )
     names = {name.removeprefix("model.") for name in folder.shapes}
     if any(name.startswith("midlayer.") or name in _EAGLE3_TENSORS for name in names):
         return "eagle3"
@@ -60,10 +69,8 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
         return "parallel_heads"
     if names & {"fc.weight", "fc.bias"} or _is_headless_layer(folder):
         return "eagle"
-    architectures = folder.config.get("architectures")
     raise CheckpointError(
-        f"{folder.path} holds no drafter of a known format (architectures {architectures!r}): known are "
-        "EAGLE, EAGLE-3, Medusa, Hydra, MTP modules, parallel heads and speculators' eagle3 and mtp; an "
+        f"{folder.path} holds no drafter of a known format (architectures {architectures!r}): {_KNOWN}; an "
         "ordinary small model is a draft model (method draft_model)"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -249,6 +250,20 @@ class TestInServe:
         assert numbers[4] == 1
         assert numbers[-1] == 1
         assert numbers[: numbers.index(4)] == sorted(numbers[: numbers.index(4)])
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_reports_that_are_no_numbers_are_as_if_they_had_not_come(self, value: float) -> None:
+        config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, down_after_s=20, cooldown_s=0)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        good = group_stats({"num_requests_running": 10.0, "num_requests_waiting": 8.0}, round_s=0.01)
+        bad = dict.fromkeys(good, value)
+        number, state = 2, {}
+        for second in range(30):
+            reports = {"replica0": good, "replica1": bad}
+            number, state = policy(
+                context(reports, target=number, now_s=5000.0 + second, state=state, bounds=(1, 4))
+            )
+            assert 2 <= number <= 4
 
     def test_what_serve_has_started_by_itself_is_not_idle_since_long_ago(self) -> None:
         config = TargetScalingConfig(min_groups=0, max_groups=4, scale_to_zero_after_s=30)

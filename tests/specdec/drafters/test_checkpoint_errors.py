@@ -277,6 +277,13 @@ def test_mtp_that_is_stated_otherwise(
         load_drafter(folder, target.parts)
 
 
+def test_drafters_of_blocks_are_told_apart_from_eagle(folder: Path, target: Target) -> None:
+    config, tensors = published.eagle3()
+    published.write(folder, {**config, "architectures": ["DFlashDraftModel"]}, tensors, MODEL)
+    with pytest.raises(CheckpointError, match=r"holds a DFlash drafter .*not supported; known are EAGLE"):
+        load_drafter(folder, target.parts)
+
+
 def test_a_target_without_modules_has_none(folder: Path, target: Target) -> None:
     published.whole_target(folder, target.model, {})
     with pytest.raises(CheckpointError, match="holds no drafter of a known format"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from specdec.core.errors import CheckpointError
 from specdec.drafters.base import Drafter
 from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.eagle3 import save_eagle3
@@ -252,6 +255,28 @@ def test_mtp_with_embeddings_of_its_own(folder: Path, target: Target) -> None:
     modules = load_drafter(folder, target.parts)
     assert isinstance(modules, Mtp)
     assert torch.equal(modules.embed(torch.tensor([[7]]))[0, 0], own[7])
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "shared_head.head"])
+def test_mtp_modules_that_do_not_share(folder: Path, target: Target, part: str) -> None:
+    first, second = (f"model.layers.{layer}.{part}.weight" for layer in (LAYERS, LAYERS + 1))
+    one, other = (torch.randn(published.VOCAB, published.HIDDEN) for _ in range(2))
+    for tensors, text in (
+        ({first: one, second: other}, f"tensor {second} is not {first}"),
+        ({second: other}, f"tensor {second} is not that of the target"),
+        ({first: one, second: other[1:]}, f"{second} has shape"),
+    ):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        published.whole_target(folder, target.model, published.mtp_deepseek(2) | tensors)
+        with pytest.raises(CheckpointError, match=re.escape(text)):
+            load_drafter(folder, target.parts)
+    published.whole_target(
+        folder, target.model, published.mtp_deepseek(2) | {first: one, second: one.clone()}
+    )
+    modules = load_drafter(folder, target.parts)
+    assert isinstance(modules, Mtp)
+    assert (modules.embed_tokens is None) == (part != "embed_tokens")
 
 
 def test_mtp_of_qwen(folder: Path, target: Target) -> None:
