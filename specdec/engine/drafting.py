@@ -1,7 +1,8 @@
 """Who drafts in an engine: asks for proposals, and lets through what can be verified.
 
 There is one drafter, or several, of which each request has one at a time (`LiveRequest.drafter`). Those that
-draft in the target's step are not asked here: the target is, by the number of tokens it shall draft.
+draft in the target's step are not asked here: the target is, by the number of tokens it shall draft. Where a
+lookup goes before them, it is, and the target drafts for whoever gets nothing of it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Drafting:
         self._at_target = frozenset(place for place, one in enumerate(each) if one.at_target)
         self.tells_tokens = any(one.at_target and one.hidden_layers for one in each)
         """Whether what drafts at the target reads the tokens of sequences."""
+        self._looks_first = proposer.capabilities.looks_first
         self._keeps_up = tuple(one.remote for one in each)
         metrics.method = proposer.capabilities.name
         self._counts = [metrics.by_drafter.setdefault(name, DrafterCounts()) for name in names]
@@ -81,7 +83,7 @@ class Drafting:
         # Prompts that are still being read, and what goes on without drafts, come with a budget of 0: a
         # proposer may read them too.
         lives = [running[request_id] for request_id in plan.num_tokens]
-        sequences = [live for live in lives if not self.is_at_target(live) and self._is_told(live, plan)]
+        sequences = [live for live in lives if self._is_asked_for(live) and self._is_told(live, plan)]
         if not sequences:
             return {}
         for live in sequences:
@@ -89,7 +91,7 @@ class Drafting:
         budgets = {
             request_id: budget
             for request_id, budget in plan.num_draft_tokens.items()
-            if not self.is_at_target(running[request_id])
+            if self._is_asked_for(running[request_id])
         }
         try:
             proposals = self._proposer.propose(sequences, budgets)
@@ -100,7 +102,7 @@ class Drafting:
         for request_id, budget in budgets.items():
             live, proposal = running[request_id], proposals.get(request_id)
             if proposal is None:
-                self._metrics.num_missing_proposals += 1
+                self._metrics.num_missing_proposals += not self.is_at_target(live)
             elif (reason := self._checks[live.drafter].fault(proposal, live, budget)) is not None:
                 self._drop(reason, 1)
             elif proposal.token_ids or proposal.beside is not None:
@@ -143,6 +145,9 @@ class Drafting:
         if drafter not in live.drafted_by:
             live.drafted_by.add(drafter)
             counts.num_requests += 1
+
+    def _is_asked_for(self, live: LiveRequest) -> bool:
+        return self._looks_first or not self.is_at_target(live)
 
     def _is_told(self, live: LiveRequest, plan: RoundPlan) -> bool:
         if live.request_id in plan.num_draft_tokens or live.awaits_drafts:

@@ -261,7 +261,7 @@ class RoundLoop:
                 needs_p_rows = self._rule.needs_p_rows
                 proposal, masks = masked_draft(live, live.grammar, proposal, room, needs_p_rows=needs_p_rows)
                 proposals[request_id] = proposal
-            elif self._drafting.is_at_target(live) and end == live.committed_len and live.generates:
+            elif proposal is None and end == live.committed_len and self._drafts_at_target(live):
                 num_self_drafted = room
             work = self._work(live, end, proposal, masks, num_self_drafted)
             beside = None if proposal is None else proposal.beside
@@ -275,6 +275,9 @@ class RoundLoop:
             released=self._roster.take_forgotten(),
             moves=self._roster.take_moves(),
         )
+
+    def _drafts_at_target(self, live: LiveRequest) -> bool:
+        return live.generates and self._drafting.is_at_target(live)
 
     def _work(
         self,

@@ -39,7 +39,9 @@ class ProposerCapabilities:
     (`Proposal.beside`)."""
     at_target: bool = False
     """Whether the target drafts, in the step that verifies (`TargetWork.num_self_drafted`): `propose` is then
-    not asked."""
+    not asked, but see `looks_first`."""
+    looks_first: bool = False
+    """Whether `propose` may have something for sequences for which the target drafts otherwise."""
 
 
 def require_verifiable(proposer: ProposerCapabilities, rule: RuleCapabilities) -> None:

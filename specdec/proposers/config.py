@@ -137,8 +137,9 @@ class SpeculativeConfig(StrictConfig):
     (see `prompt_lookup_min`);
     suffix: as method suffix, chains."""
     lookup_first: int | None = Field(default=None, ge=1, le=64)
-    """draft_model: where the last so many tokens, or more, occurred before, what followed them is proposed
-    (as by method suffix, chains), and the draft model is not asked. None: it always is."""
+    """draft_model, heads at the target, and targets that draft for themselves: where the last so many tokens,
+    or more, occurred before, what followed them is proposed (as by method suffix, chains), and the drafter is
+    not asked. None: it always is."""
     prompt_lookup_min: int = Field(default=2, ge=1)
     """Shortest n-gram (tokens) that ngram looks up, as method or as fallback."""
     prompt_lookup_max: int = Field(default=4, ge=1)
@@ -371,10 +372,14 @@ class SpeculativeConfig(StrictConfig):
                 "suffix is about method suffix, fallback: suffix and lookup_first; here, with method "
                 f"{self.method}, nothing is looked up: leave it out"
             )
-        if self.lookup_first is not None and self.method != "draft_model":
+        is_model = self.method == "draft_model" or self.has_heads or self.is_self_drafting
+        if self.lookup_first is not None and not is_model:
             raise ValueError(
-                f"lookup_first goes before a draft model; method {self.method} has none: leave it out"
+                f"lookup_first goes before a draft model, heads, or a target that drafts for itself; method "
+                f"{self.method} is none of them: leave it out"
             )
+        if self.lookup_first is not None and self.has_remote_heads:
+            raise ValueError("lookup_first does not go with heads_at: draft_pool yet: leave one out")
         if self.lookup_first is not None and self.fallback == "suffix":
             raise ValueError(
                 "lookup_first with fallback: suffix would keep all texts twice: write fallback: ngram"

@@ -1,7 +1,7 @@
-"""A draft model with a lookup that goes before it, where it has something long to go by.
+"""A drafter with a lookup that goes before it, where it has something long to go by.
 
 Behind a long match what followed is likely to follow again, and a lookup costs next to nothing: inside a
-quotation the draft model needs not be asked.
+quotation the draft model, heads or the target need not draft.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
+from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.fallback import FallbackProposer
 
 
@@ -19,8 +20,14 @@ class LookupFirst(FallbackProposer):
     """What `fallback` proposes, and for whoever gets nothing what `primary` does.
 
     Otherwise as its base: proposals of the lookup say that they tell nothing of the primary, which sees those
-    sequences without a budget, so that it reads on.
+    sequences without a budget, so that it reads on. Where the primary drafts at the target, the target is
+    asked for whoever gets nothing.
     """
+
+    @property
+    def capabilities(self) -> ProposerCapabilities:
+        """The primary's, and that it is not asked for everybody."""
+        return replace(super().capabilities, looks_first=True)
 
     def propose(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]

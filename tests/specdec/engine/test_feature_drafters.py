@@ -19,6 +19,7 @@ from specdec.proposers.config import SpeculativeConfig
 from tests.rank_pool import Failure, Pools
 from tests.specdec.engine.fitted_drafters import FittedDrafters
 from tests.specdec.engine.linear_heads import hidden_of
+from tests.specdec.engine.lookup_watch import LookupWatch
 from tests.specdec.engine.test_heads import config_of, refusal, serve
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
@@ -126,6 +127,30 @@ def test_acceptance_is_what_the_module_predicts(
     # Where a step is full of other requests' tokens, fewer are drafted.
     share = (metrics.num_accepted_tokens - num_accepted) / (metrics.num_draft_tokens - num_drafted)
     assert share > 0.93 * num_accepted / num_drafted
+
+
+@pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.full), "mtp"])
+def test_behind_lookups_the_module_drafts_as_well_as_ever(
+    bench: Bench,
+    fitted: Fitted,
+    folder_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    """It has read what others have drafted: a gap in its K/V would cost acceptance."""
+    num_drafted, num_accepted = predicted(bench, fitted(method), 4)
+    config = config_of(bench, folder_of(method), method, num_speculative_tokens=4, lookup_first=2)
+    watch = LookupWatch()
+    watch.begin(monkeypatch)
+    with Engine(config) as engine:
+        results = [engine.generate([one], GREEDY)[0].token_ids for one in PROMPTS]
+        together = [one.token_ids for one in engine.generate(PROMPTS, KINDS["plain"])]
+        engine.check_integrity()
+    assert results == bench.alone("llama", "greedy")
+    assert together == bench.alone("llama", "plain")
+    assert len(watch.looked_up) > 10
+    assert sum(watch.at_target) > 20
+    assert sum(watch.accepted_at_target) > 0.7 * num_accepted / num_drafted * sum(watch.at_target)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
 from tests.pairwise import mostly_full
 from tests.rank_pool import Pools
+from tests.specdec.engine.lookup_watch import LookupWatch
 from tests.specdec.engine.ranked_engines import leading_engine
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
@@ -71,12 +72,12 @@ def folder_of(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> FolderO
     return make
 
 
-def config_of(bench: Bench, folder: Path, method: str = "medusa", **more: Any) -> EngineConfig:
+def config_of(bench: Bench, folder: Path | None, method: str = "medusa", **more: Any) -> EngineConfig:
     target = {"model": str(bench.models.load("llama").path), "dtype": "float32", **more.pop("target", {})}
     cache = more.pop("cache", {"block_size": 4, "num_blocks": 60})
     speculative = {
         "method": method,
-        "model": str(folder),
+        **({} if folder is None else {"model": str(folder)}),
         "num_speculative_tokens": 5,
         "controller": "fixed",
         **more,
@@ -105,6 +106,43 @@ def test_heads_of_a_folder_draft_and_nothing_shows(
     assert [one.token_ids for one in results] == bench.alone("llama", kind)
     assert metrics.num_preemptions > 0
     assert metrics.num_accepted_tokens > 0.2 * metrics.num_draft_tokens > 10
+
+
+@pytest.mark.parametrize("kind", ["greedy", "plain"])
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("medusa", {}),
+        ("hydra", {"tree": {"shape": "static", "widths": [3, 2]}, "num_speculative_tokens": 9}),
+        ("hydra", {"controller": "goodput", "profile_seconds": 0.0}),
+        ("self", {"kv": {"policy": "streaming", "budget": 16, "floor": 16}}),
+        ("layerskip", {"exit_layer": 1}),
+    ],
+)
+def test_a_lookup_goes_before_what_drafts_at_the_target(
+    bench: Bench,
+    folder_of: FolderOf,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    more: dict[str, Any],
+    kind: str,
+) -> None:
+    watch = LookupWatch()
+    watch.begin(monkeypatch)
+    folder = folder_of(method) if method in ("medusa", "hydra") else None
+    more = {"lookup_first": 2, "cache": {"block_size": 4, "num_blocks": 20}, **more}
+    with Engine(config_of(bench, folder, method, **more)) as engine:
+        results = engine.generate(PROMPTS, KINDS[kind])
+        again = engine.generate(PROMPTS, KINDS[kind])
+        metrics = engine.metrics()
+        engine.check_integrity()
+    alone = bench.alone("llama", kind)
+    assert [one.token_ids for one in results] == alone
+    assert [one.token_ids for one in again] == alone
+    assert metrics.num_preemptions > 0
+    assert len(watch.looked_up) > 10
+    assert len(watch.at_target) > 10
+    assert metrics.num_draft_tokens == sum(watch.looked_up) + sum(watch.at_target)
 
 
 @pytest.mark.parametrize(

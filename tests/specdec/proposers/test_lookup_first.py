@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
@@ -51,7 +53,7 @@ def test_the_draft_model_still_sees_everybody() -> None:
 def test_to_its_caller_it_is_the_draft_model() -> None:
     primary = Fickle()
     proposer = LookupFirst(primary, first(2))
-    assert proposer.capabilities is primary.capabilities
+    assert proposer.capabilities == replace(primary.capabilities, looks_first=True)
     assert proposer.ready_s == 0.5
     proposer.release([RequestId("a")])
     assert primary.released == ["a"]
@@ -77,7 +79,11 @@ def test_it_is_asked_for_by_number() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lookup_first": 4}, "lookup_first goes before a draft model; method ngram has none"),
+        ({"lookup_first": 4}, "a target that drafts for itself; method ngram is none of them"),
+        (
+            {"method": "eagle", "model": "m", "lookup_first": 4, "heads_at": "draft_pool"},
+            "does not go with heads_at: draft_pool yet",
+        ),
         (
             {"method": "draft_model", "model": "m", "lookup_first": 4, "fallback": "suffix"},
             "would keep all texts twice: write fallback: ngram",
