@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,25 @@ def save_checkpoint(
     optimizers: list[torch.optim.Optimizer],
     generator: torch.Generator,
 ) -> None:
-    """Write to a temporary file and rename, so that an interruption leaves the previous checkpoint whole.
+    """Write a checkpoint in one piece: an interruption leaves the previous one.
 
     ``step`` counts finished steps; it is also the data position, since batches are a function of the step.
     """
+    state = {
+        "step": step,
+        "elapsed_s": elapsed_s,
+        "modules": {name: module.state_dict() for name, module in modules.items()},
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "generator": generator.get_state(),
+    }
+    replace_file(path, partial(torch.save, state))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Have ``write`` write a temporary file and rename it: an interruption leaves what was there before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    torch.save(
-        {
-            "step": step,
-            "elapsed_s": elapsed_s,
-            "modules": {name: module.state_dict() for name, module in modules.items()},
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-            "generator": generator.get_state(),
-        },
-        temporary,
-    )
+    write(temporary)
     os.replace(temporary, path)
 
 

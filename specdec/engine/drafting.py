@@ -102,7 +102,7 @@ class Drafting:
         for request_id, budget in budgets.items():
             live, proposal = running[request_id], proposals.get(request_id)
             if proposal is None:
-                self._metrics.num_missing_proposals += not self.is_at_target(live)
+                self._metrics.num_missing_proposals += not (self._looks_first and self.is_at_target(live))
             elif (reason := self._checks[live.drafter].fault(proposal, live, budget)) is not None:
                 self._drop(reason, 1)
             elif proposal.token_ids or proposal.beside is not None:

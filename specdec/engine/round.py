@@ -261,7 +261,7 @@ class RoundLoop:
                 needs_p_rows = self._rule.needs_p_rows
                 proposal, masks = masked_draft(live, live.grammar, proposal, room, needs_p_rows=needs_p_rows)
                 proposals[request_id] = proposal
-            elif proposal is None and end == live.committed_len and self._drafts_at_target(live):
+            elif self._drafts_at_target(live) and end == live.committed_len and proposal is None:
                 num_self_drafted = room
             work = self._work(live, end, proposal, masks, num_self_drafted)
             beside = None if proposal is None else proposal.beside
@@ -277,7 +277,7 @@ class RoundLoop:
         )
 
     def _drafts_at_target(self, live: LiveRequest) -> bool:
-        return live.generates and self._drafting.is_at_target(live)
+        return self._drafting.is_at_target(live) and live.generates
 
     def _work(
         self,

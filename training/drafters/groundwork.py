@@ -6,17 +6,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import track
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.core.errors import ConfigError, ResourceError
 from specdec.model.checkpoint import Checkpoint, open_checkpoint, outline_of, revision_of
 from specdec.model.loader import load_tokenizer
+from training.checkpointing import replace_file
 from training.drafters.capture import Capture, KeptStates
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
@@ -80,9 +83,10 @@ class Groundwork:
             batch_rows=recipe.batch_rows,
             seed=recipe.seed,
         )
+        fingerprint = _fingerprint(checkpoint)
         if options.samples:
             rows = Rows(
-                tokens=_sampled(model, rows, recipe, options),
+                tokens=_sampled(model, rows, recipe, options, fingerprint),
                 batch_rows=recipe.batch_rows,
                 seed=recipe.seed,
             )
@@ -91,7 +95,7 @@ class Groundwork:
             options=options,
             model=model,
             outline=outline_of(checkpoint),
-            fingerprint=_fingerprint(checkpoint),
+            fingerprint=fingerprint,
             is_mixed=is_mixed,
             tokenizer=tokenizer,
             separator=separator,
@@ -213,8 +217,8 @@ def _require_same_run(work: Path, described: dict[str, Any]) -> None:
     file = work / _RUN_FILE
     described = json.loads(json.dumps(described))
     if not file.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(described, indent=2) + "\n")
+        text = json.dumps(described, indent=2) + "\n"
+        replace_file(file, lambda temporary: temporary.write_text(text))
         return
     before: dict[str, Any] = json.loads(file.read_text())
     for name, value in described.items():
@@ -231,20 +235,20 @@ def _digest(rows: torch.Tensor) -> str:
 
 
 def _sampled(
-    model: PreTrainedModel, rows: Rows, recipe: DrafterRecipe, options: TrainOptions
+    model: PreTrainedModel, rows: Rows, recipe: DrafterRecipe, options: TrainOptions, fingerprint: str
 ) -> torch.Tensor:
-    """int64 [samples, T]: beginnings of rows that the target goes on with; made once."""
+    """int64 [samples, T]: beginnings of rows that the target goes on with; made once, in parts."""
     prompt_length = min(_PROMPT_LENGTH, recipe.row_length // 2)
     if options.samples < recipe.batch_rows:
         raise ConfigError(f"--samples must be at least --batch-rows ({recipe.batch_rows}), or 0")
-    name = f"samples-{options.samples}-{recipe.row_length}-{recipe.seed}-{options.sample_temperature}.pt"
-    path = options.work / name
+    settings = (options.samples, recipe.row_length, recipe.seed, options.sample_temperature)
+    origin = hashlib.sha256(f"{fingerprint} {_digest(rows.tokens)}".encode()).hexdigest()[:16]
+    path = options.work / f"samples-{'-'.join(map(str, settings))}-{origin}.pt"
+    written = torch.empty(0, recipe.row_length, dtype=torch.int64)
     if path.exists():
-        stored: torch.Tensor = torch.load(path, weights_only=True)  # noqa: TID251 - our own file
-        return stored
-    console.print("sampling from the target")
-    written: list[torch.Tensor] = []
-    for start in range(0, options.samples, _SAMPLED_AT_ONCE):
+        written = torch.load(path, weights_only=True)  # noqa: TID251 - our own file
+    starts = range(len(written), options.samples, _SAMPLED_AT_ONCE)
+    for start in track(starts, "sampling from the target", console=console, disable=not starts):
         chosen = [
             index % len(rows.tokens) for index in range(start, min(options.samples, start + _SAMPLED_AT_ONCE))
         ]
@@ -256,7 +260,6 @@ def _sampled(
             temperatures=torch.full((len(prompts),), options.sample_temperature),
             seed=recipe.seed * 1000 + start,
         )
-        written.append(torch.cat([prompts, continuation], dim=1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(torch.cat(written), path)
-    return torch.cat(written)
+        written = torch.cat([written, torch.cat([prompts, continuation], dim=1)])
+        replace_file(path, partial(torch.save, written))
+    return written

@@ -20,10 +20,11 @@ from specdec.drafters.attention import CausalRows
 from specdec.drafters.base import TargetParts
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.mtp import Mtp
-from training.drafters import train
+from training.drafters import groundwork, train
 from training.drafters.acceptance import evaluate_acceptance
 from training.drafters.capture import Capture
 from training.drafters.drafting import draft_everywhere
+from training.drafters.groundwork import Groundwork
 from training.drafters.methods import make_training
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import METHODS, DrafterRecipe, Method
@@ -119,6 +120,36 @@ def test_kept_hidden_states_and_the_targets_own_writing(
     assert kept.stat().st_size == 6 * 24 * 16 * 2
     (written,) = (tmp_path / "work").glob("samples-*.pt")
     assert written.stat().st_size > 6 * 24 * 8
+
+
+def test_the_targets_own_writing_is_gone_on_with_and_of_these_texts(
+    target_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = DrafterRecipe(method="medusa", **TINY)
+    monkeypatch.setattr(groundwork, "_SAMPLED_AT_ONCE", 4)
+    sample, sampled = groundwork.sample, []
+
+    def cut(model: Any, prompts: Any, **more: Any) -> torch.Tensor:
+        if len(sampled) == 2:
+            raise KeyboardInterrupt
+        sampled.append(prompts)
+        return sample(model, prompts, **more)
+
+    def lay(work: str, data: Path = texts) -> torch.Tensor:
+        chosen = options(target_folder, data, tmp_path / work, eval_texts=0, samples=12, dtype="float32")
+        return Groundwork.lay(recipe, chosen).rows.tokens
+
+    whole = lay("whole")
+    monkeypatch.setattr(groundwork, "sample", cut)
+    with pytest.raises(KeyboardInterrupt):
+        lay("cut")
+    assert len(sampled) == 2
+    monkeypatch.setattr(groundwork, "sample", sample)
+    assert torch.equal(lay("cut"), whole)
+    assert len(list((tmp_path / "cut" / "work").glob("*"))) == 1, "nothing temporary is left"
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join(one.read_text()[::-1] for one in texts.iterdir()))
+    assert not torch.equal(lay("cut", other), whole)
 
 
 def test_hidden_states_are_found_by_other_runs(
