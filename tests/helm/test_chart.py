@@ -354,6 +354,18 @@ def test_ranks_of_a_layer_may_leave_a_pod_where_a_group_has_more_pods_than_stage
         pytest.param({}, (2, 3), id="no bounds"),
         pytest.param(scaling("target_groups", min_groups=0, max_groups=4), (0, 3), id="groups to zero"),
         pytest.param(scaling("draft_pool", max_workers=3), (2, 1), id="default of the bounds"),
+        pytest.param(
+            {
+                "serve": {
+                    "deployments": [
+                        {"name": "Coordinator", "autoscaling_config": {"min_replicas": 0, "max_replicas": 3}},
+                        {"name": "DraftPool", "autoscaling_config": {"min_replicas": 2, "max_replicas": 3}},
+                    ]
+                }
+            },
+            (0, 2),
+            id="of Serve alone",
+        ),
     ],
 )
 def test_pods_are_as_few_as_replicas_may_be(values: Values, fewest: tuple[int, int]) -> None:
@@ -361,6 +373,15 @@ def test_pods_are_as_few_as_replicas_may_be(values: Values, fewest: tuple[int, i
     groups = groups_of(ray_service(merged(DRAFTED | pools | SCALED, values)))
     assert tuple(groups[pool]["minReplicas"] for pool in ("target", "draft")) == fewest
     assert [groups[pool]["replicas"] for pool in ("target", "draft")] == [2, 3]
+
+
+def test_models_whose_folders_are_spelled_alike_are_fetched_by_containers_of_their_own() -> None:
+    folders = ("T.1", "t-1", "long" * 20 + "a", "long" * 20 + "b")
+    models = [{"repository": "org/m", "revision": "abc", "folder": folder} for folder in folders]
+    for pod in pods_of(render({"models": {"download": models}})):
+        names = [one["name"] for one in pod.get("initContainers", ())]
+        assert len(set(names)) == len(names)
+        assert all(len(name) <= 63 for name in names)
 
 
 def test_pods_stay_where_nothing_moves_them() -> None:

@@ -64,12 +64,21 @@ Fewest pods of a pool: with the autoscaler, as many as Serve may go down to, els
 (of config.cluster), bound, number.
 */}}
 {{- define "drafthouse.fewest" -}}
-{{- $scaling := dig "cluster" .pool "autoscaling" dict .root.Values.config -}}
-{{- if and $scaling .root.Values.autoscaling.enabled -}}
-{{- min (int .number) (dig .bound 1 $scaling | int) -}}
-{{- else -}}
-{{- .number -}}
+{{- $fewest := int .number -}}
+{{- if .root.Values.autoscaling.enabled -}}
+{{- with dig "cluster" .pool "autoscaling" dict .root.Values.config -}}
+{{- $fewest = min $fewest (dig $.bound 1 . | int) -}}
 {{- end -}}
+{{- $deployment := ternary "Coordinator" "DraftPool" (eq .pool "target_groups") -}}
+{{- range .root.Values.serve.deployments -}}
+{{- if eq (toString .name) $deployment -}}
+{{- with dig "autoscaling_config" dict . -}}
+{{- $fewest = min $fewest (dig "min_replicas" 1 . | int) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $fewest -}}
 {{- end -}}
 
 {{/* What contradicts itself fails here, before anything is changed. */}}

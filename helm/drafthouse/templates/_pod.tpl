@@ -45,8 +45,8 @@ spec:
   {{- end }}
   {{- if $values.models.download }}
   initContainers:
-    {{- range $values.models.download }}
-    - name: fetch-{{ .folder | lower | replace "." "-" | replace "_" "-" | trunc 50 | trimSuffix "-" }}
+    {{- range $index, $_ := $values.models.download }}
+    - name: fetch-{{ $index }}-{{ .folder | lower | replace "." "-" | replace "_" "-" | trunc 46 | trimSuffix "-" }}
       image: {{ include "drafthouse.image" $root }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       command: [hf, download, {{ .repository | quote }}, --revision, {{ .revision | quote }}, --local-dir, {{ printf "%s/%s" $values.models.mountPath .folder | quote }}]
