@@ -21,9 +21,6 @@ class Comparison:
     """What is done but for trials. It may not be there for this batch."""
     margin: float
     """How much better something has to be to count as better, as a share."""
-    alone: Option | None = None
-    """Lockstep by what was seen of steps that are alone; None: it is not asked for. In other modes little is
-    seen of such steps, and they are thought to be as slow as those beside the other side's."""
 
     @property
     def plain(self) -> Option:
@@ -55,7 +52,6 @@ class Comparison:
         it may also be lockstep, which tells most of acceptance in few rounds.
         """
         others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
-        others += [] if self.alone is None else [self.alone]
         best = max(others, key=lambda option: option.rate, default=None)
         if best is not None and best.rate > self.usual_rate * (1.0 + self.margin):
             return best, False

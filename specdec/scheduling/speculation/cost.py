@@ -132,13 +132,10 @@ class Corrections:
         self._beside = CorrectionGrid(num_a, num_b)
         self._kept: dict[bool, Floats] = {}
 
-    def factors(self, *, is_overlapped: bool, is_own_only: bool = False) -> Floats:
-        """[A, B], all positive; 1 where nothing is known at all.
-
-        With `is_own_only`, by what was seen of steps like these alone: what is left out may be wrong of them.
-        """
-        if self._beside.is_empty or is_own_only:
-            return (self._beside if is_overlapped else self._alone).factors
+    def factors(self, *, is_overlapped: bool) -> Floats:
+        """[A, B], all positive; 1 where nothing is known at all."""
+        if self._beside.is_empty:
+            return self._alone.factors
         kept = self._kept.get(is_overlapped)
         if kept is None:
             kept = self._kept[is_overlapped] = self._combined(is_overlapped=is_overlapped)
@@ -231,22 +228,14 @@ class VerifyCost:
         self._share = np.clip((lookup - self._knots[self._left]) / width, 0.0, 1.0)
         self._nearest = np.where(self._share < 0.5, self._left, self._right)
 
-    def table(
-        self,
-        num_sequences: int,
-        context_tokens: float,
-        *,
-        is_overlapped: bool = False,
-        is_own_only: bool = False,
-    ) -> Floats:
+    def table(self, num_sequences: int, context_tokens: float, *, is_overlapped: bool = False) -> Floats:
         """Return seconds by number of rows, [max_rows + 1]; positive, and never falling.
 
-        With `is_overlapped`, of steps beside which the drafter works; `is_own_only` as in `Corrections`.
+        With `is_overlapped`, of steps beside which the drafter works.
         """
         at_knots = self._at_knots(num_sequences, context_tokens)
         region = _context_region(context_tokens)
-        factors = self._corrections.factors(is_overlapped=is_overlapped, is_own_only=is_own_only)
-        at_knots = at_knots * factors[:, region]
+        at_knots = at_knots * self._corrections.factors(is_overlapped=is_overlapped)[:, region]
         at_knots = rising(at_knots, 0.2 + self._corrections.weights(is_overlapped=is_overlapped)[:, region])
         table: Floats = at_knots[self._left] + self._share * (at_knots[self._right] - at_knots[self._left])
         return table
@@ -373,7 +362,6 @@ class DraftCost:
         mean_context: Floats | float,
         *,
         is_overlapped: bool = False,
-        is_own_only: bool = False,
     ) -> Floats:
         """Return seconds of drafting for different numbers of steps.
 
@@ -381,7 +369,6 @@ class DraftCost:
             taking_part: [..., K]: how many sequences take part in each step; never rising over the steps.
             mean_context: tokens that a sequence attends to; of all, or of those in each step: [..., K].
             is_overlapped: whether the target works at the same time.
-            is_own_only: as in `Corrections`.
 
         Returns:
             [..., K]: the time of the first 1 to K steps; 0 where nobody takes part.
@@ -390,7 +377,7 @@ class DraftCost:
         seconds = self._step[numbers] + (mean_context * self.per_token) * numbers
         first = numbers[..., :1]
         total: Floats = np.cumsum(seconds, axis=-1) + self._start[first]
-        factors = self._corrections.factors(is_overlapped=is_overlapped, is_own_only=is_own_only)
+        factors = self._corrections.factors(is_overlapped=is_overlapped)
         total *= factors[self._nearest[first], self._regions[: numbers.shape[-1]]]
         total = np.maximum.accumulate(total, axis=-1)
         return np.where(first > 0, total, 0.0)

@@ -57,8 +57,8 @@ class Foresight:
             drafters=drafters,
         )
 
-    def evaluate(self, batch: Batch, *, is_own_only: bool = False) -> Evaluation:
-        """Return what rounds of each kind would take and bring; `is_own_only` as in `Evaluation`."""
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Return what rounds of each kind would take and bring."""
         number, of = batch.num_sequences, self._overheads.of
         overhead_s = of(number, has_drafts=True)
         overheads: dict[Kind, float] = {
@@ -73,7 +73,6 @@ class Foresight:
             overheads,
             max_rows=self._settings.max_rows,
             num_rows_beside=self._settings.num_rows_beside,
-            is_own_only=is_own_only,
         )
 
     def by_cohort(self, batch: Batch, num_here: int) -> Ints:

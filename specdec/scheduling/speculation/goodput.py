@@ -145,7 +145,6 @@ class Evaluation:
         *,
         max_rows: int,
         num_rows_beside: int = 0,
-        is_own_only: bool = False,
     ) -> None:
         """Look at a batch.
 
@@ -155,10 +154,7 @@ class Evaluation:
             overheads: seconds of a round that are neither drafting nor verifying; of ping_pong, per cohort.
             max_rows: most rows of a step.
             num_rows_beside: rows that a sequence has beside those of its drafts, if it has a budget for any.
-            is_own_only: whether steps that are alone cost what was seen of such steps, whatever those beside
-                the other side have taken.
         """
-        self._is_own_only = is_own_only
         self._batch = batch
         self._costs = costs
         self._overheads = overheads
@@ -284,10 +280,7 @@ class Evaluation:
 
     @cached_property
     def _verify_table(self) -> Floats:
-        batch = self._batch
-        return self._costs.verify.table(
-            batch.num_sequences, batch.context_tokens, is_own_only=self._is_own_only
-        )
+        return self._costs.verify.table(self._batch.num_sequences, self._batch.context_tokens)
 
     @cached_property
     def _overlapped_table(self) -> Floats:
@@ -304,12 +297,7 @@ class Evaluation:
         `taking_part` turns who takes part in the steps of one into who does at a time.
         """
         each = [
-            costs.by_steps(
-                taking_part(own),
-                self._draft_context,
-                is_overlapped=is_overlapped,
-                is_own_only=self._is_own_only,
-            )
+            costs.by_steps(taking_part(own), self._draft_context, is_overlapped=is_overlapped)
             for costs, own in self._by_drafter
         ]
         total: Floats = np.sum(each, axis=0) if len(each) > 1 else each[0]

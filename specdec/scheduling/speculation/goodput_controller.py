@@ -20,7 +20,7 @@ from specdec.scheduling.speculation.decision import Decision, added_up, levels_o
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.scheduling.speculation.foresight import Foresight
-from specdec.scheduling.speculation.goodput import Batch, Evaluation, Ints, Kind, Option
+from specdec.scheduling.speculation.goodput import Batch, Evaluation, Ints, Kind
 from specdec.scheduling.speculation.kind_switch import KindSwitch
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.request_facts import RequestFacts
@@ -181,13 +181,7 @@ class GoodputController:
         self._switch.pass_time(self._rhythm.since_decision_s)
         self._rhythm.note_decision(self._round, is_known=is_known)
         kind = self._kind_for(rates, batch.num_sequences)
-        compared = Comparison(
-            options=options,
-            rates=rates,
-            kind=kind,
-            margin=self._settings.margin,
-            alone=self._lockstep_alone(batch, kind),
-        )
+        compared = Comparison(options=options, rates=rates, kind=kind, margin=self._settings.margin)
         longer = longer_drafts(
             self._trials, compared, evaluation, outlook, self._facts.acceptance.num_positions
         )
@@ -222,14 +216,6 @@ class GoodputController:
             gains=added_up(batch.estimate.reached)[np.arange(len(sequences)), chosen].tolist(),
             gains_if_drafted=added_up(np.cumprod(accepted, axis=1, dtype=np.float64)).tolist(),
         )
-
-    def _lockstep_alone(self, batch: Batch, kind: Kind) -> Option | None:
-        """Return lockstep as it is if its steps take what is known of them alone, where a probe may ask."""
-        modes = self._settings.modes
-        is_asked = self._trials.current == "probing" or self._trials.is_due("probing")
-        if not is_asked or kind == "lockstep" or "lockstep" not in modes or len(modes) == 1:
-            return None
-        return self._foresight.evaluate(batch, is_own_only=True).lockstep()
 
     def _kind_for(self, rates: dict[Kind, float], num_sequences: int) -> Kind:
         """Return what is done but for trials; see to it that a change of it is known."""

@@ -65,7 +65,6 @@ def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer
         num_probed = _num_probed(num_sequences)
         fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
         fewest = max(fewest, 6 // num_probed)
-        fewest += ROUNDS_TO_CALM_DOWN if tried.kind == "lockstep" and compared.kind != "plain" else 0
         length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
         # By the model alone: that rounds like these were slower is what is in doubt.
         trials.begin("probing", length, _loss_s(tried.tokens, tried.rate, usual_rate))
