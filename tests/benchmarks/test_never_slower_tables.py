@@ -20,6 +20,7 @@ RESULTS = [
         "never-slower-apart-again.json",
         "never-slower-apart-long.json",
         "never-slower-apart-4k.json",
+        "never-slower-apart-64x4k.json",
     )
 ]
 

@@ -617,7 +617,7 @@ class ForFree(GoodputController):
 
     def __init__(self, settings: ControllerSettings, profile: CostProfile) -> None:
         super().__init__(settings, profile)
-        self._costs.draft.by_steps = lambda taking_part, mean_context, *, is_overlapped=False: np.zeros(  # type: ignore[method-assign]
+        self._costs.draft.by_steps = lambda taking_part, mean_context, **_: np.zeros(  # type: ignore[method-assign]
             taking_part.shape
         )
         self._evidence.factor = lambda now, kind, region: 1.0  # type: ignore[method-assign]
