@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 """Between the parts of a JSON text: unbounded whitespace would let a model that is unsure of itself go on
 with it for ever."""
+_LONG_QUOTE = re.compile(r'("(?:[^"\\]|\\.){80})(?:[^"\\]|\\.)+"')
+_LONG_REGEX = re.compile(r"( in regex /.{80}).+")
+"""Where the library repeats what the client has sent: the beginning will do."""
 logger = logging.getLogger(__name__)
 
 
@@ -75,10 +79,11 @@ def compile_matcher(tokenizer: LLTokenizer, grammar: Grammar, max_size: int) -> 
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Return in one line why a matcher is in error."""
+    """Return in one line why a matcher is in error, and no more than the beginning of what it is of."""
     lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     first = (errors or lines or ["it cannot be used"])[0]
+    first = _LONG_REGEX.sub(r"\1.../", _LONG_QUOTE.sub(r'\1..."', first))
     return "no text satisfies it" if first == "NoExtensionBias" else first
 
 

@@ -14,14 +14,15 @@ import msgspec
 import pytest
 
 from specdec.core.errors import InputError
-from specdec.core.sampling_params import Grammar, SamplingParams
+from specdec.core.sampling_params import Grammar, GrammarKind, SamplingParams
 from specdec.engine.offline import GenerationResult, choice_requests
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar import GrammarCompiler, GrammarState
+from specdec.sampling.grammar_library import compile_matcher
 from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels
 from tests.specdec.engine.toy_engines import tokens_of
 
-pytest.importorskip("llguidance")
+LLTokenizer = pytest.importorskip("llguidance").LLTokenizer
 
 PROMPTS = [[40, 41, 42], [100, 7, 300, 12, 5], [2000, 2001]]
 SCHEMA = {
@@ -255,6 +256,20 @@ def test_malformed_grammar_ends_its_request_alone(
     assert error.startswith(grammar.param)
     assert words in error
     assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("regex", "a" * 12_000 + r"\b", "lookarounds not supported"),
+        ("regex", r'"\n/' * 3_000 + r"\b", "lookarounds not supported"),
+        ("grammar", "start: " + "x" * 12_000, "unknown name"),
+    ],
+)
+def test_a_refusal_repeats_little_of_a_long_grammar(kind: GrammarKind, text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        compile_matcher(LLTokenizer("byte"), Grammar(kind, text, "guided"), 100_000)
+    assert len(str(caught.value)) < 400
 
 
 def test_grammar_that_becomes_impossible_ends_its_request_alone(models: GrammarModels) -> None:
