@@ -67,7 +67,10 @@ def how_many(free: Amounts, unit: Amounts, at_most: int) -> int:
 
 
 def _fitting(name: str, free: float, amount: float) -> int:
-    """Return how many times an amount fits. A part of a GPU is of one device: two rests of 0.3 are no 0.6."""
+    """Return how many times an amount fits. A part of a GPU is of one device: two rests of 0.3 are no 0.6.
+
+    Ray does not tell which devices are taken in part: at most one is thought to be.
+    """
     if name != "GPU" or amount >= 1.0:
         return math.floor((free + _PRECISION / 2) / amount)
     devices = math.floor(free + _PRECISION / 2)
