@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cluster.config import BundleConfig, ClusterConfig
 from cluster.inventory import (
@@ -330,6 +330,13 @@ def _room(node: NodeSnapshot, layout: _Layout, labels: Mapping[str, str]) -> int
     return 0 if node.unmet(labels) else how_many(node.available, layout.unit, most)
 
 
+class _Chain(NamedTuple):
+    """How many units each of the first nodes takes, last first. What begins alike is shared."""
+
+    before: _Chain | None
+    number: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shares:
     """How many target units each node takes, and how many draft workers fit beside all of them."""
@@ -349,23 +356,31 @@ def _share_out(
     Exact, node by node: of all ways to place so many units that leave room for so many draft workers, only
     the cheapest is worth going on from. None: the target units alone do not fit.
     """
-    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
+    best: dict[tuple[int, int], tuple[float, _Chain | None]] = {(0, 0): (0.0, None)}
     for index, most in enumerate(room):
         beside = [draft_room(index, number) for number in range(most + 1)]
-        following: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
-        for (units, drafts), (cost, counts) in best.items():
+        following: dict[tuple[int, int], tuple[float, _Chain | None]] = {}
+        for (units, drafts), (cost, chain) in best.items():
             for number in range(min(most, layout.num_units - units) + 1):
                 state = (units + number, min(num_drafts, drafts + beside[number]))
                 price = cost + layout.cost(number)
                 known = following.get(state)
                 if known is None or price < known[0]:
-                    following[state] = (price, (*counts, number))
+                    following[state] = (price, _Chain(chain, number))
         best = following
-    ends = [(drafts, counts) for (units, drafts), (_, counts) in best.items() if units == layout.num_units]
+    ends = [(drafts, chain) for (units, drafts), (_, chain) in best.items() if units == layout.num_units]
     if not ends:
         return None
-    drafts, counts = max(ends, key=lambda end: end[0])
-    return _Shares(counts=counts, num_drafts=drafts)
+    drafts, last = max(ends, key=lambda end: end[0])
+    return _Shares(counts=_counts(last), num_drafts=drafts)
+
+
+def _counts(chain: _Chain | None) -> tuple[int, ...]:
+    counts: list[int] = []
+    while chain is not None:
+        counts.append(chain.number)
+        chain = chain.before
+    return tuple(reversed(counts))
 
 
 def _draft_nodes(
