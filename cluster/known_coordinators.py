@@ -43,8 +43,9 @@ class KnownCoordinator:
 class KnownCoordinators:
     """All that are in the directory, and whether to wait for others where none takes requests.
 
-    For a lease's time after the last one was lost, or said that it goes, requests are not refused: it may
-    only have been late, and who goes leaves requests to another, of which this door may not have heard yet.
+    For a lease's time after the last one was lost, or said that it goes, and as long as one that says nothing
+    is in the directory, requests are not refused: it may only have been late, and who goes leaves requests to
+    another, of which this door may not have heard yet.
     """
 
     def __init__(self, clock: Clock, *, lease_s: float, may_be_none: bool) -> None:
@@ -71,8 +72,14 @@ class KnownCoordinators:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether somebody may yet turn out to be there."""
-        return self._clock.now_s() < self.doubtful_until_s
+        """Whether somebody may yet turn out to be there.
+
+        Who is silent but says to the directory that it is there is late, not lost: on a machine that starts
+        other processes, say. One that is lost or hangs says nothing there either, and is soon not in it.
+        """
+        return self._clock.now_s() < self.doubtful_until_s or any(
+            not one.is_reachable and not one.is_draining for one in self
+        )
 
     @property
     def may_wait(self) -> bool:

@@ -69,7 +69,7 @@ class _Stream:
     homeless_since_s: float = 0.0
     not_before_s: float = 0.0
     give_up_s: float = math.inf
-    """Until when it waits for a first coordinator, where none is there."""
+    """Until when it waits for a first coordinator at least, where none is there."""
     refused_by: set[PeerId] = field(default_factory=set)
     prefix: Sequence[BlockKey] | None = None
     """Names of its prompt's blocks, once anybody has asked."""
@@ -90,7 +90,7 @@ class StreamBook:
     ) -> None:
         """With `may_be_none`, streams wait for a coordinator where there is none: one is started for them.
 
-        Elsewhere new ones wait, too, but only for a lease's time after the last one was lost or left.
+        Elsewhere new ones wait, too, but only while there is doubt (`KnownCoordinators`).
         """
         self._routing = routing or RoutingConfig()
         self._routes = PrefixRoutes(self._routing)
@@ -225,7 +225,7 @@ class StreamBook:
         for stream in list(self._streams.values()):
             if stream.coordinator is not None:
                 continue
-            if now_s >= stream.give_up_s:
+            if now_s >= stream.give_up_s and not self._coordinators.may_wait:
                 self._reject(stream, self._not_ready())
             elif now_s - stream.homeless_since_s > self._failover_timeout_s:
                 self.counters["lost_streams"] += 1

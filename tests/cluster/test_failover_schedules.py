@@ -675,6 +675,31 @@ def test_where_nobody_follows_one_that_leaves_it_is_said_after_a_lease() -> None
         ingress.open(a_request("s", random.Random(6)))
 
 
+def test_who_is_silent_but_in_the_directory_is_waited_for() -> None:
+    """A machine that starts other processes may be silent for longer than a lease."""
+    sim, ingress = simple()
+    sim.network.faults = Faults(loss=1.0)
+    sim.network.run_for(3 * LEASE_S)
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.network.run_for(3 * LEASE_S)
+    assert request.request_id not in ingress.last
+    sim.network.faults = Faults()
+    sim.run_until_done()
+    assert_right(ingress, [request])
+
+
+def test_who_is_silent_and_then_lost_is_not_waited_for() -> None:
+    sim, ingress = simple()
+    sim.network.faults = Faults(loss=1.0)
+    sim.network.run_for(3 * LEASE_S)
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.crash(sim.coordinators[0], told_after_s=1.0)
+    sim.network.run_for(LEASE_S + 3.0)
+    assert isinstance(ingress.last[request.request_id], NotReadyError)
+
+
 def test_a_successor_that_has_not_introduced_itself_takes_requests() -> None:
     sim, ingress = simple()
     described = ingress.book.description
