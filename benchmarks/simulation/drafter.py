@@ -51,6 +51,8 @@ class DraftReply(NamedTuple):
     wishes: Sequence[DraftWish]
     num_sequences: int
     """Of all coordinators, at this worker."""
+    draft_s: float
+    """What drafting them has taken."""
 
 
 class DraftMessage(NamedTuple):
@@ -134,9 +136,10 @@ class DraftWorker:
         for is_slow in (False, True):
             batch = self._take_batch(is_slow)
             if batch:
-                done_s += self._batch_s([wish for wish, _ in batch], is_slow=is_slow)
+                batch_s = self._batch_s([wish for wish, _ in batch], is_slow=is_slow)
+                done_s += batch_s
                 self.num_batches += 1
-                self._events.at(done_s, partial(self._answer, batch, self._life))
+                self._events.at(done_s, partial(self._answer, batch, batch_s, self._life))
         self.busy_s += done_s - self._events.now_s
         self._events.at(done_s, partial(self._go_on, self._life))
 
@@ -172,7 +175,7 @@ class DraftWorker:
         num_unseen = sum(wish.num_unseen for wish in wishes) if is_slow else 0
         return self._hardware.draft_s(taking_part, mean_context, num_unseen)
 
-    def _answer(self, batch: Sequence[tuple[DraftWish, DraftMessage]], life: int) -> None:
+    def _answer(self, batch: Sequence[tuple[DraftWish, DraftMessage]], batch_s: float, life: int) -> None:
         if life != self._life:
             return
         answered: dict[int, tuple[DraftMessage, list[DraftWish]]] = {}
@@ -180,7 +183,9 @@ class DraftWorker:
             answered.setdefault(id(message), (message, []))[1].append(wish)
         arrives_s = self._events.now_s + self._hardware.wire_s
         for message, wishes in answered.values():
-            self._events.at(arrives_s, partial(message.answer, DraftReply(wishes, self.num_sequences)))
+            self._events.at(
+                arrives_s, partial(message.answer, DraftReply(wishes, self.num_sequences, batch_s))
+            )
 
     def _go_on(self, life: int) -> None:
         if life != self._life:

@@ -86,6 +86,7 @@ class _Flight:
     verify_s: float = 0.0
     draft_wait_s: float = 0.0
     draft_ready_s: float | None = None
+    draft_work_s: float = 0.0
     submitted_s: float = 0.0
     landing_s: float = 0.0
 
@@ -182,6 +183,7 @@ class Group:
         """Answers that the launching flight, or the next one, waits for."""
         self._next_token = 0
         self._draft_ready_s: float | None = None
+        self._draft_work_s = 0.0
         self._learns = not isinstance(controller, FixedController)
 
     @property
@@ -429,6 +431,7 @@ class Group:
         self.counts.draft_s += elapsed_s
         self.counts.draft_rounds += 1
         self._draft_ready_s = elapsed_s
+        self._draft_work_s = max(self._draft_work_s, reply.draft_s)
         if self._launching is not None and not self._awaited:
             self._submit()
 
@@ -453,6 +456,7 @@ class Group:
         flight.submitted_s = now_s
         flight.draft_wait_s = now_s - flight.launched_s
         flight.draft_ready_s, self._draft_ready_s = (None if absent else self._draft_ready_s), None
+        flight.draft_work_s, self._draft_work_s = self._draft_work_s, 0.0
         is_ahead = flight.mode == "draft_ahead"
         if flight.decoding:
             is_drafted = np.array([self._is_drafted(one, absent) for one in flight.decoding])
@@ -561,6 +565,7 @@ class Group:
                 context_tokens=flight.context_tokens,
                 budgets=flight.plan.num_draft_tokens,
                 draft_ready_s=flight.draft_ready_s,
+                draft_work_s=flight.draft_work_s or None,
                 target_s=flight.verify_s,
                 num_elsewhere=flight.num_elsewhere,
                 ahead=() if its is None else _ahead(flight, its),

@@ -550,6 +550,7 @@ class RoundLoop:
                 budgets=flight.budgets,
                 draft_s=draft_s,
                 draft_ready_s=flight.draft_ready_s if result.draft_s == 0.0 else draft_s,
+                draft_work_s=flight.drafting_s or None,
                 verify_s=verify_s,
                 target_s=target_s or None,
                 round_s=None

@@ -216,6 +216,7 @@ _OF_CONTROLLER: Mapping[str, Series] = {
     ),
     "speculation_audit_rounds": Series("counter", "Rounds without drafts to see whether drafting is right."),
     "speculation_stretch_rounds": Series("counter", "Rounds with longer drafts to see what those are worth."),
+    "speculation_comparison_rounds": Series("counter", "Rounds in another mode to see how fast that is."),
 }
 
 _OF_SEVERAL: Mapping[str, Series] = {

@@ -155,6 +155,7 @@ _CHOICE = Row(
             line(SHOWN.rate("speculation_probe_rounds"), "probe rounds"),
             line(SHOWN.rate("speculation_audit_rounds"), "audit rounds"),
             line(SHOWN.rate("speculation_stretch_rounds"), "stretch rounds"),
+            line(SHOWN.rate("speculation_comparison_rounds"), "comparison rounds"),
         ),
     ),
 )

@@ -45,6 +45,11 @@ class Comparison:
         best = max((option.rate for kind, option in self.options.items() if kind != "plain"), default=0.0)
         return "measured_slower" if best > self.usual.rate * (1.0 + self.margin) else "no_gain"
 
+    def other_mode(self, turn: int) -> Option | None:
+        """Return the best of another mode than what is done, of each in turn; None: there is no other."""
+        others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
+        return others[turn % len(others)] if others and self.usual.kind != "plain" else None
+
     def in_doubt(self) -> tuple[Option | None, bool]:
         """Return what a probe does, and whether it only asks for verdicts; None: there is nothing to look at.
 

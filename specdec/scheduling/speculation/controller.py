@@ -57,6 +57,8 @@ class RoundObservation:
     draft_ready_s: float | None = None
     """From asking for proposals to the last answer, waited for or not: T_draft with its wire, and with what
     lay before it in the queue of a draft worker; None: not known, or nobody was asked."""
+    draft_work_s: float | None = None
+    """What the drafter itself reports of its work on them, the longest of several; None: it does not."""
     target_s: float | None = None
     """What the target itself reports of its step, without wire and queue; None: not known."""
     num_elsewhere: int = 0

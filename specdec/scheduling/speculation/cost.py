@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
+from specdec.scheduling.speculation.time_spread import TimeSpread
 
 Floats = NDArray[np.float64]
 
@@ -62,8 +63,12 @@ class CorrectionGrid:
         self._is_current = True
         self._round = 0
 
-    def note(self, a: int, b: int, ratio: float) -> None:
-        """Learn that something in region (a, b) took `ratio` times as long as it should."""
+    def note(self, a: int, b: int, ratio: float) -> float:
+        """Learn that something in region (a, b) took `ratio` times as long as it should.
+
+        Returns:
+            how many times as long it took as it lately does there.
+        """
         self._round += 1
         here = a, b
         recent = self._recent.get(here)
@@ -79,6 +84,7 @@ class CorrectionGrid:
         self._last_round[here] = self._round
         self._median[here] = _median([*recent, *doubts])
         self._is_current = False
+        return math.exp(recent[-1] - float(self._median[here]))
 
     @property
     def factors(self) -> Floats:
@@ -146,10 +152,10 @@ class Corrections:
         own, other = self._own_first(is_overlapped=is_overlapped)
         return own.weights if other.is_empty else own.weights + _OTHERS * other.weights
 
-    def note(self, a: int, b: int, ratio: float, *, is_overlapped: bool) -> None:
-        """Learn as `CorrectionGrid.note`."""
-        (self._beside if is_overlapped else self._alone).note(a, b, ratio)
+    def note(self, a: int, b: int, ratio: float, *, is_overlapped: bool) -> float:
+        """Learn and return as `CorrectionGrid.note`."""
         self._kept.clear()
+        return (self._beside if is_overlapped else self._alone).note(a, b, ratio)
 
     def _combined(self, *, is_overlapped: bool) -> Floats:
         own, other = self._own_first(is_overlapped=is_overlapped)
@@ -350,6 +356,8 @@ class DraftCost:
         self._corrections = Corrections(len(self._knots), _STEP_REGIONS)
         self._nearest = np.abs(np.log(np.maximum(numbers, 1))[:, None] - np.log(self._knots)).argmin(1)
         self._regions = np.array([_step_region(step) for step in range(1, max_steps + 1)])
+        self.spread = TimeSpread()
+        """Of the times after which proposals are there, beyond what `by_steps` says."""
 
     def per_sequence_s(self, num_sequences: int) -> float:
         """Return what one more sequence adds to a step of about so many, beside its context."""
@@ -393,11 +401,18 @@ class DraftCost:
         num_branches: int,
         seconds: float,
         *,
+        ready_s: float | None = None,
         is_overlapped: bool = False,
     ) -> None:
         """Learn what proposals took, given the draft tokens asked for and continuations for each.
 
-        `mean_context` is that of a draft token.
+        Args:
+            budgets: draft tokens by request.
+            mean_context: of a draft token.
+            num_branches: continuations of each request.
+            seconds: for which the drafter worked.
+            ready_s: after which proposals were there; None: at once.
+            is_overlapped: whether the target worked meanwhile.
         """
         wanted = sorted(budget for budget in budgets.values() if budget > 0)
         if not wanted or seconds <= 0.0:
@@ -412,9 +427,10 @@ class DraftCost:
         expected += sum(float(self._step[one]) + mean_context * self.per_token * one for one in numbers)
         if expected > 0.0:
             at = int(self._nearest[numbers[0]])
-            self._corrections.note(
+            surprise = self._corrections.note(
                 at, _step_region(num_steps), seconds / expected, is_overlapped=is_overlapped
             )
+            self.spread.note(surprise * (1.0 if ready_s is None else ready_s / seconds))
 
     def _fit(self, points: Sequence[DraftPoint]) -> tuple[list[int], list[float], list[float]]:
         knots = sorted({point.num_sequences for point in points})

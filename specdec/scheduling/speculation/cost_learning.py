@@ -8,8 +8,10 @@ from specdec.scheduling.speculation.decision import Decision, mean_draft_context
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.settling import kind_of
+from specdec.scheduling.speculation.time_spread import NO_PROMPTS, PromptLoad
 
 _WIRE_DECAY = 0.05
+_PROMPT_DECAY = 0.02
 _LONGEST_WIRE_S = 0.1
 """Between the target and who waits for it; what is longer counts as that."""
 
@@ -23,11 +25,22 @@ class CostLearning:
         self._overheads = overheads
         self._has_several_drafters = has_several_drafters
         self._wire_s = 0.0
+        self._num_tokens = self._num_with_prompts = self._prompts_s = 0.0
+        """Lately, as decaying sums."""
+
+    @property
+    def prompts(self) -> PromptLoad:
+        """What was lately read of prompts."""
+        number = self._num_with_prompts
+        if number <= 0.0 or self._num_tokens <= 0.0:
+            return NO_PROMPTS
+        return PromptLoad(number / self._num_tokens, self._prompts_s / number)
 
     def note(self, observation: RoundObservation, decision: Decision) -> None:
         """Learn from a round that was run as decided, or nearly."""
         context = observation.context_tokens or decision.batch.context_tokens
         self._note_verification(observation, context)
+        self._note_prompts(observation)
         if self._has_several_drafters:
             self._note_drafters(observation, decision)
         else:
@@ -69,7 +82,15 @@ class CostLearning:
         num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
         attended = mean_draft_context(decision, budgets, context / max(1, observation.num_sequences))
         is_overlapped = observation.mode != "lockstep"
-        self._costs.draft.note(budgets, attended, num_branches, ready_s, is_overlapped=is_overlapped)
+        work_s = observation.draft_work_s
+        self._costs.draft.note(
+            budgets,
+            attended,
+            num_branches,
+            ready_s if work_s is None else min(work_s, ready_s),
+            ready_s=ready_s,
+            is_overlapped=is_overlapped,
+        )
 
     def _note_drafters(self, observation: RoundObservation, decision: Decision) -> None:
         """Learn what each of several drafters takes."""
@@ -84,6 +105,14 @@ class CostLearning:
             }
             attended = mean_draft_context(decision, budgets, usual)
             self._costs.drafts[place].note(budgets, attended, 1, seconds)
+
+    def _note_prompts(self, observation: RoundObservation) -> None:
+        has_prompts = observation.num_prompt_rows > 0
+        seconds = self._prompt_s(observation) if has_prompts else 0.0
+        kept = 1.0 - _PROMPT_DECAY
+        self._num_tokens = kept * self._num_tokens + observation.num_committed
+        self._num_with_prompts = kept * self._num_with_prompts + has_prompts
+        self._prompts_s = kept * self._prompts_s + seconds
 
     def _prompt_s(self, observation: RoundObservation) -> float:
         """Return what the rows that read prompts have cost a round."""

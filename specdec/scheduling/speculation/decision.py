@@ -12,6 +12,7 @@ import numpy as np
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.acceptance import Floats
+from specdec.scheduling.speculation.batch_sizes import size_class
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.explanation import Reason
 from specdec.scheduling.speculation.goodput import Batch, Kind, Option
@@ -51,11 +52,11 @@ class Decision:
     acceptance_levels: Sequence[bytes]
     """By request, acceptance by position in `NUM_LEVELS` levels."""
 
-    @cached_property
-    def expected_s(self) -> float:
-        """Seconds of a round as decided; in ping_pong, of a cohort."""
+    def expected_s(self, *, beside_prompts: bool = False) -> float:
+        """Return the seconds of a round as decided, without those of prompts; in ping_pong, of a cohort."""
         option = self.option
-        return option.round_s * (0.5 if option.kind == "ping_pong" else 1.0)
+        seconds = option.beside_prompts_s if beside_prompts else option.alone_s
+        return (option.round_s if seconds is None else seconds) * (0.5 if option.kind == "ping_pong" else 1.0)
 
     @cached_property
     def compares_as(self) -> Hashable:
@@ -82,7 +83,7 @@ def num_decoding_of(observation: RoundObservation) -> int:
 def region_of(batch: Batch) -> Region:
     """Return the region that a batch is in."""
     per_sequence = batch.context_tokens / batch.num_sequences
-    return Region(batch.num_sequences.bit_length(), max(0, math.ceil(math.log2(per_sequence / 512.0) / 3.0)))
+    return Region(size_class(batch.num_sequences), max(0, math.ceil(math.log2(per_sequence / 512.0) / 3.0)))
 
 
 def expected_gain(decision: Decision, observation: RoundObservation) -> float:

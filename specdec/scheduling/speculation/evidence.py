@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from specdec.scheduling.speculation.batch_sizes import size_class
 from specdec.scheduling.speculation.goodput import Kind
 
 _LARGEST_RATIO = 2.5
@@ -223,7 +224,7 @@ class Overheads:
     def note(self, num_sequences: int, seconds: float, *, has_drafts: bool) -> None:
         """Learn from one round."""
         known = self._with_drafts if has_drafts else self._without
-        recent = known.setdefault(num_sequences.bit_length(), deque(maxlen=self._NUM_RECENT))
+        recent = known.setdefault(size_class(num_sequences), deque(maxlen=self._NUM_RECENT))
         recent.append(max(0.0, seconds))
 
     def of(self, num_sequences: int, *, has_drafts: bool) -> float:
@@ -233,7 +234,7 @@ class Overheads:
         return (max if has_drafts else min)(typical, default=0.0)
 
     def _typical(self, known: Mapping[int, deque[float]], num_sequences: int) -> float:
-        size = num_sequences.bit_length()
+        size = size_class(num_sequences)
         closest = min(known, key=lambda other: (abs(other - size), other))
         recent = sorted(known[closest])
         median = recent[len(recent) // 2]

@@ -17,13 +17,15 @@ Reason = Literal[
     "probing",
     "auditing",
     "stretching",
+    "comparing",
     "idle",
 ]
 """Why speculation is as it is. configured: it is fixed; gain / no_gain: it is expected to make rounds worth
 more / less; measured_slower: expected to gain, but measured rounds say otherwise; latency_target: somebody's
 `slo` forbids longer rounds; probing: off, and trying for a few rounds whether that is still right; auditing:
 on, and looking for a few rounds how fast it goes without; stretching: on, with longer drafts for a few rounds
-than are thought best; idle: nothing has been decided yet."""
+than are thought best; comparing: on, and looking for a few rounds how fast another mode goes; idle: nothing
+has been decided yet."""
 
 IN_WORDS: Mapping[Reason, str] = {
     "configured": "k is fixed by the configuration",
@@ -34,6 +36,7 @@ IN_WORDS: Mapping[Reason, str] = {
     "probing": "off, but tried for a few rounds to see whether that is still right",
     "auditing": "on, but left out for a few rounds to see how fast it goes without",
     "stretching": "on, with longer drafts for a few rounds to see whether they are worth it",
+    "comparing": "on, in another mode for a few rounds to see whether that is faster",
     "idle": "nothing has been decided yet",
 }
 
@@ -71,6 +74,7 @@ class ControllerState:
     num_probe_rounds: int = 0
     num_audit_rounds: int = 0
     num_stretch_rounds: int = 0
+    num_comparison_rounds: int = 0
 
     def gauges(self) -> Mapping[str, float]:
         """Return values by metric name, without prefix."""
@@ -86,6 +90,7 @@ class ControllerState:
             "speculation_probe_rounds": self.num_probe_rounds,
             "speculation_audit_rounds": self.num_audit_rounds,
             "speculation_stretch_rounds": self.num_stretch_rounds,
+            "speculation_comparison_rounds": self.num_comparison_rounds,
             f'speculation_state{{mode="{self.mode}",reason="{self.reason}"}}': 1.0,
         }
         if self.pool_worth is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.goodput import Batch, Evaluation, Ints, Kind
 from specdec.scheduling.speculation.request_facts import RequestFacts
@@ -19,13 +20,19 @@ class Foresight:
     """Describes batches and evaluates them. It reads what others learn, and changes nothing."""
 
     def __init__(
-        self, settings: ControllerSettings, facts: RequestFacts, costs: CostModel, overheads: Overheads
+        self,
+        settings: ControllerSettings,
+        facts: RequestFacts,
+        costs: CostModel,
+        overheads: Overheads,
+        learning: CostLearning,
     ) -> None:
         """Look ahead by these, as they are at the time of the question."""
         self._settings = settings
         self._facts = facts
         self._costs = costs
         self._overheads = overheads
+        self._learning = learning
 
     def batch_of(self, sequences: Sequence[Schedulable]) -> Batch:
         """Describe these sequences as they are now."""
@@ -73,6 +80,7 @@ class Foresight:
             overheads,
             max_rows=self._settings.max_rows,
             num_rows_beside=self._settings.num_rows_beside,
+            prompts=self._learning.prompts,
         )
 
     def by_cohort(self, batch: Batch, num_here: int) -> Ints:

@@ -9,8 +9,13 @@ the same: the order is then by what they bring for what they cost, a draft atten
 (`kv.selection`), and its verification to the whole context. Time is that of a round:
 
     lockstep     T_draft + T_verify + overhead
-    ping_pong    twice max(T_verify + overhead, T_draft, half of their sum), each of half the batch
+    ping_pong    twice max(T_verify + overhead, T_draft), each of half the batch
     draft_ahead  max(T_draft, T_verify) + overhead, where T_draft is that of all prepared continuations
+
+The maximum is the expected one of times that vary (`TimeSpread`): around the point where both take as long,
+shorter drafts are better than the means would have it. In rounds that read prompts, too, T_verify is longer,
+and more drafting is hidden behind it (`PromptLoad`); reading prompts itself is not counted, for it costs the
+same whatever is done.
 
 In draft_ahead only hits have drafts in the next round: with h_k the chance that a verdict on k tokens was
 prepared for, the share of requests with drafts settles at h_0 / (1 - h_k + h_0).
@@ -36,6 +41,7 @@ from specdec.scheduling.speculation.acceptance import AcceptanceEstimate
 from specdec.scheduling.speculation.cost import CostModel, DraftCost
 from specdec.scheduling.speculation.guesses import hit_table
 from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.time_spread import NO_PROMPTS, PromptLoad, mean_longer
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -127,11 +133,36 @@ class Option(NamedTuple):
     verify_s: float
     num_branches: int = 1
     """draft_ahead: continuations per request."""
+    alone_s: float | None = None
+    """Expected seconds of a round that reads no prompts; None: as all others."""
+    beside_prompts_s: float | None = None
+    """Expected seconds, but for those of the prompts, of a round that reads some; None: as all others."""
 
     @property
     def rate(self) -> float:
         """Expected tokens per second."""
         return self.tokens / self.round_s
+
+
+class _RoundTimes(NamedTuple):
+    """Expected seconds of rounds, but for those of prompts: [S, K] each."""
+
+    mean: Floats
+    """Of all rounds."""
+    alone: Floats
+    """Of those that read no prompts."""
+    beside_prompts: Floats
+    """Of those that do."""
+
+    @classmethod
+    def alike(cls, seconds: Floats) -> _RoundTimes:
+        return cls(seconds, seconds, seconds)
+
+    def times(self, factor: float) -> _RoundTimes:
+        return _RoundTimes(*(factor * each for each in self))
+
+    def plus(self, seconds: float) -> _RoundTimes:
+        return _RoundTimes(*(each + seconds for each in self))
 
 
 class Evaluation:
@@ -145,6 +176,7 @@ class Evaluation:
         *,
         max_rows: int,
         num_rows_beside: int = 0,
+        prompts: PromptLoad = NO_PROMPTS,
     ) -> None:
         """Look at a batch.
 
@@ -154,12 +186,14 @@ class Evaluation:
             overheads: seconds of a round that are neither drafting nor verifying; of ping_pong, per cohort.
             max_rows: most rows of a step.
             num_rows_beside: rows that a sequence has beside those of its drafts, if it has a budget for any.
+            prompts: what is read of them in the same rounds.
         """
         self._batch = batch
         self._costs = costs
         self._overheads = overheads
         self._max_rows = max_rows
         self._num_rows_beside = num_rows_beside
+        self._prompts = prompts
         self._mean_context = batch.context_tokens / batch.num_sequences
         self._draft_context: Floats | float = float(self._draft_contexts.mean())
         """Mean tokens that those who take part in a step of the drafter attend to: [S, K], or of all."""
@@ -304,6 +338,12 @@ class Evaluation:
         return total
 
     @cached_property
+    def _draft_spread(self) -> Floats:
+        """[F]: equally likely seconds after which drafts are there, beyond what drafting usually takes."""
+        each = [costs.spread.factors for costs, _ in self._by_drafter]
+        return each[0] if len(each) == 1 else np.mean(each, axis=0)
+
+    @cached_property
     def _itl_s(self) -> float:
         """The bound on rounds; none where a round without drafts is longer already."""
         return math.inf if self.plain.round_s > self._batch.itl_s else self._batch.itl_s
@@ -337,9 +377,10 @@ class Evaluation:
         """
         num_sequences = self._batch.num_sequences
         verify_s = self._verify_s(self._verify_table, num_sequences)
-        round_s = self._draft_s + verify_s + self._overhead("lockstep")
+        draft_s = self._draft_s * float(self._draft_spread.mean())
+        round_s = _RoundTimes.alike(draft_s + verify_s + self._overhead("lockstep"))
         return self._best(
-            "lockstep", num_sequences + self._gains, round_s, self._draft_s, verify_s, least_draft_tokens
+            "lockstep", num_sequences + self._gains, round_s, draft_s, verify_s, least_draft_tokens
         )
 
     def ping_pong(self, least_draft_tokens: int = 1) -> Option | None:
@@ -361,9 +402,9 @@ class Evaluation:
         num_sequences = self._batch.num_sequences
         overhead_s = self._overhead("ping_pong")
         busy_s = verify_s + overhead_s
-        half_s = np.maximum(np.maximum(busy_s, draft_s), 0.5 * (busy_s + draft_s))
         tokens = num_sequences + self._gains
-        return self._best("ping_pong", tokens, 2.0 * half_s, draft_s, verify_s, least_draft_tokens)
+        half_s = self._overlapping(draft_s, busy_s, 0.5 * tokens)
+        return self._best("ping_pong", tokens, half_s.times(2.0), draft_s, verify_s, least_draft_tokens)
 
     def draft_ahead(self, outlook: AheadOutlook, least_draft_tokens: int = 1) -> Option | None:
         """Return the best choice, of the number of continuations too."""
@@ -383,13 +424,26 @@ class Evaluation:
                 other_rows = missing * outlook.stand_in_rows
             verify_s = self._verify_s(self._overlapped_table, num_sequences, has_drafts, other_rows)
             draft_s = self._drafting_s(partial(np.multiply, num_branches), is_overlapped=True)
-            round_s = np.maximum(draft_s, verify_s) + self._overhead("draft_ahead")
+            round_s = self._overlapping(draft_s, verify_s, tokens).plus(self._overhead("draft_ahead"))
             found = self._best(
                 "draft_ahead", tokens, round_s, draft_s, verify_s, least_draft_tokens, num_branches
             )
             if found is not None and (best is None or found.rate > best.rate):
                 best = found
         return best
+
+    def _overlapping(self, draft_s: Floats, busy_s: Floats, tokens: Floats) -> _RoundTimes:
+        """Return how long rounds of so many tokens are in which the target is busy while others draft.
+
+        Where it reads prompts, too, there is more time to draft in.
+        """
+        prompts, spread = self._prompts, self._draft_spread
+        alone_s = mean_longer(draft_s, busy_s, spread)
+        if prompts.rounds_per_token <= 0.0:
+            return _RoundTimes.alike(alone_s)
+        beside_s = mean_longer(draft_s, busy_s + prompts.seconds, spread) - prompts.seconds
+        share = np.minimum(prompts.rounds_per_token * tokens, 1.0)
+        return _RoundTimes(alone_s + share * (beside_s - alone_s), alone_s, beside_s)
 
     def _verify_s(
         self,
@@ -422,13 +476,13 @@ class Evaluation:
         self,
         kind: Kind,
         tokens: Floats,
-        round_s: Floats,
+        round_s: _RoundTimes,
         draft_s: Floats,
         verify_s: Floats,
         least_draft_tokens: int,
         num_branches: int = 1,
     ) -> Option | None:
-        rates = tokens / round_s
+        rates = tokens / round_s.mean
         if least_draft_tokens > 1:
             if least_draft_tokens > rates.shape[1]:
                 return None
@@ -436,7 +490,7 @@ class Evaluation:
             rates[self._taking_part[:, least_draft_tokens - 1] < 0.5 * self._taking_part[:, 0]] = 0.0
         rates[: self._asked_at] = 0.0
         rates[:, : self._least_depth] = 0.0
-        rates[round_s > self._itl_s] = 0.0
+        rates[round_s.alone > self._itl_s] = 0.0
         rates[0] = 0.0
         at, depth = divmod(int(rates.argmax()), rates.shape[1])
         if rates[at, depth] <= 0.0:
@@ -450,10 +504,12 @@ class Evaluation:
             kind=kind,
             num_draft_tokens=chosen,
             tokens=float(tokens[at, depth]),
-            round_s=float(round_s[at, depth]),
+            round_s=float(round_s.mean[at, depth]),
             draft_s=float(draft_s[at, depth]),
             verify_s=float(verify_s[at, depth]),
             num_branches=num_branches,
+            alone_s=float(round_s.alone[at, depth]),
+            beside_prompts_s=float(round_s.beside_prompts[at, depth]),
         )
 
     def options(self, modes: Sequence[OverlapMode], outlook: AheadOutlook) -> dict[Kind, Option]:

@@ -35,6 +35,8 @@ from specdec.scheduling.state import Schedulable
 
 _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
+_SETTLING = ("auditing", "comparing")
+"""Trials whose rounds are believed, beside what rounds have taken just before."""
 
 
 class GoodputController:
@@ -67,7 +69,7 @@ class GoodputController:
         self._learning = CostLearning(
             self._costs, overheads, has_several_drafters=self._facts.drafters is not None
         )
-        self._foresight = Foresight(settings, self._facts, self._costs, overheads)
+        self._foresight = Foresight(settings, self._facts, self._costs, overheads, self._learning)
         self._continuations = Continuations(settings.max_branches, num_steps)
         self._evidence = RoundEvidence()
         self._settling = Settling()
@@ -185,11 +187,11 @@ class GoodputController:
         longer = longer_drafts(
             self._trials, compared, evaluation, outlook, self._facts.acceptance.num_positions
         )
-        was_auditing = self._trials.current == "auditing"
+        before = self._trials.current
         begin_trial(self._trials, compared, batch.num_sequences, longer)
-        if self._trials.current == "auditing" and not was_auditing:
-            self._evidence.forget_lately("plain")
         option, reason = tried_or_usual(self._trials, compared, longer)
+        if before is None and reason in _SETTLING:
+            self._evidence.forget_lately(option.kind)
         if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
             reason = "latency_target"
         chosen: Ints = option.num_draft_tokens
@@ -241,7 +243,7 @@ class GoodputController:
             round_s = observation.draft_s + observation.verify_s
         self._rhythm.note_round(round_s)
         if round_s > 0.0 and observation.num_prompt_rows == 0 and self._is_as_decided(decision, kind):
-            self._note_ratio(observation, decision, round_s / decision.expected_s)
+            self._note_ratio(observation, decision, round_s / decision.expected_s())
         trial = self._trials.current
         heard_s = self._rhythm.hear(
             self._round, round_s, switched_round=self._switch.switched_round, is_trial=trial is not None
@@ -256,8 +258,9 @@ class GoodputController:
                     self._worth.note(decision, heard_s)
         if round_s > 0.0 and self._trials.note_round(round_s, lost_s, is_settled=is_settled):
             self._rhythm.note_trial_end()
-            if trial == "auditing":
-                self._evidence.settle(self._round, self._switch.kind or "plain", decision)
+            if trial in _SETTLING:
+                usual = self._switch.kind or "plain"
+                self._evidence.settle(self._round, (decision.option.kind, usual), decision)
 
     def _is_as_decided(self, decision: Decision, kind: Kind) -> bool:
         """Whether the last round was one of those that were decided on, and says something of them."""
@@ -294,9 +297,10 @@ class GoodputController:
             )
         option, usual = decision.option, self._switch.kind
         usual_rate = decision.rates.get(usual or option.kind, option.rate)
-        if self._trials.current == "auditing":
+        if self._trials.current in _SETTLING:
             usual_rate = self._evidence.rate_lately(self._round, usual, decision) or usual_rate
-        return min(own_s, 4.0 * decision.expected_s) - observation.num_committed / usual_rate
+        expected_s = decision.expected_s(beside_prompts=observation.num_prompt_rows > 0)
+        return min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
 
     # ---------------------------------------------------------------------------------- explaining
 
@@ -322,4 +326,5 @@ class GoodputController:
             num_probe_rounds=self._trials.num_rounds["probing"],
             num_audit_rounds=self._trials.num_rounds["auditing"],
             num_stretch_rounds=self._trials.num_rounds["stretching"],
+            num_comparison_rounds=self._trials.num_rounds["comparing"],
         )

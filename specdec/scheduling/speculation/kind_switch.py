@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from specdec.scheduling.speculation.batch_sizes import is_as_large
 from specdec.scheduling.speculation.goodput import Kind
-from specdec.scheduling.speculation.rhythm import is_as_large
 
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.core.clock import Clock
+from specdec.scheduling.speculation.batch_sizes import is_as_large
 from specdec.scheduling.speculation.decision import Decision
 from specdec.scheduling.speculation.pace import Pace
 from specdec.scheduling.state import Schedulable
@@ -28,13 +29,6 @@ _MOST_UNDECIDED_ROUNDS = 128
 """After so many rounds it is, however short they are, if there is time for it."""
 _MUCH_THE_SAME = 8
 """While nothing is drafted and no more than one in so many sequences has changed, a decision still holds."""
-_LARGEST_CHANGE = 1.5
-"""A batch whose size has changed by this factor is another one."""
-
-
-def is_as_large(num_sequences: int, before: int) -> bool:
-    """Return whether a batch is about as large as another one."""
-    return 1 / _LARGEST_CHANGE < num_sequences / before < _LARGEST_CHANGE
 
 
 class Rhythm:

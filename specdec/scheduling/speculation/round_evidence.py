@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.decision import (
     Decision,
@@ -59,7 +61,7 @@ class RoundEvidence:
             stand_in_gain: accepted tokens that are expected of a proposal that stands in.
         """
         if observation.num_prompt_rows > 0:
-            self._ratios.append(own_s / decision.expected_s)
+            self._ratios.append(own_s / decision.expected_s(beside_prompts=True))
         num_decoding = num_decoding_of(observation)
         self._evidence.note_tokens(
             now,
@@ -74,9 +76,8 @@ class RoundEvidence:
             self._evidence.note_times(now, decision.option.kind, decision.region, self._ratios)
             self._ratios.clear()
 
-    def settle(self, now: int, kind: Kind, decision: Decision) -> None:
-        """Believe what an audit has shown, if it was long enough: rounds of a kind, and plain ones."""
-        kinds: tuple[Kind, ...] = ("plain", kind)
+    def settle(self, now: int, kinds: Sequence[Kind], decision: Decision) -> None:
+        """Believe what a trial has shown, if it was long enough: rounds of both kinds that it compares."""
         ratios = {kind: ratio for kind in kinds if (ratio := self._lately.ratio(kind)) is not None}
         if len(ratios) < len(kinds):
             return

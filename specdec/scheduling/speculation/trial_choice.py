@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from specdec.scheduling.speculation.comparison import Comparison
 from specdec.scheduling.speculation.explanation import Reason
-from specdec.scheduling.speculation.goodput import AheadOutlook, Evaluation, Ints, Option
+from specdec.scheduling.speculation.goodput import AheadOutlook, Evaluation, Ints, Kind, Option
 from specdec.scheduling.speculation.settling import ROUNDS_TO_CALM_DOWN
 from specdec.scheduling.speculation.trials import TrialLength, Trials
 
@@ -25,6 +26,10 @@ _STRETCHES = 1.5, 3.0
 ones are faster."""
 _STRETCH_ROUNDS = TrialLength(2, 6)
 """At most as many as it takes to correct a cost that was wrong (`CorrectionGrid`)."""
+
+
+_COMPARISON_ROUNDS: Mapping[Kind, int] = {"lockstep": 8, "ping_pong": 12, "draft_ahead": 12}
+"""Those of the change included."""
 
 
 def longer_drafts(
@@ -49,11 +54,18 @@ def longer_drafts(
 
 
 def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer: Option | None) -> None:
-    """Begin a trial, if it is time for one: with longer drafts (if any), without drafts, or with them."""
+    """Begin a trial, if it is time for one: with longer drafts (if any), in another mode, without drafts, or
+    with them.
+    """
     usual, usual_rate = compared.usual, compared.usual_rate
     if longer is not None:
         factor = usual_rate / usual.rate
         trials.begin("stretching", _STRETCH_ROUNDS, _loss_s(longer.tokens, longer.rate * factor, usual_rate))
+    other = _other_mode(trials, compared)
+    if other is not None:
+        num_rounds = _COMPARISON_ROUNDS[other.kind]
+        loss_s = _loss_s(other.tokens, compared.rates[other.kind], usual_rate)
+        trials.begin("comparing", TrialLength(num_rounds, num_rounds), loss_s)
     if compared.kind != "plain":
         plain_rate = compared.rates["plain"]
         fewest = _FEWEST_CLOSE_ROUNDS if plain_rate >= _CLOSE * usual_rate else _FEWEST_AUDIT_ROUNDS
@@ -83,8 +95,15 @@ def tried_or_usual(trials: Trials, compared: Comparison, longer: Option | None) 
         return compared.plain, trial
     if trial == "stretching" and longer is not None:
         return longer, trial
+    other = _other_mode(trials, compared)
+    if trial == "comparing" and other is not None:
+        return other, trial
     trials.cancel()
     return compared.usual, compared.reason
+
+
+def _other_mode(trials: Trials, compared: Comparison) -> Option | None:
+    return compared.other_mode(trials.num_ended("comparing"))
 
 
 def probed(chosen: Ints) -> Ints:

@@ -2,11 +2,12 @@
 
 While speculation is off nothing is learnt of acceptance: probes draft for a few rounds. While it is on
 nothing is learnt of rounds without: audits leave drafts out for a few rounds. And nothing is learnt of longer
-drafts than those that are thought best: stretches make them longer for a few rounds. All may lose time, so
-there is an allowance: a small share of all time that passes; audits have one of their own, so that nothing
-that the others have cost keeps them from asking. A trial begins when the allowance covers what it is expected
-to lose, and pays what it has really lost. After each one that changed nothing, the next one of its kind waits
-twice as long.
+drafts than those that are thought best: stretches make them longer for a few rounds. Nor of other modes, for
+what steps take beside one another says little of what they take in turn: comparisons run another mode for a
+few rounds. All may lose time, so there is an allowance: a small share of all time that passes; audits and
+comparisons have each one of their own, so that nothing that the others have cost keeps them from asking. A
+trial begins when the allowance covers what it is expected to lose, and pays what it has really lost. After
+each one that changed nothing, the next one of its kind waits twice as long.
 
 An audit asks whether nobody is worse off than without speculation. What it is expected to lose is just what
 is in doubt, so that the last one's real loss has a say in it; and while it loses nothing, beside what rounds
@@ -20,20 +21,29 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-Trial = Literal["probing", "auditing", "stretching"]
+Trial = Literal["probing", "auditing", "stretching", "comparing"]
 
 _LARGEST_ALLOWANCE = 64.0
 """Rounds whose time the allowance may come to."""
-_FIRST_ALLOWANCE = 2.0
-"""Rounds whose time may be lost before any time has passed."""
-_AUDITS = 0.5
-"""What audits may lose beside what all other trials may."""
+_PURSES: Mapping[Trial, str] = {"auditing": "audits", "comparing": "comparisons"}
+"""Who pays for a trial; all others share one."""
+_OTHERS = "others"
+_SHARES: Mapping[str, float] = {"audits": 0.5, "comparisons": 0.5, _OTHERS: 1.0}
+"""What each purse may lose, as a share of what the last one may."""
+_FIRST_ALLOWANCES: Mapping[str, float] = {"audits": 2.0, "comparisons": 6.0, _OTHERS: 2.0}
+"""Rounds whose time may be lost before any time has passed. Next to nothing is known of modes that have never
+been run."""
 _LARGEST_DEBT = 2.0
 """Rounds whose time may be owed: what a trial loses beyond is not its own doing (the machine was busy)."""
-_FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {"probing": 48, "auditing": 48, "stretching": 96}
-_FEWEST_ROUNDS_BEFORE_FIRST: Mapping[Trial, int] = {"auditing": 12}
+_FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {
+    "probing": 48,
+    "auditing": 48,
+    "stretching": 96,
+    "comparing": 48,
+}
+_FEWEST_ROUNDS_BEFORE_FIRST: Mapping[Trial, int] = {"auditing": 12, "comparing": 24}
 """Before the very first one: what rounds without drafts take is known from the start's measurements alone."""
-_MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6}
+_MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6, "comparing": 6}
 _CLEAR_GAIN = 0.02
 """An audit that has gained so much, as a share of its time, is soon followed by another one."""
 
@@ -51,10 +61,12 @@ class Trials:
     """Which trial is on, and when the next one may begin."""
 
     def __init__(self, share: float) -> None:
-        """Let audits lose up to half of `share` of the time, and all other trials together up to `share`."""
+        """Let audits lose up to half of `share` of the time, comparisons as much, all other trials together up
+        to `share`.
+        """
         self._share = share
-        self._allowances: dict[bool, float] = {}
-        """In seconds, of audits (True) and of the others; none before the first round."""
+        self._allowances: dict[str, float] = {}
+        """In seconds, by purse; none before the first round."""
         self._rounds_left = self._fewest = 0
         self._num_done = self._num_settled = 0
         self._lost_s = self._spent_s = 0.0
@@ -78,7 +90,7 @@ class Trials:
 
     def begin(self, trial: Trial, length: TrialLength, loss_s: float) -> None:
         """Begin a trial for some rounds, if it is time for it, given what each is expected to lose."""
-        allowance_s = self._allowances.get(trial == "auditing")
+        allowance_s = self._allowances.get(_purse(trial))
         if allowance_s is None or not self.is_due(trial):
             return
         if trial == "auditing" and self._audit_loss_s is not None:
@@ -107,15 +119,14 @@ class Trials:
             whether a trial has ended with it.
         """
         allowances = self._allowances
-        for purpose in (False, True):
-            before_s = allowances.get(purpose, _FIRST_ALLOWANCE * round_s)
-            share = self._share * (_AUDITS if purpose else 1.0)
-            allowances[purpose] = min(before_s + share * round_s, _LARGEST_ALLOWANCE * round_s)
+        for purse, share in _SHARES.items():
+            before_s = allowances.get(purse, _FIRST_ALLOWANCES[purse] * round_s)
+            allowances[purse] = min(before_s + self._share * share * round_s, _LARGEST_ALLOWANCE * round_s)
         self._num_rounds_since += 1
         if self.current is None:
             return False
-        purpose = self.current == "auditing"
-        allowances[purpose] = max(allowances[purpose] - max(lost_s, 0.0), -_LARGEST_DEBT * round_s)
+        purse = _purse(self.current)
+        allowances[purse] = max(allowances[purse] - max(lost_s, 0.0), -_LARGEST_DEBT * round_s)
         self.num_rounds[self.current] += 1
         self._rounds_left -= 1
         self._num_done += 1
@@ -124,7 +135,7 @@ class Trials:
             self._lost_s += lost_s
             self._spent_s += round_s
         loses = self.current == "auditing" and self._num_done >= self._fewest and self._lost_s > 0.0
-        if self._rounds_left > 0 and allowances[purpose] > 0.0 and not loses:
+        if self._rounds_left > 0 and allowances[purse] > 0.0 and not loses:
             return False
         self._end(self.current)
         return True
@@ -152,3 +163,7 @@ class Trials:
     def note_alarm(self) -> None:
         """Rounds take more or less than they did: whether drafts still pay is to be asked soon."""
         del self._num_ended["auditing"]
+
+
+def _purse(trial: Trial) -> str:
+    return _PURSES.get(trial, _OTHERS)

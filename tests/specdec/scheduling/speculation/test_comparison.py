@@ -27,3 +27,11 @@ def test_why_what_is_done_is_done() -> None:
 def test_a_kind_that_is_not_there_is_plain_meanwhile() -> None:
     alone = compared("ping_pong", {"plain": 1.0, "lockstep": 2.0}, {})
     assert alone.usual is alone.plain
+
+
+def test_other_modes_come_in_turn() -> None:
+    on = compared("ping_pong", {"plain": 1.0, "lockstep": 1.5, "ping_pong": 2.0, "draft_ahead": 1.8}, {})
+    kinds = [other.kind for turn in range(3) if (other := on.other_mode(turn)) is not None]
+    assert kinds == ["lockstep", "draft_ahead", "lockstep"]
+    assert compared("plain", {"plain": 2.0, "lockstep": 1.0}, {}).other_mode(0) is None
+    assert compared("lockstep", {"plain": 1.0, "lockstep": 2.0}, {}).other_mode(0) is None

@@ -6,12 +6,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
+from specdec.scheduling.speculation.time_spread import NO_PROMPTS
 from tests.specdec.scheduling.speculation.world import COSTS, profile_of
 
 DECISION: Any = SimpleNamespace(batch=SimpleNamespace(context_tokens=400.0))
@@ -48,3 +51,34 @@ def test_a_round_without_the_prompts_in_it_is_shorter() -> None:
     assert learnt.own_s(PLAIN, "plain", 0.025) == 0.025
     with_prompts = replace(PLAIN, num_rows=44, num_prompt_rows=40)
     assert learnt.own_s(with_prompts, "plain", 0.025) < 0.025
+
+
+def test_what_prompts_take_of_how_many_rounds() -> None:
+    learnt, _, _ = learning()
+    assert learnt.prompts == NO_PROMPTS
+    with_prompts = replace(PLAIN, num_rows=44, num_prompt_rows=40)
+    for at in range(200):
+        learnt.note(with_prompts if at % 4 == 0 else PLAIN, DECISION)
+    assert learnt.prompts.rounds_per_token == pytest.approx(0.25 / PLAIN.num_committed, rel=0.1)
+    assert learnt.prompts.seconds == pytest.approx(
+        0.025 - learnt.own_s(with_prompts, "plain", 0.025), rel=0.1
+    )
+
+
+def test_waiting_for_a_busy_drafter_is_not_its_work() -> None:
+    learnt, costs, _ = learning()
+    budgets = {RequestId(f"r{at}"): 4 for at in range(4)}
+    decision: Any = SimpleNamespace(
+        batch=SimpleNamespace(context_tokens=400.0, draft_contexts=None),
+        index={},
+        option=SimpleNamespace(num_branches=1),
+    )
+    numbers = np.full(4, 4)
+    usual_s = float(costs.draft.by_steps(numbers, 100.0)[-1])
+    drafted = replace(PLAIN, budgets=budgets, draft_s=usual_s, draft_work_s=usual_s)
+    for at in range(200):
+        waited_s = usual_s if at % 2 else 3.0 * usual_s
+        learnt.note(replace(drafted, draft_ready_s=waited_s), decision)
+    assert float(costs.draft.by_steps(numbers, 100.0)[-1]) == pytest.approx(usual_s, rel=0.02)
+    assert costs.draft.spread.factors.min() == pytest.approx(1.0, rel=0.02)
+    assert costs.draft.spread.factors.max() == pytest.approx(3.0, rel=0.02)

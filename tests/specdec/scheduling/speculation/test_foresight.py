@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.foresight import Foresight
 from specdec.scheduling.speculation.request_facts import RequestFacts
@@ -17,7 +18,9 @@ SETTINGS = ControllerSettings(max_draft_tokens=8, caps_by_batch=((2, 4, 5),))
 
 def foresight_of(settings: ControllerSettings = SETTINGS) -> Foresight:
     costs = CostModel(profile_of(COSTS["cpu"]), max_rows=64, max_sequences=16, max_steps=8)
-    return Foresight(settings, RequestFacts(settings), costs, Overheads())
+    overheads = Overheads()
+    learning = CostLearning(costs, overheads, has_several_drafters=False)
+    return Foresight(settings, RequestFacts(settings), costs, overheads, learning)
 
 
 def requests() -> list[FakeRequest]:

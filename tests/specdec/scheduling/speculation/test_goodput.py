@@ -13,6 +13,7 @@ from specdec.scheduling.speculation.acceptance import AcceptanceEstimate
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Option
 from specdec.scheduling.speculation.guesses import GuessRanks
+from specdec.scheduling.speculation.time_spread import NO_PROMPTS, PromptLoad
 from tests.specdec.scheduling.speculation.world import COSTS, profile_of
 
 OUTLOOK = AheadOutlook(rates=GuessRanks().rates, max_branches=4)
@@ -270,3 +271,38 @@ def test_a_latency_target_that_no_round_can_keep_is_left_to_goodput() -> None:
     assert hopeless is not None
     assert unbound is not None
     assert hopeless.num_draft_tokens.tolist() == unbound.num_draft_tokens.tolist()
+
+
+def test_drafts_that_are_late_now_and_then_are_shorter() -> None:
+    """Where both sides take as long in the mean, the target often waits."""
+    batch = batch_of([[0.8] * 8] * 8)
+    costs = costs_of("cpu")
+    punctual = Evaluation(batch, costs, OVERHEADS, max_rows=640).draft_ahead(OUTLOOK)  # type: ignore[arg-type]
+    for _ in range(100):
+        costs.draft.spread.note(0.5)
+        costs.draft.spread.note(2.5)
+    late = Evaluation(batch, costs, OVERHEADS, max_rows=640).draft_ahead(OUTLOOK)  # type: ignore[arg-type]
+    assert punctual is not None
+    assert late is not None
+    assert late.draft_s < punctual.draft_s
+    assert late.rate < punctual.rate
+
+
+def test_prompts_hide_drafting_in_modes_that_overlap() -> None:
+    batch = batch_of([[0.8] * 8] * 8)
+    costs = costs_of("expensive")
+
+    def options(prompts: PromptLoad) -> list[Option]:
+        return options_of(Evaluation(batch, costs, OVERHEADS, max_rows=640, prompts=prompts))  # type: ignore[arg-type]
+
+    quiet = {one.kind: one for one in options(NO_PROMPTS)}
+    for one in options(PromptLoad(rounds_per_token=0.02, seconds=0.1)):
+        before = quiet[one.kind]
+        if one.kind in {"plain", "lockstep"}:
+            assert one.rate == before.rate
+        else:
+            assert one.rate > 1.03 * before.rate
+            assert one.num_draft_tokens.sum() >= before.num_draft_tokens.sum()
+            assert one.alone_s is not None
+            assert one.beside_prompts_s is not None
+            assert one.beside_prompts_s < one.round_s < one.alone_s

@@ -193,6 +193,23 @@ def test_groups_that_slow_each_other_down(name: str, number: int, chance: float)
     assert rate >= (FLOOR if number > 1 else 0.93) * max(rates.values()), controller.state
 
 
+@pytest.mark.parametrize(("name", "number", "chance"), [("gpu", 4, 0.95), ("expensive", 4, 0.8)])
+def test_what_is_slow_beside_others_is_tried_alone(name: str, number: int, chance: float) -> None:
+    """Groups overlap from the start and are twice as slow: what one takes alone is known of the profile only,
+    and plain decoding is not all that may be better.
+    """
+    rates = []
+    for k in (0, 1, 2, 3, 5, 8):
+        world = world_of(COSTS[name], number, 128, chance, seed=5, beside=2.0)
+        world.run(FixedController(k), 10)
+        rates.append(world.run(FixedController(k), 200).rate)
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name], number, 128, chance, beside=2.0)
+    world.run(controller, 4 * WARM_UP)
+    assert world.run(controller, 600).rate >= 0.95 * max(rates), controller.state
+    assert controller.mode == "lockstep"
+
+
 def test_what_admission_takes_is_not_held_against_drafts() -> None:
     """Requests come in waves, and the first round of each takes long, whatever is drafted in it."""
     costs = COSTS["cpu"]

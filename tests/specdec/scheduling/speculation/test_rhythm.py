@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.scheduling.speculation.rhythm import Rhythm, is_as_large
+from specdec.scheduling.speculation.rhythm import Rhythm
 
 
 def calm_rhythm(now: int) -> Rhythm:
@@ -51,9 +51,3 @@ def test_short_rounds_are_heard_now_and_then_all_in_a_trial() -> None:
     assert sum(one is not None for one in heard) == 2
     assert rhythm.hear(1010, 0.01, switched_round=0, is_trial=True) is not None
     assert rhythm.hear(1011, 0.01, switched_round=1000, is_trial=False) is not None
-
-
-def test_as_large() -> None:
-    assert is_as_large(5, 4)
-    assert not is_as_large(6, 4)
-    assert not is_as_large(2, 4)

@@ -43,9 +43,9 @@ def test_an_audit_of_rounds_of_both_kinds_is_believed() -> None:
     evidence = RoundEvidence()
     for _ in range(16):
         evidence.note_time("lockstep", 2.0)
-    evidence.settle(16, "lockstep", DECISION)  # nothing is known of plain ones
+    evidence.settle(16, ("plain", "lockstep"), DECISION)  # nothing is known of plain ones
     assert evidence.factor(16, "lockstep", REGION) == 1.0
     for _ in range(16):
         evidence.note_time("plain", 1.0)
-    evidence.settle(32, "lockstep", DECISION)
+    evidence.settle(32, ("plain", "lockstep"), DECISION)
     assert evidence.factor(32, "lockstep", REGION) < 0.7

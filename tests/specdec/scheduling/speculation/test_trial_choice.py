@@ -25,3 +25,30 @@ def test_an_audit_leaves_drafts_out_and_a_trial_of_nothing_ends() -> None:
 
 def test_probes_draft_for_the_youngest() -> None:
     assert probed(np.zeros(6, dtype=np.int64)).tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_another_mode_is_compared_with_what_is_done() -> None:
+    trials = Trials(0.5)
+    on = compared("draft_ahead", {"plain": 0.1, "lockstep": 1.5, "draft_ahead": 2.0}, {})
+    for _ in range(64):
+        trials.note_round(1.0, 0.0)
+    begin_trial(trials, on, 4, None)
+    assert trials.current == "comparing"
+    assert tried_or_usual(trials, on, None) == (on.options["lockstep"], "comparing")
+    num_rounds = 0
+    while trials.current is not None:
+        trials.note_round(1.0, 0.25)
+        num_rounds += 1
+    assert num_rounds == 8
+    assert tried_or_usual(trials, on, None) == (on.usual, "gain")
+    begin_trial(trials, on, 4, None)
+    assert trials.current is None
+
+
+def test_what_loses_much_is_not_compared() -> None:
+    trials = Trials(0.004)
+    on = compared("draft_ahead", {"plain": 0.1, "lockstep": 0.2, "draft_ahead": 2.0}, {})
+    for _ in range(64):
+        trials.note_round(1.0, 0.0)
+        begin_trial(trials, on, 4, None)
+        assert trials.current is None
