@@ -162,7 +162,7 @@ QUICK = Plan(
     cells=(
         *(
             Cell(heads="gqa", drafter=MAIN, batch=batch, context=context, with_controller=True)
-            for batch, context in ((1, LONG), (8, LONG), (_LARGE, LONG), (1, 512), (_LARGE, 512))
+            for batch, context in ((1, LONG), (_LARGE, LONG), (_LARGE, 512))
         ),
         Cell(heads="gqa", drafter=_VERIFIED, batch=_LARGE, context=LONG),
         Cell(heads="mha", drafter=MAIN, batch=_LARGE, context=LONG, with_controller=True),

@@ -119,6 +119,9 @@ class Plan:
     target: Shape = WIDE
     k: int = 4
     prompt_tokens: int = 64
+    coordinator_prompt_tokens: int = 8
+    """Where it is the coordinator's time that counts: reading prompts is the target's."""
+    coordinator_num_tokens: int = 64
     max_model_len: int = 320
 
 
@@ -153,7 +156,10 @@ FULL = Plan(
     num_tokens=64,
 )
 QUICK = Plan(
-    drafts=(DraftPlan(shape=_EQUAL, cells=_grid((1, 16), (0.0,), (0.95,))),), rounds=3, num_tokens=64
+    drafts=(DraftPlan(shape=_EQUAL, cells=_grid((1, 16), (0.0,), (0.95,))),),
+    rounds=2,
+    num_tokens=48,
+    coordinator_num_tokens=24,
 )
 
 _MISS_HITS = (0.35, 0.51, 0.63, 0.68, 0.72, 0.75, 0.78, 0.81)
@@ -260,7 +266,10 @@ class Bench:
     def coordinator_ms(self, batch: int) -> float:
         """Return what is neither draft nor verify of a round, in lockstep with a fixed k."""
         cell = _accepted_often(batch)
-        run = partial(self._run_groups, cell, acceptance_of(cell.acceptance), "lockstep", self._plan.k)
+        assert self._groups.synthetic is not None
+        self._groups.synthetic.acceptance = acceptance_of(cell.acceptance)
+        self._chosen.set(self._plan.k, "lockstep", cell.num_branches, cell.acceptance)
+        run = partial(self._run_short, cell, self._plan.k)
         runs = [least_stolen(partial(run, number)).result for number in range(1 + _COUNTED_RUNS)]
         return _coordinator_ms(runs[1:])
 
@@ -275,7 +284,7 @@ class Bench:
         modes = modes_of(self._groups.proposer.capabilities)
         self._exchanged.current = controller_for(self._goodput, self._costs, modes)
         runs = [
-            least_stolen(partial(self._run, self._groups.engine, cell, None, number)).result
+            least_stolen(partial(self._run_short, cell, None, number)).result
             for number in range(_WARM_RUNS + _COUNTED_RUNS)
         ]
         self._exchanged.current = self._chosen
@@ -318,12 +327,18 @@ class Bench:
         self._colocated.synthetic.acceptance = made_up
         return self._run(self._colocated.engine, cell, k, number)
 
-    def _run(self, engine: Engine, cell: Cell, k: int | None, number: int) -> RunRecord:
+    def _run_short(self, cell: Cell, k: int | None, number: int) -> RunRecord:
+        plan = self._plan
+        lengths = plan.coordinator_prompt_tokens, plan.coordinator_num_tokens
+        return self._run(self._groups.engine, cell, k, number, lengths)
+
+    def _run(
+        self, engine: Engine, cell: Cell, k: int | None, number: int, lengths: tuple[int, int] | None = None
+    ) -> RunRecord:
+        prompt_tokens, num_tokens = lengths or (self._plan.prompt_tokens, self._plan.num_tokens)
         self._num_runs += 1
-        prompts = window(self._text, cell.batch, self._plan.prompt_tokens, number)
-        params = SamplingParams(
-            temperature=cell.temperature, max_tokens=self._plan.num_tokens, ignore_eos=True
-        )
+        prompts = window(self._text, cell.batch, prompt_tokens, number)
+        params = SamplingParams(temperature=cell.temperature, max_tokens=num_tokens, ignore_eos=True)
         return run_batch(engine, batch_requests(prompts, params, k, f"run-{self._num_runs}"))
 
 
@@ -374,7 +389,7 @@ def _per_round(runs: Sequence[RunRecord]) -> dict[str, float]:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="One draft model, two situations, three rounds.")] = False,
+    quick: Annotated[bool, typer.Option(help="One draft model, two situations, two rounds.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
     models: Annotated[Path, typer.Option(help="Folder with target/, draft/ and prompts.jsonl.")] = Path(
         "models/demo"
