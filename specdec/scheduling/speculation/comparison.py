@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from specdec.scheduling.speculation.explanation import Reason
@@ -21,6 +21,8 @@ class Comparison:
     """What is done but for trials. It may not be there for this batch."""
     margin: float
     """How much better something has to be to count as better, as a share."""
+    little_known: Set[Kind] = frozenset()
+    """Kinds of which few rounds have been seen, if any, or long ago."""
 
     @property
     def plain(self) -> Option:
@@ -45,10 +47,13 @@ class Comparison:
         best = max((option.rate for kind, option in self.options.items() if kind != "plain"), default=0.0)
         return "measured_slower" if best > self.usual.rate * (1.0 + self.margin) else "no_gain"
 
-    def other_mode(self, turn: int) -> Option | None:
-        """Return the best of another mode than what is done, of each in turn; None: there is no other."""
-        others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
-        return others[turn % len(others)] if others and self.usual.kind != "plain" else None
+    def other_mode(self) -> Option | None:
+        """Return the best other mode of which little is known; None: there is none."""
+        others = self.little_known - {"plain", self.kind}
+        known = [option for kind, option in self.options.items() if kind in others]
+        if self.usual.kind == "plain":
+            return None
+        return max(known, key=lambda option: self.rates[option.kind], default=None)
 
     def in_doubt(self) -> tuple[Option | None, bool]:
         """Return what a probe does, and whether it only asks for verdicts; None: there is nothing to look at.

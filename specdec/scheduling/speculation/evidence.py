@@ -100,6 +100,10 @@ class _Sums:
         fresh = self._freshness(now)
         return (self.came * fresh + doubted * believed) / (self.expected * fresh + doubted)
 
+    def weight(self, now: int) -> float:
+        """Return what was expected of all entries together, as far as it still counts."""
+        return self.expected * self._freshness(now)
+
     def set_ratio(self, now: int, ratio: float, doubted: float, believed: float) -> None:
         """Make it so that `ratio` answers this, by as many entries as there are, or a few.
 
@@ -169,6 +173,11 @@ class Evidence:
     def factor(self, now: int, kind: Kind, region: Hashable) -> float:
         """Return by what the model's goodput of a kind has to be multiplied."""
         return self.token_factor(now, kind) / self._time_factor(now, kind, region)
+
+    def num_rounds(self, now: int, kind: Kind) -> float:
+        """Return how many rounds of a kind the evidence is worth."""
+        times = self._times.get(kind)
+        return 0.0 if times is None else times.weight(now)
 
     def token_factor(self, now: int, kind: Kind) -> float:
         """Return by what the model's tokens of a kind have to be multiplied."""

@@ -10,7 +10,7 @@ import numpy as np
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
-from specdec.scheduling.speculation.goodput import Batch, Evaluation, Ints, Kind
+from specdec.scheduling.speculation.goodput import Batch, Evaluation, Kind, Option
 from specdec.scheduling.speculation.request_facts import RequestFacts
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.state import Schedulable
@@ -83,14 +83,30 @@ class Foresight:
             prompts=self._learning.prompts,
         )
 
-    def by_cohort(self, batch: Batch, num_here: int) -> Ints:
-        """Return k of each sequence in ping_pong, [N], of which the first `num_here` are in one cohort.
+    def by_cohort(self, batch: Batch, num_here: int) -> Option | None:
+        """Return the best choice for ping_pong, where the first `num_here` sequences are in one cohort.
 
-        Rows and steps are those of a cohort: what is best for all together need not suit either.
+        Rows and steps are those of a cohort: what is best for all together need not suit either. None: there
+        is none with drafts.
         """
         cohorts = batch.part(0, num_here), batch.part(num_here, batch.num_sequences)
-        return np.concatenate([self._of_cohort(one) for one in cohorts])
+        each = [self._of_cohort(one) for one in cohorts]
+        if all(one.kind == "plain" for one in each):
+            return None
+        return Option(
+            kind="ping_pong",
+            num_draft_tokens=np.concatenate([one.num_draft_tokens for one in each]),
+            tokens=sum(one.tokens for one in each),
+            round_s=sum(one.round_s for one in each),
+            draft_s=max(one.draft_s for one in each),
+            verify_s=max(one.verify_s for one in each),
+            alone_s=sum(one.round_s if one.alone_s is None else one.alone_s for one in each),
+            beside_prompts_s=sum(
+                one.round_s if one.beside_prompts_s is None else one.beside_prompts_s for one in each
+            ),
+        )
 
-    def _of_cohort(self, cohort: Batch) -> Ints:
-        option = self.evaluate(cohort).cohort()
-        return np.maximum(cohort.requested, 0) if option is None else option.num_draft_tokens
+    def _of_cohort(self, cohort: Batch) -> Option:
+        evaluation = self.evaluate(cohort)
+        found = evaluation.cohort()
+        return evaluation.plain if found is None else found.shortened(0.5)

@@ -143,6 +143,15 @@ class Option(NamedTuple):
         """Expected tokens per second."""
         return self.tokens / self.round_s
 
+    def shortened(self, factor: float) -> Option:
+        """Return the same in so much of the time."""
+        alone_s, beside_s = self.alone_s, self.beside_prompts_s
+        return self._replace(
+            round_s=factor * self.round_s,
+            alone_s=None if alone_s is None else factor * alone_s,
+            beside_prompts_s=None if beside_s is None else factor * beside_s,
+        )
+
 
 class _RoundTimes(NamedTuple):
     """Expected seconds of rounds, but for those of prompts: [S, K] each."""
@@ -391,20 +400,21 @@ class Evaluation:
         cohort = (num_sequences + 1) // 2
         table = self._costs.verify.table(cohort, cohort * self._mean_context, is_overlapped=True)
         draft_s = self._drafting_s(lambda taking_part: np.ceil(taking_part / 2), is_overlapped=True)
-        return self._alternating(self._verify_s(table, cohort), draft_s, least_draft_tokens)
+        verify_s = self._verify_s(table, cohort)
+        tokens = num_sequences + self._gains
+        half_s = self._overlapping(draft_s, verify_s + self._overhead("ping_pong"), 0.5 * tokens)
+        return self._best("ping_pong", tokens, half_s.times(2.0), draft_s, verify_s, least_draft_tokens)
 
     def cohort(self) -> Option | None:
-        """Return the best choice where this batch is one cohort of ping_pong, and another is like it."""
-        verify_s = self._verify_s(self._overlapped_table, self._batch.num_sequences)
-        return self._alternating(verify_s, self._drafting_s(lambda part: part, is_overlapped=True))
+        """Return the best choice where this batch is one cohort of ping_pong, and another is like it.
 
-    def _alternating(self, verify_s: Floats, draft_s: Floats, least_draft_tokens: int = 1) -> Option | None:
-        num_sequences = self._batch.num_sequences
-        overhead_s = self._overhead("ping_pong")
-        busy_s = verify_s + overhead_s
-        tokens = num_sequences + self._gains
-        half_s = self._overlapping(draft_s, busy_s, 0.5 * tokens)
-        return self._best("ping_pong", tokens, half_s.times(2.0), draft_s, verify_s, least_draft_tokens)
+        Tokens are those of this cohort, times those of both.
+        """
+        verify_s = self._verify_s(self._overlapped_table, self._batch.num_sequences)
+        tokens = self._batch.num_sequences + self._gains
+        draft_s = self._drafting_s(lambda part: part, is_overlapped=True)
+        half_s = self._overlapping(draft_s, verify_s + self._overhead("lockstep"), tokens)
+        return self._best("ping_pong", tokens, half_s.times(2.0), draft_s, verify_s)
 
     def draft_ahead(self, outlook: AheadOutlook, least_draft_tokens: int = 1) -> Option | None:
         """Return the best choice, of the number of continuations too."""
@@ -479,7 +489,7 @@ class Evaluation:
         round_s: _RoundTimes,
         draft_s: Floats,
         verify_s: Floats,
-        least_draft_tokens: int,
+        least_draft_tokens: int = 1,
         num_branches: int = 1,
     ) -> Option | None:
         rates = tokens / round_s.mean

@@ -173,6 +173,10 @@ class GoodputController:
         region = region_of(batch)
         outlook = self._continuations.outlook
         options = evaluation.options(self._settings.modes, outlook)
+        if "ping_pong" in options and num_here < len(sequences):
+            by_cohort = self._foresight.by_cohort(batch, num_here)
+            options = {kind: option for kind, option in options.items() if kind != "ping_pong"}
+            options |= {} if by_cohort is None else {"ping_pong": by_cohort}
         rates = {
             kind: option.rate * self._evidence.factor(self._round, kind, region)
             for kind, option in options.items()
@@ -183,7 +187,13 @@ class GoodputController:
         self._switch.pass_time(self._rhythm.since_decision_s)
         self._rhythm.note_decision(self._round, is_known=is_known)
         kind = self._kind_for(rates, batch.num_sequences)
-        compared = Comparison(options=options, rates=rates, kind=kind, margin=self._settings.margin)
+        compared = Comparison(
+            options=options,
+            rates=rates,
+            kind=kind,
+            margin=self._settings.margin,
+            little_known=self._evidence.little_known(self._round, options),
+        )
         longer = longer_drafts(
             self._trials, compared, evaluation, outlook, self._facts.acceptance.num_positions
         )
@@ -201,8 +211,6 @@ class GoodputController:
         elif self._facts.has_trial and kind == "lockstep" and reason != "auditing":
             chosen = np.maximum(chosen, self._facts.least_tried(sequences))
             is_partial = True
-        elif option.kind == "ping_pong" and num_here < len(sequences) and reason != "stretching":
-            chosen = self._foresight.by_cohort(batch, num_here)
         accepted = batch.estimate.accepted
         return Decision(
             batch=batch,
@@ -258,9 +266,8 @@ class GoodputController:
                     self._worth.note(decision, heard_s)
         if round_s > 0.0 and self._trials.note_round(round_s, lost_s, is_settled=is_settled):
             self._rhythm.note_trial_end()
-            if trial in _SETTLING:
-                usual = self._switch.kind or "plain"
-                self._evidence.settle(self._round, (decision.option.kind, usual), decision)
+            if trial == "auditing":
+                self._evidence.settle(self._round, ("plain", self._switch.kind or "plain"), decision)
 
     def _is_as_decided(self, decision: Decision, kind: Kind) -> bool:
         """Whether the last round was one of those that were decided on, and says something of them."""

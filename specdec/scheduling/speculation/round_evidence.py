@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.decision import (
@@ -14,6 +14,8 @@ from specdec.scheduling.speculation.decision import (
 )
 from specdec.scheduling.speculation.evidence import Alarm, Evidence, Lately
 from specdec.scheduling.speculation.goodput import Kind
+
+_FEW_ROUNDS = 5.0
 
 
 class RoundEvidence:
@@ -30,6 +32,10 @@ class RoundEvidence:
     def factor(self, now: int, kind: Kind, region: Region) -> float:
         """Return by how much the model's rate of a kind of rounds is to be corrected."""
         return self._evidence.factor(now, kind, region)
+
+    def little_known(self, now: int, kinds: Iterable[Kind]) -> Set[Kind]:
+        """Return those kinds of which little has been seen, or long ago."""
+        return {kind for kind in kinds if self._evidence.num_rounds(now, kind) < _FEW_ROUNDS}
 
     def goes_off(self, decision: Decision, ratio: float) -> bool:
         """Whether rounds take so much more or less than they did, over what was expected, that it is odd."""

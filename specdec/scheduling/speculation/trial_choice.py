@@ -28,7 +28,7 @@ _STRETCH_ROUNDS = TrialLength(2, 6)
 """At most as many as it takes to correct a cost that was wrong (`CorrectionGrid`)."""
 
 
-_COMPARISON_ROUNDS: Mapping[Kind, int] = {"lockstep": 8, "ping_pong": 12, "draft_ahead": 12}
+_COMPARISON_ROUNDS: Mapping[Kind, int] = {"lockstep": 6, "ping_pong": 10, "draft_ahead": 10}
 """Those of the change included."""
 
 
@@ -61,7 +61,7 @@ def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer
     if longer is not None:
         factor = usual_rate / usual.rate
         trials.begin("stretching", _STRETCH_ROUNDS, _loss_s(longer.tokens, longer.rate * factor, usual_rate))
-    other = _other_mode(trials, compared)
+    other = compared.other_mode()
     if other is not None:
         num_rounds = _COMPARISON_ROUNDS[other.kind]
         loss_s = _loss_s(other.tokens, compared.rates[other.kind], usual_rate)
@@ -95,15 +95,11 @@ def tried_or_usual(trials: Trials, compared: Comparison, longer: Option | None) 
         return compared.plain, trial
     if trial == "stretching" and longer is not None:
         return longer, trial
-    other = _other_mode(trials, compared)
+    other = compared.other_mode()
     if trial == "comparing" and other is not None:
         return other, trial
     trials.cancel()
     return compared.usual, compared.reason
-
-
-def _other_mode(trials: Trials, compared: Comparison) -> Option | None:
-    return compared.other_mode(trials.num_ended("comparing"))
 
 
 def probed(chosen: Ints) -> Ints:

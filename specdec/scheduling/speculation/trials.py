@@ -4,10 +4,10 @@ While speculation is off nothing is learnt of acceptance: probes draft for a few
 nothing is learnt of rounds without: audits leave drafts out for a few rounds. And nothing is learnt of longer
 drafts than those that are thought best: stretches make them longer for a few rounds. Nor of other modes, for
 what steps take beside one another says little of what they take in turn: comparisons run another mode for a
-few rounds. All may lose time, so there is an allowance: a small share of all time that passes; audits and
-comparisons have each one of their own, so that nothing that the others have cost keeps them from asking. A
-trial begins when the allowance covers what it is expected to lose, and pays what it has really lost. After
-each one that changed nothing, the next one of its kind waits twice as long.
+few rounds, where little has been seen of it. All may lose time, so there is an allowance: a small share of
+all time that passes; audits and comparisons have each one of their own, so that nothing that the others have
+cost keeps them from asking. A trial begins when the allowance covers what it is expected to lose, and pays
+what it has really lost. After each one that changed nothing, the next one of its kind waits twice as long.
 
 An audit asks whether nobody is worse off than without speculation. What it is expected to lose is just what
 is in doubt, so that the last one's real loss has a say in it; and while it loses nothing, beside what rounds
@@ -30,7 +30,7 @@ _PURSES: Mapping[Trial, str] = {"auditing": "audits", "comparing": "comparisons"
 _OTHERS = "others"
 _SHARES: Mapping[str, float] = {"audits": 0.5, "comparisons": 0.5, _OTHERS: 1.0}
 """What each purse may lose, as a share of what the last one may."""
-_FIRST_ALLOWANCES: Mapping[str, float] = {"audits": 2.0, "comparisons": 6.0, _OTHERS: 2.0}
+_FIRST_ALLOWANCES: Mapping[str, float] = {"audits": 2.0, "comparisons": 4.0, _OTHERS: 2.0}
 """Rounds whose time may be lost before any time has passed. Next to nothing is known of modes that have never
 been run."""
 _LARGEST_DEBT = 2.0
@@ -39,7 +39,7 @@ _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {
     "probing": 48,
     "auditing": 48,
     "stretching": 96,
-    "comparing": 48,
+    "comparing": 96,
 }
 _FEWEST_ROUNDS_BEFORE_FIRST: Mapping[Trial, int] = {"auditing": 12, "comparing": 24}
 """Before the very first one: what rounds without drafts take is known from the start's measurements alone."""
@@ -61,8 +61,8 @@ class Trials:
     """Which trial is on, and when the next one may begin."""
 
     def __init__(self, share: float) -> None:
-        """Let audits lose up to half of `share` of the time, comparisons as much, all other trials together up
-        to `share`.
+        """Let audits lose up to half of `share` of the time, comparisons as much, all other trials up
+        to `share` together.
         """
         self._share = share
         self._allowances: dict[str, float] = {}
@@ -157,12 +157,16 @@ class Trials:
         self.current = None
 
     def note_change(self) -> None:
-        """Something is different: what changed nothing before may do so now."""
-        self._num_ended.clear()
+        """Something else is done: what changed nothing before may do so now.
+
+        But for comparisons: of the modes that are there, one more has just been looked at.
+        """
+        for trial in ("probing", "auditing", "stretching"):
+            self._num_ended.pop(trial, None)
 
     def note_alarm(self) -> None:
         """Rounds take more or less than they did: whether drafts still pay is to be asked soon."""
-        del self._num_ended["auditing"]
+        del self._num_ended["auditing"], self._num_ended["comparing"]
 
 
 def _purse(trial: Trial) -> str:

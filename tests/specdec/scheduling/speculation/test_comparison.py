@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from specdec.scheduling.speculation.comparison import Comparison
@@ -29,9 +31,16 @@ def test_a_kind_that_is_not_there_is_plain_meanwhile() -> None:
     assert alone.usual is alone.plain
 
 
-def test_other_modes_come_in_turn() -> None:
-    on = compared("ping_pong", {"plain": 1.0, "lockstep": 1.5, "ping_pong": 2.0, "draft_ahead": 1.8}, {})
-    kinds = [other.kind for turn in range(3) if (other := on.other_mode(turn)) is not None]
-    assert kinds == ["lockstep", "draft_ahead", "lockstep"]
-    assert compared("plain", {"plain": 2.0, "lockstep": 1.0}, {}).other_mode(0) is None
-    assert compared("lockstep", {"plain": 1.0, "lockstep": 2.0}, {}).other_mode(0) is None
+def test_of_other_modes_the_best_is_looked_at_that_little_is_known_of() -> None:
+    expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 1.5, "ping_pong": 2.0, "draft_ahead": 1.8}
+    on = compared("ping_pong", expected, {})
+    assert on.other_mode() is None
+    for little_known, other in (
+        ({"plain", "lockstep", "draft_ahead"}, "draft_ahead"),
+        ({"lockstep", "ping_pong"}, "lockstep"),
+        ({"plain", "ping_pong"}, None),
+    ):
+        option = replace(on, little_known=little_known).other_mode()
+        assert (None if option is None else option.kind) == other
+    off = compared("plain", {"plain": 2.0, "lockstep": 1.0}, {})
+    assert replace(off, little_known={"lockstep"}).other_mode() is None

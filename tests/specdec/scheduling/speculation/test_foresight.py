@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
@@ -41,6 +43,18 @@ def test_bounds_and_wishes_of_a_batch() -> None:
 def test_cohorts_are_asked_apart() -> None:
     foresight = foresight_of()
     sequences = [fake_request(str(number), 100) for number in range(4)]
-    chosen = foresight.by_cohort(foresight.batch_of(sequences), 1)
+    found = foresight.by_cohort(foresight.batch_of(sequences), 1)
+    assert found is not None
+    chosen = found.num_draft_tokens
     assert chosen.shape == (4,)
     assert 0 <= chosen.min() <= chosen.max() <= 5
+    # What is expected is what is chosen, of both: nobody else's tokens, nobody else's rows.
+    assert 4.0 < found.tokens <= 4.0 + chosen.sum()
+    alone = [
+        foresight.by_cohort(foresight.batch_of(sequences[:2]), 1),
+        foresight.evaluate(foresight.batch_of(sequences)).ping_pong(),
+    ]
+    assert alone[0] is not None
+    assert alone[1] is not None
+    assert found.round_s == pytest.approx(alone[1].round_s, rel=0.5)
+    assert found.round_s > alone[0].round_s
