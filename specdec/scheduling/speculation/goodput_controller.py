@@ -16,7 +16,7 @@ from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.cost_profile import CostProfile
-from specdec.scheduling.speculation.decision import Decision, added_up, levels_of, region_of
+from specdec.scheduling.speculation.decision import Decision, Region, added_up, levels_of, region_of
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.scheduling.speculation.foresight import Foresight
@@ -77,6 +77,7 @@ class GoodputController:
         self._switch = KindSwitch(margin=settings.margin, dwell_rounds=settings.dwell_rounds)
         self._trials = Trials(settings.trial_share)
         self._worth = PoolWorth()
+        self._known_regions: set[Region] = set()
         self._decision: Decision | None = None
         self._round = 0
 
@@ -184,6 +185,9 @@ class GoodputController:
         is_known = self._decision is not None and self._decision.region == region
         if not is_known:
             self._evidence.forget_lately()
+            if region not in self._known_regions:
+                self._known_regions.add(region)
+                self._trials.note_new_situation()
         self._switch.pass_time(self._rhythm.since_decision_s)
         self._rhythm.note_decision(self._round, is_known=is_known)
         kind = self._kind_for(rates, batch.num_sequences)

@@ -31,8 +31,8 @@ _OTHERS = "others"
 _SHARES: Mapping[str, float] = {"audits": 0.5, "comparisons": 0.5, _OTHERS: 1.0}
 """What each purse may lose, as a share of what the last one may."""
 _FIRST_ALLOWANCES: Mapping[str, float] = {"audits": 2.0, "comparisons": 4.0, _OTHERS: 2.0}
-"""Rounds whose time may be lost before any time has passed. Next to nothing is known of modes that have never
-been run."""
+"""Rounds whose time may be lost in a new situation before any time has passed. Next to nothing is known of
+modes that have never been run."""
 _LARGEST_DEBT = 2.0
 """Rounds whose time may be owed: what a trial loses beyond is not its own doing (the machine was busy)."""
 _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {
@@ -42,7 +42,7 @@ _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {
     "comparing": 96,
 }
 _FEWEST_ROUNDS_BEFORE_FIRST: Mapping[Trial, int] = {"auditing": 12, "comparing": 24}
-"""Before the very first one: what rounds without drafts take is known from the start's measurements alone."""
+"""Before the first one: what rounds without drafts take is known from the start's measurements alone."""
 _MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6, "comparing": 6}
 _CLEAR_GAIN = 0.02
 """An audit that has gained so much, as a share of its time, is soon followed by another one."""
@@ -67,6 +67,10 @@ class Trials:
         self._share = share
         self._allowances: dict[str, float] = {}
         """In seconds, by purse; none before the first round."""
+        self._is_new = True
+        """Whether the next round is the first of a situation that nothing is known of."""
+        self._first = set(_FEWEST_ROUNDS_BEFORE_FIRST)
+        """Trials that have not been made yet in it."""
         self._rounds_left = self._fewest = 0
         self._num_done = self._num_settled = 0
         self._lost_s = self._spent_s = 0.0
@@ -83,7 +87,7 @@ class Trials:
         """Whether enough rounds have passed since the last trial."""
         if self.current is not None:
             return False
-        if self.num_rounds[trial] == 0 and trial in _FEWEST_ROUNDS_BEFORE_FIRST:
+        if trial in self._first:
             return self._num_rounds_since >= _FEWEST_ROUNDS_BEFORE_FIRST[trial]
         num_doublings = min(self._num_ended[trial], _MOST_DOUBLINGS[trial])
         return self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial] << num_doublings
@@ -101,6 +105,7 @@ class Trials:
         is_in_doubt = loss_s <= 0.0 or trial != "probing"
         affordable = length.most if is_in_doubt else int(allowance_s / loss_s)
         self.current = trial
+        self._first.discard(trial)
         self._rounds_left = min(length.most, affordable)
         self._fewest = length.fewest
         self._num_done = self._num_settled = 0
@@ -120,8 +125,11 @@ class Trials:
         """
         allowances = self._allowances
         for purse, share in _SHARES.items():
-            before_s = allowances.get(purse, _FIRST_ALLOWANCES[purse] * round_s)
+            before_s = allowances.get(purse, 0.0)
+            if self._is_new:
+                before_s = max(before_s, _FIRST_ALLOWANCES[purse] * round_s)
             allowances[purse] = min(before_s + self._share * share * round_s, _LARGEST_ALLOWANCE * round_s)
+        self._is_new = False
         self._num_rounds_since += 1
         if self.current is None:
             return False
@@ -163,6 +171,15 @@ class Trials:
         """
         for trial in ("probing", "auditing", "stretching"):
             self._num_ended.pop(trial, None)
+
+    def note_new_situation(self) -> None:
+        """Batches are of a size, or of a context, that has not been there before: what was found says little.
+
+        What was put aside in short rounds does not pay for a long one: there is a first allowance again.
+        """
+        self._is_new = True
+        self._first = set(_FEWEST_ROUNDS_BEFORE_FIRST)
+        self._num_ended.clear()
 
     def note_alarm(self) -> None:
         """Rounds take more or less than they did: whether drafts still pay is to be asked soon."""

@@ -360,12 +360,14 @@ def test_a_drafter_that_dies_and_comes_back() -> None:
     assert world.run(controller, 300).rate >= 1.3 * plain
 
 
-def test_a_machine_that_gets_slower_as_a_whole() -> None:
-    """Everything takes twice as long: what is best stays so."""
-    controller = controller_of(profile_of(COSTS["gpu"]))
-    world = world_of(COSTS["gpu"], 4)
-    before = world.run(controller, 400).rate
+@pytest.mark.parametrize("seed", range(3))
+def test_a_machine_that_gets_slower_as_a_whole(seed: int) -> None:
+    """Everything takes twice as long: what is best stays so, and is done soon."""
     costs = COSTS["gpu"]
+    best = max(fixed_rates("gpu", 4, 128, 0.8, MODES).values())
+    controller = controller_of(profile_of(costs))
+    world = world_of(costs, 4, seed=seed)
+    world.run(controller, 400)
     world.costs = replace(
         costs,
         verify=lambda n, c, r: 2.0 * costs.verify(n, c, r),
@@ -373,8 +375,8 @@ def test_a_machine_that_gets_slower_as_a_whole() -> None:
         draft_start_s=2.0 * costs.draft_start_s,
         overhead_s=2.0 * costs.overhead_s,
     )
-    after = world.run(controller, 600).rate
-    assert after >= 0.5 * FLOOR * before
+    world.run(controller, 100)
+    assert world.run(controller, 600).rate >= 0.5 * FLOOR * best
 
 
 @pytest.mark.parametrize("seed", range(5))

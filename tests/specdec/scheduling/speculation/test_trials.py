@@ -114,3 +114,21 @@ def test_the_first_rounds_of_an_audit_say_nothing_of_the_others() -> None:
     assert begun(trials, 0.0001)
     assert not trials.note_round(ROUND_S, 0.005, is_settled=False)
     assert audit(trials, -0.0001) == 23
+
+
+def test_a_new_situation_grants_its_first_allowances_again() -> None:
+    """What was put aside in rounds of a fiftieth of the time never pays for a long one."""
+    for is_told in (False, True):
+        trials = Trials(0.01)
+        rounds(trials, 60)
+        assert begun(trials, 0.001)
+        audit(trials, 0.001)
+        if is_told:
+            trials.note_new_situation()
+        for _ in range(12):
+            trials.note_round(50 * ROUND_S, 0.0)
+        assert trials.is_due("auditing") == is_told
+        if not is_told:
+            for _ in range(60):
+                trials.note_round(50 * ROUND_S, 0.0)
+        assert begun(trials, 0.3 * 50 * ROUND_S) == is_told
