@@ -3,6 +3,7 @@
     python -m benchmarks.long_context --json benchmarks/results/long-context.json    # about an hour
     python -m benchmarks.long_context --json benchmarks/results/long-context.json --resume    # the rest
     python -m benchmarks.long_context --quick                                        # under five minutes
+    python -m benchmarks.long_context --only 'x 512$'                                # some cells
 
 Batch x context, with the demo target in bf16, whose step is mostly the reading of K/V where both are large;
 once as it is (two query heads share a K/V head: `gqa`) and once with K/V heads repeated (`mha`), the same
@@ -29,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -362,14 +364,29 @@ def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if growth is not None:
             headlines[f"least_growth_4k_{heads}"] = growth
     controlled = [one["controller_vs_plain"] for one in cells if "controller_vs_plain" in one]
-    headlines["worst_vs_plain"] = min(one.upper for one in controlled)
-    headlines["worst_vs_plain_median"] = min(one.median for one in controlled)
-    headlines["share_of_predicted"] = min(one["share_of_predicted"].median for one in largest)
+    if controlled:
+        headlines["worst_vs_plain"] = min(one.upper for one in controlled)
+        headlines["worst_vs_plain_median"] = min(one.median for one in controlled)
+    if largest:
+        headlines["share_of_predicted"] = min(one["share_of_predicted"].median for one in largest)
+        headlines["kernel_gb_s_share_of_machine"] = (
+            largest[0]["kernel_bytes_per_s"] / largest[0]["stream_bytes_per_s"]
+        )
     headlines["share_of_predicted_worst"] = min(one["share_of_predicted"].median for one in cells)
-    headlines["kernel_gb_s_share_of_machine"] = (
-        largest[0]["kernel_bytes_per_s"] / largest[0]["stream_bytes_per_s"]
-    )
     return headlines
+
+
+def only(plan: Plan, pattern: str) -> Plan:
+    """Return what is left of a plan.
+
+    Raises:
+        typer.BadParameter: nothing is.
+    """
+    cells = tuple(cell for cell in plan.cells if re.search(pattern, cell.name))
+    if not cells:
+        known = "; ".join(cell.name for cell in plan.cells[:2])
+        raise typer.BadParameter(f"--only {pattern!r} finds none of {len(plan.cells)} cells ({known}; ...)")
+    return replace(plan, cells=cells)
 
 
 def growth_with_batch(cells: Sequence[Mapping[str, Any]]) -> float | None:
@@ -461,7 +478,11 @@ def measure(plan: Plan, models: Path, progress: Progress, kept: KeptCells) -> li
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Seven corner cells.")] = False,
+    quick: Annotated[bool, typer.Option(help="Five corner cells.")] = False,
+    names: Annotated[
+        str | None,
+        typer.Option("--only", help="Cells with names that this regular expression finds."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
     resume: Annotated[
         bool, typer.Option(help="Go on with a run to the same --json FILE that was cut.")
@@ -473,6 +494,8 @@ def main(
     Example: python -m benchmarks.long_context --quick --json runs/long-context.json
     """
     plan = QUICK if quick else FULL
+    if names is not None:
+        plan = only(plan, names)
     kept = KeptCells(json, {**to_plain(plan), "cells": None}, resume=resume)
     with progress_bar() as progress:
         cells = measure(plan, models, progress, kept)

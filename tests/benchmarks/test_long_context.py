@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +29,7 @@ from benchmarks.long_context import (
     failures_of,
     growth_with_batch,
     headlines_of,
+    only,
     summarise,
     table_of,
 )
@@ -179,6 +181,16 @@ def test_the_plan_is_what_is_asked_for() -> None:
     room = FULL.room(FULL.cells, 2)
     assert room.num_tokens >= 32 * (LONG + FULL.num_tokens)
     assert LONG + FULL.num_tokens < 4096
+
+
+def test_a_part_of_the_plan() -> None:
+    one = only(FULL, "^gqa, self, streaming 256, 8 x 512$")
+    assert one.cells == (Cell(heads="gqa", drafter=MAIN, batch=8, context=512, with_controller=True),)
+    assert headlines_of([a_cell(2400.0, 1600.0, None, batch=8, context=512)]).keys() == {
+        "share_of_predicted_worst"
+    }
+    with pytest.raises(typer.BadParameter, match=rf"none of {len(FULL.cells)} cells \(gqa, self, "):
+        only(FULL, "9 x 512")
 
 
 def test_a_draft_keeps_its_budget_in_whole_blocks() -> None:
