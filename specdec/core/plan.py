@@ -79,7 +79,7 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     """So many tokens, at most, the target shall draft itself behind these, and verify in the same step; the
     block table has room for them. One row is sampled beside them."""
     kv_budget: int = 0
-    """Tokens that these drafts may attend to; 0: as the target is configured."""
+    """Tokens that drafts of the sequence may attend to, now and in further works; 0: as is configured."""
     beside: RowsBeside | None = None
     """Rows behind those of `token_ids`, of no draft; their K/V go to the places behind."""
 

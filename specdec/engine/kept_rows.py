@@ -109,10 +109,10 @@ class _TableRows:
         self._block_table = block_table
         self.end_row = end_row
 
-    def since(self, row: int) -> torch.Tensor:
+    def since(self, row: int, end: int | None = None) -> torch.Tensor:
         """See `HiddenRows.since`."""
         assert 0 <= row < self.end_row, f"row {row} of 0 .. {self.end_row - 1}"
-        return self._pool.read(self._block_table, row, self.end_row)
+        return self._pool.read(self._block_table, row, self.end_row if end is None else end)
 
     def read_from(self, row: int) -> None:
         """See `HiddenRows.read_from`: they are not its own to forget."""

@@ -311,7 +311,7 @@ class RoundLoop:
             masks=masks,
             scored_token_ids=live.scored_token_ids(end) if live.scores_prompt else (),
             num_self_drafted=num_self_drafted,
-            kv_budget=live.kv_budget if num_self_drafted else 0,
+            kv_budget=live.kv_budget if self._drafts_at_target(live) else 0,
         )
 
     def _look_ahead(self, flight: _Flight) -> None:

@@ -88,6 +88,7 @@ class TargetDrafting:
         for work in works:
             view = self._sequences[work.request_id]
             view.see(work.start, work.token_ids[:1])
+            view.kv_budget = work.kv_budget
             if work.start == 0:
                 continue
             views.append(view)
@@ -140,7 +141,6 @@ def with_told_drafts(
 class _Watched:
     """A sequence as far as the target knows it. Satisfies `SequenceView`."""
 
-    kv_budget = 0
     owner = None
     constraint = None
     """Whoever has the grammar does not have the target draft."""
@@ -151,6 +151,7 @@ class _Watched:
         self.seed = admitted.seed
         self.cache_salt = admitted.cache_salt
         self.num_prompt_tokens = admitted.num_prompt_tokens
+        self.kv_budget = 0
         self._known = list(admitted.token_ids)
         self.token_ids: list[int] = []
         self._hashes = array("Q", (EMPTY_PREFIX,))

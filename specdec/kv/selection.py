@@ -219,7 +219,8 @@ class KvSelectionConfig(StrictConfig):
     """full: everything; streaming: the first tokens and a window of the last ones; snapkv and verified: the
     first tokens, a small window, and the blocks to which the latest tokens attend most. snapkv scores blocks
     now and then, over the last tokens before that; verified keeps a running mean of what verification
-    sees. Both need `method: self`: a draft model drops what it does not attend to."""
+    sees. Both need `method: self`: a draft model, or heads with K/V of their own, drop what they do not
+    attend to."""
     budget: Annotated[BudgetAmount | tuple[BudgetAmount, ...], WithJsonSchema(_BUDGET_SCHEMA)] = 0.05
     """Tokens that a draft attends to. An integer: tokens; a number below 1 (write 0.05 or "5%"): share of the
     sequence's length, at least `floor`. A list of these: the goodput controller picks one for each request,
@@ -343,7 +344,7 @@ class KvBudgets:
     """The budgets of the requests of one engine: a default, which may change at any time, and their own.
 
     Nothing that is selected by one budget outlives a round at a target that drafts for itself. The window of
-    a draft model has freed what a smaller one left out: it grows from then on.
+    a draft model, or of heads, has freed what a smaller one left out: it grows from then on.
     """
 
     def __init__(self, config: KvSelectionConfig, num_draft_tokens: int) -> None:

@@ -26,6 +26,7 @@ from specdec.model.batch import Generated, NativeChooser, SequenceSlice, logit_r
 from specdec.model.hidden_taps import LayerTaps
 from specdec.model.loader import LoadedModel
 from specdec.model.pool_sizing import PoolDemand, held_tokens, kv_shapes, make_pool
+from specdec.model.position_ids import shifted_positions
 
 logger = logging.getLogger(__name__)
 
@@ -268,12 +269,11 @@ class ModelRunner:
     def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
         """Lay `slices` out as one flat batch, in host memory: who runs it knows best how to send it on."""
         metadata = build_metadata(slices, block_size=self.block_size)
-        is_shifted = any(piece.shift is not None or piece.num_dropped for piece in slices)
         return ForwardInputs(
             input_ids=torch.tensor([list(chain.from_iterable(piece.token_ids for piece in slices))]),
             logit_rows=torch.tensor(logit_rows(slices), dtype=torch.int64),
             metadata=metadata,
-            shifted_positions=_shifted(metadata.positions, slices) if is_shifted else None,
+            shifted_positions=shifted_positions(metadata.positions, slices),
         )
 
     @torch.inference_mode()
@@ -344,19 +344,3 @@ class ModelRunner:
 def _one_row() -> SequenceSlice:
     """One token of no sequence, whose K/V go to the scratch block."""
     return SequenceSlice(token_ids=(0,), start=0, block_table=(0,), num_logit_rows=1)
-
-
-def _shifted(positions_T: torch.Tensor, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-    """Return the position ids that the model is given."""
-    offsets: list[int] = []
-    ends: list[int] = []
-    dropped: list[int] = []
-    for piece in slices:
-        offset, end = piece.shift or (0, 0)
-        num_rows = len(piece.token_ids)
-        offsets += [offset] * num_rows
-        ends += [end] * num_rows
-        dropped += [piece.num_dropped] * num_rows
-    offsets_T, ends_T, dropped_T = torch.tensor([offsets, ends, dropped], device=positions_T.device)
-    positions_T = positions_T + dropped_T
-    return positions_T + torch.where(positions_T < ends_T, offsets_T, 0)

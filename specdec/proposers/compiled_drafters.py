@@ -172,14 +172,16 @@ class CompiledHeads(CompiledDrafter):
         num_calls = heads.max_depth + (pool is not None)
         super().__init__(heads, heads.attention_layers, how, num_calls=num_calls)
 
-    def try_prepare(self, hidden: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor | None:
-        """Return what `HeadsDrafter.prepare` makes of rows [T, F], valid until the next call.
+    def try_prepare(
+        self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor | None:
+        """Return what `HeadsDrafter.prepare` makes of rows [T, F] at positions [T]; valid until another.
 
         None: it is not compiled (yet).
         """
         if not self.is_ready or self._prepare is None or self._caches is None:
             return None
-        return _run_batch(self._prepare, self._caches, hidden, metadata)
+        return _run_batch(self._prepare, self._caches, hidden, positions, metadata)
 
     def try_logits(self, depth: int, inputs: torch.Tensor) -> torch.Tensor | None:
         """Return what a head says of its inputs [T, I], fp32, valid until the next call.
@@ -243,9 +245,10 @@ class CompiledHeads(CompiledDrafter):
             return
         for batch in _checked_batches(self._pool, self._prepare):
             hidden = self._made_up(batch.metadata.num_rows, _states_size(self._heads))
-            ours = _run_batch(self._prepare, batch.caches, hidden, batch.metadata)
+            positions = batch.metadata.positions
+            ours = _run_batch(self._prepare, batch.caches, hidden, positions, batch.metadata)
             eager = self._pool.batch(batch.slices, batch.eager_kv)
-            theirs = self._heads.prepare(hidden[None], batch.metadata.positions[None], eager)[0]
+            theirs = self._heads.prepare(hidden[None], positions[None], eager)[0]
             self._require_equal("rows", ours, theirs)
 
     def _forget(self) -> None:
@@ -258,6 +261,8 @@ class FeatureBatch(NamedTuple):
 
     token_ids: torch.Tensor
     """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T]: what the drafter is given as such."""
     logit_rows: torch.Tensor
     """int64 [L]"""
     metadata: AttentionMetadata
@@ -351,7 +356,7 @@ class CompiledFeatures(CompiledDrafter):
             token_ids = torch.tensor([token for piece in checked.slices for token in piece.token_ids])
             every = torch.arange(len(token_ids))
             features = self._made_up(len(token_ids), self._feature_size)
-            batch = FeatureBatch(token_ids, every, checked.metadata, features)
+            batch = FeatureBatch(token_ids, checked.metadata.positions, every, checked.metadata, features)
             logits = self._run(step, batch, checked.caches)
             made: list[torch.Tensor] = []
             eager = self._pool.batch(checked.slices, checked.eager_kv)
@@ -363,9 +368,8 @@ class CompiledFeatures(CompiledDrafter):
     def _run(
         self, step: NativeForward, batch: FeatureBatch, caches: ctypes.Array[NativeLayer]
     ) -> torch.Tensor:
-        metadata = batch.metadata
         return step.run(
-            batch.token_ids, batch.logit_rows, metadata, caches, metadata.positions, batch.features
+            batch.token_ids, batch.logit_rows, batch.metadata, caches, batch.positions, batch.features
         )
 
     def _forget(self) -> None:
@@ -434,11 +438,15 @@ def _states_size(drafter: Drafter) -> int:
 
 
 def _run_batch(
-    call: NativeForward, caches: ctypes.Array[NativeLayer], rows: torch.Tensor, metadata: AttentionMetadata
+    call: NativeForward,
+    caches: ctypes.Array[NativeLayer],
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: AttentionMetadata,
 ) -> torch.Tensor:
     """Run a call that reads no tokens and gives a row for each of `rows`."""
     no_logits = torch.empty(0, dtype=torch.int64)
-    return call.run(metadata.positions, no_logits, metadata, caches, metadata.positions, rows)
+    return call.run(positions, no_logits, metadata, caches, positions, rows)
 
 
 class _CheckedBatch(NamedTuple):

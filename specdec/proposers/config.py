@@ -187,8 +187,8 @@ class SpeculativeConfig(StrictConfig):
     online: OnlineConfig | None = None
     """draft_model: the draft model goes on learning, from what the target writes. None: it does not."""
     kv: KvSelectionConfig = KvSelectionConfig()
-    """What drafts attend to of a sequence's K/V, and all of it that a draft model keeps. Output is the same
-    whatever it says."""
+    """What drafts attend to of a sequence's K/V, and all of it that a draft model keeps, or heads that have
+    K/V of their own. Output is the same whatever it says."""
 
     def alone(self, drafter: DrafterConfig) -> Self:
         """Return the configuration of one of `drafters`, as if there were no other."""
@@ -250,15 +250,20 @@ class SpeculativeConfig(StrictConfig):
         """Longest prefix (tokens) that is drafted behind, as far as the configuration says; what else there
         is to know, draft workers tell (`kv.positions: auto`, see `draft_positions`).
         """
-        may_be_moved = self.kv.policy != "full" and self.kv.positions != "absolute"
+        may_be_moved = (
+            self.method == "draft_model" and self.kv.policy != "full" and self.kv.positions != "absolute"
+        )
         return None if may_be_moved else self.max_model_len
 
     @property
     def num_read_behind(self) -> int:
-        """Most tokens that a draft model reads behind the committed ones: a draft, and, where it looks ahead,
-        pending tokens and the target's own behind them.
+        """Most tokens that are read behind the committed ones: a draft (of a tree, the nodes that are looked
+        behind), and, where a draft model looks ahead, pending tokens and the target's own behind them.
         """
-        return 2 * self.num_speculative_tokens + 1
+        most, shape = self.num_speculative_tokens, tree_shape(self.tree)
+        if shape is not None:
+            return shape.num_looked_behind(min(most, shape.max_nodes))
+        return most if self.has_heads else 2 * most + 1
 
     @property
     def num_beside_budget(self) -> int:
@@ -269,7 +274,7 @@ class SpeculativeConfig(StrictConfig):
 
     @property
     def largest_kv_budget(self) -> KvBudget:
-        """The budget of `kv` by which a long sequence keeps most: what a draft model's memory is planned for.
+        """The budget of `kv` by which a long sequence keeps most: what a drafter's memory is planned for.
 
         Coordinators tell of every sequence what it may keep (`SequenceView.kv_budget`).
         """
@@ -356,8 +361,6 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.overlap == "draft_ahead":
             raise ValueError(f"{name} is not drafted ahead: write overlap: ping_pong, or leave it out")
-        if self.kv.policy != "full" and not self.is_self_drafting:
-            raise ValueError(f"{name} does not go with kv.policy: {self.kv.policy} yet: leave one out")
         if self.draft_tensor_parallel_size > 1:
             raise ValueError(f"{name} does not go with draft_tensor_parallel_size yet: leave one out")
         if self.synthetic_acceptance is not None:
@@ -501,9 +504,10 @@ class SpeculativeConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_kv(self) -> Self:
-        if self.kv.policy != "full" and self.method != "draft_model" and not self.is_self_drafting:
+        keeps_own = self.method == "draft_model" or (self.has_heads and self.method != "medusa")
+        if self.kv.policy != "full" and not keeps_own and not self.is_self_drafting:
             raise ValueError(
-                f"kv.policy: {self.kv.policy} is about what a model attends to that drafts; method "
+                f"kv.policy: {self.kv.policy} is about the K/V that drafting attends to; method "
                 f"{self.method} has none: leave out kv"
             )
         if self.kv.dtype != "auto" and not self.is_self_drafting:
@@ -524,8 +528,8 @@ class SpeculativeConfig(StrictConfig):
         if self.kv.is_scored and not self.is_self_drafting:
             raise ValueError(
                 f"kv.policy: {self.kv.policy} needs method self, layerskip or quantized: it looks at what "
-                "the target attends to, and brings back blocks that a draft model would have freed; write "
-                "policy: streaming"
+                "the target attends to, and brings back blocks that a draft model or heads would have freed; "
+                "write policy: streaming"
             )
         if self.is_self_drafting and self.rejection_sample_method != "sample_and_match":
             raise ValueError(

@@ -20,7 +20,7 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_positions import DraftReach, warnings_about, with_positions
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
-from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
+from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow, draft_window
 from specdec.proposers.target_facts import TargetFacts
 from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.made_up import MadeUpChooser
@@ -29,11 +29,6 @@ from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
 
 logger = logging.getLogger(__name__)
-
-_PIECES_PER_BUDGET = 4
-"""A prompt is read in pieces of one in so many tokens of the budget: the memory of one comes on top of it."""
-_LONGEST_PIECE = 512
-"""Tokens; longer ones are read no faster."""
 
 
 def load_draft_model(
@@ -123,6 +118,7 @@ def make_draft_model_proposer(
             idle_work=(graphs,),
             prefix_caching=config.cache.enable_prefix_caching,
             rotary=reach.rotary,
+            window=reach.window,
             generating=runner,
         )
     fused_loop: FusedDraftLoop
@@ -187,38 +183,11 @@ def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFact
         # Below the length from which K/V depend on it: they never do.
         window = draft_window(config, reach.num_in_cache)
         assert window is not None, "checked by SpeculativeConfig"
-        return _Reach(window, None, _held_tokens(window, ANY_LENGTH, config), None)
-    window = draft_window(config)
-    held = None if window is None else _held_tokens(window, loaded.max_model_len, config)
+        return _Reach(window, None, window.max_held_tokens(ANY_LENGTH, config.cache.block_size), None)
+    window, held = draft_window(config), None
+    if window is not None:
+        held = window.max_held_tokens(loaded.max_model_len, config.cache.block_size)
     return _Reach(window, config.max_model_len, held, loaded.rotary)
-
-
-def draft_window(config: SpeculativeConfig, num_positions: int | None = None) -> DraftWindow | None:
-    """Return what of each sequence the draft model keeps; None: everything.
-
-    `num_positions` are those that it has, where it is given positions among what is kept.
-    """
-    if config.kv.policy == "full":
-        return None
-    block_size = config.cache.block_size
-    smallest = min(budget.smallest for budget in config.kv.budgets)
-    most_tokens = None
-    if num_positions is not None:
-        # A share that grows with the text takes half of them at most: the rest lasts until the next reading.
-        most_tokens = max(
-            config.kv.token_budget.smallest, min(num_positions // 2, num_positions - config.num_beside_budget)
-        )
-    return DraftWindow(
-        selection=config.kv.make(block_size, config.largest_kv_budget, most_tokens=most_tokens),
-        num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
-        num_draft_tokens=config.num_read_behind,
-        num_positions=num_positions,
-    )
-
-
-def _held_tokens(window: DraftWindow, max_model_len: int, config: SpeculativeConfig) -> int:
-    block_size = config.cache.block_size
-    return window.max_blocks(max_model_len, block_size) * block_size
 
 
 def draft_sampling(config: SpeculativeConfig) -> DraftSampling:

@@ -13,6 +13,7 @@ from specdec.proposers.branches import HeldBranch
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_sequences import Chunk, Drafting
+from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.hidden import PrefixStates
 from specdec.proposers.tree_loop import ReadNodes, RunnerNodes, TreeDraftLoop
 from specdec.sampling.sampler import Sampler
@@ -40,6 +41,7 @@ class TreeDraftProposer(DraftModelProposer):
         idle_work: Sequence[IdleWork] = (),
         prefix_caching: bool = True,
         rotary: RotaryRule | None = None,
+        window: DraftWindow | None = None,
         name: str = "draft_model",
         states: PrefixStates | None = None,
         generating: GeneratingRunner | None = None,
@@ -60,6 +62,7 @@ class TreeDraftProposer(DraftModelProposer):
             idle_work=idle_work,
             prefix_caching=prefix_caching,
             rotary=rotary,
+            window=window,
             name=name,
             states=states,
         )

@@ -1,4 +1,4 @@
-"""Bounded memory for a draft model: the beginning of a sequence and a window of its last tokens.
+"""Bounded memory for what drafts on K/V of its own: the beginning of a sequence, and its last tokens.
 
 Blocks that a selection policy (`kv.selection`) leaves out are freed for good as the sequence grows, so what a
 sequence holds does not depend on how long it is. A long prompt is read in pieces, each of which attends to
@@ -18,13 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.kv.block_table import BlockTable, num_blocks_for
 from specdec.kv.selection import KvSelection
 
+if TYPE_CHECKING:
+    from specdec.proposers.config import SpeculativeConfig
+
 ANY_LENGTH = 1 << 40
 """Tokens of a text without limit."""
+_PIECES_PER_BUDGET = 4
+"""A prompt is read in pieces of one in so many tokens of the budget: the memory of one comes on top of it."""
+_LONGEST_PIECE = 512
+"""Tokens; longer ones are read no faster."""
 
 
 class Origin(NamedTuple):
@@ -49,7 +56,7 @@ AT_THE_BEGINNING = Origin(0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWindow:
-    """What of each sequence a draft model keeps."""
+    """What of each sequence a draft model keeps, or heads with K/V of their own."""
 
     selection: KvSelection
     """A policy whose gap only grows with the sequence: what has been left out is not there any more."""
@@ -114,3 +121,30 @@ class DraftWindow:
         # One more: the gap is that of fewer tokens than this while the last of them are read.
         num_blocks = 1 + num_blocks_for(kept + self.num_piece_tokens + self.num_draft_tokens, block_size)
         return min(num_blocks, num_blocks_for(num_tokens, block_size))
+
+    def max_held_tokens(self, num_tokens: int, block_size: int) -> int:
+        """Return `max_blocks` in tokens."""
+        return self.max_blocks(num_tokens, block_size) * block_size
+
+
+def draft_window(config: SpeculativeConfig, num_positions: int | None = None) -> DraftWindow | None:
+    """Return what of each sequence the configured drafter keeps; None: everything.
+
+    `num_positions` are those that a draft model has, where it is given positions among what is kept.
+    """
+    if config.kv.policy == "full":
+        return None
+    block_size = config.cache.block_size
+    smallest = min(budget.smallest for budget in config.kv.budgets)
+    most_tokens = None
+    if num_positions is not None:
+        # A share that grows with the text takes half of them at most: the rest lasts until the next reading.
+        most_tokens = max(
+            config.kv.token_budget.smallest, min(num_positions // 2, num_positions - config.num_beside_budget)
+        )
+    return DraftWindow(
+        selection=config.kv.make(block_size, config.largest_kv_budget, most_tokens=most_tokens),
+        num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
+        num_draft_tokens=config.num_read_behind,
+        num_positions=num_positions,
+    )

@@ -43,10 +43,11 @@ class FeatureRunner:
         max_model_len: int,
         backend: AttentionBackend,
         num_kept: int = 1,
+        max_held_tokens: int | None = None,
     ) -> None:
         """Allocate the pool, of a size that `cache` gives, for so many sequences of such a length.
 
-        `num_kept` rows of features are kept for every slot.
+        `num_kept` rows of features are kept for every slot; `max_held_tokens` is as in `DrafterPool`.
 
         Raises:
             ResourceError: the memory does not hold a single block.
@@ -65,6 +66,7 @@ class FeatureRunner:
             max_model_len=max_model_len,
             backend=backend,
             row_bytes=width * weight.dtype.itemsize,
+            max_held_tokens=max_held_tokens,
         )
         self.vocab_size, self.max_model_len = pool.vocab_size, pool.max_model_len
         self.num_blocks, self.block_size = pool.num_blocks, pool.block_size
@@ -95,19 +97,21 @@ class FeatureRunner:
             return torch.empty(0, self.vocab_size, device=self._pool.device)
         features = self._inputs(pieces)
         metadata = self._pool.metadata(pieces)
+        positions = self._pool.positions(pieces, metadata)
         token_ids = torch.tensor(
             list(chain.from_iterable(piece.token_ids for piece in pieces)), device=self._pool.device
         )
         rows = logit_rows(pieces)
         if self._compiled is not None:
-            batch = FeatureBatch(token_ids, torch.tensor(rows, dtype=torch.int64), metadata, features)
+            wanted = torch.tensor(rows, dtype=torch.int64)
+            batch = FeatureBatch(token_ids, positions, wanted, metadata, features)
             native = self._compiled.try_run(batch)
             if native is not None:
                 self._features.write(metadata.slot_mapping, self._compiled.features(len(token_ids)))
                 return native
         paged = self._pool.over(metadata)
         step = self._drafter.step(
-            self._drafter.embed(token_ids[None]), features[None], metadata.positions[None], paged
+            self._drafter.embed(token_ids[None]), features[None], positions[None], paged
         )
         self._features.write(metadata.slot_mapping, step.features[0])
         logits = self._drafter.logits(step.outputs[0, rows])
@@ -180,8 +184,8 @@ def placed(piece: SequenceSlice) -> SequenceSlice:
 def _told_of_shift(piece: SequenceSlice) -> SequenceSlice:
     """Return a slice in places of the drafter's cache, for who chooses tokens behind it.
 
-    They stand one further on in the sequence; what the drafter is given as positions are places.
+    They stand one further on in the sequence; what the drafter is given as positions are places, those that
+    were left out included.
     """
     assert piece.shift is None
-    assert piece.num_dropped == 0
-    return replace(piece, num_dropped=1, shift=_BACK_BY_ONE)
+    return replace(piece, num_dropped=piece.num_dropped + 1, shift=_BACK_BY_ONE)

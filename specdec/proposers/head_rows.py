@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.metadata import AttentionMetadata
 from specdec.core.ids import RequestId
 from specdec.core.sequence import SequenceView
 from specdec.drafters.base import HeadsDrafter
 from specdec.model.batch import SequenceSlice
 from specdec.proposers.compiled_drafters import CompiledHeads
 from specdec.proposers.draft_sequences import Chunk, DraftSequences
+from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.hidden import HiddenSource, PrefixStates
 
@@ -86,6 +86,7 @@ class PrefixRows:
         *,
         max_read_tokens: int,
         max_context: int | None = None,
+        window: DraftWindow | None = None,
         compiled: CompiledHeads | None = None,
     ) -> None:
         """Read with `heads` into `pool`, which is used for nothing else.
@@ -97,6 +98,7 @@ class PrefixRows:
             max_read_tokens: most tokens that one call reads. A sequence that has more to catch up on than is
                 left of it has no row in that call.
             max_context: longest prefix that is read, in tokens; None: what the pool holds.
+            window: what of a sequence is kept and attended to; None: everything.
             compiled: the native form of the heads, ready or not.
         """
         self._heads = heads
@@ -109,6 +111,7 @@ class PrefixRows:
             max_context=pool.max_model_len if max_context is None else min(pool.max_model_len, max_context),
             prefix_caching=False,
             rotary=None,
+            window=window,
         )
 
     @property
@@ -130,10 +133,10 @@ class PrefixRows:
             )
         ]
         chunks = self._sequences.chunks(draftings)
-        rows = self._read(chunks)
-        for chunk in chunks:
-            self._sequences.note_read(chunk.drafting, chunk.num_tokens, ())
-        return rows
+        while pieces := self._sequences.pieces(chunks):
+            self._read(pieces)
+            chunks = self._sequences.behind(chunks)
+        return self._read(chunks)
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         ids = tuple(request_ids)
@@ -145,7 +148,7 @@ class PrefixRows:
         self._sequences.check_integrity()
 
     def _read(self, chunks: Sequence[Chunk]) -> Rows:
-        """Run the heads' layers on committed tokens; return what they make of the last ones."""
+        """Run the heads' layers on committed tokens, and note it; return what they make of the last ones."""
         pieces: list[SequenceSlice] = []
         states: list[torch.Tensor] = []
         ends: dict[RequestId, int] = {}
@@ -159,23 +162,28 @@ class PrefixRows:
             pieces.append(
                 SequenceSlice(
                     token_ids=view.token_ids[first:end],
-                    start=first - 1,
+                    start=first - 1 - state.table.num_dropped,
                     block_table=state.table.block_ids,
                     num_logit_rows=0,
+                    num_dropped=state.table.num_dropped,
                 )
             )
             states.append(self._states.before(view.request_id, first, end))
             if completes and drafting.budget > 0:
                 ends[view.request_id] = num_rows - 1
-        if not pieces:
-            return {}
-        metadata = self._pool.metadata(pieces)
-        rows = self._prepare(torch.cat(states).to(self._pool.device, self._pool.dtype), metadata)
-        return {request_id: rows[end : end + 1].clone() for request_id, end in ends.items()}
+        prepared: Rows = {}
+        if pieces:
+            rows = self._prepare(torch.cat(states).to(self._pool.device, self._pool.dtype), pieces)
+            prepared = {request_id: rows[end : end + 1].clone() for request_id, end in ends.items()}
+        for chunk in chunks:
+            self._sequences.note_read(chunk.drafting, chunk.num_tokens, ())
+        return prepared
 
-    def _prepare(self, hidden: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def _prepare(self, hidden: torch.Tensor, pieces: Sequence[SequenceSlice]) -> torch.Tensor:
         """Return what the heads read, [T, R], of states [T, F]: valid until the next call."""
-        native = None if self._compiled is None else self._compiled.try_prepare(hidden, metadata)
+        metadata = self._pool.metadata(pieces)
+        positions = self._pool.positions(pieces, metadata)
+        native = None if self._compiled is None else self._compiled.try_prepare(hidden, positions, metadata)
         if native is not None:
             return native
-        return self._heads.prepare(hidden[None], metadata.positions[None], self._pool.over(metadata))[0]
+        return self._heads.prepare(hidden[None], positions[None], self._pool.over(metadata))[0]

@@ -35,6 +35,7 @@ from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
+from specdec.proposers.draft_window import draft_window
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.feature_runner import FeatureRunner
 from specdec.proposers.head_rows import HeadRows, PrefixRows, StateRows
@@ -121,6 +122,7 @@ class LoadedHeads:
                 self.pool,
                 max_read_tokens=self.max_read_tokens,
                 max_context=config.max_model_len,
+                window=draft_window(config),
                 compiled=compiled,
             )
         make: Callable[..., HeadProposer] = HeadProposer
@@ -185,6 +187,7 @@ class LoadedFeatureDrafter:
             sampling=sampling,
             idle_work=idle_work,
             prefix_caching=False,
+            window=draft_window(config),
             name=config.method,
             states=PrefixStates(source, self.hidden_layers),
         )
@@ -268,6 +271,12 @@ def _load(
             backend=_backend_of(layers, config, target),
             max_num_seqs=max_num_seqs,
             max_model_len=target.max_model_len,
+            max_held_tokens=_held_tokens(config, target),
+        )
+    elif config.kv.policy != "full":
+        raise ConfigError(
+            f"speculative_config.kv.policy: {config.kv.policy} is about the K/V that drafting attends to; "
+            f"the heads in {config.model} have none: leave out kv"
         )
     return LoadedHeads(config, drafter, pool, target, max_num_batched_tokens)
 
@@ -291,7 +300,14 @@ def _feature_runner(
         backend=_backend_of(drafter.attention_layers, config, target),
         max_num_seqs=max_num_seqs,
         max_model_len=target.max_model_len,
+        max_held_tokens=_held_tokens(config, target),
     )
+
+
+def _held_tokens(config: SpeculativeConfig, target: HeadTarget) -> int | None:
+    """Return how many tokens of a sequence have K/V of the drafter at the same time; None: all."""
+    window = draft_window(config)
+    return None if window is None else window.max_held_tokens(target.max_model_len, config.cache.block_size)
 
 
 def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:

@@ -29,8 +29,8 @@ class HiddenRows(Protocol):
         """One behind the last."""
         ...
 
-    def since(self, row: int) -> torch.Tensor:
-        """Return rows `row` .. end_row - 1; at the cost of those alone."""
+    def since(self, row: int, end: int | None = None) -> torch.Tensor:
+        """Return rows `row` .. `end` - 1 (None: to the last); at the cost of those alone."""
         ...
 
     def read_from(self, row: int) -> None:
@@ -61,14 +61,16 @@ class ReceivedRows:
         self._chunks.append(rows)
         self.end_row += len(rows)
 
-    def since(self, row: int) -> torch.Tensor:
+    def since(self, row: int, end: int | None = None) -> torch.Tensor:
         """See `HiddenRows.since`."""
         assert self.first_row <= row < self.end_row, f"row {row} of {self.first_row} .. {self.end_row - 1}"
+        end = self.end_row if end is None else end
         wanted: list[torch.Tensor] = []
         begin = self.end_row
         for chunk in reversed(self._chunks):
             begin -= len(chunk)
-            wanted.append(chunk)
+            if begin <= end:
+                wanted.append(chunk[: end - begin])
             if begin <= row:
                 break
         return torch.cat(wanted[::-1])[row - begin :]
@@ -127,7 +129,7 @@ class PrefixStates:
     def before(self, request_id: RequestId, start: int, end: int) -> torch.Tensor:
         """Return the rows one before tokens `start` .. `end` - 1; the first token of a sequence has none."""
         first = _row_before(start)
-        return self._rows[request_id].since(first)[: end - 1 - first]
+        return self._rows[request_id].since(first, end - 1)
 
     def release(self, request_ids: Sequence[RequestId]) -> None:
         """Forget these sequences."""

@@ -88,7 +88,7 @@ class ModuleRunner(FeatureRunner):
             step = self._drafter.step(
                 embedded_RH[there][None],
                 features_RH[there][None],
-                batch.metadata.positions[None],
+                self._pool.positions(shifted, batch.metadata)[None],
                 batch,
                 module,
             )

@@ -107,6 +107,8 @@ class _AtTarget(NamedDrafter):
 
     tree: TreeConfig = ChainConfig()
     """As `speculative_config.tree`."""
+    kv: KvSelectionConfig = KvSelectionConfig()
+    """As `speculative_config.kv`, with one budget."""
 
 
 class SelfDrafter(_AtTarget):
@@ -114,8 +116,6 @@ class SelfDrafter(_AtTarget):
 
     method: Literal["self"]
     """The target itself, attending to the part of its K/V that `kv` selects."""
-    kv: KvSelectionConfig = KvSelectionConfig()
-    """As `speculative_config.kv`, with one budget."""
 
 
 class LayerSkipDrafter(_AtTarget):
@@ -125,8 +125,6 @@ class LayerSkipDrafter(_AtTarget):
     """The target's first `exit_layer` layers, on its K/V."""
     exit_layer: int = Field(ge=1)
     """How many of the target's layers draft."""
-    kv: KvSelectionConfig = KvSelectionConfig()
-    """As `speculative_config.kv`, with one budget."""
 
 
 class QuantizedDrafter(_AtTarget):
@@ -136,8 +134,6 @@ class QuantizedDrafter(_AtTarget):
     """The target with weights of fewer bits, on its K/V."""
     quantization: QuantizationName
     """How the target's weights are quantized for drafting, in a copy."""
-    kv: KvSelectionConfig = KvSelectionConfig()
-    """As `speculative_config.kv`, with one budget."""
 
 
 class HeadsDrafter(_AtTarget):
@@ -204,6 +200,6 @@ def _own_fault(one: DrafterConfig, most_draft_tokens: int) -> str | None:
             f"num_speculative_tokens: {own} is more than the {most_draft_tokens} of speculative_config, "
             "which bounds every drafter: raise that"
         )
-    if isinstance(one, SelfDrafter | LayerSkipDrafter | QuantizedDrafter) and len(one.kv.budgets) > 1:
+    if isinstance(one, _AtTarget) and len(one.kv.budgets) > 1:
         return "kv.budget: one of several drafters takes one budget"
     return None

@@ -23,7 +23,8 @@ from specdec.engine.profiling import MadeUpSequence
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.draft_model_factory import draft_window, load_draft_model
+from specdec.proposers.draft_model_factory import load_draft_model
+from specdec.proposers.draft_window import draft_window
 from specdec.proposers.target_facts import TargetFacts
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"

@@ -26,8 +26,7 @@ from specdec.engine.toy_target import ToyModel
 from specdec.kv.selection import BudgetAmount, KvBudget, KvBudgets, KvSelectionConfig, budgets_of
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.draft_model_factory import draft_window
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.draft_window import DraftWindow, draft_window
 from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.config import SchedulerConfig

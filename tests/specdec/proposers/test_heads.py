@@ -59,8 +59,9 @@ class MadeUpRows:
         self._token_ids = token_ids
         self.end_row = len(token_ids) - 1
 
-    def since(self, row: int) -> torch.Tensor:
-        return torch.stack([made_up_row(self._token_ids[: at + 1]) for at in range(row, self.end_row)])
+    def since(self, row: int, end: int | None = None) -> torch.Tensor:
+        rows = torch.stack([made_up_row(self._token_ids[: at + 1]) for at in range(row, self.end_row)])
+        return rows if end is None else rows[: end - row]
 
     def read_from(self, row: int) -> None:
         """Nothing is kept."""

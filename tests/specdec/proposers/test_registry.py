@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.proposers.config import SELF_METHODS, SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.draft_model_factory import draft_window
+from specdec.proposers.draft_window import draft_window
 from specdec.proposers.registry import FACTORIES, create_proposer
 from specdec.proposers.target_facts import TargetFacts
 from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
@@ -133,7 +133,6 @@ DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
             "12 nodes, of which num_speculative_tokens: 8 would never",
         ),
         ({"tree": DYNAMIC, "overlap": "draft_ahead"}, "not drafted ahead: write overlap: ping_pong"),
-        ({"tree": DYNAMIC, "kv": {"policy": "streaming"}}, "does not go with kv.policy: streaming yet"),
         ({"tree": DYNAMIC, "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size yet: leave one out"),
         (
             {"tree": DYNAMIC, "synthetic_acceptance": {"acceptance": [0.5]}},
