@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.attention.sdpa import SdpaAttention
 from specdec.core.sampling_params import SamplingParams
-from specdec.drafters.attention import CausalRows
+from specdec.drafters.attention import CausalRows, RowAttention
 from specdec.drafters.base import FeatureDrafter, TargetParts
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3, Eagle3Settings
@@ -28,6 +28,7 @@ from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
+from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.feature_runner import FeatureRunner
 from specdec.proposers.hidden import PrefixStates
 from specdec.proposers.module_runner import ModuleRunner
@@ -82,7 +83,9 @@ def make(
     shape: TreeShape | None = None,
     missing: Sequence[str] = (),
     num_blocks: int = 100,
+    max_model_len: int = 64,
     max_read_tokens: int = 512,
+    window: DraftWindow | None = None,
     how: DrafterCompilation | None = None,
     sampler: Sampler | None = None,
 ) -> DraftModelProposer:
@@ -92,9 +95,10 @@ def make(
         drafter,
         CacheConfig(block_size=4, num_blocks=num_blocks),
         max_num_seqs=8,
-        max_model_len=64,
+        max_model_len=max_model_len,
         backend=SdpaAttention(),
         num_kept=drafter.num_modules,
+        max_held_tokens=None if window is None else window.max_held_tokens(max_model_len, 4),
     )
     idle_work = () if how is None else (runner.compile(how),)
     states = PrefixStates(MadeUpSource(missing), drafter.hidden_layers)
@@ -108,6 +112,7 @@ def make(
             sampling=sampling,
             idle_work=idle_work,
             prefix_caching=False,
+            window=window,
             name=kind,
             states=states,
             generating=runner,
@@ -121,6 +126,7 @@ def make(
         max_read_tokens=max_read_tokens,
         sampling=sampling,
         prefix_caching=False,
+        window=window,
         name=kind,
         states=states,
     )
@@ -167,7 +173,12 @@ class TestDynamicTrees(ProposerContract):
 
 
 @torch.no_grad()
-def logits_behind(drafter: FeatureDrafter, token_ids: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+def logits_behind(
+    drafter: FeatureDrafter,
+    token_ids: Sequence[int],
+    path: Sequence[int],
+    attention: RowAttention | None = None,
+) -> torch.Tensor:
     """What the drafter says behind committed tokens and a path of drafts, [V]: whole rows, no cache.
 
     A later module reads later tokens behind the same states; the last one goes on behind its own features.
@@ -178,7 +189,7 @@ def logits_behind(drafter: FeatureDrafter, token_ids: Sequence[int], path: Seque
     for depth in range(len(path) + 1):
         read = torch.tensor([[*token_ids, *path[:depth]]])[:, 1 + min(depth, last) :]
         positions = torch.arange(read.shape[1])[None]
-        step = drafter.step(drafter.embed(read), features, positions, CausalRows(), depth)
+        step = drafter.step(drafter.embed(read), features, positions, attention or CausalRows(), depth)
         again = torch.cat([features, step.features[:, -1:]], dim=1)
         features = step.features if depth < last else again
     logits = drafter.logits(step.outputs[0, -1])

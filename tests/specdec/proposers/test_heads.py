@@ -16,7 +16,7 @@ from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
-from specdec.drafters.attention import CausalRows
+from specdec.drafters.attention import CausalRows, RowAttention
 from specdec.drafters.base import SequentialHeads, TargetParts
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
@@ -25,6 +25,7 @@ from specdec.kv.config import CacheConfig
 from specdec.proposers.base import Proposer
 from specdec.proposers.compiled_drafters import CompiledHeads, DrafterCompilation
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
+from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.head_rows import HeadRows, PrefixRows, Rows, StateRows
 from specdec.proposers.head_trees import TreeHeadProposer
@@ -60,8 +61,9 @@ class MadeUpRows:
         self.end_row = len(token_ids) - 1
 
     def since(self, row: int, end: int | None = None) -> torch.Tensor:
-        rows = torch.stack([made_up_row(self._token_ids[: at + 1]) for at in range(row, self.end_row)])
-        return rows if end is None else rows[: end - row]
+        places = range(row, self.end_row if end is None else end)
+        rows = [made_up_row(self._token_ids[: at + 1]) for at in places]
+        return torch.stack(rows) if rows else torch.empty(0, HIDDEN)
 
     def read_from(self, row: int) -> None:
         """Nothing is kept."""
@@ -112,7 +114,9 @@ def make(
     shape: TreeShape | None = None,
     missing: Sequence[str] = (),
     num_blocks: int = 100,
+    max_model_len: int = 64,
     max_read_tokens: int = 512,
+    window: DraftWindow | None = None,
     how: DrafterCompilation | None = None,
     sampler: Sampler | None = None,
 ) -> HeadProposer:
@@ -126,12 +130,13 @@ def make(
             layers,
             CacheConfig(block_size=4, num_blocks=num_blocks),
             max_num_seqs=8,
-            max_model_len=64,
+            max_model_len=max_model_len,
             backend=SdpaAttention(),
+            max_held_tokens=None if window is None else window.max_held_tokens(max_model_len, 4),
         )
     compiled = None if how is None else CompiledHeads(heads, how, pool)
     if pool is not None:
-        rows = Watched(heads, source, pool, max_read_tokens=max_read_tokens, compiled=compiled)
+        rows = Watched(heads, source, pool, max_read_tokens=max_read_tokens, window=window, compiled=compiled)
     make_proposer = HeadProposer if shape is None else partial(TreeHeadProposer, shape=shape)
     return make_proposer(
         heads,
@@ -187,11 +192,14 @@ class TestDynamicTrees(ProposerContract):
 
 
 @torch.no_grad()
-def logits_behind(kind: str, token_ids: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+def logits_behind(
+    kind: str, token_ids: Sequence[int], path: Sequence[int], attention: RowAttention | None = None
+) -> torch.Tensor:
     """What the head of that depth says, [V]: whole rows, no cache."""
     heads = make_heads(kind)
     states = torch.stack([made_up_row(token_ids[: at + 1]) for at in range(len(token_ids) - 1)])
-    row = heads.prepare(states[None], torch.arange(len(states))[None], CausalRows())[0, -1]
+    positions = torch.arange(len(states))[None]
+    row = heads.prepare(states[None], positions, attention or CausalRows())[0, -1]
     if isinstance(heads, SequentialHeads):
         return heads.logits(len(path), row, torch.tensor([token_ids[-1], *path]))
     return heads.logits(row)[len(path)]
