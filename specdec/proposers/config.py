@@ -257,12 +257,12 @@ class SpeculativeConfig(StrictConfig):
 
     @property
     def num_read_behind(self) -> int:
-        """Most tokens that are read behind the committed ones: a draft (of a tree, the nodes that are looked
-        behind), and, where a draft model looks ahead, pending tokens and the target's own behind them.
+        """Most tokens that are read behind the committed ones: a draft, or nodes of a tree that are looked
+        behind, and, where a draft model looks ahead, pending tokens and the target's own behind them.
         """
         most, shape = self.num_speculative_tokens, tree_shape(self.tree)
         if shape is not None:
-            return shape.num_looked_behind(min(most, shape.max_nodes))
+            return max(most, shape.num_looked_behind(most))
         return most if self.has_heads else 2 * most + 1
 
     @property

@@ -27,11 +27,15 @@ from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.none import NoProposer
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
+from specdec.tree.dynamic import DynamicTree
+from specdec.tree.growth import TreeShape
+from specdec.tree.static import StaticTree
 from tests.architectures import VOCAB_SIZE as MODEL_VOCAB_SIZE
 from tests.architectures import make_tokenizer, save_model
 from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, request, toy_engine
@@ -43,12 +47,14 @@ TIGHT = {"short": 40, "long": 60, "mixed": 48}
 """Blocks of the target: fewer than what runs at once comes to need."""
 
 
-def window(budget: int, k: int, num_positions: int | None = None) -> DraftWindow:
+def window(
+    budget: int, k: int, num_positions: int | None = None, shape: TreeShape | None = None
+) -> DraftWindow:
     config = KvSelectionConfig(policy="streaming", budget=budget, sink_tokens=4)
     return DraftWindow(
         selection=config.make(4),
         num_piece_tokens=8,
-        num_draft_tokens=2 * k + 1,
+        num_draft_tokens=2 * k + 1 if shape is None else max(k, shape.num_looked_behind(k)),
         num_positions=num_positions,
     )
 
@@ -131,6 +137,62 @@ def test_committed_is_what_the_target_says(
         assert metrics.num_preemptions > 0
     if in_cache:
         assert (drafter.counters["draft_windows_reread"] > 0) == (mix != "short")
+
+
+SHAPES: dict[str, TreeShape] = {
+    "static": StaticTree.of_widths((3, 2, 1), (0.5, 0.3)),
+    "dynamic": DynamicTree(top_k=3, depth=4),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("budget", "mix", "in_cache", "num_blocks"),
+    [
+        (20, "mixed", False, 120),
+        (20, "long", True, 60),
+        *(
+            pytest.param(*one, marks=pytest.mark.full)
+            for one in ((14, "long", False, 60), (40, "mixed", True, 120), (400, "mixed", False, 240))
+        ),
+    ],
+)
+def test_trees_too(
+    shape: str, params: SamplingParams, budget: int, mix: str, in_cache: bool, num_blocks: int
+) -> None:
+    """K/V of the path that stands are moved to behind the committed ones, wherever the window is by then."""
+    its_shape, lengths = SHAPES[shape], LENGTHS[mix]
+    its_window = window(budget, its_shape.max_nodes, FEW if in_cache else None, its_shape)
+    similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
+    drafter = TreeDraftProposer(
+        ToyRunner(similar, num_blocks=num_blocks),
+        Sampler(),
+        its_shape,
+        vocab_size=VOCAB_SIZE,
+        window=its_window,
+    )
+    generator = random.Random(budget)
+    prompts = [generator.choices(range(VOCAB_SIZE), k=lengths[index % len(lengths)]) for index in range(6)]
+    params = msgspec.structs.replace(params, max_tokens=30)
+    target = ToyTarget(MODEL, num_blocks=TIGHT[mix])
+    engine = toy_engine(drafter, target=target, num_draft_tokens=its_shape.max_nodes)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(request(f"r{index}", prompt, params, seed=index))
+    got: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+        drafter.check_integrity()
+        engine.check_integrity()
+        most = len(drafter.sequences.known) * its_window.max_blocks(1 << 20, 4)
+        assert drafter.sequences.num_held_blocks <= most
+    for index, prompt in enumerate(prompts):
+        assert got[f"r{index}"] == MODEL.continuation(prompt, params, index, 30)
+    metrics = engine.metrics()
+    assert metrics.num_accepted_tokens > 0
+    assert metrics.num_preemptions > 0 or mix == "mixed"
+    assert (drafter.counters["draft_windows_reread"] > 0) == in_cache
 
 
 @pytest.mark.parametrize("num_positions", [None, FEW])

@@ -16,10 +16,12 @@ from specdec.engine.toy_target import ToyModel, slot_value
 from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.base import AheadWish, Proposer
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import DraftWindow
 from specdec.sampling.noise import MASK_64
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import Sampler
+from specdec.tree.static import StaticTree
 from tests.pairwise import mostly_full
 from tests.specdec.proposers.ahead_contract import EOS, AheadContract, assumed_of
 from tests.specdec.proposers.ahead_contract import VOCAB_SIZE as AHEAD_VOCAB_SIZE
@@ -123,6 +125,35 @@ def test_attends_to_the_sink_and_the_window(
     got = list(drafted(proposer, view("a", tokens, params), 5))
     proposer.check_integrity()
     assert got == expected_draft(tokens, its, params, 5)
+
+
+@pytest.mark.parametrize("params", [GREEDY, ENDLESS], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", [12, 24, 400])
+def test_likeliest_paths_of_trees_are_the_chains(params: SamplingParams, budget: int) -> None:
+    """Whatever of them is committed: its K/V are moved to where those of a chain lie, behind the same gap."""
+    shape = StaticTree.of_widths((3, 2, 1), (0.5, 0.3))
+    trees = TreeDraftProposer(
+        ToyRunner(MODEL, max_model_len=1 << 20),
+        Sampler(),
+        shape,
+        vocab_size=VOCAB_SIZE,
+        window=window(budget),
+    )
+    chains = make(window(budget))
+    generator = random.Random(budget)
+    tokens = generator.choices(range(VOCAB_SIZE), k=50)
+    for _ in range(25):
+        one = view("a", tokens, params)
+        chain = drafted(chains, one, 3)
+        proposal = trees.propose([one], {one.request_id: shape.max_nodes})[one.request_id]
+        assert proposal.parents is not None
+        path, node = [], -1
+        while node in proposal.parents:
+            node = proposal.parents.index(node)
+            path.append(proposal.token_ids[node])
+        assert tuple(path) == chain
+        trees.check_integrity()
+        tokens = [*tokens, *chain[: generator.randint(0, 3)], generator.randrange(VOCAB_SIZE)]
 
 
 def test_control_what_is_left_out_shows() -> None:

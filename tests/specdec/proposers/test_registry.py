@@ -168,6 +168,44 @@ def test_trees_are_drafted_as_configured(tmp_path: Path, tree: dict[str, object]
     proposer.close()
 
 
+@pytest.mark.parametrize("positions", ["absolute", "in_cache"])
+@pytest.mark.parametrize("tree", [DYNAMIC, {"shape": "static", "widths": [2, 3]}])
+def test_trees_have_room_behind_a_window(tmp_path: Path, tree: dict[str, object], positions: str) -> None:
+    save_model(tmp_path)
+    keys = {
+        "model": str(tmp_path),
+        "tree": tree,
+        "cache": {"num_blocks": 40, "block_size": 4},
+        "kv": {"policy": "streaming", "budget": 24, "positions": positions},
+    }
+    with closing(create_proposer(SpeculativeConfig.model_validate(TREE | keys), TARGET)) as proposer:
+        assert isinstance(proposer, DraftModelProposer)
+        for length in (10, 200):
+            one = view("a", [5 + index % 100 for index in range(length)])
+            assert proposer.propose([one], {one.request_id: 8})[one.request_id].num_tokens == 8
+        assert proposer.sequences.num_held_blocks < 24
+
+
+@pytest.mark.parametrize(
+    ("keys", "num"),
+    [
+        ({}, 9),
+        ({"method": "eagle3"}, 4),
+        ({"tree": {"shape": "static", "widths": [2, 1]}}, 4),
+        ({"method": "eagle3", "tree": {"shape": "dynamic", "top_k": 3, "depth": 3}}, 6),
+    ],
+)
+def test_what_is_read_behind_committed_tokens(keys: dict[str, object], num: int) -> None:
+    given = {"method": "draft_model", "model": "m", "num_speculative_tokens": 4}
+    assert SpeculativeConfig.model_validate(given | keys).num_read_behind == num
+
+
+@pytest.mark.parametrize(("method", "limit"), [("eagle3", 512), ("draft_model", None)])
+def test_heads_have_a_limit_though_they_have_a_window(method: str, limit: int | None) -> None:
+    keys = {"method": method, "model": "m", "max_model_len": 512, "kv": {"policy": "streaming"}}
+    assert SpeculativeConfig.model_validate(keys).max_prefix_len == limit
+
+
 def test_what_a_rule_takes() -> None:
     typical = {"rejection_sample_method": "typical", "allow_lossy": True, "posterior_alpha": 0.2}
     assert SpeculativeConfig.model_validate(typical).posterior_alpha == 0.2

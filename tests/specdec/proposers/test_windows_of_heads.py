@@ -16,14 +16,17 @@ from torch.nn import functional as F
 
 from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.native import NativeUnavailable
+from specdec.attention.sdpa import SdpaAttention
 from specdec.core.sampling_params import SamplingParams
 from specdec.drafters.attention import RowAttention
+from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.batch import PositionShift, SequenceSlice
 from specdec.model.position_ids import shifted_positions
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.drafter_pool import DrafterPool
 from specdec.tree.growth import TreeShape
 from tests.specdec.proposers import test_features, test_heads
 from tests.specdec.proposers.contract import FrozenView, ProposerContract, view
@@ -56,7 +59,7 @@ def make(kind: str, its_window: DraftWindow | None, **more: Any) -> Proposer:
 
 
 def nodes_behind(shape: TreeShape | None) -> int:
-    return 8 if shape is None else shape.num_looked_behind(shape.max_nodes)
+    return 8 if shape is None else max(shape.max_nodes, shape.num_looked_behind(shape.max_nodes))
 
 
 class TestModulesWithAnAmpleBudget(ProposerContract):
@@ -228,6 +231,28 @@ def test_what_is_held_does_not_depend_on_the_length(kind: str, shape: TreeShape 
     assert len(set(most.values())) <= 1
     (long,) = views[:1]
     assert not control.propose([long], {long.request_id: 6})
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp of three", "hydra++"])
+def test_the_pool_does_not_depend_on_how_long_texts_may_become(kind: str) -> None:
+    its_window = window(32)
+
+    def num_bytes(length: int, held: DraftWindow | None) -> int:
+        drafter = test_heads.make_heads(kind) if kind in HEADS else make_drafter(kind)
+        pool = DrafterPool(
+            drafter,
+            drafter.attention_layers,
+            CacheConfig(block_size=BLOCK, memory_bytes=1 << 30),
+            max_num_seqs=32,
+            max_model_len=length,
+            backend=SdpaAttention(),
+            max_held_tokens=None if held is None else held.max_held_tokens(length, BLOCK),
+        )
+        assert pool.max_model_len == length
+        return pool.kv.num_bytes
+
+    assert num_bytes(512, its_window) == num_bytes(4096, its_window) < num_bytes(512, None)
+    assert num_bytes(4096, None) > 7 * num_bytes(512, None), "the control"
 
 
 @pytest.mark.parametrize("budget", [5, 6])

@@ -16,6 +16,7 @@ LOOKUP = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 3}
 MODEL = {"name": "small", "method": "draft_model", "model": "/models/small", "num_speculative_tokens": 3}
 WINDOW = {"name": "window", "method": "self", "kv": {"policy": "streaming", "budget": 256}}
 HEADS = {"name": "heads", "method": "eagle3", "model": "/models/heads"}
+STREAMING = {"policy": "streaming", "budget": 256}
 
 
 def several(*drafters: dict[str, Any], **more: Any) -> SpeculativeConfig:
@@ -34,6 +35,8 @@ def test_each_is_configured_as_if_it_were_alone() -> None:
     assert config.at_target == window
     assert [one.method for one in config.every_drafter] == ["ngram", "draft_model", "self", "draft_model"]
     assert several(LOOKUP, MODEL).at_target.method == "ngram"
+    heads = several(LOOKUP, {**HEADS, "kv": STREAMING}).at_target
+    assert (heads.method, heads.kv.token_budget.amount) == ("eagle3", 256)
     drafters = drafters_of(config)
     assert drafters is not None
     assert drafters.names == ("lookup", "small", "window")
@@ -82,6 +85,15 @@ def test_what_samples_shares_the_rule_and_its_settings() -> None:
             {"drafters": [LOOKUP, {**WINDOW, "kv": {"policy": "streaming", "budget": [256, 512]}}]},
             r"drafters\[1\] \(window\): kv.budget: one of several drafters takes one budget",
         ),
+        (
+            {"drafters": [LOOKUP, {**HEADS, "kv": {**STREAMING, "budget": [256, 512]}}]},
+            r"drafters\[1\] \(heads\): kv.budget: one of several drafters takes one budget",
+        ),
+        (
+            {"drafters": [LOOKUP, {**HEADS, "method": "medusa", "kv": STREAMING}]},
+            r"drafters\[1\] \(heads\): kv.policy: streaming .* method medusa has none: leave out kv",
+        ),
+        ({"drafters": [LOOKUP, {**HEADS, "kv": {**STREAMING, "policy": "verified"}}]}, "needs method self"),
         (
             {"drafters": [{**LOOKUP, "prompt_lookup_max": 2}]},
             r"drafters\[0\] \(lookup\): prompt_lookup_min \(3\) must not exceed",
