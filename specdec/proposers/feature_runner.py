@@ -2,7 +2,8 @@
 
 To whoever drafts it is a model like others. The place of a token in its cache is one less than the token's
 position: its rows pair the target's state at position t with the token at t + 1, so that the first token of
-a sequence has none. Of committed tokens it is given the target's states before them; of tokens that it has
+a sequence has none. What a window has left out (`SequenceSlice.num_dropped`) counts in positions that the
+drafter is given. Of committed tokens it is given the target's states before them; of tokens that it has
 drafted itself it has the features that it made of their parents, which it keeps for every slot.
 """
 
