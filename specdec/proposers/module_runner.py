@@ -46,8 +46,8 @@ class _Rows:
     def of_module(self, module: int) -> tuple[list[int], list[SequenceSlice]]:
         """Return the rows that a module has, and their slices with the places that they have in it.
 
-        A window holds a draft, and so as many places behind its gap as there are modules; where a request asks
-        for less, rows of later modules lie before the gap, and its drafts are worse.
+        A window holds a draft, and so as many places behind its gap as there are modules; where a request
+        asks for less, rows of later modules lie before the gap, and its drafts are worse.
         """
         there: list[int] = []
         shifted: list[SequenceSlice] = []

@@ -105,13 +105,17 @@ def _draft_model(files: Files) -> Keys:
     return {"method": "draft_model", "model": files("draft"), "cache": SMALL_CACHE, "compile": EAGER}
 
 
-def _window(budget: int = 20) -> Keys:
-    return {"method": "self", "kv": {"policy": "streaming", "budget": budget, "sink_tokens": 4}}
+_STREAMING: Final = {"policy": "streaming", "budget": 20, "sink_tokens": 4}
 
 
-def _heads(method: str, name: str | None = None, tree: KeysOf = _dynamic) -> Drafter:
+def _window() -> Keys:
+    return {"method": "self", "kv": _STREAMING}
+
+
+def _heads(method: str, name: str | None = None, tree: KeysOf = _dynamic, kv: Keys | None = None) -> Drafter:
     def keys(files: Files) -> Keys:
-        return {"method": method, "model": files(name or method), "cache": SMALL_CACHE, "compile": EAGER}
+        model = files(name or method)
+        return {"method": method, "model": model, "cache": SMALL_CACHE, "compile": EAGER, "kv": kv or {}}
 
     return Drafter(keys=keys, tree=tree)
 
@@ -161,6 +165,9 @@ DRAFTERS: Final[Mapping[str, Drafter]] = {
         refused={("chain", None): "method lookahead drafts trees", **_NO_HEADS},
     ),
     "draft_model": Drafter(keys=_draft_model, tree=_dynamic, refused=_NO_HEADS),
+    "draft_model with a window": Drafter(
+        keys=lambda files: {**_draft_model(files), "kv": _STREAMING}, tree=_dynamic, refused=_NO_HEADS
+    ),
     "self": Drafter(keys=lambda _: _window(), refused=_NO_HEADS),
     "layerskip": Drafter(keys=lambda _: {"method": "layerskip", "exit_layer": 2}, refused=_NO_HEADS),
     "quantized": Drafter(keys=lambda _: {"method": "quantized", "quantization": "int8"}, refused=_NO_HEADS),
@@ -176,6 +183,7 @@ DRAFTERS: Final[Mapping[str, Drafter]] = {
     "hydra++": _heads("hydra", "hydra++"),
     "eagle": _heads("eagle"),
     "eagle3": _heads("eagle3"),
+    "eagle3 with a window": _heads("eagle3", kv=_STREAMING),
     "mtp": _heads("mtp"),
     "mtp of three": _heads("mtp", "mtp of three"),
     "parallel_heads": _heads("parallel_heads"),
@@ -189,4 +197,4 @@ DRAFTERS: Final[Mapping[str, Drafter]] = {
         refused=_NO_HEADS,
     ),
 }
-"""By name: every method of the registry, and heads of different structure each by themselves."""
+"""By name: every method of the registry, heads of different structure, and what keeps a window."""
