@@ -136,7 +136,9 @@ def test_nothing_of_it_shows(
         engine.check_integrity()
     assert [one.token_ids for one in results] == bench.alone("llama", kind)
     assert metrics.num_preemptions > 0
-    assert metrics.num_accepted_tokens > 5
+    assert metrics.num_draft_tokens > 0
+    # How much the controller has drafted depends on how long it takes.
+    assert metrics.num_accepted_tokens > 10 or more is CHOSEN
     window = draft_window(config.speculative_config)
     assert window is not None
     for num, blocks in held.most.items():

@@ -255,11 +255,12 @@ def test_the_pool_does_not_depend_on_how_long_texts_may_become(kind: str) -> Non
     assert num_bytes(4096, None) > 7 * num_bytes(512, None), "the control"
 
 
-@pytest.mark.parametrize("budget", [5, 6])
+@pytest.mark.parametrize("kind", ["mtp of three", "eagle3"])
+@pytest.mark.parametrize(("budget", "sink"), [(5, 4), (6, 4), (1, 0), (2, 0)])
 @pytest.mark.parametrize("shape", [None, DYNAMIC], ids=["chain", "tree"])
-def test_the_smallest_budgets_do_no_harm(budget: int, shape: TreeShape | None) -> None:
+def test_the_smallest_budgets_do_no_harm(kind: str, budget: int, sink: int, shape: TreeShape | None) -> None:
     """A request may ask for drafts so short that its window is shorter than there are modules."""
-    proposer = make("mtp of three", window(budget, nodes_behind(shape)), shape=shape)
+    proposer = make(kind, window(budget, nodes_behind(shape), sink), shape=shape)
     for found in drafted(proposer, 40):
         assert all(one.num_tokens for one in found.values())
 
