@@ -20,7 +20,7 @@ class GrammarConfig(StrictConfig):
     """Longest time (seconds of a CPU) to compile a grammar. Threads and processes of its own do it: no round
     waits for it."""
     mask_timeout_s: float = Field(default=0.25, gt=0)
-    """A request whose grammar takes longer (seconds of a CPU) to find what may come next is ended: a round
-    waits for it."""
+    """A request whose grammar takes longer (seconds of a CPU) to find what may come next, twice or four times
+    as long, is ended: a round waits for it."""
     num_threads: int = Field(default=2, ge=1)
     """Grammars that are compiled at once."""

@@ -21,6 +21,7 @@ from specdec.core.sampling_params import Grammar
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar_library import compile_matcher, load_tokenizer, reason_of, require_library
 from specdec.sampling.grammar_trial import GrammarTrial, TrialSetup
+from specdec.sampling.mask_times import MaskTimes
 from specdec.tree.topology import ROOT
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class GrammarState:
         self._matcher = matcher
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_mask_bytes = num_mask_bytes
-        self._mask_timeout_s = mask_timeout_s
+        self._mask_times = MaskTimes(mask_timeout_s)
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Go on by committed tokens, none of which ends the text."""
@@ -185,7 +186,7 @@ class GrammarState:
         mask = bytearray(matcher.compute_bitmask()[: self._num_mask_bytes])
         took_s = time.thread_time() - started_s
         failure = _reason(matcher)
-        if failure is None and took_s > self._mask_timeout_s:
+        if failure is None and self._mask_times.is_too_long(took_s):
             failure = f"finding the allowed tokens took {took_s:.2f} s"
         if failure is not None:
             return None, failure

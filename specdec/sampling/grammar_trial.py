@@ -25,6 +25,7 @@ import msgspec
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import Grammar
 from specdec.sampling.grammar_library import compile_matcher, load_tokenizer, reason_of
+from specdec.sampling.mask_times import MaskTimes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -173,22 +174,24 @@ def _try(tokenizer: LLTokenizer, grammar: Grammar, setup: TrialSetup) -> str | N
         return str(error)
     except MemoryError:
         return f"{grammar.param} is too complex: it needs too much memory"
-    slowest_s = _walk(matcher, setup)
-    if slowest_s > setup.mask_timeout_s:
-        return f"{grammar.param} is too complex: finding the allowed tokens took {slowest_s:.2f} s"
+    too_long_s = _walk(matcher, setup)
+    if too_long_s is not None:
+        return f"{grammar.param} is too complex: finding the allowed tokens took {too_long_s:.2f} s"
     if matcher.is_error():
         return f"{grammar.param}: {reason_of(matcher)}"
     return None
 
 
-def _walk(matcher: LLMatcher, setup: TrialSetup) -> float:
-    """Take random steps; return how long (CPU seconds) the slowest mask took."""
+def _walk(matcher: LLMatcher, setup: TrialSetup) -> float | None:
+    """Take random steps; return how long (CPU seconds) a mask took that ends it, None where none does."""
     generator = random.Random(0)
-    slowest_s = 0.0
+    times = MaskTimes(setup.mask_timeout_s)
     for _ in range(_NUM_STEPS):
         started_s = time.process_time()
         mask = matcher.compute_bitmask()
-        slowest_s = max(slowest_s, time.process_time() - started_s)
+        took_s = time.process_time() - started_s
+        if times.is_too_long(took_s):
+            return took_s
         allowed = [
             8 * index + bit
             for index, byte in enumerate(mask)
@@ -196,10 +199,10 @@ def _walk(matcher: LLMatcher, setup: TrialSetup) -> float:
             for bit in range(8)
             if byte >> bit & 1 and 8 * index + bit not in setup.eos_token_ids
         ]
-        if matcher.is_error() or not allowed or slowest_s > setup.mask_timeout_s:
+        if matcher.is_error() or not allowed:
             break
         matcher.try_consume_tokens([generator.choice(allowed)])
-    return slowest_s
+    return None
 
 
 if __name__ == "__main__":
