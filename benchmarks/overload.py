@@ -5,7 +5,7 @@
     python -m benchmarks.overload --quick                                              # about five
 
 Both over HTTP against `drafthouse serve` on this machine, which also sends the load. Of more than two cores
-the sender has one for itself; of two, what sending costs is taken from the server.
+the sender has one for itself; of two, what sending costs is taken from the server, which gives way to it.
 
 Overload: requests arrive at random (Poisson) whatever the server does, each with the limit that it sets for
 its first token (`slo.ttft_ms`); who is refused does not come back. A request is good if it is complete, had
@@ -57,6 +57,8 @@ _RAMP = 0.25
 _CAPACITY, _STREAMS = "capacity", "streams"
 """What is measured beside loads, as `kept_cells` knows it."""
 _REFUSED = "ray_drafthouse_requests_refused"
+_NICENESS = 5
+"""Of the server: who sends goes first where they share cores, or what was due would be sent late."""
 _FILES_PER_STREAM = 3
 """In the process that has most open: Serve's proxy has a socket to each client, and pipes and logs beside."""
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -332,7 +334,8 @@ def overload_config(plan: Plan, family: Path) -> dict[str, Any]:
         },
         "cache": {"memory_bytes": 256 << 20},
         "scheduler": {"max_num_seqs": plan.num_places},
-        "http": {"served_model_name": _MODEL},
+        # As in the presets for CPUs: whoever computes has the cores that deliveries do not take.
+        "http": {"served_model_name": _MODEL, "max_deliveries_per_s": 150},
     }
 
 
@@ -403,7 +406,7 @@ def measure_overload(
                     kept.keep(share, {"load": to_plain(load)})
 
     if not all(kept.is_kept(cell) for cell in (_CAPACITY, *plan.loads)):
-        with serving(overload_config(plan, family), cores) as server:
+        with serving(overload_config(plan, family), cores, niceness=_NICENESS) as server:
             server.wait_healthy()
             # A worker that was ready before it was compiled goes on with that while it is idle, and is
             # many times as fast afterwards: capacity would not be that of the loads.
@@ -447,7 +450,7 @@ def _open_streams(
         async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=_CONNECTIONS) as client:
             return await stream_all(client, bodies, expected, lambda: progress.advance(task))
 
-    with serving(streams_config(plan, family), cores) as server:
+    with serving(streams_config(plan, family), cores, niceness=_NICENESS) as server:
         server.wait_healthy()
         wait_compiled(server.url, _COMPILE_S, {"target"})
         return asyncio.run(run(server.url))

@@ -76,10 +76,13 @@ class ServedProcess:
 
 
 @contextmanager
-def serving(values: Mapping[str, Any], cores: Sequence[int] | None = None) -> Iterator[ServedProcess]:
+def serving(
+    values: Mapping[str, Any], cores: Sequence[int] | None = None, *, niceness: int = 0
+) -> Iterator[ServedProcess]:
     """Serve a configuration on a free port of loopback; it is healthy some time later.
 
-    With `cores` it keeps to those, whatever this process may use.
+    With `cores` it keeps to those, whatever this process may use. With `niceness` this process goes before it
+    where they share cores: what is sent late is no fault of who serves.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -100,6 +103,8 @@ def serving(values: Mapping[str, Any], cores: Sequence[int] | None = None) -> It
         )
         if cores is not None:  # long before it has threads or children
             os.sched_setaffinity(process.pid, cores)
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
         server = ServedProcess(process, f"http://127.0.0.1:{port}", started_s)
         reader = threading.Thread(target=server.read_log, daemon=True)
         reader.start()

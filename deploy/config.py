@@ -9,6 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
+from deploy.openai.pace import DEFAULT_MAX_DELIVERIES_PER_S
 from deploy.openai.settings import (
     DEFAULT_BODY_TIMEOUT_S,
     DEFAULT_MAX_BODY_BYTES,
@@ -70,6 +71,10 @@ class HttpConfig(StrictConfig):
     max_unread_outputs: int = Field(default=DEFAULT_MAX_UNREAD_OUTPUTS, ge=16)
     """Most deliveries (one per round) of one choice that wait for its client; with more the request is
     aborted, and its stream ends in an error, `slow_reader`."""
+    max_deliveries_per_s: float = Field(default=DEFAULT_MAX_DELIVERIES_PER_S, gt=0)
+    """Most deliveries per second that an ingress replica writes, of all streams together: with many streams
+    each gets several rounds at a time (after a quarter of a second at the latest). Each costs the replica and
+    the proxy CPU time, however little it holds: fewer leave more to workers on the same cores."""
     max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)
     """Most choices of one request: number of prompts times `n`."""
     request_timeout_s: float | None = Field(default=None, gt=0)

@@ -25,6 +25,7 @@ from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
+from deploy.openai.pace import Pace
 from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
     TIMEOUT_HEADER,
@@ -142,6 +143,7 @@ class _Door:
     def __init__(self, models: tuple[AnyModel, ...], ring: KeyRing, metrics: DoorMetrics) -> None:
         self._ring = ring
         self._models = models
+        self._pace = Pace(models[0].settings.max_deliveries_per_s)
         self._start_s = int(time.time())
         self._document = msgspec.json.encode(openapi_document())
         self.metrics = metrics
@@ -320,18 +322,18 @@ class _Door:
                 trace=trace,
             )
             if prepared.body.stream:
-                stream = EventStream(prepared, outputs, model.tokenizer)
+                stream = EventStream(prepared, outputs, model.tokenizer, self._pace)
                 if comeback is not None:
                     delivered = comeback.delivered(prepared, model.tokenizer, description)
                     stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)
-                events = stream.events()
+                deliveries = stream.deliveries()
                 try:
-                    # The status waits for the first event: a refusal is a 4xx, not an event in a 200.
-                    first = await until_client_leaves(anext(events), receive)
+                    # The status waits for the first delivery: a refusal is a 4xx, not an event in a 200.
+                    first = await until_client_leaves(anext(deliveries), receive)
                 except BaseException:
-                    await events.aclose()
+                    await deliveries.aclose()
                     raise
-                return EventStreamResponse(first, events)
+                return EventStreamResponse(first, deliveries)
             body = await until_client_leaves(self._collect(model, prepared, outputs), receive)
             return Response(body, media_type="application/json")
         except ClientLeft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
@@ -54,6 +55,8 @@ class ChoiceOutputs:
         self._max_unread = max_unread * len(requests)
         self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
         """At most so many outputs, and what ended each choice."""
+        self._is_pressing = asyncio.Event()
+        """What waits is to be taken at once: a choice has ended, or much of it waits."""
         self._tasks: list[asyncio.Task[None]] = []
         self._num_unfinished = len(requests)
 
@@ -86,7 +89,7 @@ class ChoiceOutputs:
             CapacityError, InputError, RequestFailed, TransportError: a choice was refused or failed.
             ApiError: the request took longer than it may.
         """
-        if self._num_unfinished == 0:
+        if self.is_complete:
             raise StopAsyncIteration
         item = await self._next()
         if isinstance(item, Exception):
@@ -98,12 +101,36 @@ class ChoiceOutputs:
             self._num_unfinished -= 1
         return item
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something to be taken."""
+        return not self._queue.empty()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has finished."""
+        return self._num_unfinished == 0
+
+    async def gather(self, seconds: float) -> None:
+        """Let outputs come together for so long; less where a choice ends, or much waits."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._is_pressing.wait()
+
     async def _next(self) -> tuple[int, RequestOutput] | Exception:
         try:
             async with asyncio.timeout_at(self._deadline_s):
-                return await self._queue.get()
+                item = await self._queue.get()
         except TimeoutError:
             raise request_timeout(f"The request took longer than {self._timeout_s:g} s.") from None
+        if self._queue.empty():
+            self._is_pressing.clear()
+        return item
+
+    def _put(self, item: tuple[int, RequestOutput] | Exception, *, is_last: bool) -> None:
+        self._queue.put_nowait(item)
+        if is_last or self._queue.qsize() >= self._max_unread // 2:
+            self._is_pressing.set()
 
     async def _pump(self, index: int, request: Request) -> None:
         """Move one choice's outputs to the queue; abort the choice if that ends early."""
@@ -115,18 +142,18 @@ class ChoiceOutputs:
                 timer.observe(output)
                 self._usage.charge(len(output.token_ids))
                 if self._queue.qsize() >= self._max_unread:
-                    self._queue.put_nowait(self._not_read())
+                    self._put(self._not_read(), is_last=True)
                     return
                 is_finished = output.finish_reason is not None
                 if is_finished and self._trace is not None:
                     self._trace.note_choice(index, output)
-                self._queue.put_nowait((index, output))
+                self._put((index, output), is_last=is_finished)
                 if is_finished:
                     return
             raise RequestFailed("The request ended without a result.", code="request_lost")
         except Exception as error:  # noqa: BLE001 - handed to whoever iterates, who decides what it means
             is_finished = True
-            self._queue.put_nowait(error)
+            self._put(error, is_last=True)
         finally:
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()

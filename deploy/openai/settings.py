@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.openai.keys import ApiKey
+from deploy.openai.pace import DEFAULT_MAX_DELIVERIES_PER_S
 from deploy.openai.tracing import TracingConfig
 from specdec.core.description import TargetDescription
 
@@ -34,6 +35,8 @@ class DoorSettings:
     """How long a client may read nothing while there is more than its connection holds."""
     max_unread_outputs: int = DEFAULT_MAX_UNREAD_OUTPUTS
     """Most outputs of one choice that wait for its client; with more the request ends in an error."""
+    max_deliveries_per_s: float = DEFAULT_MAX_DELIVERIES_PER_S
+    """Deliveries of all streams together, per second: with many, each gets more at a time, less often."""
     resume_window_s: float = DEFAULT_RESUME_WINDOW_S
     """Seconds for which a client that lost its connection may go on with its stream; 0: it may not."""
     api_keys: tuple[ApiKey, ...] = ()

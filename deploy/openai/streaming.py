@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import UNSET
@@ -19,11 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from deploy.openai.errors import api_error_of, internal_error
 from deploy.openai.outputs import ChoiceOutputs
+from deploy.openai.pace import Pace
 from deploy.openai.protocol import ChatBody
 from deploy.openai.requests import PreparedRequest
 from deploy.openai.responses import ChatChunks, ChoiceResult, CompletionChunks, metrics_of, usage_of
 from deploy.openai.resumption import ChoicePosition, Delivered, format_event_id
 from deploy.openai.tokenization import DoorTokenizer
+from specdec.core.outputs import RequestOutput
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -64,12 +66,15 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream:
     """The events of one streamed request, or those that a client who has come back does not have yet."""
 
-    def __init__(self, prepared: PreparedRequest, outputs: ChoiceOutputs, tokenizer: DoorTokenizer) -> None:
-        """`outputs` are those of all requests of `prepared`."""
+    def __init__(
+        self, prepared: PreparedRequest, outputs: ChoiceOutputs, tokenizer: DoorTokenizer, pace: Pace
+    ) -> None:
+        """`outputs` are those of all requests of `prepared`; `pace` is that of the door."""
         is_chat = isinstance(prepared.body, ChatBody)
         self._chunks = (ChatChunks if is_chat else CompletionChunks)(prepared, tokenizer)
         self._prepared = prepared
         self._outputs = outputs
+        self._pace = pace
         self._results = [ChoiceResult() for _ in prepared.requests]
         self._positions = [ChoicePosition(is_open=not is_chat) for _ in prepared.requests]
         self._is_ended = False
@@ -91,48 +96,57 @@ class EventStream:
         for index, what in delivered.items():
             self._chunks.skip(index, what.token_ids, what.text, is_complete=what.is_complete)
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield encoded events; the first one only when the first output is there.
+    async def deliveries(self) -> AsyncGenerator[bytes]:
+        """Yield encoded events, those together that are there at once; the first when there is an output.
 
         Until then a failure is raised (it becomes a status code); afterwards it becomes an error event.
         """
         is_open = False
-        async with self._outputs as outputs:
-            try:
-                async for running, output in outputs:
-                    index = self._running[running]
+        events: list[bytes] = []
+        with self._pace.stream():
+            async with self._outputs as outputs:
+                try:
+                    async for running, output in outputs:
+                        if not is_open:
+                            is_open = True
+                            events += self._openings()
+                        events += self._events_of(self._running[running], output)
+                        if outputs.is_waiting or outputs.is_complete:
+                            continue
+                        yield b"".join(events)
+                        events.clear()
+                        await outputs.gather(self._pace.interval_s)
+                except Exception as error:
                     if not is_open:
-                        is_open = True
-                        for choice, position in enumerate(self._positions):
-                            opening = None if position.is_open else self._chunks.opening(choice)
-                            position.is_open = True
-                            if opening is not None:
-                                yield self._event(opening)
-                    self._results[index].count(output)
-                    self._positions[index].count(output)
-                    chunks = self._chunks.pieces(index, output)
-                    for number, chunk in enumerate(chunks, 1):
-                        if number == len(chunks):
-                            self._positions[index].is_finished = output.finish_reason is not None
-                        yield self._event(chunk)
-            except Exception as error:
-                if not is_open:
-                    raise
-                yield self._error_event(error)
-                yield _DONE
-                return
-        closing = self._closing()
-        if closing is not None:
-            yield closing
-        yield _DONE
+                        raise
+                    events.append(self._error_event(error))
+                else:
+                    events += self._closing()
+        yield b"".join((*events, _DONE))
 
-    def _closing(self) -> bytes | None:
+    def _openings(self) -> Iterator[bytes]:
+        for choice, position in enumerate(self._positions):
+            opening = None if position.is_open else self._chunks.opening(choice)
+            position.is_open = True
+            if opening is not None:
+                yield self._event(opening)
+
+    def _events_of(self, index: int, output: RequestOutput) -> Iterator[bytes]:
+        self._results[index].count(output)
+        self._positions[index].count(output)
+        chunks = self._chunks.pieces(index, output)
+        for number, chunk in enumerate(chunks, 1):
+            if number == len(chunks):
+                self._positions[index].is_finished = output.finish_reason is not None
+            yield self._event(chunk)
+
+    def _closing(self) -> Iterator[bytes]:
         body = self._prepared.body
         if self._is_ended or not (body.include_usage or body.return_metrics):
-            return None
+            return
         usage = usage_of(self._prepared, self._results) if body.include_usage else UNSET
         metrics = metrics_of(self._results) if body.return_metrics else UNSET
-        return self._event(self._chunks.closing(usage, metrics), is_ended=True)
+        yield self._event(self._chunks.closing(usage, metrics), is_ended=True)
 
     def _event(self, data: bytes, *, is_ended: bool = False) -> bytes:
         event_id = format_event_id(self._prepared, self._positions, is_ended=is_ended)
@@ -147,7 +161,7 @@ class EventStream:
 
 
 class EventStreamResponse(Response):
-    """Sends events as they come; closes their source when they end or when the client leaves."""
+    """Sends deliveries as they come; closes their source when they end or when the client leaves."""
 
     media_type = "text/event-stream"
 
@@ -166,6 +180,6 @@ class EventStreamResponse(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._rest:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async for delivery in self._rest:
+            await send({"type": "http.response.body", "body": delivery, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
