@@ -16,14 +16,17 @@ _MAX_TOKEN_ID = (1 << 31) - 1
 
 
 def is_valid(entry: ProposeEntry) -> bool:
-    """Return whether an entry makes sense, and what it asks for has a bounded cost."""
+    """Return whether an entry makes sense, and what it asks for has a bounded cost.
+
+    A budget of K/V may be any number: one beyond all texts keeps everything, as far as the pool holds it.
+    """
     token_ids = entry.token_ids
     return (
         0 <= entry.num_draft_tokens <= _MAX_DRAFT_TOKENS
         and entry.committed_len >= 1
         and len(token_ids) <= entry.committed_len
         and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID))
-        and 0 <= entry.kv_budget <= _MAX_TOKEN_ID
+        and entry.kv_budget >= 0
         and (entry.opening is None or _is_valid_opening(entry.opening))
         and (entry.fan_out is None or _is_valid_outlook(entry.pending, entry.fan_out))
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+import msgspec
 import pytest
 
 from specdec.core.clock import ManualClock
@@ -15,8 +16,10 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_server import DraftServer
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel
+from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.base import AheadWish, Proposer
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.ngram import NgramProposer
 from specdec.sampling.sampler import Sampler
 from specdec.transport.base import PeerId
@@ -165,6 +168,24 @@ def test_what_makes_no_sense_is_dropped_and_counted(
     ((answer,), _) = bench.serve()
     assert answer.request_id == "good"
     assert bench.server.counters["invalid_entries"] == 1
+
+
+@pytest.mark.parametrize("budget", [1 << 31, 1 << 32, (1 << 64) - 1])
+def test_a_kv_budget_beyond_all_texts_keeps_everything(budget: int) -> None:
+    """Doors cut what clients ask for to 2^32 tokens; configurations may say any number."""
+    config = KvSelectionConfig(policy="streaming", budget=12)
+    tokens = tuple(token % VOCAB for token in range(50))
+    held: list[int] = []
+    for its_budget in (budget, 1000, 0):
+        window = DraftWindow(selection=config.make(4), num_piece_tokens=8, num_draft_tokens=7)
+        proposer = DraftModelProposer(ToyRunner(MODEL), Sampler(), vocab_size=VOCAB, window=window)
+        bench = Bench(proposer)
+        bench.send(0, msgspec.structs.replace(entry("a", tokens), kv_budget=its_budget))
+        ((answer,), _) = bench.serve()
+        assert len(answer.token_ids) == 3
+        assert bench.server.counters["invalid_entries"] == 0
+        held.append(proposer.sequences.num_held_blocks)
+    assert held[0] == held[1] > held[2]
 
 
 def test_a_proposer_that_cannot_look_ahead_says_nothing() -> None:
