@@ -43,6 +43,8 @@ class VerifyShape(NamedTuple):
     num_sequences: int
     context_tokens: float
     num_rows: int
+    longer_context: float = 0.0
+    """By how much contexts of draft rows are longer than the mean, all of them together."""
 
 
 class CorrectionGrid:
@@ -220,7 +222,7 @@ class VerifyCost:
         self._per_token, self._per_token_and_row, error = _context_slopes(points)
         self.own_context_s = max(0.0, self._per_token_and_row - error)
         """What a row costs by each token of its own sequence's context, so far as that is clear: seconds that
-        `table` counts at the mean context of all."""
+        `table` counts at the mean context of all. As it was measured at first."""
         self._base = self._fit_base(points)
         self._corrections = Corrections(len(self._knots), _CONTEXT_REGIONS)
         self._max_rows = max_rows
@@ -243,8 +245,12 @@ class VerifyCost:
         region = _context_region(context_tokens)
         at_knots = at_knots * self._corrections.factors(is_overlapped=is_overlapped)[:, region]
         at_knots = rising(at_knots, 0.2 + self._corrections.weights(is_overlapped=is_overlapped)[:, region])
-        table: Floats = at_knots[self._left] + self._share * (at_knots[self._right] - at_knots[self._left])
-        return table
+        return self._between_knots(at_knots)
+
+    def corrections_of(self, table: Floats, num_sequences: int, context_tokens: float) -> Floats:
+        """Return by what a `table` of such steps is corrected, by number of rows: `own_context_s` is not."""
+        corrections: Floats = table / self._between_knots(self._at_knots(num_sequences, context_tokens))
+        return corrections
 
     def note(self, shape: VerifyShape, seconds: float, *, is_overlapped: bool = False) -> None:
         """Learn what a step took, alone or beside the drafter."""
@@ -252,10 +258,15 @@ class VerifyCost:
         left, right = int(self._left[rows]), int(self._right[rows])
         low_s, high_s = self._at_knot(left, shape), self._at_knot(right, shape)
         expected = low_s + float(self._share[rows]) * (high_s - low_s)
+        expected += self.own_context_s * shape.longer_context
         if expected > 0.0 and seconds > 0.0:
             region = _context_region(shape.context_tokens)
             at = int(self._nearest[rows])
             self._corrections.note(at, region, seconds / expected, is_overlapped=is_overlapped)
+
+    def _between_knots(self, at_knots: Floats) -> Floats:
+        between: Floats = at_knots[self._left] + self._share * (at_knots[self._right] - at_knots[self._left])
+        return between
 
     def _at_knots(self, num_sequences: int, context_tokens: float) -> Floats:
         per_row = self._knots / max(num_sequences, 1)

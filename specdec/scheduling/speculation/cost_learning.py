@@ -39,7 +39,7 @@ class CostLearning:
     def note(self, observation: RoundObservation, decision: Decision) -> None:
         """Learn from a round that was run as decided, or nearly."""
         context = observation.context_tokens or decision.batch.context_tokens
-        self._note_verification(observation, context)
+        self._note_verification(observation, context, _longer_context(observation, decision, context))
         self._note_prompts(observation)
         if self._has_several_drafters:
             self._note_drafters(observation, decision)
@@ -62,8 +62,10 @@ class CostLearning:
             round_s = min(round_s, observation.draft_s + observation.verify_s + rest_s)
         return round_s - self._prompt_s(observation)
 
-    def _note_verification(self, observation: RoundObservation, context: float) -> None:
-        shape = VerifyShape(observation.num_sequences, context, observation.num_rows)
+    def _note_verification(
+        self, observation: RoundObservation, context: float, longer_context: float
+    ) -> None:
+        shape = VerifyShape(observation.num_sequences, context, observation.num_rows, longer_context)
         is_overlapped = observation.mode != "lockstep"
         target_s = observation.target_s
         if observation.mode != "ping_pong":
@@ -121,3 +123,17 @@ class CostLearning:
         last = len(table) - 1
         rows = min(observation.num_rows, last)
         return float(table[rows] - table[max(0, rows - num_prompt_rows)])
+
+
+def _longer_context(observation: RoundObservation, decision: Decision, context: float) -> float:
+    """Return by how much contexts of draft rows are longer than the mean of all, added up."""
+    contexts, index = decision.batch.contexts, decision.index
+    if contexts is None:
+        return 0.0
+    mean = context / max(1, observation.num_sequences)
+    outcomes = (*observation.outcomes, *observation.stand_ins)
+    return sum(
+        one.num_drafted * (float(contexts[index[one.request_id]]) - mean)
+        for one in outcomes
+        if one.request_id in index
+    )

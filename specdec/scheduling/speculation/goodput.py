@@ -368,7 +368,8 @@ class Evaluation:
             rows += self._num_rows_beside * float(self._taking_part[taken, 0])
         verify_s = float(_at_rows(self._verify_table, rows))
         if self._own_context_s is not None:
-            verify_s += float(self._own_context_s[taken, depth])
+            verify_s += float(self._own_contexts_s(self._verify_table, num_sequences, rows)[taken, depth])
+            verify_s = max(verify_s, float(_at_rows(self._verify_table, num_sequences)))
         return Option(
             kind="plain",
             num_draft_tokens=np.maximum(self._batch.requested, 0),
@@ -479,8 +480,19 @@ class Evaluation:
         plain = num_sequences + other_rows + self._num_rows_beside * share * self._taking_part[:, :1]
         seconds: Floats = 0.5 * (_at_rows(table, plain + fewer) + _at_rows(table, plain + more))
         if self._own_context_s is not None:
-            seconds = seconds + self._own_context_s * (share * has_drafts)
+            longer_s = self._own_contexts_s(table, num_sequences, plain + rows) * (share * has_drafts)
+            # However short the contexts of those who draft, their rows do not make a step shorter.
+            seconds = np.maximum(seconds + longer_s, _at_rows(table, num_sequences))
         return seconds
+
+    def _own_contexts_s(self, table: Floats, num_sequences: int, rows: Floats | float) -> Floats:
+        """Return what all draft rows cost more than those of a sequence of mean context, [S, K], in steps of
+        so many rows: more or less than at first, as all that `table` says.
+        """
+        assert self._own_context_s is not None
+        mean_context = num_sequences * self._mean_context
+        corrections = self._costs.verify.corrections_of(table, num_sequences, mean_context)
+        return _at_rows(corrections, rows) * self._own_context_s
 
     def _best(
         self,

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from specdec.core.ids import RequestId
-from specdec.scheduling.speculation.controller import RoundObservation
+from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.time_spread import NO_PROMPTS
 from tests.specdec.scheduling.speculation.world import COSTS, profile_of
 
-DECISION: Any = SimpleNamespace(batch=SimpleNamespace(context_tokens=400.0))
+DECISION: Any = SimpleNamespace(batch=SimpleNamespace(context_tokens=400.0, contexts=None), index={})
 PLAIN = RoundObservation(
     num_rows=4,
     num_sequences=4,
@@ -69,7 +69,7 @@ def test_waiting_for_a_busy_drafter_is_not_its_work() -> None:
     learnt, costs, _ = learning()
     budgets = {RequestId(f"r{at}"): 4 for at in range(4)}
     decision: Any = SimpleNamespace(
-        batch=SimpleNamespace(context_tokens=400.0, draft_contexts=None),
+        batch=SimpleNamespace(context_tokens=400.0, contexts=None, draft_contexts=None),
         index={},
         option=SimpleNamespace(num_branches=1),
     )
@@ -82,3 +82,39 @@ def test_waiting_for_a_busy_drafter_is_not_its_work() -> None:
     assert float(costs.draft.by_steps(numbers, 100.0)[-1]) == pytest.approx(usual_s, rel=0.02)
     assert costs.draft.spread.factors.min() == pytest.approx(1.0, rel=0.02)
     assert costs.draft.spread.factors.max() == pytest.approx(3.0, rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.4])
+def test_drafts_behind_short_texts_say_what_steps_cost_at_the_mean(factor: float) -> None:
+    """Beside a long one, whose draft rows would cost more: neither counts as if it were of mean context."""
+    learnt, costs, _ = learning()
+    contexts = [100.0] * 7 + [100_000.0]
+    context = sum(contexts)
+    names = [RequestId(f"r{at}") for at in range(8)]
+    decision: Any = SimpleNamespace(
+        batch=SimpleNamespace(context_tokens=context, contexts=np.array(contexts), draft_contexts=None),
+        index={name: at for at, name in enumerate(names)},
+    )
+    first = costs.verify.table(8, context)
+    for at in range(60):
+        drafted = [(at % 3) if name != names[-1] else 0 for name in names]
+        longer = sum(number * (one - context / 8) for number, one in zip(drafted, contexts, strict=True))
+        own_s = factor * costs.verify.own_context_s * longer
+        outcomes = [
+            DraftOutcome(request_id=name, num_drafted=number, num_accepted=0)
+            for name, number in zip(names, drafted, strict=True)
+            if number
+        ]
+        rows = 8 + sum(drafted)
+        verify_s = factor * float(first[rows]) + own_s
+        step = replace(
+            PLAIN,
+            num_sequences=8,
+            num_rows=rows,
+            context_tokens=int(context),
+            verify_s=verify_s,
+            outcomes=outcomes,
+        )
+        learnt.note(step, decision)
+    for rows in (8, 15, 22):
+        assert costs.verify.table(8, context)[rows] == pytest.approx(factor * float(first[rows]), rel=0.05)

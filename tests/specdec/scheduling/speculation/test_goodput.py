@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specdec.scheduling.speculation.acceptance import AcceptanceEstimate
-from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Option
 from specdec.scheduling.speculation.guesses import GuessRanks
 from specdec.scheduling.speculation.time_spread import NO_PROMPTS, PromptLoad
@@ -162,6 +162,39 @@ def test_each_gets_what_its_own_context_is_worth() -> None:
     assert by_budget is not None
     assert by_budget.num_draft_tokens.min() >= by_budget.num_draft_tokens.max() - 1
     assert by_budget.num_draft_tokens.min() > 2
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.2, 0.02])
+def test_short_texts_beside_a_long_one_make_no_step_shorter(factor: float) -> None:
+    """Steps that take less than was measured at the start: those with drafts take no less than plain ones."""
+    costs = costs_of("cpu")
+    contexts, context = [100] * 7 + [200_000], 200_700
+    for rows in (8, 16, 24, 32, 64):
+        before = costs.verify.table(8, context)[rows]
+        for _ in range(12):
+            costs.verify.note(VerifyShape(8, context, rows), factor * float(before))
+    for requested in ([-1] * 8, [4] * 7 + [-1]):
+        batch = batch_of([[0.9] * 8] * 8, contexts=contexts, requested=requested)
+        evaluation = Evaluation(batch, costs, OVERHEADS, max_rows=640)  # type: ignore[arg-type]
+        found = evaluation.lockstep()
+        assert found is not None
+        least_s = float(costs.verify.table(8, context)[8])
+        assert evaluation.plain.verify_s >= least_s > 0.0
+        assert found.verify_s >= least_s
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
+def test_what_contexts_of_their_own_cost_is_corrected_as_all_else(factor: float) -> None:
+    costs = costs_of("cpu")
+    contexts, context = [100] * 7 + [50_000], 50_700
+    table = costs.verify.table(8, context)
+    for rows in (8, 16, 24, 32, 64) * 12:
+        costs.verify.note(VerifyShape(8, context, rows), factor * float(table[rows]))
+    batch = batch_of([[0.9] * 8] * 8, contexts=contexts, requested=[2] * 7 + [0])
+    its_s = Evaluation(batch, costs, OVERHEADS, max_rows=640).plain.verify_s  # type: ignore[arg-type]
+    longer = 2 * 7 * (100 - context / 8)
+    expected_s = factor * (float(table[8 + 14]) + costs.verify.own_context_s * longer)
+    assert its_s == pytest.approx(expected_s, rel=0.03)
 
 
 def test_who_is_accepted_more_gets_more() -> None:
