@@ -84,6 +84,26 @@ def test_waiting_for_a_busy_drafter_is_not_its_work() -> None:
     assert costs.draft.spread.factors.max() == pytest.approx(3.0, rel=0.02)
 
 
+def test_the_wire_to_a_drafter_takes_as_long_whatever_is_drafted() -> None:
+    """Longer than work on one token: long drafts do not take so many times as long as work on them."""
+    learnt, costs, _ = learning()
+    names = [RequestId(f"r{at}") for at in range(4)]
+    decision: Any = SimpleNamespace(
+        batch=SimpleNamespace(context_tokens=400.0, contexts=None, draft_contexts=None),
+        index={},
+        option=SimpleNamespace(num_branches=1),
+    )
+    at_first = {k: float(costs.draft.by_steps(np.full(k, 4), 100.0)[-1]) for k in (1, 4, 8)}
+    wire_s = 5.0 * at_first[1]
+    for _ in range(40):
+        for k, work_s in at_first.items():
+            drafted = replace(PLAIN, budgets=dict.fromkeys(names, k), draft_work_s=work_s)
+            learnt.note(replace(drafted, draft_ready_s=work_s + wire_s), decision)
+    for k, work_s in at_first.items():  # neighbouring regions have a say in each other
+        usual_s = float(costs.draft.by_steps(np.full(k, 4), 100.0)[-1])
+        assert usual_s * costs.draft.spread.factors.mean() == pytest.approx(work_s + wire_s, rel=0.3)
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.4])
 def test_drafts_behind_short_texts_say_what_steps_cost_at_the_mean(factor: float) -> None:
     """Beside a long one, whose draft rows would cost more: neither counts as if it were of mean context."""
