@@ -100,6 +100,8 @@ class StreamBook:
         self._coordinators = KnownCoordinators(clock, lease_s=lease_s, may_be_none=may_be_none)
         self._may_be_none = may_be_none
         self._streams: dict[RequestId, _Stream] = {}
+        self._num_at: Counter[PeerId] = Counter()
+        """Streams by coordinator."""
         self._next_nonce = 1
         self.counters: Counter[str] = Counter()
         """failovers, stale_frames_dropped, lost_streams, unexpected_messages_dropped, and what became of
@@ -164,9 +166,12 @@ class StreamBook:
 
     def close(self, request_id: RequestId) -> None:
         """Nobody waits for this stream any more. Unknown ids are ignored."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None and stream.coordinator is not None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if stream.coordinator is not None:
             self._send(stream.coordinator, Abort(request_id, stream.epoch))
+        self._forget(stream)
 
     def abort(self, request_id: RequestId) -> None:
         """End a stream with finish reason "abort". Unknown ids are ignored."""
@@ -363,7 +368,22 @@ class StreamBook:
         coordinator = self._coordinators.get(stream.coordinator)
         if coordinator is not None:
             self._send(coordinator.peer_id, Abort(stream.request.request_id, stream.epoch))
-        stream.coordinator = None
+        self._assign(stream, None)
+
+    def _assign(self, stream: _Stream, peer_id: PeerId | None) -> None:
+        """Note who has a stream; None: nobody."""
+        former, stream.coordinator = stream.coordinator, peer_id
+        if former is not None:
+            self._num_at[former] -= 1
+            if not self._num_at[former]:
+                del self._num_at[former]
+        if peer_id is not None:
+            self._num_at[peer_id] += 1
+
+    def _forget(self, stream: _Stream) -> None:
+        """Take a stream out of the book."""
+        self._assign(stream, None)
+        del self._streams[stream.request.request_id]
 
     def _place_homeless(self) -> None:
         for stream in list(self._streams.values()):
@@ -377,7 +397,7 @@ class StreamBook:
         if route is not None:
             self._submit(stream, route)
         elif self._coordinators.is_closing:
-            del self._streams[stream.request.request_id]
+            self._forget(stream)
             self._give_up(stream)
 
     def _give_up(self, stream: _Stream) -> None:
@@ -398,9 +418,8 @@ class StreamBook:
         fitting = self._coordinators.fitting(stream.model_revision, stream.refused_by)
         if not fitting:
             return None
-        own = Counter(other.coordinator for other in self._streams.values())
         loads = [
-            Load(one.peer_id, max(one.reported_load, own[one.peer_id]) / max(1, one.member.capacity))
+            Load(one.peer_id, max(one.reported_load, self._num_at[one.peer_id]) / max(1, one.member.capacity))
             for one in fitting
         ]
         return choose(loads, self._routes.known(self._prefix(stream)), self._routing.imbalance)
@@ -423,7 +442,7 @@ class StreamBook:
             self.counters["routed_prefix_tokens"] += route.num_known_blocks * self._routing.block_tokens
         coordinator = self._coordinators.get(route.group)
         assert coordinator is not None, "it was chosen from those that are there"
-        stream.coordinator = route.group
+        self._assign(stream, route.group)
         stream.give_up_s = math.inf
         stream.model_revision = coordinator.member.model_revision
         stream.submitted_before = self._next_nonce
@@ -435,11 +454,11 @@ class StreamBook:
         self._send(route.group, SubmitRequest(request))
 
     def _finish(self, stream: _Stream, output: RequestOutput) -> None:
-        del self._streams[stream.request.request_id]
+        self._forget(stream)
         stream.sink(output)
 
     def _reject(self, stream: _Stream, error: DrafthouseError) -> None:
-        del self._streams[stream.request.request_id]
+        self._forget(stream)
         stream.sink(error)
 
 

@@ -7,6 +7,7 @@ targets are lost, links lose, double, delay and reorder messages.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -34,9 +35,17 @@ from specdec.engine.service import SHUTTING_DOWN
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.ngram import NgramProposer
 from specdec.scheduling.config import SchedulerConfig
-from specdec.transport.base import PeerId
+from specdec.transport.base import Envelope, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
-from specdec.transport.messages import Abort, OutputFrame, Ping, ProposeReply, Release, SubmitRequest
+from specdec.transport.messages import (
+    Abort,
+    OutputFrame,
+    Ping,
+    Pong,
+    ProposeReply,
+    Release,
+    SubmitRequest,
+)
 from specdec.transport.status import TargetGroupStatus
 from tests.pairwise import mostly_full
 
@@ -687,6 +696,21 @@ def test_who_is_silent_but_in_the_directory_is_waited_for() -> None:
     sim.network.faults = Faults()
     sim.run_until_done()
     assert_right(ingress, [request])
+
+
+def test_many_streams_that_wait_are_soon_placed_when_somebody_is_back() -> None:
+    """A door does nothing else meanwhile: it must not look at all streams for each of them."""
+    sim, ingress = simple()
+    sim.network.faults = Faults(loss=1.0)
+    sim.network.run_for(3 * LEASE_S)
+    rng = random.Random(5)
+    for number in range(8000):
+        ingress.open(a_request(f"r{number}", rng))
+    started_s = time.thread_time()
+    ingress.book.hear(Envelope(sender=sim.coordinators[0].member.peer_id, message=Pong(0, ())))
+    took_s = time.thread_time() - started_s
+    assert not ingress.book.has_homeless
+    assert took_s < 2.0, f"{took_s:.1f} s"
 
 
 def test_who_is_silent_and_then_lost_is_not_waited_for() -> None:
