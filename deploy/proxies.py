@@ -36,8 +36,8 @@ _EVERY_PROXY: Mapping[str, str] = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_CALLBACK,
     # A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
-    # Between proxy and door, gRPC takes less CPU for a delivery than Ray's generators of objects. Doors listen
-    # for it anyway, behind Ray's token and Ray's TLS.
+    # Between proxy and door, gRPC takes less CPU for a delivery than Ray's generators of objects. Doors
+    # listen for it anyway, behind Ray's token and Ray's TLS.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
 }
 _HAPROXY: Mapping[str, str] = {
