@@ -129,7 +129,7 @@ def train(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     layout: Annotated[
         Literal["published", "speculators"],
-        typer.Option("--format", help="Layout of eagle3: of its authors, or of vLLM's library."),
+        typer.Option("--format", help="Layout of eagle3 and mtp: of their authors, or of vLLM's library."),
     ] = "published",
     stored_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights in OUT.")

@@ -90,7 +90,7 @@ class DrafterRecipe(Schedule):
         defaults = {field.name: field.default for field in fields(self)}
         for name, methods in _OF_METHODS.items():
             if getattr(self, name) != defaults[name] and self.method not in methods:
-                raise ConfigError(f"{name} is of method {' and '.join(methods)}, not of {self.method}")
+                raise ConfigError(f"{_flag(name)} is of method {' and '.join(methods)}, not of {self.method}")
         for name in ("on_policy", "layer_dropout"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from 0 to 1")
@@ -109,6 +109,11 @@ class DrafterRecipe(Schedule):
                 "--target-loss self needs --lora-rank: without what is added the target is what it was; a "
                 "copy of all its weights is not kept"
             )
+
+
+def _flag(name: str) -> str:
+    words = name.removeprefix("is_").removeprefix("has_")
+    return f"--{words.replace('_', '-')}"
 
 
 _OF_METHODS: dict[str, tuple[Method, ...]] = {

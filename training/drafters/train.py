@@ -32,7 +32,9 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
 
 
 def _require_layout(recipe: DrafterRecipe, options: TrainOptions) -> None:
-    """What is written at the end has to be refused at the beginning."""
+    """What cannot be written at the end has to be refused at the beginning."""
+    if options.stores_adapter and recipe.method != "medusa2":
+        raise ConfigError(f"--store adapter is of method medusa2, not of {recipe.method}")
     held = recipe.method in ("eagle3", "mtp") and recipe.num_modules == 1
     if options.layout != "published" and not held:
         what = "several MTP modules" if recipe.num_modules > 1 else recipe.method

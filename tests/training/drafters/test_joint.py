@@ -155,7 +155,7 @@ def test_what_is_served_is_the_fine_tuned_target(
         ({"target_loss": "self"}, "--target-loss self needs --lora-rank"),
         ({"heads_first": 6}, r"--heads-first must be from 0 to one less than --steps \(6\)"),
         ({"lora_rank": -1}, "--lora-rank must be at least 1, or 0"),
-        ({"exit_layer": 2}, "exit_layer is of method layerskip, not of medusa2"),
+        ({"exit_layer": 2}, "--exit-layer is of method layerskip, not of medusa2"),
     ],
 )
 def test_recipes_that_make_no_sense(changes: dict[str, Any], text: str) -> None:

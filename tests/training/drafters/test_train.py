@@ -327,8 +327,8 @@ def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> 
     [
         ({"steps": 0}, "--steps must be at least 1"),
         ({"depth": 30}, "too short to look 30 tokens ahead"),
-        ({"has_prefix_layer": True}, "has_prefix_layer is of method hydra"),
-        ({"draft_vocab_size": 10}, "draft_vocab_size is of method eagle3"),
+        ({"has_prefix_layer": True}, "--prefix-layer is of method hydra"),
+        ({"draft_vocab_size": 10}, "--draft-vocab-size is of method eagle3"),
     ],
 )
 def test_recipes_that_make_no_sense(changes: dict[str, Any], text: str) -> None:
@@ -394,6 +394,13 @@ def test_layouts_that_do_not_hold_a_method_are_refused_before_anything_is_traine
     chosen = options(target_folder, texts, tmp_path, layout="speculators")
     with pytest.raises(ConfigError, match=f"--format speculators does not hold {what}: give published"):
         train_drafter(DrafterRecipe(**(TINY | changes)), chosen)
+    assert not chosen.work.exists()
+
+
+def test_an_adapter_is_what_medusa2_alone_can_store(target_folder: Path, texts: Path, tmp_path: Path) -> None:
+    chosen = options(target_folder, texts, tmp_path, stores_adapter=True)
+    with pytest.raises(ConfigError, match="--store adapter is of method medusa2, not of eagle3"):
+        train_drafter(DrafterRecipe(**(TINY | {"method": "eagle3"})), chosen)
     assert not chosen.work.exists()
 
 
