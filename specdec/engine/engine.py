@@ -357,7 +357,12 @@ class Engine:
                 self._lose_target(error)
             else:
                 self._is_saturated = len(self._roster.waiting) > 0
-                self._rates.note_round(outputs, self._clock.now_s(), is_saturated=self._is_saturated)
+                self._rates.note_round(
+                    outputs,
+                    self._clock.now_s(),
+                    num_decoding=self._num_decoding(),
+                    is_saturated=self._is_saturated,
+                )
                 if len(self._roster) == 0 and len(self._preparation) == 0:
                     self._roster.turns.note_idle()
                 if not self._ended:
@@ -462,6 +467,9 @@ class Engine:
             return num_before + len(waiting) + 1 - num_places
         num_giving_way = sum(live.service_key.priority > key.priority for live in running.values())
         return num_before + waiting.num_before(key) + 1 - num_places - num_giving_way
+
+    def _num_decoding(self) -> int:
+        return sum(live.sequence.num_generated > 0 for live in self._roster.running.values())
 
     def _tokens_to_come(self) -> list[int]:
         """How many tokens each of those who run is expected to generate yet."""

@@ -20,6 +20,11 @@ _LEAST_FORESEEN = 8.0
 """After fewer of them, how well first tokens are foreseen is not known: the least margin holds."""
 _DEVIATIONS = 2.5
 """Of how far first tokens were off, added to what is expected: about one in a hundred is later."""
+_PACE_HALF_LIFE_S = 1.0
+_PACE_HALF_LIFE_TOKENS = 64.0
+"""Of decoding, after which what rounds took counts half: whichever is longer."""
+_MOST_CHANGE = 3.0
+"""By so much the pace of the moment may differ from that of finished requests; a fault is not a pace."""
 
 
 @dataclass(slots=True)
@@ -38,6 +43,27 @@ class _Mean:
     def value(self) -> float:
         """The mean; 0 before there is anything."""
         return self.total / self.weight if self.weight > 0.0 else 0.0
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Of the moment, from rounds: finished requests tell of a change only when most of it is behind them."""
+
+    seconds: float = 0.0
+    """Summed over those who decoded."""
+    tokens: float = 0.0
+
+    def add(self, elapsed_s: float, seconds: float, num_tokens: int) -> None:
+        """Count so many tokens, and what they took: by the clock, and summed over those who decoded."""
+        half_lives = min(elapsed_s / _PACE_HALF_LIFE_S, num_tokens / _PACE_HALF_LIFE_TOKENS)
+        decay = 0.5**half_lives
+        self.seconds = decay * self.seconds + seconds
+        self.tokens = decay * self.tokens + num_tokens
+
+    @property
+    def gap_s(self) -> float | None:
+        """Seconds per token of one request; None: too little was seen."""
+        return self.seconds / self.tokens if self.tokens >= _PACE_HALF_LIFE_TOKENS else None
 
 
 @dataclass(slots=True)
@@ -85,7 +111,11 @@ class Expectation:
 
 
 class ServiceRates:
-    """Measured on requests that finished, in the order of their ends. Times are the engine's clock.
+    """Measured on requests that finished, in the order of their ends, and on the rounds of those who run.
+
+    What requests took is the mean of many, and late: who would be told of a place in two seconds by what was
+    true two seconds ago waits for three when the machine has something else to do. So it is scaled by what
+    tokens take now. Times are the engine's clock.
 
     The drain rate is measured while somebody waits: requests finish as seldom as they come otherwise. Before
     that was ever so, it is what `max_num_seqs` requests at once would make of the time that one takes.
@@ -98,10 +128,13 @@ class ServiceRates:
         "_gap",
         "_length",
         "_max_num_seqs",
+        "_num_decoding",
+        "_pace",
         "_saturated_finishes",
         "_saturated_s",
         "_seen_s",
         "_service",
+        "_tokenless_s",
         "_was_saturated",
     )
 
@@ -120,9 +153,26 @@ class ServiceRates:
         self._length = _Mean()
         """Generated tokens."""
         self._foresight = _Foresight()
+        self._pace = _Pace()
+        self._num_decoding = 0
+        """Behind the last round."""
+        self._tokenless_s = 0.0
+        """Of decoding, since rounds last brought tokens."""
 
-    def note_round(self, outputs: list[RequestOutput], now_s: float, *, is_saturated: bool) -> None:
-        """Take in what a round has brought; `is_saturated`: somebody waits behind it."""
+    def note_round(
+        self, outputs: list[RequestOutput], now_s: float, *, num_decoding: int, is_saturated: bool
+    ) -> None:
+        """Take in what a round has brought.
+
+        Args:
+            outputs: what is new.
+            now_s: when the round was over.
+            num_decoding: who has a first token and goes on.
+            is_saturated: somebody waits behind it.
+        """
+        if self._num_decoding > 0:
+            self._note_tokens(outputs, now_s - self._seen_s)
+        self._num_decoding = num_decoding
         finished = [output for output in outputs if output.finish_reason in ("stop", "length")]
         if self._was_saturated:
             decay = _KEPT ** len(finished)
@@ -132,6 +182,17 @@ class ServiceRates:
         self._was_saturated = is_saturated
         for output in finished:
             self._note_finish(output)
+
+    def _note_tokens(self, outputs: list[RequestOutput], elapsed_s: float) -> None:
+        self._tokenless_s += elapsed_s
+        num_tokens = sum(len(output.token_ids) - (output.first_index == 0) for output in outputs)
+        if num_tokens == 0:
+            return
+        seconds = self._tokenless_s * self._num_decoding
+        if self._gap.value > 0.0:
+            seconds = min(seconds, _MOST_CHANGE * self._gap.value * num_tokens)
+        self._pace.add(self._tokenless_s, seconds, num_tokens)
+        self._tokenless_s = 0.0
 
     def _note_finish(self, output: RequestOutput) -> None:
         stats = output.stats
@@ -175,16 +236,24 @@ class ServiceRates:
         if not running:
             return num_before * self.seconds_per_request
         turn, place = divmod(num_before - 1, len(running))
-        return sorted(running)[place] * self._gap.value + turn * self._service.value
+        return self._slowness * (sorted(running)[place] * self._gap.value + turn * self._service.value)
+
+    @property
+    def _slowness(self) -> float:
+        """How many times as long as of those who have finished tokens take now."""
+        now_s, usual_s = self._pace.gap_s, self._gap.value
+        if now_s is None or usual_s <= 0.0:
+            return 1.0
+        return min(max(now_s / usual_s, 1.0 / _MOST_CHANGE), _MOST_CHANGE)
 
     def expect(self, request: Request, num_before: int, running: Sequence[int] = ()) -> Expectation:
         """Return what a request would experience for which so many others have to finish first (`wait_s`)."""
         wait_s = self.wait_s(num_before, running)
-        first_token_s = wait_s + self._first_token.value * len(request.prompt_token_ids)
+        first_token_s = wait_s + self._slowness * self._first_token.value * len(request.prompt_token_ids)
         num_more = max(0, self.expected_tokens(request) - 1)
         return Expectation(
             wait_s=wait_s,
             first_token_s=first_token_s,
-            end_s=first_token_s + self._gap.value * num_more,
+            end_s=first_token_s + self._slowness * self._gap.value * num_more,
             margin=self._foresight.margin,
         )

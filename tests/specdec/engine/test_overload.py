@@ -27,12 +27,17 @@ CAPACITY_PER_S = NUM_PLACES / (ROUND_S * (NUM_TOKENS + 1))
 
 
 def goodput(
-    load: float, *, refuse_late: bool = True, seed: int = 1, disturbance: float = 0.0
+    load: float,
+    *,
+    refuse_late: bool = True,
+    seed: int = 1,
+    disturbance: float = 0.0,
+    slower: float = 1.0,
 ) -> tuple[float, Counter[str]]:
     """Return good requests per second at a share of capacity, and what became of all, once rates are known.
 
     With a disturbance, rounds take longer by up to that share, another one every other second: somebody else
-    uses the machine, too.
+    uses the machine, too. `slower`: by so much from when they are counted on.
     """
     generator, clock = random.Random(seed), ManualClock()
     troubles = random.Random(seed + 1)
@@ -67,7 +72,8 @@ def goodput(
             next_s += generator.expovariate(load * CAPACITY_PER_S)
         if clock.now_s() >= until_s:
             slowness, until_s = 1.0 + troubles.uniform(0.0, disturbance), until_s + 2.0
-        clock.advance(slowness * ROUND_S)
+        usual = ROUND_S * (slower if clock.now_s() > ramp_s else 1.0)
+        clock.advance(slowness * usual)
         for output in engine.step():
             if output.finish_reason is not None:
                 assert output.stats is not None
@@ -99,3 +105,10 @@ def test_on_a_machine_that_others_use_few_are_late(seed: int) -> None:
     """How far waits turn out to be from what was foreseen becomes the margin: a fixed one is too small."""
     _, outcomes = goodput(5.0, seed=seed, disturbance=1.5)
     assert outcomes["late"] <= 0.08 * outcomes["good"], outcomes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_comes_when_rounds_become_slower_is_told_by_what_they_take_now(seed: int) -> None:
+    """Only those are late who waited already when it happened; with finished requests alone twice as many."""
+    _, outcomes = goodput(5.0, seed=seed, slower=1.6)
+    assert outcomes["late"] <= 1.5 * NUM_PLACES, outcomes
