@@ -54,24 +54,27 @@ def _parts(results: Result) -> str:
     )
 
 
+def _overload_row(turns: Sequence[Result]) -> tuple[str | int, ...]:
+    """Return what became of one load: of all its turns together."""
+    goodput = [float(turn["goodput_per_s"]) for turn in turns]
+    outcomes = ("good", "late", "status 429")
+    return (
+        f"{turns[0]['share']:g}",
+        f"{turns[0]['requests_per_s']:.1f}",
+        sum(turn["num_requests"] for turn in turns),
+        *(sum(turn["outcomes"].get(outcome, 0) for turn in turns) for outcome in outcomes),
+        f"{statistics.fmean(goodput):.0f} ({min(goodput):.0f}-{max(goodput):.0f})",
+        f"{statistics.median(turn['ttft_p50_s'] for turn in turns):.2f}",
+        f"{max(turn['max_lateness_s'] for turn in turns):.2f}",
+    )
+
+
 def overload(results: Result) -> str:
     """Return what is left of goodput, and what many streams lost."""
     measured, streams = results["overload"], results["streams"]
     loads = measured["loads"]
-    rows = [
-        (
-            f"{load['share']:g}",
-            f"{load['requests_per_s']:.1f}",
-            load["num_requests"],
-            load["outcomes"].get("good", 0),
-            load["outcomes"].get("late", 0),
-            load["outcomes"].get("status 429", 0),
-            f"{load['goodput_per_s']:.0f}",
-            f"{load['ttft_p50_s']:.2f}",
-            f"{load['max_lateness_s']:.2f}",
-        )
-        for load in loads
-    ]
+    shares = sorted({float(load["share"]) for load in loads})
+    rows = [_overload_row([load for load in loads if load["share"] == share]) for share in shares]
     head = (
         "of capacity",
         "requests/s",
@@ -83,14 +86,19 @@ def overload(results: Result) -> str:
         "first token, p50 (s)",
         "sent late by up to (s)",
     )
-    most = max(loads, key=lambda load: float(load["share"]))
+    num_turns = len(loads) // len(shares)
+    num_again = sum(load["num_tries"] - 1 for load in loads)
+    most_stolen = max(load["stolen"] for load in loads)
     ratio = results["headlines"]["goodput_at_5x_vs_peak"]
     return "\n\n".join(
         [
             f"Measured on {origin_of(results['environment'])}. Capacity: "
             f"{measured['capacity_requests_per_s']:.2f} requests/s{_cores(results)}.",
             table(head, rows),
-            f"At {most['share']:g} times the capacity goodput is {ratio:.2f} of its peak. "
+            f"Each load was sent {num_turns} times, there and back; goodput is the mean, with the least and "
+            f"most. Others on the same machine had at most {most_stolen:.0%} of the server's cores; "
+            f"{num_again} times a load was sent again because they had more.",
+            f"At {shares[-1]:g} times the capacity goodput is {ratio:.2f} of its peak. "
             f"{streams['num_streams']} streams at once ({streams['most_at_once']} of them were open "
             f"together): {streams['num_complete']} complete, {streams['num_lost_bytes']} of "
             f"{streams['num_bytes']} bytes lost, in {streams['seconds']:.0f} s.",
@@ -170,6 +178,7 @@ class Part(NamedTuple):
 PARTS = {
     "chaos.json": Part("performance.md", "faults", faults),
     "overload.json": Part("performance.md", "overload", overload),
+    "overload_python.json": Part("performance.md", "overload through python", overload),
     "doors.json": Part("operations.md", "proxies", doors),
 }
 """By file of raw results."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -53,11 +53,11 @@ def _measure(run: Callable[[], T]) -> Measured[T]:
     return Measured(result, (stolen_seconds() - before_s) / cores_s)
 
 
-def stolen_seconds() -> float:
-    """Return what was stolen since the machine started, of the benchmark's cores; 0 if untold."""
+def stolen_seconds(cores: Set[int] | None = None) -> float:
+    """Return what was stolen since the machine started, of the benchmark's cores or others; 0 if untold."""
     if not _STAT.exists():
         return 0.0
-    ours = {f"cpu{number}" for number in _cores()}
+    ours = {f"cpu{number}" for number in (_cores() if cores is None else cores)}
     lines = (line.split() for line in _STAT.read_text().splitlines())
     ticks = sum(int(line[_STOLEN_FIELD]) for line in lines if line[0] in ours and len(line) > _STOLEN_FIELD)
     return ticks / os.sysconf("SC_CLK_TCK")

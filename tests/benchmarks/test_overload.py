@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import resource
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import typer
 from rich.progress import Progress
@@ -74,15 +77,25 @@ def test_goodput_is_of_good_requests_behind_the_ramp() -> None:
         timeline(15.0, error="status 429"),
         timeline(19.99),  # ends when nothing is sent any more
     ]
-    load = summed_up(timelines, {"ttft": 1.0, "tpot": 0.1}, share=5.0, rate=0.35, duration_s=20.0, refused={})
+    load = summed_up(
+        timelines,
+        {"ttft": 1.0, "tpot": 0.1},
+        share=5.0,
+        turn=0,
+        rate=0.35,
+        duration_s=20.0,
+        refused={},
+        stolen=0.0,
+    )
     assert load.outcomes == {"good": 4, "late": 2, "status 429": 1}
     assert load.goodput_per_s == pytest.approx(20 / 15)
 
 
 def test_overload_is_compared_with_the_best_load() -> None:
-    def load(share: float, goodput: float) -> Load:
+    def load(share: float, goodput: float, turn: int = 0) -> Load:
         return Load(
             share=share,
+            turn=turn,
             requests_per_s=1.0,
             num_requests=1,
             outcomes={},
@@ -91,6 +104,7 @@ def test_overload_is_compared_with_the_best_load() -> None:
             ttft_p99_s=0.0,
             max_lateness_s=0.0,
             refused={},
+            stolen=0.0,
         )
 
     streams = Streams(
@@ -101,11 +115,14 @@ def test_overload_is_compared_with_the_best_load() -> None:
         "streams_1000_lost_bytes": 3.0,
     }
     assert headlines([load(0.8, 100.0), load(5.0, 95.0)], None) == {"goodput_at_5x_vs_peak": 0.95}
+    lucky_once = [load(1.1, 130.0), load(5.0, 95.0), load(5.0, 105.0, turn=1), load(1.1, 70.0, turn=1)]
+    assert headlines(lucky_once, None) == {"goodput_at_5x_vs_peak": 1.0}
 
 
 TINY = Plan(
     loads=(0.5, 1.5),
     duration_s=0.4,
+    num_turns=2,
     warm_up_s=0.1,
     num_streams=30,
     num_stream_tokens=5,
@@ -139,16 +156,39 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield started
 
 
+@pytest.mark.parametrize(
+    ("stolen", "num_tries", "kept"),
+    [([0.01], 1, 0.01), ([0.2, 0.04], 2, 0.04), ([0.3, 0.2, 0.06, 0.09, 0.0], 4, 0.06)],
+)
+def test_what_others_have_disturbed_is_sent_again(
+    stolen: list[float], num_tries: int, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = dataclasses.replace(TINY, most_tries=4)
+    left = iter(stolen)
+
+    async def once(self: Overload, *_: float) -> Load:
+        return summed_up([], {}, share=1.5, turn=0, rate=1.0, duration_s=1.0, refused={}, stolen=next(left))
+
+    monkeypatch.setattr(Overload, "_load", once)
+
+    async def send() -> Load:
+        async with httpx.AsyncClient() as client:
+            return await Overload(plan, client, PROMPTS, lambda: None, [0]).load(1.5, 0, 2.0, 0.1)
+
+    load = asyncio.run(send())
+    assert (load.stolen, load.num_tries) == (kept, num_tries)
+
+
 def test_a_run_that_was_cut_between_loads_measures_the_rest(
     starts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "overload.json"
     send = Overload.load
 
-    async def cut_at_the_second(self: Overload, share: float, *others: float) -> Load:
+    async def cut_at_the_second(self: Overload, share: float, turn: int, *others: float) -> Load:
         if share == TINY.loads[1]:
             raise KeyboardInterrupt
-        return await send(self, share, *others)
+        return await send(self, share, turn, *others)
 
     monkeypatch.setattr(Overload, "load", cut_at_the_second)
     with Progress(disable=True) as progress:
@@ -161,7 +201,7 @@ def test_a_run_that_was_cut_between_loads_measures_the_rest(
         again = KeptCells(file, to_plain(TINY), resume=True)
         assert measure_overload(TINY, tmp_path, PROMPTS, progress, again) == found
     assert starts == ["one for loads, compiled: draft, target"] * 2, "all was measured then"
-    assert [load.share for load in found["loads"]] == list(TINY.loads)
+    assert [(load.share, load.turn) for load in found["loads"]] == [(0.5, 0), (1.5, 0), (1.5, 1), (0.5, 1)]
     assert found["capacity_requests_per_s"] == first.result("capacity")["requests_per_s"] > 0
     assert all(sum(load.outcomes.values()) == load.num_requests > 0 for load in found["loads"])
 

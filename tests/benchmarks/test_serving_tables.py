@@ -75,7 +75,10 @@ def test_overload_is_that_of_the_largest_load() -> None:
         "goodput_per_s": 400.0,
         "ttft_p50_s": 0.5,
         "max_lateness_s": 0.01,
+        "stolen": 0.03,
+        "num_tries": 2,
     }
+    better = {**load, "goodput_per_s": 500.0, "stolen": 0.04}
     streams = {
         "num_streams": 9,
         "most_at_once": 8,
@@ -86,12 +89,17 @@ def test_overload_is_that_of_the_largest_load() -> None:
     }
     results = {
         "environment": MEASURED,
-        "overload": {"capacity_requests_per_s": 2.5, "loads": [load, {**load, "share": 5.0}]},
+        "overload": {
+            "capacity_requests_per_s": 2.5,
+            "loads": [load, {**load, "share": 5.0}, {**load, "share": 5.0}, better],
+        },
         "streams": streams,
         "headlines": {"goodput_at_5x_vs_peak": 0.91},
     }
     text = overload(results)
-    assert "| 0.8 | 2.0 | 20 | 18 | 1 | 1 | 400 | 0.50 | 0.01 |" in text
+    assert "| 0.8 | 2.0 | 40 | 36 | 2 | 2 | 450 (400-500) | 0.50 | 0.01 |" in text
+    assert "Each load was sent 2 times" in text
+    assert "had at most 4% of the server's cores; 4 times a load was sent again" in text
     assert "At 5 times the capacity goodput is 0.91 of its peak" in text
     assert "9 streams at once (8 of them were open together): 7 complete, 6 of 50 bytes lost, in 5 s" in text
 
