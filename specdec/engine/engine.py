@@ -357,6 +357,7 @@ class Engine:
                 self._lose_target(error)
             else:
                 self._is_saturated = len(self._roster.waiting) > 0
+                self._note_first_tokens(outputs)
                 self._rates.note_round(
                     outputs,
                     self._clock.now_s(),
@@ -467,6 +468,16 @@ class Engine:
             return num_before + len(waiting) + 1 - num_places
         num_giving_way = sum(live.service_key.priority > key.priority for live in running.values())
         return num_before + waiting.num_before(key) + 1 - num_places - num_giving_way
+
+    def _note_first_tokens(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.first_index == 0 and output.token_ids:
+                live = self._find(output.request_id)
+                stats = output.stats if live is None else live.stats
+                if stats is not None and stats.expected_first_token_s and stats.first_token_s is not None:
+                    self._rates.note_first_token(
+                        stats.expected_first_token_s, stats.first_token_s - stats.arrival_s
+                    )
 
     def _num_decoding(self) -> int:
         return sum(live.sequence.num_generated > 0 for live in self._roster.running.values())

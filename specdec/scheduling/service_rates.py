@@ -20,7 +20,7 @@ _LEAST_FORESEEN = 8.0
 """After fewer of them, how well first tokens are foreseen is not known: the least margin holds."""
 _DEVIATIONS = 2.5
 """Of how far first tokens were off, added to what is expected: about one in a hundred is later."""
-_PACE_HALF_LIFE_S = 1.0
+_PACE_HALF_LIFE_S = 0.4
 _PACE_HALF_LIFE_TOKENS = 64.0
 """Of decoding, after which what rounds took counts half: whichever is longer."""
 _MOST_CHANGE = 3.0
@@ -159,6 +159,10 @@ class ServiceRates:
         self._tokenless_s = 0.0
         """Of decoding, since rounds last brought tokens."""
 
+    def note_first_token(self, expected_s: float, actual_s: float) -> None:
+        """Take in when the first token of one who had to wait has come, in seconds from its arrival."""
+        self._foresight.add(expected_s, actual_s)
+
     def note_round(
         self, outputs: list[RequestOutput], now_s: float, *, num_decoding: int, is_saturated: bool
     ) -> None:
@@ -203,8 +207,6 @@ class ServiceRates:
         if stats.first_token_s is not None:
             read_s = stats.first_token_s - stats.first_scheduled_s
             self._first_token.add(read_s, max(1, output.num_prompt_tokens))
-            if stats.expected_first_token_s:
-                self._foresight.add(stats.expected_first_token_s, stats.first_token_s - stats.arrival_s)
             if output.num_generated_tokens > 1:
                 self._gap.add(stats.finished_s - stats.first_token_s, output.num_generated_tokens - 1)
 

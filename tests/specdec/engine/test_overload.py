@@ -111,4 +111,4 @@ def test_on_a_machine_that_others_use_few_are_late(seed: int) -> None:
 def test_who_comes_when_rounds_become_slower_is_told_by_what_they_take_now(seed: int) -> None:
     """Only those are late who waited already when it happened; with finished requests alone twice as many."""
     _, outcomes = goodput(5.0, seed=seed, slower=1.6)
-    assert outcomes["late"] <= 1.5 * NUM_PLACES, outcomes
+    assert outcomes["late"] <= NUM_PLACES, outcomes

@@ -16,7 +16,6 @@ def finished(
     first_s: float,
     ended_s: float,
     num_tokens: int = 11,
-    expected_first_token_s: float | None = None,
 ) -> RequestOutput:
     return RequestOutput(
         request_id=RequestId("r"),
@@ -29,7 +28,6 @@ def finished(
         num_generated_tokens=num_tokens,
         stats=RequestStats(
             arrival_s=0.0,
-            expected_first_token_s=expected_first_token_s,
             first_scheduled_s=began_s,
             first_token_s=first_s,
             finished_s=ended_s,
@@ -152,12 +150,7 @@ def margin_after(waits: list[tuple[float, float]]) -> float:
     """Of (expected, actual) seconds to the first token."""
     rates = ServiceRates(1, 0.0)
     for expected_s, actual_s in waits:
-        note(
-            rates,
-            [finished(actual_s, actual_s, actual_s + 1.0, expected_first_token_s=expected_s)],
-            0.0,
-            is_saturated=True,
-        )
+        rates.note_first_token(expected_s, actual_s)
     return rates.expect(request(6), 2).margin
 
 
@@ -176,7 +169,3 @@ def test_one_wait_that_nobody_could_foresee_does_not_shut_the_door() -> None:
     assert margin_after([*usual, (2.0, 600.0)]) < 1.6
     assert margin_after([(2.0, 600.0)] * 100) == pytest.approx(2.0)
     assert margin_after([*usual, (0.01, 0.09)]) == pytest.approx(1.2)  # a short one says little
-
-
-def test_who_did_not_wait_says_nothing_of_it() -> None:
-    assert margin_after([]) == margin_after([(0.0, 3.0)] * 50)
