@@ -72,9 +72,11 @@ _NICENESS = 5
 """Of the server: who sends goes first where they share cores, or what was due would be sent late."""
 _FILES_PER_STREAM = 3
 """In the process that has most open: Serve's proxy has a socket to each client, and pipes and logs beside."""
-_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""Idle ones are closed: httpx looks at every connection for each idle one whenever a request begins or ends:
-for 50 ms, of 1,000 of which half are idle (measured)."""
+_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+"""Of loads: clients keep connections."""
+_STREAM_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+"""Of streams, idle ones are closed: httpx looks at every connection for each idle one whenever a request begins
+or ends: for 50 ms, of 1,000 of which half are idle (measured)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -515,7 +517,7 @@ def _open_streams(
     task = progress.add_task("streams", total=plan.num_streams)
 
     async def run(url: str) -> Streams:
-        async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=_CONNECTIONS) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=_STREAM_CONNECTIONS) as client:
             return await stream_all(client, bodies, expected, lambda: progress.advance(task))
 
     with serving(streams_config(plan, family), cores, niceness=_NICENESS) as server:
