@@ -75,8 +75,8 @@ _FILES_PER_STREAM = 3
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
 """Of loads: clients keep connections."""
 _STREAM_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""Of streams, idle ones are closed: httpx looks at every connection for each idle one whenever a request begins
-or ends: for 50 ms, of 1,000 of which half are idle (measured)."""
+"""Of streams, idle ones are closed: httpx looks at every connection for each idle one whenever a request
+begins or ends: for 50 ms, of 1,000 of which half are idle (measured)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
