@@ -16,6 +16,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from tests import kept_results
 from tests.pairwise import chosen_cover
 
 SEED = 0x5EED
@@ -78,10 +79,19 @@ def _seeded() -> None:
         torch.manual_seed(SEED)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    kept_results.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    kept_results.configure(config)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_most_to_the_full_run(items)
     _skip_without_gpu(items)
+    kept_results.leave_out_kept(config, items)
 
 
 def _leave_most_to_the_full_run(items: Sequence[pytest.Item]) -> None:
