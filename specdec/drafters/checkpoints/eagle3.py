@@ -109,9 +109,9 @@ def read_settings(folder: DrafterFolder, target: TargetParts, keys: Keys, layer:
 def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ...]:
     """Return which states are fused, as `Drafter.hidden_layers` counts.
 
-    Ids in `eagle_config` are SpecForge's and SGLang's: outputs of layers, counted from 0, which is one less than
-    ours (-1: the embeddings). Those at the top are vLLM's and `speculators`': inputs of layers, which count
-    like ours; but lists that begin with 1 were carried there from `eagle_config` as they were.
+    Ids in `eagle_config` are SpecForge's and SGLang's: outputs of layers, counted from 0, which is one less
+    than ours (-1: the embeddings). Those at the top are vLLM's and `speculators`': inputs of layers, which
+    count like ours; but lists that begin with 1 were carried there from `eagle_config` as they were.
 
     Raises:
         CheckpointError: the two do not mean the same layers, or the target does not have a layer.

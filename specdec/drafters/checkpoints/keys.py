@@ -79,14 +79,14 @@ class Keys:
                 kind, **{name: value for name, value in self.content.items() if name != "model_type"}
             )
         except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-            width, num_heads = self.content["hidden_size"], self.content["num_attention_heads"]
-            if isinstance(error, StrictDataclassClassValidationError) and width % num_heads:
-                raise self.wrong("num_attention_heads", f"hidden_size {width} is no multiple of it") from error
+            width, heads = self.content["hidden_size"], self.content["num_attention_heads"]
+            if isinstance(error, StrictDataclassClassValidationError) and width % heads:
+                raise self.wrong("num_attention_heads", f"it must divide hidden_size, {width}") from error
             # Those first say which check it was; what it found is their cause.
             cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+            what = self.prefix.removesuffix(".") or "it"
             raise CheckpointError(
-                f"{self.path / CONFIG_FILE}: {self.prefix.removesuffix('.') or 'it'} "
-                f"describes no {kind} that can be made: "
+                f"{self.path / CONFIG_FILE}: {what} describes no {kind} that can be made: "
                 f"{str(cause or error).splitlines()[0]}"
             ) from error
         return config

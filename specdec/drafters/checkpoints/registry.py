@@ -45,7 +45,7 @@ assert set(_LOADERS) == set(get_args(DrafterFormat))
 def detect(folder: DrafterFolder) -> DrafterFormat:
     """Return the format of a folder.
 
-    Names of tensors decide, because config.json often says "llama", but where it has a key of one format alone.
+    Names of tensors decide, because config.json often says "llama", unless that has a key of one format.
 
     Raises:
         CheckpointError: it holds no drafter, or one of a kind that is not supported.

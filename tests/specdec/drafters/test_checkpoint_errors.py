@@ -202,7 +202,7 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
     "width that heads do not divide": (
         published.eagle,
         change(num_attention_heads=3),
-        ["config.json: num_attention_heads is 3; hidden_size 16 is no multiple of it"],
+        ["config.json: num_attention_heads is 3; it must divide hidden_size, 16"],
     ),
     "two layers": (published.eagle3, change(num_hidden_layers=2), ["num_hidden_layers is 2", "one decoder"]),
     "both norms": (published.eagle3, change(fc_norm=True, norm_before_fc=True), ["fc_norm is True"]),

@@ -210,7 +210,7 @@ def test_both_conventions_of_fused_layers(
     layers: tuple[int, ...],
     said: str,
 ) -> None:
-    """Outputs of layers in `eagle_config`, as SpecForge and SGLang have it, inputs at the top, as vLLM has it."""
+    """Outputs of layers in `eagle_config` (SpecForge, SGLang), inputs of layers at the top (vLLM)."""
     config, tensors = published.eagle3()
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = inside
     published.write(folder, config | {"eagle_aux_hidden_state_layer_ids": outside}, tensors, MODEL)
