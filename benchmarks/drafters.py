@@ -21,12 +21,14 @@ would take too long, fewer tokens are decoded, and the end says so (`benchmarks/
     share_of_possible speedup over plain decoding / possible, pair by pair
     possible_if_free  tokens_per_pass T(1) / T(n + 1)
 
-T are bare forwards of the target at this batch, with nothing around them, timed amid the turns: of one row
-for each sequence, and of the n + 1 rows that a round has on average (between those of no draft and of a whole
-one), with the rows beside drafts that lookahead has. T_draft is what drafting takes in a round, by the
-engine's clock: a drafter that is slow makes little possible, and `draft_cost`, T_draft / T(1), shows it, as
-does how far `possible` is below `possible_if_free`. So the share is what planning, sampling, committing and
-moving K/V leave of a speedup. It may exceed 1: plain rounds pay for sampling and planning for each token.
+T are bare forwards of the target at this batch, with nothing around them, timed amid the turns and in turn,
+so that it does not matter which engine ran last (`benchmarks/kv_costs.py`): of one row for each sequence, and
+of the n + 1 rows that a round has on average (between those of no draft and of a whole one), with the rows
+beside drafts that lookahead has. T_draft is what drafting takes in a round, by the engine's clock: a drafter
+that is slow makes little possible, and `draft_cost`, T_draft / T(1), shows it, as does how far `possible` is
+below `possible_if_free`. So the share is what planning, sampling, committing and moving K/V leave of a
+speedup. It may exceed 1: plain rounds pay for sampling and planning for each token. The worst of all,
+`worst_share_of_possible`, is of those cells whose bounds tell the goal, 0.85, from 1; the others are named.
 
 `memory_bytes` is what is there beside the target and its K/V: weights, packed ones included, and K/V and
 hidden states for as many tokens as the target has room for. Families whose heads were not trained yet
@@ -60,6 +62,7 @@ from benchmarks.drafter_texts import AT_ONCE, Prompts, choose_prompts
 from benchmarks.drafters_cell import Bench
 from benchmarks.drafters_plan import AS_IT_IS, BLOCK_SIZE, FULL, INFLATED, QUICK, Cell, Plan, rest_of
 from benchmarks.drafters_summary import GOAL, headlines_of, short_of, shortened_of, table_of
+from benchmarks.drafters_tables import unsure_of
 from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.kept_cells import KeptCells
 from benchmarks.measured_engine import MeasuredEngine
@@ -310,6 +313,8 @@ def main(
     console.print(table_of(cells))
     for line in short:
         console.print(f"short of {GOAL}: {line}")
+    for line in unsure_of(to_plain(cells)):
+        console.print(f"share too uncertain: {line}")
     if shortened:
         console.print(f"cut short: {shortened}")
     for name in missing:

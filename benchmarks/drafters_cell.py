@@ -13,14 +13,12 @@ from benchmarks.drafter_families import Family
 from benchmarks.drafter_texts import Prompts, mixed
 from benchmarks.drafters_plan import Cell, Pace, Plan
 from benchmarks.drafters_summary import Runs, summarise
-from benchmarks.kv_costs import Step, forward_seconds
+from benchmarks.kv_costs import Step, forwards_in_turn
 from benchmarks.measured_engine import MeasuredEngine
 from benchmarks.steady import Batch, Counted
 from benchmarks.stolen import least_stolen
 from benchmarks.turns import Turns
 from specdec.scheduling.speculation.controller import FixedController
-
-_COST_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +135,11 @@ class Bench:
         step = partial(Step, batch=cell.batch, context=context)
         plain, own = self._plain.target.runner, self._engine.target.runner
         rows = 1 + self._engine.proposer.capabilities.num_rows_beside
-        plain_s = forward_seconds(plain, step(rows=1), _COST_REPEATS)
-        return {
-            "plain_s": plain_s,
-            "undrafted_s": plain_s if rows == 1 else forward_seconds(own, step(rows=rows), _COST_REPEATS),
-            "verify_s": forward_seconds(own, step(rows=rows + num_draft_tokens), _COST_REPEATS),
+        forwards = {
+            "plain_s": (plain, step(rows=1)),
+            "verify_s": (own, step(rows=rows + num_draft_tokens)),
         }
+        if rows > 1:
+            forwards["undrafted_s"] = (own, step(rows=rows))
+        seconds = forwards_in_turn(forwards)
+        return {"undrafted_s": seconds["plain_s"], **seconds}

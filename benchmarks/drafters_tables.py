@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.drafter_claims import CLAIMS, ORDER
 from benchmarks.drafter_families import PLAIN
+from benchmarks.drafters_summary import GOAL, WIDEST, is_sure
 
 Cell = Mapping[str, Any]
 _MOST_POSITIONS = 4
@@ -23,6 +24,7 @@ def measured(results: Mapping[str, Any], picture: str) -> str:
         lines += ["", f"### The {target} target, one request at a time", "", *_in_detail(own)]
         lines += ["", f"### The {target} target, by batch size", "", *_by_batch(own)]
     lines += ["", "### What a family takes beside the target", "", *_takes(cells)]
+    lines += ["", "### How sure the shares are", "", *_sureness(cells)]
     order = _order(cells)
     if order:
         lines += ["", "### Medusa, Hydra, EAGLE, EAGLE-3", "", *order]
@@ -152,14 +154,56 @@ def _in_detail(cells: Sequence[Cell]) -> list[str]:
                 " / ".join(f"{value:.2f}" for value in one["reached"][:_MOST_POSITIONS]) or "-",
                 f"{Costs.of(one).verify:.2f}",
                 f"{one['draft_cost']:.2f}",
-                f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})",
+                _with_bounds(ratio),
                 *(f"{one['classes'][name]['speedup']['median']:.2f}" for name in classes),
                 f"{one['possible']['median']:.2f}",
                 f"{one['possible_if_free']['median']:.2f}",
-                f"{share['median']:.2f}",
+                _with_bounds(share),
             )
         )
     return lines
+
+
+def _with_bounds(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})"
+
+
+def _sureness(cells: Sequence[Cell]) -> list[str]:
+    """Say the worst share that is known well enough, and name the cells whose shares are not."""
+    drafting = [one for one in cells if one["cell"]["family"] != PLAIN]
+    sure = [one for one in drafting if _is_sure(one)]
+    unsure = unsure_of(cells)
+    lines = []
+    if sure:
+        worst = min(sure, key=lambda one: float(one["share_of_possible"]["median"]))
+        lines.append(
+            f"{len(sure)} of {len(drafting)} drafting cells have bounds that are at most {WIDEST:.2f} apart, "
+            f"one over the other, which tells {GOAL} from 1. The worst share of these is "
+            f"{_with_bounds(worst['share_of_possible'])}: `{worst['cell']['family']}`, {_place(worst)}."
+        )
+    if unsure:
+        lines += [*([""] if lines else []), "Too uncertain to be read as a share:", ""]
+        lines += [f"- {line}" for line in unsure]
+    return lines
+
+
+def unsure_of(cells: Sequence[Cell]) -> list[str]:
+    """Name the cells whose shares of what is possible are too uncertain, those of a place together."""
+    by_place: dict[str, list[str]] = {}
+    for one in cells:
+        if one["cell"]["family"] != PLAIN and not _is_sure(one):
+            by_place.setdefault(_place(one), []).append(f"`{one['cell']['family']}`")
+    return [f"{place}: {', '.join(names)}" for place, names in by_place.items()]
+
+
+def _is_sure(cell: Cell) -> bool:
+    share = cell["share_of_possible"]
+    return is_sure(share["lower"], share["upper"])
+
+
+def _place(cell: Cell) -> str:
+    where = cell["cell"]
+    return f"{where['target']}, batch {where['batch']}, temperature {where['temperature']:g}"
 
 
 def _by_batch(cells: Sequence[Cell]) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +17,10 @@ from specdec.model.batch import SequenceSlice
 from specdec.model.runner import ForwardInputs, ModelRunner
 
 _SCRATCH_BLOCK = 0
+_TURNS = 4
+"""Blocks that each of several forwards is timed in; even, for ABBA."""
+_WARM_S, _COUNTED_S = 0.005, 0.0125
+"""Of a block, at least: until caches hold what this one reads, and what counts (50 ms of each in all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,29 @@ def forward_seconds(runner: ModelRunner, step: Step, repeats: int) -> float:
     return _median_seconds(lambda: runner.forward_packed(inputs), repeats)
 
 
+def forwards_in_turn(forwards: Mapping[str, tuple[ModelRunner, Step]]) -> dict[str, float]:
+    """Seconds of several forwards alone, measured so that it does not matter what ran before."""
+    laid_out = {name: (runner, inputs_of(runner, step)) for name, (runner, step) in forwards.items()}
+    return seconds_in_turn(
+        {name: partial(runner.forward_packed, inputs) for name, (runner, inputs) in laid_out.items()}
+    )
+
+
+@torch.inference_mode()
+def seconds_in_turn(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Median seconds of each: in blocks that take turns (ABBA), each of which warms up first.
+
+    Of engines beside each other the one that ran last has its weights in the caches; one after the other,
+    with a single run to warm up, they would not be measured alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(_TURNS):
+        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
+            _seconds_within(runs[name], _WARM_S)
+            seconds[name] += _seconds_within(runs[name], _COUNTED_S)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
 def kv_bytes(runner: ModelRunner, step: Step) -> int:
     """Bytes of K and V that a step has to read."""
     loaded = runner.loaded
@@ -73,6 +101,16 @@ class Stream:
     def seconds(self, repeats: int) -> float:
         """Seconds of one reading, by as many threads as everything has."""
         return _median_seconds(self._read, repeats)
+
+
+def _seconds_within(run: Callable[[], object], least_s: float) -> list[float]:
+    """Run once at least, and until it took so long."""
+    seconds: list[float] = []
+    while sum(seconds) < least_s:
+        started_s = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started_s)
+    return seconds
 
 
 @torch.inference_mode()

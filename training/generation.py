@@ -93,10 +93,12 @@ def sample(
     num_tokens: int,
     temperatures: torch.Tensor,
     seed: int,
+    num_ids: int | None = None,
 ) -> torch.Tensor:
     """Continue each prompt by ``num_tokens`` tokens: int64 [rows, num_tokens].
 
-    ``temperatures`` float [rows]. Rows go on past end-of-text; the caller cuts them. The model may be on a
+    ``temperatures`` float [rows]; ``num_ids``: only ids below it are chosen, None: all that the model has.
+    Rows go on past end-of-text; the caller cuts them. The model may be on a
     GPU; noise and what is returned are on the host, so that the noise is the same everywhere.
     """
     device = model.device
@@ -120,7 +122,7 @@ def sample(
                 past_key_values=cache,
                 logits_to_keep=1,
             )
-            logits = said.logits[:, -1].cpu()
+            logits = said.logits[:, -1, :num_ids].cpu()
             noise = gumbel_noise(seed, step, *logits.shape) if is_noisy else None
             chosen = noisy_choice(logits.float(), temperatures.cpu(), noise)
             output[:, step] = chosen

@@ -27,6 +27,7 @@ class Schedule:
     weight_decay: float
     warmup_steps: int
     constant_share: float
+    """Of the steps, after which learning rates go down in a line."""
     clip_norm: float = 1.0
     seed: int
 

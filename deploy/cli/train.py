@@ -47,6 +47,13 @@ def train(
     depth: Annotated[
         int, typer.Option(help="Tokens to look ahead: heads, steps of training, or of what is measured.")
     ] = 4,
+    decay: Annotated[
+        float,
+        typer.Option(
+            help="medusa, hydra, eagle3, mtp, parallel_heads, medusa2: weight of each token ahead, of that "
+            "before it."
+        ),
+    ] = 0.8,
     num_layers: Annotated[
         int,
         typer.Option(
@@ -64,6 +71,12 @@ def train(
         str | None, typer.Option(help="EAGLE-3: states that it reads, such as 2,4,5; 0 is the embeddings.")
     ] = None,
     v31: Annotated[bool, typer.Option("--v31", help="EAGLE-3.1.")] = False,
+    feature_noise: Annotated[
+        float, typer.Option(help="eagle: width of the noise on features, to either side.")
+    ] = 0.1,
+    classification_weight: Annotated[
+        float, typer.Option(help="eagle: of the cross entropy, beside the regression of features.")
+    ] = 0.1,
     samples: Annotated[
         int, typer.Option(help="Train on so many rows that the target writes itself; 0: on the texts.")
     ] = 0,
@@ -120,6 +133,16 @@ def train(
     ] = None,
     matrix_lr: Annotated[float, typer.Option(help="Learning rate of matrices (Muon).")] = 2e-3,
     vector_lr: Annotated[float, typer.Option(help="Learning rate of LM heads and norms (AdamW).")] = 1e-3,
+    weight_decay: Annotated[
+        float, typer.Option(help="Of matrices, LM heads and embeddings; norms and biases have none.")
+    ] = 0.0,
+    warmup_steps: Annotated[
+        int, typer.Option(help="Steps in which learning rates rise to what they are to be.")
+    ] = 20,
+    constant_share: Annotated[
+        float, typer.Option(help="Share of the steps after which learning rates begin to fall, to zero.")
+    ] = 0.3,
+    clip_norm: Annotated[float, typer.Option(help="Norm that gradients of a step are cut to.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of initial weights, order and samples.")] = 0,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
@@ -176,12 +199,15 @@ def train(
         batch_rows=batch_rows,
         accumulate=accumulate,
         depth=depth,
+        decay=decay,
         num_layers=num_layers,
         num_modules=num_modules,
         has_prefix_layer=prefix_layer,
         draft_vocab_size=draft_vocab_size,
         fused_layers=_integers(fused_layers),
         is_v31=v31,
+        feature_noise=feature_noise,
+        classification_weight=classification_weight,
         target_rate=target_rate,
         heads_first=heads_first,
         heads_weight=heads_weight,
@@ -195,6 +221,10 @@ def train(
         on_policy=on_policy,
         muon_lr=matrix_lr,
         adamw_lr=vector_lr,
+        weight_decay=weight_decay,
+        warmup_steps=warmup_steps,
+        constant_share=constant_share,
+        clip_norm=clip_norm,
         seed=seed,
     )
     options = TrainOptions(

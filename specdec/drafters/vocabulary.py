@@ -19,8 +19,16 @@ class DraftVocabulary(nn.Module):
     t2d: torch.Tensor
 
     def __init__(self, d2t: torch.Tensor, num_target: int) -> None:
+        """Take the offsets `d2t`, integers [num_draft].
+
+        Raises:
+            ValueError: they are no integers, leave the target's `num_target` ids, or meet.
+        """
         super().__init__()
-        self.register_buffer("d2t", d2t.to(torch.int64))
+        if d2t.is_floating_point() or d2t.is_complex() or d2t.dtype == torch.bool:
+            raise ValueError(f"d2t holds {d2t.dtype}; offsets of token ids are integers")
+        d2t = d2t.to(torch.int64)
+        self.register_buffer("d2t", d2t)
         ids = d2t + torch.arange(len(d2t), device=d2t.device)
         if not bool(((ids >= 0) & (ids < num_target)).all()):
             raise ValueError(f"d2t leads to token ids outside of 0 .. {num_target - 1}")

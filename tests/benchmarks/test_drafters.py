@@ -23,10 +23,10 @@ from benchmarks.drafter_texts import CLASSES, mixed
 from benchmarks.drafters import engine_config, measure
 from benchmarks.drafters_cell import Bench
 from benchmarks.drafters_plan import AS_IT_IS, FULL, INFLATED, QUICK, Cell, Plan
-from benchmarks.drafters_summary import Round, headlines_of, short_of, shortened_of, table_of
+from benchmarks.drafters_summary import Round, headlines_of, is_sure, short_of, shortened_of, table_of
 from benchmarks.kept_cells import KeptCells
 from benchmarks.kv_costs import Step
-from benchmarks.report import progress_bar, to_plain
+from benchmarks.report import PairedRatio, progress_bar, to_plain
 from benchmarks.steady import Batch, Counted, decode_tokens, read
 from benchmarks.tensor_memory import live_tensor_bytes
 from specdec.engine.engine import Engine
@@ -144,6 +144,12 @@ def test_headlines_are_of_the_costly_target_alone_and_greedy() -> None:
     assert headlines["share_of_possible_eagle"] == cells[2]["share_of_possible"].median
     assert headlines["best_speedup_b1_t0_repeated"] == pytest.approx(3.6)
     assert headlines["worst_share_of_possible"] == cells[3]["share_of_possible"].median
+    values = (0.5, 0.9, 1.4, 0.7)
+    unsure = {**cells[3], "share_of_possible": PairedRatio(values)}
+    assert headlines_of([*cells[:3], unsure])["worst_share_of_possible"] == pytest.approx(
+        cells[2]["share_of_possible"].median
+    ), "not that of a cell that says nothing"
+    assert "worst_share_of_possible" not in headlines_of([unsure])
     assert not any(name.endswith(f"_{PLAIN}") for name in headlines)
     assert headlines_of(cells[:1]) == {}
     (short,) = short_of(cells)
@@ -151,6 +157,13 @@ def test_headlines_are_of_the_costly_target_alone_and_greedy() -> None:
     assert "1.00 ms drafting" in short
     Console(file=None, quiet=True).print(table_of(cells))
     Console(file=None, quiet=True).print(table_of([]))
+
+
+def test_bounds_tell_the_goal_from_one_or_not() -> None:
+    assert is_sure(0.85, 1.0)
+    assert is_sure(0.75, 1.03)
+    assert not is_sure(0.7, 1.0)
+    assert not is_sure(0.0, math.inf), "of a single pair"
 
 
 def test_how_many_cells_were_cut_short_is_told() -> None:
@@ -230,11 +243,11 @@ def test_both_decode_the_same_texts_in_turn(monkeypatch: pytest.MonkeyPatch) -> 
     log: list[tuple[Any, ...]] = []
     bare: list[tuple[Any, Step]] = []
 
-    def forward_seconds(runner: Any, step: Step, repeats: int) -> float:
-        bare.append((runner, step))
-        return 0.01 * step.rows
+    def forwards_in_turn(forwards: dict[str, tuple[Any, Step]]) -> dict[str, float]:
+        bare.extend(forwards.values())
+        return {name: 0.01 * step.rows for name, (_, step) in forwards.items()}
 
-    monkeypatch.setattr(drafters_cell, "forward_seconds", forward_seconds)
+    monkeypatch.setattr(drafters_cell, "forwards_in_turn", forwards_in_turn)
     (family,) = families_of(("ngram",))
     plan = dataclasses.replace(QUICK, num_prompts=4, pairs=2, prompts_per_turn=2, cell_s=60.0)
     prompts = {name: [(10 * at + n,) for n in range(4)] for at, name in enumerate(CLASSES)}

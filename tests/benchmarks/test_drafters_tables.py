@@ -12,9 +12,9 @@ from benchmarks.drafter_claims import CLAIMS, ORDER
 from benchmarks.drafter_families import FAMILIES, PLAIN
 from benchmarks.drafter_texts import CLASSES
 from benchmarks.drafters_plots import NOTHING, PICTURE, SCRIPT, main, page_of
-from benchmarks.drafters_tables import Costs, measured, published
+from benchmarks.drafters_tables import Costs, measured, published, unsure_of
 from benchmarks.pages import begin_of, end_of, put_into
-from benchmarks.report import to_plain
+from benchmarks.report import PairedRatio, to_plain
 from specdec.core.errors import UserError
 from tests.benchmarks.drafter_cells import a_cell, some_cells
 
@@ -54,7 +54,7 @@ def test_results_become_tables_and_a_picture(tmp_path: Path) -> None:
     assert text.endswith("behind\n")
     assert text == page_of(EMPTY_PAGE, results, f"../images/{PICTURE}")
     assert "| eagle | 0 | 2 | 1.50 | 0.50 | 1.20 | 0.10 | 1.40 (1.40-1.40) | 1.40 |" in text
-    assert "| 1.40 | 1.15 | 1.25 | 1.21 |" in text
+    assert "| 1.40 | 1.15 | 1.25 | 1.21 (1.21-1.21) |" in text
     assert "| eagle | 1.40 (140/s, 1.50, 1.21) | 0.90 (90/s, 1.50, 0.78) | 4.00 (" in text
     assert "| eagle | 12.0 | 12.0 | 0.50 M | 4.1 M | 10 |" in text
     assert "Measured 2026-01-02 to 2026-01-03 at commit 000000000000, 111111111111, P, 2 threads" in text
@@ -64,6 +64,20 @@ def test_results_become_tables_and_a_picture(tmp_path: Path) -> None:
     picture = (tmp_path / "images" / PICTURE).read_text()
     for label in ("eagle", "ngram", "batch 32", "inflated, temperature 0"):
         assert label in picture
+
+
+def test_shares_that_say_nothing_are_named_and_are_not_the_worst() -> None:
+    cells = some_cells()
+    for at, values in ((1, (0.3, 0.9, 1.4, 0.7)), (3, (0.2, 0.9, 1.5, 0.7))):
+        cells[at]["share_of_possible"] = PairedRatio(values)
+    text = measured(results_of([*cells, a_cell("medusa", dict.fromkeys(CLASSES, 110.0))]), PICTURE)
+    assert "4 of 6 drafting cells have bounds that are at most 1.38 apart" in text
+    assert "The worst share of these is 0.95 (0.95-0.95): `medusa`, inflated, batch 1, temperature 0." in text
+    assert "- inflated, batch 1, temperature 0: `ngram`\n- inflated, batch 32, temperature 0: `eagle`" in text
+    assert unsure_of(results_of(cells)["cells"]) == [
+        "inflated, batch 1, temperature 0: `ngram`",
+        "inflated, batch 32, temperature 0: `eagle`",
+    ]
 
 
 def test_a_page_needs_places_for_tables() -> None:

@@ -8,7 +8,9 @@ target's full distribution, at the temperatures at which the pair will be used.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from training.drafters.stored import save_language_model
 from training.generation import sample
 from training.progress import console
 
+logger = logging.getLogger(__name__)
+
 _AUTO_MODEL: Any = AutoModelForCausalLM
 REFRESH_STEPS = 20
 """Steps between fresh samples of the draft model. Checkpoints fall between: older weights are not kept."""
@@ -42,11 +46,42 @@ def is_on_policy(step: int, share: float) -> bool:
     return int((step + 1) * share) > int(step * share)
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabularies:
+    """Token ids of a target and a draft model with one tokenizer, whose LM heads may be padded differently.
+
+    Ids of the padding mean nothing: whatever compares the two looks at the ``common`` ones.
+    """
+
+    target: int
+    draft: int
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, draft: PreTrainedModel) -> Vocabularies:
+        """Take the numbers of logits that both compute."""
+        return cls(TargetParts.of(target).vocab_size, TargetParts.of(draft).vocab_size)
+
+    @property
+    def common(self) -> int:
+        """Ids below this are known to both."""
+        return min(self.target, self.draft)
+
+    def readable(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return tokens that the draft model can read: the target may have written one of its padding."""
+        return tokens.clamp(max=self.draft - 1)
+
+    def as_target(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., draft] as [..., target]; -inf where the draft model has none."""
+        known = logits[..., : self.common]
+        return torch.nn.functional.pad(known, (0, self.target - self.common), value=float("-inf"))
+
+
 class DraftModelTraining:
     """A draft model, and what it learns from."""
 
     def __init__(self, ground: Groundwork, draft: PreTrainedModel, kept: KeptStates | None) -> None:
         self.draft = draft
+        self.vocabularies = Vocabularies.of(ground.model, draft)
         self._ground = ground
         self._kept = kept
         self._capture = Capture(ground.model, (FINAL_NORM,))
@@ -67,8 +102,9 @@ class DraftModelTraining:
         wanted = self._capture.logits(states)
         heat = cycled(LOSS_TEMPERATURES, len(tokens), start=step).to(tokens.device)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=ground.is_mixed):
-            logits = self.draft(tokens, use_cache=False).logits
-        rows = [(one.float() / heat[:, None, None]).flatten(0, 1) for one in (wanted, logits)]
+            logits = self.draft(self.vocabularies.readable(tokens), use_cache=False).logits
+        common = self.vocabularies.common
+        rows = [(one[..., :common].float() / heat[:, None, None]).flatten(0, 1) for one in (wanted, logits)]
         loss = divergence(recipe.divergence, rows[0], rows[1]).mean()
         return loss, {"draft_rows" if on_policy else "rows": loss.item()}
 
@@ -92,10 +128,11 @@ class DraftModelTraining:
             prompts = ground.batch(step, part)[:, :prompt_length].cpu()
             continuation = sample(
                 self.draft,  # type: ignore[arg-type]
-                prompts.tolist(),
+                self.vocabularies.readable(prompts).tolist(),
                 num_tokens=recipe.row_length - prompt_length,
                 temperatures=cycled(SAMPLE_TEMPERATURES, len(prompts), start=step),
                 seed=recipe.seed * 1000 + step * recipe.accumulate + part,
+                num_ids=self.vocabularies.common,
             )
             written[step, part] = torch.cat([prompts, continuation], dim=1)
         return written
@@ -139,7 +176,8 @@ def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
     """
     if options.start_from is not None:
         open_checkpoint(options.start_from)
-        check_same_tokenizer(options.target, options.start_from)
+        for difference in check_same_tokenizer(options.target, options.start_from):
+            logger.warning("--start-from: %s", difference)
     ground = Groundwork.lay(recipe, options)
     draft = _beginning(ground, options.start_from)
     run = ground.begin_run({"draft": draft}, vocabulary_sizes=frozenset({TargetParts.of(draft).vocab_size}))
@@ -154,7 +192,7 @@ def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
         console.print("measuring acceptance")
         acceptance = evaluate_language_model(
             ground.model,
-            _without_gradients(draft),
+            _without_gradients(draft, training.vocabularies),
             ground.beginnings(),
             num_generated=options.eval_tokens,
             num_drafted=recipe.depth,
@@ -170,18 +208,21 @@ def _beginning(ground: Groundwork, start_from: Path | None) -> PreTrainedModel:
         torch.nn.Module.to(draft, device)
     else:
         draft = load_frozen(start_from, torch.float32, device)
-    if TargetParts.of(draft).vocab_size != TargetParts.of(ground.model).vocab_size:
+    sizes = Vocabularies.of(ground.model, draft)
+    num_needed = min(sizes.target, 1 + max(ground.tokenizer.get_vocab().values()))
+    if sizes.draft < num_needed:
         raise ConfigError(
-            f"--start-from {start_from} computes {TargetParts.of(draft).vocab_size} logits, the target "
-            f"{TargetParts.of(ground.model).vocab_size}: give a model with as many rows in its LM head"
+            f"--start-from {start_from} computes {sizes.draft} logits, and the target {sizes.target}, of "
+            f"which the tokenizer names {num_needed}: give a model whose LM head has a row for each of these"
         )
     return draft.eval().requires_grad_(requires_grad=True)
 
 
-def _without_gradients(draft: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+def _without_gradients(
+    draft: PreTrainedModel, vocabularies: Vocabularies
+) -> Callable[[torch.Tensor], torch.Tensor]:
     @torch.no_grad()
     def logits(text: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = draft(text, use_cache=False).logits
-        return found
+        return vocabularies.as_target(draft(vocabularies.readable(text), use_cache=False).logits)
 
     return logits

@@ -50,7 +50,7 @@ class Training(Protocol):
         ...
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
-        """Write the drafter in the published layout."""
+        """Write the drafter in a layout, of those that its method has."""
         ...
 
 
@@ -155,12 +155,12 @@ class MtpTraining:
         return _by_depth(unrolled_losses(self.drafter, rows, self._recipe.depth), self._recipe.decay)
 
     def save(self, folder: Path, target_name: str, layout: CheckpointLayout) -> None:
-        if self._recipe.num_modules > 1:
+        if layout == "published":
             save_modules(self.drafter, folder)
-            return
-        save_speculator(
-            self.drafter, folder, base_model=target_name, num_speculative_tokens=self._recipe.depth
-        )
+        else:
+            save_speculator(
+                self.drafter, folder, base_model=target_name, num_speculative_tokens=self._recipe.depth
+            )
 
 
 class ParallelTraining:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -90,14 +91,22 @@ class DrafterRecipe(Schedule):
         defaults = {field.name: field.default for field in fields(self)}
         for name, methods in _OF_METHODS.items():
             if getattr(self, name) != defaults[name] and self.method not in methods:
-                raise ConfigError(f"{_flag(name)} is of method {' and '.join(methods)}, not of {self.method}")
-        for name in ("on_policy", "layer_dropout"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be from 0 to 1")
+                raise ConfigError(f"{_flag(name)} is of method {_listed(methods)}, not of {self.method}")
+        self._check_ranges()
         if not 1 <= self.num_modules <= self.depth:
             raise ConfigError(f"--num-modules must be from 1 to --depth ({self.depth})")
         if self.method == "medusa2":
             self._check_joint()
+
+    def _check_ranges(self) -> None:
+        for name in ("on_policy", "layer_dropout", "decay", "constant_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{_flag(name)} must be from 0 to 1")
+        for name in ("feature_noise", "classification_weight", "weight_decay", "warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{_flag(name)} must not be negative")
+        if not self.clip_norm > 0.0:
+            raise ConfigError("--clip-norm must be above 0")
 
     def _check_joint(self) -> None:
         if self.lora_rank < 0:
@@ -111,12 +120,20 @@ class DrafterRecipe(Schedule):
             )
 
 
+def _listed(methods: Sequence[str]) -> str:
+    *others, last = methods
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _flag(name: str) -> str:
     words = name.removeprefix("is_").removeprefix("has_")
     return f"--{words.replace('_', '-')}"
 
 
 _OF_METHODS: dict[str, tuple[Method, ...]] = {
+    "decay": ("medusa", "hydra", "eagle3", "mtp", "parallel_heads", "medusa2"),
+    "feature_noise": ("eagle",),
+    "classification_weight": ("eagle",),
     "num_modules": ("mtp",),
     "has_prefix_layer": ("hydra",),
     "draft_vocab_size": ("eagle3",),

@@ -25,6 +25,7 @@ from specdec.drafters.vocabulary import DraftVocabulary
 logger = logging.getLogger(__name__)
 
 _VOCABULARY = "_vocabulary."
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def load_eagle3(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Eagle3:
@@ -108,29 +109,55 @@ def read_settings(folder: DrafterFolder, target: TargetParts, keys: Keys, layer:
 def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ...]:
     """Return which states are fused, as `Drafter.hidden_layers` counts.
 
-    Published ids are of two kinds: inputs of layers (those count like ours), whose first is usually 2, and
-    outputs of layers counted from 0, one less, whose first is usually 1. Engines tell them apart by that.
+    Ids in `eagle_config` are SpecForge's and SGLang's: outputs of layers, counted from 0, which is one less
+    than ours (-1: the embeddings). Those at the top are vLLM's and `speculators`': inputs of layers, which
+    count like ours; but lists that begin with 1 were carried there from `eagle_config` as they were.
+
+    Raises:
+        CheckpointError: the two do not mean the same layers, or the target does not have a layer.
     """
-    name = "eagle_aux_hidden_state_layer_ids"
-    at = keys if keys.content.get(name) is not None else eagle
-    ids = at.integers(name)
-    if ids is None:
+    inside, outside = eagle.integers(_LAYER_IDS, least=-1), keys.integers(_LAYER_IDS)
+    if inside is not None:
+        at, layers, kind = eagle, _behind(inside), "outputs"
+        if outside is not None and layers not in (outside, _of_inputs(outside)):
+            raise eagle.wrong(
+                _LAYER_IDS,
+                f"as outputs of layers, counted from 0, these are the inputs {list(layers)}, and "
+                f"{keys.prefix}{_LAYER_IDS} at the top is {list(outside)}: both must mean the same",
+            )
+    elif outside is not None:
+        at, layers = keys, _of_inputs(outside)
+        kind = "inputs" if layers == outside else "outputs (they begin with 1)"
+    else:
         layers = default_fused_layers(target.num_layers)
         if min(layers) < 0:
-            raise keys.wrong(name, f"a target of {target.num_layers} layers needs it: {layers} is no default")
+            raise keys.wrong(
+                _LAYER_IDS, f"a target of {target.num_layers} layers needs it: {layers} is no default"
+            )
         return layers
-    if ids[0] == 1:
-        logger.warning(
-            "%s: %s begins with 1, so %s are taken for outputs of layers counted from 0", keys.path, name, ids
-        )
-        ids = tuple(index + 1 for index in ids)
-    if max(ids) >= target.num_layers:
+    logger.info(
+        "%s: %s%s are read as %s of layers: %s", keys.path, at.prefix, _LAYER_IDS, kind, _named(layers)
+    )
+    if max(layers) >= target.num_layers:
         raise at.wrong(
-            name,
-            f"the target has {target.num_layers} layers, and what the last one gives before the final norm "
-            "is not kept",
+            _LAYER_IDS,
+            f"read as {kind} of layers it means {_named(layers)}; the target has {target.num_layers} layers, "
+            "and what the last one gives before the final norm is not kept",
         )
-    return ids
+    return layers
+
+
+def _of_inputs(ids: tuple[int, ...]) -> tuple[int, ...]:
+    return _behind(ids) if ids[0] == 1 else ids
+
+
+def _behind(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the states that are outputs of these layers."""
+    return tuple(index + 1 for index in ids)
+
+
+def _named(layers: tuple[int, ...]) -> str:
+    return f"the states after {', '.join(map(str, layers))} layers"
 
 
 def _read_vocabulary(
@@ -139,11 +166,13 @@ def _read_vocabulary(
     size = keys.positive("draft_vocab_size", layer.positive("vocab_size"))
     if size > target.vocab_size:
         raise keys.wrong("draft_vocab_size", f"the target's vocabulary has {target.vocab_size} ids")
-    if size == target.vocab_size:
+    is_whole = size == target.vocab_size
+    if is_whole and "d2t" not in folder.shapes:
         return None
     check_shapes(folder, {"d2t": (size,)})
+    d2t = folder.read(["d2t"])["d2t"]
     try:
-        vocabulary = DraftVocabulary(folder.read(["d2t"])["d2t"], target.vocab_size)
+        vocabulary = DraftVocabulary(d2t, target.vocab_size)
     except ValueError as error:
         raise CheckpointError(f"{folder.path}: {error}") from error
     if "t2d" in folder.shapes:
@@ -155,32 +184,36 @@ def _read_vocabulary(
                 f"{folder.path}: t2d and d2t contradict each other, first at token id {first}: d2t must be "
                 "the offset from draft id to token id"
             )
-    return vocabulary
+    # Offsets of zero say nothing; others are another order of the same ids.
+    return None if is_whole and not bool(d2t.any()) else vocabulary
 
 
 def save_eagle3(drafter: Eagle3, folder: Path) -> None:
-    """Write the head as SafeAILab and SpecForge do."""
+    """Write the head as SafeAILab and SpecForge do; fused layers for engines of either convention."""
     settings = drafter.settings
     config: dict[str, Any] = settings.config.to_dict() | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "draft_vocab_size": drafter.lm_head.out_features,
         "target_hidden_size": drafter.target.hidden_size,
-        "eagle_config": {"use_aux_hidden_state": True},
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            _LAYER_IDS: [index - 1 for index in settings.fused_layers],
+        },
         **stated_settings(settings),
     }
     write_drafter(folder, config, published_tensors(drafter, "midlayer."))
 
 
 def stated_settings(settings: Eagle3Settings) -> dict[str, Any]:
-    """Return the keys that every layout of the format has."""
+    """Return the keys that every layout of the format has at its top."""
     stated: dict[str, Any] = {
         name: getattr(settings, name)
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     }
     if settings.fused_layers[0] == 1:
         raise ValueError("fused layers that begin with 1 would be read as other ones")
-    stated["eagle_aux_hidden_state_layer_ids"] = list(settings.fused_layers)
+    stated[_LAYER_IDS] = list(settings.fused_layers)
     return stated
 
 

@@ -19,6 +19,7 @@ from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.hydra import Hydra
 
+ARCHITECTURE_KEY = "hydra_head_arch"
 _ARCHITECTURES = {"mlp": False, "prefix-mlp": True}
 _BORROWED = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")
 
@@ -30,10 +31,13 @@ def load_hydra(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | 
         CheckpointError: naming the key or tensor at fault.
     """
     keys = Keys(folder.path, folder.config)
-    keys.check_target(target, keys.content.get("hidden_size"))
-    architecture = keys.content.get("hydra_head_arch", "mlp")
+    architecture = keys.content.get(ARCHITECTURE_KEY, "mlp")
     if architecture not in _ARCHITECTURES:
-        raise keys.wrong("hydra_head_arch", f"one of {', '.join(_ARCHITECTURES)} is supported")
+        known = ", ".join(_ARCHITECTURES)
+        raise keys.wrong(
+            ARCHITECTURE_KEY, f"Hydra heads of this architecture are not supported, those of {known} are"
+        )
+    keys.check_target(target, keys.content.get("hidden_size"))
     offset = keys.content.get("hidden_state_offset", 0)
     if type(offset) is not int or not 0 <= offset <= target.num_layers:
         raise keys.wrong("hidden_state_offset", f"it must be an integer from 0 to {target.num_layers}")
@@ -61,7 +65,7 @@ def save_hydra(
     config = {
         "hydra_num_heads": len(drafter.mlps),
         "hydra_num_layers": drafter.num_layers,
-        "hydra_head_arch": "mlp" if drafter.prefix is None else "prefix-mlp",
+        ARCHITECTURE_KEY: "mlp" if drafter.prefix is None else "prefix-mlp",
         "grounded_heads": drafter.is_grounded,
         "hidden_state_offset": drafter.hidden_state_offset,
         "base_model_name_or_path": base_model,

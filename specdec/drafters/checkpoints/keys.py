@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from specdec.core.errors import CheckpointError
@@ -49,14 +50,14 @@ class Keys:
             raise self.wrong(name, "it must be true or false")
         return value
 
-    def integers(self, name: str) -> tuple[int, ...] | None:
-        """Return a list of integers that are not negative; None for a missing key or null."""
+    def integers(self, name: str, *, least: int = 0) -> tuple[int, ...] | None:
+        """Return a list of integers, `least` and more; None for a missing key or null."""
         value = self.content.get(name)
         if value is None:
             return None
-        is_list = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+        is_list = isinstance(value, list) and all(type(one) is int and one >= least for one in value)
         if not is_list or not value:
-            raise self.wrong(name, "it must be a list of integers that are not negative")
+            raise self.wrong(name, f"it must be a list of integers, {least} and more")
         return tuple(value)
 
     def object(self, name: str) -> Keys:
@@ -77,10 +78,16 @@ class Keys:
             config: PretrainedConfig = _AUTO_CONFIG.for_model(
                 kind, **{name: value for name, value in self.content.items() if name != "model_type"}
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+            width, heads = self.content["hidden_size"], self.content["num_attention_heads"]
+            if isinstance(error, StrictDataclassClassValidationError) and width % heads:
+                raise self.wrong("num_attention_heads", f"it must divide hidden_size, {width}") from error
+            # Those first say which check it was; what it found is their cause.
+            cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+            what = self.prefix.removesuffix(".") or "it"
             raise CheckpointError(
-                f"{self.path / CONFIG_FILE}: {self.prefix or 'it'} describes no {kind} that can be made: "
-                f"{str(error).splitlines()[0]}"
+                f"{self.path / CONFIG_FILE}: {what} describes no {kind} that can be made: "
+                f"{str(cause or error).splitlines()[0]}"
             ) from error
         return config
 

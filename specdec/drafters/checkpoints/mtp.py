@@ -64,10 +64,38 @@ def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | No
     drafter = Mtp(
         target,
         num_modules=num_modules,
-        has_embeddings=_has_own(folder, _EMBEDDINGS, found, target, target.embeddings),
-        has_head=_has_own(folder, _HEAD, found, target, target.head),
+        has_embeddings=has_own(folder, _of_layers(found, _EMBEDDINGS), target, target.embeddings),
+        has_head=has_own(folder, _of_layers(found, _HEAD), target, target.head),
     )
     return _fit(drafter, folder, lambda name: _deepseek_name(name, first), "", dtype)
+
+
+def has_own(
+    folder: DrafterFolder, names: Sequence[str], target: TargetParts, borrowed: torch.nn.Module
+) -> bool:
+    """Whether what modules share, stored under `names` with each of them, is not the target's `borrowed`.
+
+    Raises:
+        CheckpointError: it has another shape, or is not the same in all modules.
+    """
+    first, *others = names
+    stored = [name for name in names if name in folder.shapes]
+    check_shapes(folder, dict.fromkeys(stored, (target.vocab_size, target.hidden_size)))
+    weight = borrowed.weight
+    assert isinstance(weight, torch.Tensor)
+
+    def read(name: str) -> torch.Tensor:
+        return folder.read([name])[name].to(weight.device, weight.dtype)
+
+    common = read(first) if first in stored else weight
+    for name in others:
+        if name in stored and not torch.equal(read(name), common):
+            other = first if first in stored else "that of the target"
+            raise CheckpointError(
+                f"{folder.path}: tensor {name} is not {other}, and MTP modules share it: several are not "
+                "supported"
+            )
+    return common is not weight and not torch.equal(common, weight)
 
 
 def save_mtp(drafter: Mtp, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -95,6 +123,10 @@ def save_modules(drafter: Mtp, folder: Path) -> None:
     write_drafter(
         folder, {**text_config, "num_nextn_predict_layers": len(drafter.mtp_modules)}, _own_tensors(drafter)
     )
+
+
+def _of_layers(layers: Sequence[int], part: str) -> list[str]:
+    return [f"model.layers.{layer}.{part}" for layer in layers]
 
 
 def _own_tensors(drafter: Mtp) -> dict[str, torch.Tensor]:
@@ -137,31 +169,3 @@ def _deepseek_name(name: str, first: int) -> str:
 def _qwen_name(name: str) -> str:
     part, _, rest = name.removeprefix("mtp_modules.0.").partition(".")
     return f"mtp.layers.0.{rest}" if part == "block" else f"{_QWEN_NAMES[part]}.{rest}"
-
-
-def _has_own(
-    folder: DrafterFolder, part: str, layers: Sequence[int], target: TargetParts, borrowed: torch.nn.Module
-) -> bool:
-    """Whether what the modules share, stored with them, is not the target's.
-
-    Raises:
-        CheckpointError: it has another shape, or is not the same in all modules.
-    """
-    first, *others = (f"model.layers.{layer}.{part}" for layer in layers)
-    stored = [name for name in (first, *others) if name in folder.shapes]
-    check_shapes(folder, dict.fromkeys(stored, (target.vocab_size, target.hidden_size)))
-    weight = borrowed.weight
-    assert isinstance(weight, torch.Tensor)
-
-    def read(name: str) -> torch.Tensor:
-        return folder.read([name])[name].to(weight.device, weight.dtype)
-
-    common = read(first) if first in stored else weight
-    for name in others:
-        if name in stored and not torch.equal(read(name), common):
-            other = first if first in stored else "that of the target"
-            raise CheckpointError(
-                f"{folder.path}: tensor {name} is not {other}, and MTP modules share it: several are not "
-                "supported"
-            )
-    return common is not weight and not torch.equal(common, weight)

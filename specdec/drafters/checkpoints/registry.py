@@ -14,7 +14,7 @@ from specdec.drafters.base import Drafter, TargetParts
 from specdec.drafters.checkpoints.eagle import load_eagle
 from specdec.drafters.checkpoints.eagle3 import load_eagle3
 from specdec.drafters.checkpoints.files import DrafterFolder, open_beside, open_drafter
-from specdec.drafters.checkpoints.hydra import load_hydra
+from specdec.drafters.checkpoints.hydra import ARCHITECTURE_KEY, load_hydra
 from specdec.drafters.checkpoints.medusa import HEAD_TENSOR, load_medusa
 from specdec.drafters.checkpoints.mtp import has_mtp, load_mtp
 from specdec.drafters.checkpoints.parallel_heads import HEAD_PREFIX, load_parallel_heads
@@ -43,7 +43,9 @@ assert set(_LOADERS) == set(get_args(DrafterFormat))
 
 
 def detect(folder: DrafterFolder) -> DrafterFormat:
-    """Return the format of a folder. Names of tensors decide, because config.json often says "llama".
+    """Return the format of a folder.
+
+    Names of tensors decide, because config.json often says "llama", unless that has a key of one format.
 
     Raises:
         CheckpointError: it holds no drafter, or one of a kind that is not supported.
@@ -56,6 +58,8 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
             f"{folder.path} holds a DFlash drafter (architectures {architectures!r}), which drafts whole "
             f"blocks at once: that is not supported; {_KNOWN}"
         )
+    if ARCHITECTURE_KEY in folder.config:  # `eagle-attn` has tensors that are named as EAGLE's
+        return "hydra"
     names = {name.removeprefix("model.") for name in folder.shapes}
     if any(name.startswith("midlayer.") or name in _EAGLE3_TENSORS for name in names):
         return "eagle3"

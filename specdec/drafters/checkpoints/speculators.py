@@ -18,11 +18,13 @@ from specdec.drafters.checkpoints.eagle3 import published_tensors, read_eagle3, 
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
 from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.checkpoints.mtp import has_own
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.mtp import Mtp
 
 KIND_KEY = "speculators_model_type"
 _VERSION = "0.5.0"
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _MTP_NAMES = {
     "hnorm": "hidden_layernorm",
     "enorm": "token_layernorm",
@@ -52,17 +54,24 @@ def load_speculator(
 def _load_mtp(folder: DrafterFolder, target: TargetParts, layer: Keys, dtype: torch.dtype | None) -> Mtp:
     config = layer.layer_config()
     layer.check_target(target, config.hidden_size)
-    drafter = Mtp(target, config)
+    drafter = Mtp(
+        target,
+        config,
+        has_embeddings=has_own(folder, [_EMBEDDINGS], target, target.embeddings),
+        has_head=has_own(folder, [_HEAD], target, target.head),
+    )
     return fit(
         drafter,
         folder,
         _mtp_name,
-        is_ignored=lambda name: name in ("embed_tokens.weight", "lm_head.weight") or is_rotary_buffer(name),
+        is_ignored=lambda name: name in (_EMBEDDINGS, _HEAD) or is_rotary_buffer(name),
         dtype=dtype,
     )
 
 
 def _mtp_name(name: str) -> str:
+    if name.startswith(("embed_tokens.", "head.")):
+        return _EMBEDDINGS if name.startswith("embed_tokens.") else _HEAD
     first, _, rest = name.removeprefix("mtp_modules.0.").partition(".")
     return f"mtp_layers.0.{rest}" if first == "block" else f"mtp_layers.0.{_MTP_NAMES[first]}.{rest}"
 

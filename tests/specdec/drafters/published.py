@@ -118,6 +118,15 @@ def hydra(
     return config, filled(shapes)
 
 
+def hydra_eagle_attention() -> tuple[dict[str, Any], Tensors]:
+    """Return Hydra's `eagle-attn`: of EAGLE's names, without its sizes in config.json."""
+    shapes = layer_shapes("attn.")
+    shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "fc.bias": (HIDDEN,)}
+    shapes |= {"input_embed_fn.weight": (VOCAB, HIDDEN), "hydra_lm_head.weight": (VOCAB, HIDDEN)}
+    config, _ = hydra(1, 1)
+    return config | {"hydra_head_arch": "eagle-attn"}, filled(shapes)
+
+
 def eagle(*, has_bias: bool = True, prefix: str = "") -> tuple[dict[str, Any], Tensors]:
     shapes = layer_shapes("layers.0.", has_input_norm=False)
     shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
@@ -147,7 +156,7 @@ def eagle3(
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(KNOWN_IDS),
         "norm_before_residual": False,
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 1, 3]},
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 0, 2]},
     }
     return config, tensors
 

@@ -32,6 +32,16 @@ def put(name: str, tensor: torch.Tensor) -> Broken:
     return lambda _, tensors: tensors.update({name: tensor})
 
 
+def whole_map(offsets: torch.Tensor) -> Broken:
+    """Have the head know as many ids as the target, by these offsets."""
+
+    def harm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["draft_vocab_size"] = len(offsets)
+        tensors["d2t"] = offsets
+
+    return harm
+
+
 BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
     "missing tensor": (
         published.eagle3,
@@ -128,15 +138,71 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         change(draft_vocab_size=49),
         ["draft_vocab_size is 49", "has 48 ids"],
     ),
-    "layers beyond the target's": (
+    "map that is no integers": (
         published.eagle3,
+        put("d2t", torch.zeros(6)),
+        ["d2t holds torch.float32; offsets of token ids are integers"],
+    ),
+    "map of the whole vocabulary that meets": (
+        published.eagle3,
+        whole_map(torch.tensor([1, *[0] * 47])),
+        ["d2t leads from two draft ids to the same token id"],
+    ),
+    "layers beyond the target's": (
+        published.speculators_eagle3,
         change(eagle_aux_hidden_state_layer_ids=[2, 3, 4]),
-        ["eagle_aux_hidden_state_layer_ids is [2, 3, 4]; the target has 4 layers"],
+        [
+            ": eagle_aux_hidden_state_layer_ids is [2, 3, 4]; read as inputs of layers it means the states "
+            "after 2, 3, 4 layers; the target has 4 layers"
+        ],
+    ),
+    "outputs of layers beyond the target's": (
+        published.eagle3,
+        change(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
+        [
+            "eagle_config.eagle_aux_hidden_state_layer_ids is [1, 2, 3]; read as outputs of layers it means "
+            "the states after 2, 3, 4 layers; the target has 4 layers"
+        ],
+    ),
+    "layers in two places": (
+        published.eagle3,
+        change(eagle_aux_hidden_state_layer_ids=[2, 2, 3]),
+        [
+            "eagle_config.eagle_aux_hidden_state_layer_ids is [1, 0, 2]; as outputs of layers, counted from "
+            "0, these are the inputs [2, 1, 3], and eagle_aux_hidden_state_layer_ids at the top is [2, 2, 3]"
+        ],
     ),
     "layers that are no list": (
         published.eagle3,
         change(eagle_aux_hidden_state_layer_ids="2,3,4"),
-        ["eagle_aux_hidden_state_layer_ids", "must be a list of integers"],
+        ["eagle_aux_hidden_state_layer_ids", "must be a list of integers, 0 and more"],
+    ),
+    "no number of layers": (
+        published.eagle3,
+        change(num_hidden_layers=None),
+        ["config.json: it describes no llama that can be made: Field 'num_hidden_layers' expected int"],
+    ),
+    "number that is a string": (
+        published.eagle3,
+        change(rms_norm_eps="1e-5"),
+        ["config.json: it describes no llama", "Field 'rms_norm_eps' expected float, got str"],
+    ),
+    "size of a head that is a string": (
+        published.eagle,
+        change(head_dim="8"),
+        ["config.json: it describes no llama", "Field 'head_dim' with value '8'"],
+    ),
+    "size of a head that is a string, of a speculator": (
+        published.speculators_mtp,
+        lambda config, _: config.update(
+            transformer_layer_config=config["transformer_layer_config"] | {"head_dim": "8"}
+        ),
+        ["config.json: transformer_layer_config describes no llama", "Field 'head_dim' with value '8'"],
+    ),
+    "width that heads do not divide": (
+        published.eagle,
+        change(num_attention_heads=3),
+        ["config.json: num_attention_heads is 3; it must divide hidden_size, 16"],
     ),
     "two layers": (published.eagle3, change(num_hidden_layers=2), ["num_hidden_layers is 2", "one decoder"]),
     "both norms": (published.eagle3, change(fc_norm=True, norm_before_fc=True), ["fc_norm is True"]),
@@ -164,7 +230,7 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
     "more medusa layers than stated": (
         lambda: published.medusa(num_layers=2),
         change(medusa_num_layers=1),
-        ["lack", "tensor"],
+        ["lack 3 tensors, first 0.1.weight of shape (48, 16)"],
     ),
     "no number of medusa heads": (
         published.medusa,
@@ -174,7 +240,10 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
     "hydra of another architecture": (
         published.hydra,
         change(hydra_head_arch="eagle-attn"),
-        ["hydra_head_arch is 'eagle-attn'; one of mlp, prefix-mlp"],
+        [
+            "hydra_head_arch is 'eagle-attn'; Hydra heads of this architecture are not supported, those of "
+            "mlp, prefix-mlp are"
+        ],
     ),
     "hydra that is not grounded": (
         published.hydra,
@@ -281,6 +350,13 @@ def test_drafters_of_blocks_are_told_apart_from_eagle(folder: Path, target: Targ
     config, tensors = published.eagle3()
     published.write(folder, {**config, "architectures": ["DFlashDraftModel"]}, tensors, MODEL)
     with pytest.raises(CheckpointError, match=r"holds a DFlash drafter .*not supported; known are EAGLE"):
+        load_drafter(folder, target.parts)
+
+
+@pytest.mark.parametrize("file", ["hydra_lm_head.pt", "hydra_lm_head.safetensors"])
+def test_hydra_with_tensors_of_eagles_names_is_told_apart(folder: Path, target: Target, file: str) -> None:
+    published.write(folder, *published.hydra_eagle_attention(), file)
+    with pytest.raises(CheckpointError, match=r"hydra_head_arch is 'eagle-attn'; .* mlp, prefix-mlp are"):
         load_drafter(folder, target.parts)
 
 

@@ -166,15 +166,77 @@ def test_eagle3_with_the_whole_vocabulary(folder: Path, target: Target) -> None:
     assert load_drafter(folder, target.parts).vocabulary is None
 
 
+def test_eagle3_with_the_whole_vocabulary_in_another_order(folder: Path, target: Target) -> None:
+    config, tensors = published.eagle3()
+    config["draft_vocab_size"] = published.VOCAB
+    tensors["lm_head.weight"] = torch.randn(published.VOCAB, published.HIDDEN)
+    tensors["t2d"] = torch.ones(published.VOCAB, dtype=torch.bool)
+    tensors["d2t"] = torch.zeros(published.VOCAB, dtype=torch.int64)
+    published.write(folder, config, tensors, MODEL)
+    assert load_drafter(folder, target.parts).vocabulary is None, "every id is its own"
+    tensors["d2t"][:2] = torch.tensor([1, -1])
+    published.write(folder, config, tensors, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    assert head.vocabulary is not None
+    assert head.vocabulary.target_ids[:3].tolist() == [1, 0, 2]
+    save_eagle3(head, folder / "again")
+    again = load_drafter(folder / "again", target.parts).vocabulary
+    assert again is not None
+    assert again.target_ids[:3].tolist() == [1, 0, 2]
+
+
 @pytest.mark.parametrize(
-    ("ids", "layers"), [([2, 2, 3], (2, 2, 3)), ([1, 2, 1], (2, 3, 2)), ([0, 2, 3], (0, 2, 3))]
+    ("inside", "outside", "layers", "said"),
+    [
+        ([1, 0, 2], None, (2, 1, 3), "eagle_config.eagle_aux_hidden_state_layer_ids are read as outputs"),
+        ([2, 1, 0], None, (3, 2, 1), "read as outputs of layers: the states after 3, 2, 1 layers"),
+        ([-1, 1, 2], None, (0, 2, 3), "read as outputs of layers: the states after 0, 2, 3 layers"),
+        (None, [2, 2, 3], (2, 2, 3), ": eagle_aux_hidden_state_layer_ids are read as inputs"),
+        (None, [0, 2, 3], (0, 2, 3), "read as inputs of layers: the states after 0, 2, 3 layers"),
+        (None, [1, 2, 1], (2, 3, 2), "read as outputs (they begin with 1) of layers"),
+        ([1, 0, 2], [2, 1, 3], (2, 1, 3), "read as outputs of layers: the states after 2, 1, 3 layers"),
+        ([1, 0, 2], [1, 0, 2], (2, 1, 3), "read as outputs of layers: the states after 2, 1, 3 layers"),
+        ([0, 1, 2], [1, 2, 3], (1, 2, 3), "read as outputs of layers: the states after 1, 2, 3 layers"),
+        (None, None, (2, 2, 1), ""),
+    ],
 )
 def test_both_conventions_of_fused_layers(
-    folder: Path, target: Target, ids: list[int], layers: tuple[int, ...]
+    folder: Path,
+    target: Target,
+    caplog: pytest.LogCaptureFixture,
+    inside: list[int] | None,
+    outside: list[int] | None,
+    layers: tuple[int, ...],
+    said: str,
 ) -> None:
+    """Outputs of layers in `eagle_config` (SpecForge, SGLang), inputs of layers at the top (vLLM)."""
     config, tensors = published.eagle3()
-    published.write(folder, config | {"eagle_aux_hidden_state_layer_ids": ids}, tensors, MODEL)
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = inside
+    published.write(folder, config | {"eagle_aux_hidden_state_layer_ids": outside}, tensors, MODEL)
     assert load_drafter(folder, target.parts).hidden_layers == layers
+    assert said in caplog.text
+
+
+def test_fused_layers_are_written_for_engines_of_either_convention(folder: Path, target: Target) -> None:
+    published.write(folder, *published.eagle3(), MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    save_eagle3(head, folder / "again")
+    saved = json.loads((folder / "again" / "config.json").read_text())
+    assert saved["eagle_aux_hidden_state_layer_ids"] == [2, 1, 3]
+    assert saved["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 0, 2]
+    for only in ("eagle_config", "eagle_aux_hidden_state_layer_ids"):
+        told = {name: value for name, value in saved.items() if name != only}
+        (folder / "again" / "config.json").write_text(json.dumps(told))
+        assert load_drafter(folder / "again", target.parts).hidden_layers == (2, 1, 3)
+
+
+def test_the_demo_heads_fused_layers_are_the_same_for_everybody() -> None:
+    path = Path(__file__).parents[3] / "models" / "demo" / "heads" / "eagle3"
+    config = json.loads((path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6]
 
 
 def test_an_unstated_residual_is_said_aloud(
@@ -221,6 +283,37 @@ def test_speculators_mtp(folder: Path, target: Target) -> None:
     again = load_file(folder / "again" / MODEL)
     assert again.keys() == tensors.keys()
     assert all(same(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_embeddings_and_head_of_a_speculators_mtp(folder: Path, target: Target) -> None:
+    """They are the target's where they are the same, and its own where they are not."""
+    config, tensors = published.speculators_mtp()
+    state = target.model.state_dict()
+    same_ones = {
+        "embed_tokens.weight": state["model.embed_tokens.weight"].clone(),
+        "lm_head.weight": state["lm_head.weight"].clone(),
+    }
+    published.write(folder, config, tensors | same_ones, MODEL)
+    modules = load_drafter(folder, target.parts)
+    assert isinstance(modules, Mtp)
+    assert modules.borrowed == {"embeddings", "head"}
+    for name in same_ones:
+        own = torch.randn(published.VOCAB, published.HIDDEN)
+        published.write(folder, config, tensors | same_ones | {name: own}, MODEL)
+        modules = load_drafter(folder, target.parts)
+        assert isinstance(modules, Mtp)
+        if name == "lm_head.weight":
+            assert modules.borrowed == {"embeddings"}
+            row = torch.randn(1, published.HIDDEN)
+            torch.testing.assert_close(modules.logits(row), row @ own.T)
+        else:
+            assert modules.borrowed == {"head"}
+            assert torch.equal(modules.embed(torch.tensor([[7]]))[0, 0], own[7])
+        with pytest.raises(CheckpointError, match="shares embeddings and head with"):
+            save_speculator(modules, folder / "again", base_model="m", num_speculative_tokens=3)
+    published.write(folder, config, tensors | {"lm_head.weight": own[1:]}, MODEL)
+    with pytest.raises(CheckpointError, match=r"tensor lm_head.weight has shape \(47, 16\)"):
+        load_drafter(folder, target.parts)
 
 
 @pytest.mark.parametrize("file", [MODEL, "mtp.safetensors"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.core.errors import CheckpointError, ConfigError
-from specdec.model.loader import check_same_tokenizer
+from specdec.model.loader import check_same_tokenizer, load_tokenizer
 from tests.training.drafters.test_train import TINY, losses, options
 from training.drafters.acceptance import evaluate_language_model
-from training.drafters.draft_model import REFRESH_STEPS, first_layers, is_on_policy
+from training.drafters.draft_model import REFRESH_STEPS, Vocabularies, first_layers, is_on_policy
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.train import train_drafter
 
@@ -109,3 +111,62 @@ def test_a_model_with_the_targets_tokenizer_is_trained_further(
     tokenizer.write_text(tokenizer.read_text().replace('"a"', '"\u00e4"'))
     with pytest.raises(CheckpointError, match="has another tokenizer than the target"):
         train_drafter(recipe(), options(target_folder, texts, tmp_path / "another", start_from=first.out))
+
+
+def padded(folder: Path, num_rows: int, out: Path) -> Path:
+    """The model of a folder with another number of rows in its embeddings and LM head, and its tokenizer."""
+    shutil.copytree(folder, out)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.resize_token_embeddings(num_rows, mean_resizing=False)
+        # Rows of the padding, if there are any, are the likeliest of all: where they count, it shows.
+        model.get_output_embeddings().weight[128:] *= 50.0
+    model.save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize(("target_rows", "draft_rows"), [(128, 136), (136, 128), (144, 136)])
+def test_vocabularies_may_be_padded_differently(
+    target_folder: Path, texts: Path, tmp_path: Path, target_rows: int, draft_rows: int
+) -> None:
+    target = padded(target_folder, target_rows, tmp_path / "target")
+    small = padded(target_folder, draft_rows, tmp_path / "small")
+    chosen = options(target, texts, tmp_path, start_from=small, samples=4, sample_temperature=1.0)
+    report = train_drafter(recipe(steps=3, row_length=12, batch_rows=2), chosen)
+    before, after = (load_file(path / "model.safetensors")["lm_head.weight"] for path in (small, chosen.out))
+    assert after.shape[0] == draft_rows
+    common = min(target_rows, draft_rows)
+    assert torch.equal(after[common:], before[common:]), "what only one of the two has is not trained"
+    assert not torch.equal(after[:common], before[:common])
+    assert bool(after.isfinite().all())
+    assert report["acceptance"]["0.7"]["texts"] == 2
+
+
+def test_what_is_padding_of_one_is_left_out() -> None:
+    small, large = Vocabularies(target=4, draft=6), Vocabularies(target=6, draft=4)
+    assert (small.common, large.common) == (4, 4)
+    assert small.as_target(torch.arange(6.0)).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert large.as_target(torch.arange(4.0)).tolist() == [0.0, 1.0, 2.0, 3.0, -torch.inf, -torch.inf]
+    assert large.readable(torch.tensor([[1, 5]])).tolist() == [[1, 3]]
+
+
+def test_a_model_without_rows_for_the_tokenizers_ids_is_refused(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    small = padded(target_folder, 120, tmp_path / "small")
+    chosen = options(target_folder, texts, tmp_path, start_from=small)
+    with pytest.raises(ConfigError, match=r"computes 120 logits, and the target 128, of which .* names 128"):
+        train_drafter(recipe(), chosen)
+
+
+def test_other_special_tokens_are_told_as_serving_tells_them(
+    target_folder: Path, texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = padded(target_folder, 128, tmp_path / "small")
+    tokenizer = load_tokenizer(small)
+    tokenizer.pad_token = "<bos>"
+    tokenizer.save_pretrained(small)
+    chosen = options(target_folder, texts, tmp_path, start_from=small, eval_texts=0)
+    with caplog.at_level(logging.WARNING):
+        train_drafter(recipe(steps=1, row_length=12, batch_rows=2, on_policy=0.0), chosen)
+    assert "--start-from: special token pad_token is '<bos>' in the draft model's tokenizer" in caplog.text

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,10 +16,14 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from deploy.cli.main import app
+from deploy.cli.train import train as train_command
 from specdec.core.errors import ConfigError
 from specdec.drafters.attention import CausalRows
 from specdec.drafters.base import TargetParts
-from specdec.drafters.checkpoints.registry import load_drafter
+from specdec.drafters.checkpoints.files import open_drafter
+from specdec.drafters.checkpoints.hydra import save_hydra
+from specdec.drafters.checkpoints.registry import detect, load_drafter
+from specdec.drafters.hydra import Hydra
 from specdec.drafters.mtp import Mtp
 from training.drafters import groundwork, train
 from training.drafters.acceptance import evaluate_acceptance
@@ -27,7 +32,7 @@ from training.drafters.drafting import draft_everywhere
 from training.drafters.groundwork import Groundwork
 from training.drafters.methods import make_training
 from training.drafters.options import TrainOptions
-from training.drafters.recipe import METHODS, DrafterRecipe, Method
+from training.drafters.recipe import METHODS, CheckpointLayout, DrafterRecipe, Method
 from training.drafters.train import train_drafter
 
 TINY: dict[str, Any] = {
@@ -192,6 +197,59 @@ def test_hidden_states_are_found_by_other_runs(
     assert run("fourth", "medusa", other) == 24
 
 
+def test_an_mtp_module_is_written_in_either_layout(
+    model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Published: as DeepSeek does, however many there are."""
+    recipe = DrafterRecipe(method="mtp", **(TINY | {"steps": 1}))
+    found = {}
+    for layout in get_args(CheckpointLayout):
+        chosen = options(target_folder, texts, tmp_path / layout, eval_texts=0, layout=layout)
+        train_drafter(recipe, chosen)
+        found[layout] = detect(open_drafter(chosen.out))
+        drafter = load_drafter(chosen.out, TargetParts.of(model))
+        assert isinstance(drafter, Mtp)
+        assert drafter.num_modules == 1
+    assert found == {"published": "mtp", "speculators": "speculators"}
+    config = json.loads((tmp_path / "published" / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    assert "model.layers.6.eh_proj.weight" in load_file(tmp_path / "published" / "out" / "model.safetensors")
+
+
+def test_hydra_with_a_prefix_layer(
+    model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Hydra++ learns, is written and read, and drafts the same then."""
+    recipe = DrafterRecipe(method="hydra", **(TINY | {"steps": 20, "has_prefix_layer": True}))
+    report = train_drafter(recipe, options(target_folder, texts, tmp_path))
+    logged = losses(tmp_path)
+    assert logged[-1]["d1"] < logged[0]["d1"]
+    assert report["acceptance"]["0.0"]["k"] == 3
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["hydra_head_arch"] == "prefix-mlp"
+    parts = TargetParts.of(model)
+    drafter = load_drafter(tmp_path / "out", parts)
+    assert isinstance(drafter, Hydra)
+    assert drafter.prefix is not None
+    capture = Capture(model, drafter.hidden_layers)
+    tokens = torch.randint(5, 100, (1, 10), generator=torch.Generator().manual_seed(4))
+
+    def drafts(one: Hydra) -> torch.Tensor:
+        hidden = capture.hidden(capture.states(tokens))[:, :-1]
+        return draft_everywhere(one, hidden, tokens, 3, lambda _, logits: logits.argmax(dim=-1))
+
+    found = drafts(drafter)
+    assert found.shape == (1, 9, 3)
+    save_hydra(drafter, tmp_path / "again", base_model="m")
+    again = load_drafter(tmp_path / "again", parts)
+    assert isinstance(again, Hydra)
+    assert torch.equal(drafts(again), found)
+    with torch.no_grad():
+        for parameter in again.prefix.parameters() if again.prefix is not None else ():
+            parameter.add_(1.0)
+    assert not torch.equal(drafts(again), found), "the prefix layer counts"
+
+
 def test_several_mtp_modules(
     model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -329,11 +387,18 @@ def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> 
         ({"depth": 30}, "too short to look 30 tokens ahead"),
         ({"has_prefix_layer": True}, "--prefix-layer is of method hydra"),
         ({"draft_vocab_size": 10}, "--draft-vocab-size is of method eagle3"),
+        ({"feature_noise": 0.2}, "--feature-noise is of method eagle, not of medusa"),
+        ({"method": "eagle", "decay": 0.5}, "of method medusa, hydra, .* and medusa2, not of eagle"),
+        ({"decay": 1.5}, "--decay must be from 0 to 1"),
+        ({"constant_share": -0.1}, "--constant-share must be from 0 to 1"),
+        ({"weight_decay": -1.0}, "--weight-decay must not be negative"),
+        ({"warmup_steps": -1}, "--warmup-steps must not be negative"),
+        ({"clip_norm": 0.0}, "--clip-norm must be above 0"),
     ],
 )
 def test_recipes_that_make_no_sense(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        DrafterRecipe(method="medusa", **(TINY | changes))
+        DrafterRecipe(**(TINY | {"method": "medusa"} | changes))
 
 
 @pytest.mark.parametrize(
@@ -439,15 +504,31 @@ def test_options_of_single_methods_reach_their_recipes(
         "layerskip --layer-dropout 0.2 --exit-scale 0.3 --exit-layer 2 --target-rate 0.2",
         "draft_model --divergence jsd --on-policy 0.75",
         "mtp --num-modules 3 --hidden-folder h",
+        "eagle --feature-noise 0.3 --classification-weight 0.2 --weight-decay 0.01 --warmup-steps 7"
+        " --constant-share 0.5 --clip-norm 2",
+        "medusa --decay 0.6",
     ):
         method, *more = arguments.split()
         folders = ["--target", str(tmp_path), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
         done = CliRunner().invoke(app, ["train", method, *folders, *more], catch_exceptions=False)
         assert done.exit_code == 0, done.output
-    joint, exits, draft, mtp = (recipe for recipe, _ in seen)
+    joint, exits, draft, mtp, eagle, medusa = (recipe for recipe, _ in seen)
     assert (joint.heads_first, joint.heads_weight, joint.target_rate) == (9, 0.5, 0.1)
     assert (joint.lora_rank, joint.lora_alpha, joint.target_loss) == (4, 8.0, "self")
     assert seen[0][1].stores_adapter
     assert (exits.layer_dropout, exits.exit_scale, exits.exit_layer, exits.target_rate) == (0.2, 0.3, 2, 0.2)
     assert (draft.divergence, draft.on_policy) == ("jsd", 0.75)
     assert (mtp.num_modules, seen[3][1].hidden_folder) == (3, Path("h"))
+    assert (eagle.feature_noise, eagle.classification_weight, eagle.weight_decay) == (0.3, 0.2, 0.01)
+    assert (eagle.warmup_steps, eagle.constant_share, eagle.clip_norm) == (7, 0.5, 2.0)
+    assert medusa.decay == 0.6
+
+
+def test_every_field_of_a_recipe_has_an_option() -> None:
+    """With the recipe's own default."""
+    called = {"has_prefix_layer": "prefix_layer", "is_v31": "v31", "muon_lr": "matrix_lr"}
+    options_there = inspect.signature(train_command).parameters
+    for field in dataclasses.fields(DrafterRecipe):
+        option = options_there[(called | {"adamw_lr": "vector_lr"}).get(field.name, field.name)]
+        if field.name != "method":
+            assert option.default == field.default, field.name
