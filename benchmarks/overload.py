@@ -50,6 +50,7 @@ from benchmarks.stolen import stolen_seconds
 from benchmarks.workload import read_prompts
 from deploy.config_file import parse_config
 from deploy.load.arrivals import RandomArrivals, take
+from deploy.load.client import kind_of, load_client
 from deploy.load.generator import LoadGenerator, Timeline
 from deploy.load.report import Latency, is_good, latency_of
 from deploy.load.workload import PlannedRequest
@@ -72,11 +73,8 @@ _NICENESS = 5
 """Of the server: who sends goes first where they share cores, or what was due would be sent late."""
 _FILES_PER_STREAM = 3
 """In the process that has most open: Serve's proxy has a socket to each client, and pipes and logs beside."""
-_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-"""Of loads: clients keep connections."""
-_STREAM_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""Of streams, idle ones are closed: httpx looks at every connection for each idle one whenever a request
-begins or ends: for 50 ms, of 1,000 of which half are idle (measured)."""
+_TIMEOUT_S = 120.0
+_STREAMS_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +333,7 @@ async def stream_all(
                     text += "".join(choice["text"] for choice in event.get("choices", ()))
             problem = None if is_done else "incomplete"
         except httpx.HTTPError as error:
-            problem = type(error).__name__
+            problem = kind_of(error)
         if problem is not None:
             errors[problem] = errors.get(problem, 0) + 1
         if began_s is not None:
@@ -441,7 +439,7 @@ def measure_overload(
     sent = _turns(plan)
 
     async def run(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=_CONNECTIONS) as client:
+        async with load_client(url, connect_s=_TIMEOUT_S, read_s=_TIMEOUT_S) as client:
             bench = Overload(
                 plan,
                 client,
@@ -517,7 +515,7 @@ def _open_streams(
     task = progress.add_task("streams", total=plan.num_streams)
 
     async def run(url: str) -> Streams:
-        async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=_STREAM_CONNECTIONS) as client:
+        async with load_client(url, connect_s=_STREAMS_TIMEOUT_S, read_s=_STREAMS_TIMEOUT_S) as client:
             return await stream_all(client, bodies, expected, lambda: progress.advance(task))
 
     with serving(streams_config(plan, family), cores, niceness=_NICENESS) as server:

@@ -22,6 +22,7 @@ from rich.table import Table
 from deploy.cli.border import EXIT_FAILED
 from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
 from deploy.load.arrivals import Arrival, Length
+from deploy.load.client import load_client
 from deploy.load.generator import LoadGenerator, Timeline
 from deploy.load.plot import draw, require_plots
 from deploy.load.report import PERCENTILES, Latency, LoadReport, csv_of, report_of
@@ -29,7 +30,6 @@ from deploy.load.workload import PATHS, Endpoint, Workload
 from specdec.core.errors import ConfigError, UserError
 
 _CONNECT_S = 10.0
-_IDLE_CONNECTIONS = 16
 _PIPE_WIDTH = 120
 
 
@@ -130,13 +130,8 @@ def _report(options: OnlineOptions, ended: list[Timeline]) -> LoadReport:
 
 async def _measure(options: OnlineOptions, console: Console, on_end: Callable[[Timeline], None]) -> None:
     url = base_url(options.url)
-    async with httpx.AsyncClient(
-        base_url=url,
-        headers=authorization(options.api_key),
-        timeout=httpx.Timeout(_CONNECT_S, read=options.timeout_s, pool=None),
-        # Few idle ones: httpx looks at every connection for each of them whenever a request begins or ends.
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS),
-    ) as client:
+    headers = authorization(options.api_key)
+    async with load_client(url, headers=headers, connect_s=_CONNECT_S, read_s=options.timeout_s) as client:
         workload = Workload(
             endpoint=options.endpoint,
             model=await _model(client, url, options.model),

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from pydantic_core import from_json
 
+from deploy.load.client import kind_of
 from deploy.load.workload import PlannedRequest
 
 _DONE = "[DONE]"
@@ -48,7 +49,8 @@ class LoadGenerator:
     """One run."""
 
     def __init__(self, client: httpx.AsyncClient, path: str) -> None:
-        """`client` has the server as its base URL, and as many connections as there may be requests."""
+        """`client` has the server as its base URL, and as many connections as there may be requests
+        (`load_client`)."""
         self._client = client
         self._path = path
         self._start_s = 0.0
@@ -78,7 +80,7 @@ class LoadGenerator:
         except _Failed as failure:
             timeline.error = str(failure)
         except httpx.HTTPError as error:
-            timeline.error = type(error).__name__
+            timeline.error = kind_of(error)
         timeline.ended_s = self._now_s()
         on_end(timeline)
         return timeline

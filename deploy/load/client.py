@@ -1,0 +1,41 @@
+"""The client that sends a load: many requests at once, for little CPU time of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+_IDLE_S = 3.0
+"""Connections are not used again after that. uvicorn closes them after 5 s, and who sends on one that is
+just being closed has a failure that is nobody's fault."""
+
+
+def load_client(
+    url: str, *, headers: Mapping[str, str] | None = None, connect_s: float, read_s: float
+) -> httpx.AsyncClient:
+    """Return a client of `url` with as many connections as there are requests.
+
+    It speaks through aiohttp, parsed in C. Streams of 40 events take 1.1 ms of it, those of httpx's own
+    transport 3.7 ms, and that looks at every connection whenever a request begins or ends. On a machine that
+    serves, too, all of it is taken from the server.
+    """
+
+    def session() -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=httpx.create_ssl_context())
+        return aiohttp.ClientSession(connector=connector, trust_env=True, cookie_jar=aiohttp.DummyCookieJar())
+
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=headers,
+        timeout=httpx.Timeout(connect_s, read=read_s, pool=None),
+        transport=AiohttpTransport(client=session),
+    )
+
+
+def kind_of(error: httpx.HTTPError) -> str:
+    """Return the name of what went wrong: aiohttp's own, whose translation takes a lost connection for one
+    that was never made."""
+    return type(error.__cause__ or error).__name__

@@ -1,0 +1,142 @@
+"""The client of a load against real sockets: nobody waits, connections are kept, failures have names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from deploy.load.client import kind_of, load_client
+from deploy.load.generator import LoadGenerator
+from deploy.load.workload import PlannedRequest
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+STREAM = (
+    HEAD
+    + chunk(b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n')
+    + chunk(b"data: [DONE]\n\n")
+    + chunk(b"")
+)
+
+
+class Server:
+    """Reads each request whole, and lets `answer` write."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.num_connections = 0
+        self.heads: list[str] = []
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                self.heads.append(head.decode().lower())
+                await reader.readexactly(int(self.heads[-1].split("content-length: ")[1].split("\r\n")[0]))
+                await self._answer(writer)
+                if writer.is_closing():
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def served(answer: Answer) -> AsyncIterator[tuple[Server, str]]:
+    server = Server(answer)
+    listening = await asyncio.start_server(server.connected, "127.0.0.1", 0)
+    async with listening:
+        yield server, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+
+async def errors_of(
+    answer: Answer, *, number: int = 1, read_s: float = 30.0
+) -> tuple[Server, list[str | None]]:
+    planned = [PlannedRequest(at_s=0.0, body={"number": index}) for index in range(number)]
+    async with (
+        served(answer) as (server, url),
+        load_client(url, headers={"X-Test": "yes"}, connect_s=30.0, read_s=read_s) as client,
+    ):
+        timelines = await LoadGenerator(client, "/v1/completions").run(planned, lambda _: None)
+        return server, [timeline.error for timeline in timelines]
+
+
+def test_nobody_waits_for_a_connection() -> None:
+    """aiohttp's own limit is 100 at once."""
+    together = 250
+    here: list[int] = []
+    all_here = asyncio.Event()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        here.append(1)
+        if len(here) == together:
+            all_here.set()
+        await all_here.wait()
+        writer.write(STREAM)
+
+    server, errors = asyncio.run(errors_of(answer, number=together))
+    assert errors == [None] * together
+    assert server.num_connections == together
+    assert all("x-test: yes" in head for head in server.heads)
+
+
+def test_connections_are_kept() -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM)
+
+    async def one_after_the_other() -> int:
+        async with served(answer) as (server, url), load_client(url, connect_s=30.0, read_s=30.0) as client:
+            for _ in range(3):
+                generator = LoadGenerator(client, "/v1/completions")
+                await generator.run([PlannedRequest(at_s=0.0, body={})], lambda _: None)
+            return server.num_connections
+
+    assert asyncio.run(one_after_the_other()) == 1
+
+
+async def _hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def _break_off(writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM[:-20])
+    await writer.drain()
+    writer.close()
+
+
+async def _stall(writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD)
+    await asyncio.sleep(3.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (_hang_up, "ServerDisconnectedError"),
+        (_break_off, "ClientPayloadError"),
+        (_stall, "SocketTimeoutError"),
+    ],
+)
+def test_failures_have_names_of_their_own(answer: Answer, kind: str) -> None:
+    assert asyncio.run(errors_of(answer, read_s=0.5))[1] == [kind]
+
+
+def test_who_is_not_there() -> None:
+    async def ask() -> str:
+        async with load_client("http://127.0.0.1:9", connect_s=5.0, read_s=5.0) as client:
+            with pytest.raises(httpx.TransportError) as raised:
+                await client.get("/v1/models")
+            return kind_of(raised.value)
+
+    assert asyncio.run(ask()) == "ClientConnectorError"
