@@ -178,7 +178,9 @@ def _problem(details: Any, lines: dict[Location, int]) -> tuple[int, str]:
         return lines[known], f"{key}: unknown key{_did_you_mean(str(location[-1]), block)}"
     if kind == "union_tag_invalid":
         expected, tag = details["ctx"]["expected_tags"], details["ctx"]["tag"]
-        return lines[known], f"{key}.{_discriminator(details)}: input should be one of {expected}, got {tag!r}"
+        return lines[
+            known
+        ], f"{key}.{_discriminator(details)}: input should be one of {expected}, got {tag!r}"
     reason = details["msg"].removeprefix("Value error, ")
     if kind == "value_error":
         return lines[known], f"{key}: {reason}" if key else reason

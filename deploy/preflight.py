@@ -6,7 +6,7 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -24,7 +24,7 @@ from specdec.model.checkpoint import Checkpoint, open_checkpoint
 from specdec.model.config import ModelConfig
 from specdec.model.stated_positions import StatedPositions, stated_positions
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.draft_positions import DraftReach, warnings_about, with_positions
+from specdec.proposers.draft_positions import DraftReach, pool_warning, warnings_about, with_positions
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -193,13 +193,28 @@ def warnings_of(engine: EngineConfig) -> list[str]:
                 "speculative_config.kv.policy: full: with method self a draft token costs what decoding it "
                 "costs, which can hardly pay: write policy: streaming"
             )
+        warnings += _unheeded(speculative)
         if speculative.model is None or speculative.has_heads:
             continue
         draft, served = open_checkpoint(Path(speculative.model)), open_checkpoint(Path(target.model))
         reach = _draft_reach(speculative, draft, served, target)
         if reach is not None:
-            warnings += warnings_about(with_positions(speculative, reach), reach)
+            speculative = with_positions(speculative, reach)
+            warnings += warnings_about(speculative, reach)
+            if speculative.cache.num_blocks is not None:
+                text = pool_warning(speculative, reach, speculative.cache.num_blocks)
+                warnings += () if text is None else (text,)
     return warnings
+
+
+def _unheeded(speculative: SpeculativeConfig) -> Iterator[str]:
+    """Say which settings of `kv` select nothing because there is no policy."""
+    remedy = "write kv.policy: streaming, or leave it out" if speculative.attends_to_kv else "leave it out"
+    for name in speculative.kv.unheeded:
+        yield (
+            f"speculative_config.kv.{name}: {getattr(speculative.kv, name)} counts for nothing with "
+            f"kv.policy: full, with which drafts attend to everything: {remedy}"
+        )
 
 
 def _draft_reach(

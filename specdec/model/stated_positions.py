@@ -1,4 +1,4 @@
-"""How many positions a model has, by what its configuration says: without torch, before anything is loaded."""
+"""How many positions a model has, as its configuration says: read without torch, before it is loaded."""
 
 from __future__ import annotations
 

@@ -53,6 +53,10 @@ MISTAKES = {
         "{method: self, kv: {policy: streaming, budget: 150%}}",
         r"budget: 1\.5 is no share of the length \(above 0, at most 1\); write an integer for tokens",
     ),
+    "a word of YAML": Mistake(
+        "{method: self, kv: {policy: streaming, budget: true}}",
+        r'kv: budget: must be a number of tokens, or a share such as "5%" or 0\.05',
+    ),
     "no number": Mistake(
         "{method: self, kv: {policy: streaming, budget: much}}",
         r"""budget: 'much' is not a number of tokens, nor a share such as "5%" or 0\.05""",
@@ -191,6 +195,28 @@ def test_control_what_is_just_enough_is_taken(models: Path, tmp_path: Path, spec
         ("{method: draft_model, model: MODELS/draft}", ""),
         ("{method: self}", r"kv\.policy: full: with method self .* write policy: streaming"),
         ("{method: self, kv: {policy: verified}}", ""),
+        (
+            "{method: draft_model, model: MODELS/draft, kv: {budget: 512, sink_tokens: 0}}",
+            r"kv\.budget: 512 counts for nothing with kv\.policy: full, .* write kv\.policy: streaming, or "
+            r"leave it out warning: speculative_config\.kv\.sink_tokens: 0 counts for nothing",
+        ),
+        ("{method: ngram, kv: {floor: 8}}", r"kv\.floor: 8 counts .* attend to everything: leave it out"),
+        (
+            "{method: draft_model, model: MODELS/draft, cache: {num_blocks: 4}, "
+            "kv: {policy: streaming, budget: 64}}",
+            r"cache\.num_blocks: 4 makes a pool of 4 blocks of 16 tokens, and the window of "
+            r".*kv\.budget: 64 takes up to 9: texts of more than 48 tokens go on without drafts",
+        ),
+        (
+            "{method: draft_model, model: MODELS/draft, cache: {num_blocks: 9}, "
+            "kv: {policy: streaming, budget: 64}}",
+            "",
+        ),
+        (
+            "{method: draft_model, model: MODELS/draft, max_model_len: 100, cache: {num_blocks: 4}, "
+            "kv: {policy: streaming, budget: 16}}",
+            r"cache\.num_blocks: 4 makes .* takes up to 6: texts of more than 48 tokens",
+        ),
     ],
 )
 def test_what_may_not_be_meant_is_said_before_anything_starts(
