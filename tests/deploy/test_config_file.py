@@ -157,12 +157,12 @@ SHAPES = {
 METHODS = {
     "ngram": ("prompt_lookup_mx", "prompt_lookup_max"),
     "suffix": ("sufix", "suffix"),
-    "retrieval": ("retrival", "retrieval"),
+    "retrieval": ("retrieve", "retrieval"),
     "draft_model": ("max_model_length", "max_model_len"),
-    "self": ("tre", "tree"),
+    "self": ("trees", "tree"),
     "layerskip": ("exit_layers", "exit_layer"),
     "quantized": ("quantisation", "quantization"),
-    "hydra": ("cach", "cache"),
+    "hydra": ("caches", "cache"),
 }
 WRONG_KEYS = [
     *((f"tree: {{shape: {tag}, KEY: 1}}", "tree", *keys) for tag, keys in SHAPES.items()),
