@@ -156,7 +156,7 @@ SHAPES = {
 }
 METHODS = {
     "ngram": ("prompt_lookup_mx", "prompt_lookup_max"),
-    "suffix": ("sufix", "suffix"),
+    "suffix": ("suffixes", "suffix"),
     "retrieval": ("retrieve", "retrieval"),
     "draft_model": ("max_model_length", "max_model_len"),
     "self": ("trees", "tree"),
