@@ -67,6 +67,12 @@ def _line(axis: Any, cells: Cells, over: str, number: int, label: str) -> None:
             axis.plot(*zip(*points, strict=True), line, color=f"C{number % 10}", label=name)
 
 
+def save(cells: Cells, folder: Path) -> None:
+    """Draw long-context.svg into a folder."""
+    prepare_figures()
+    save_figure(draw(cells), folder / "long-context.svg")
+
+
 def main(
     results: Annotated[Path, typer.Argument(help="What benchmarks.long_context has written.")],
     folder: Annotated[Path, typer.Argument(help="Where to put the picture.")],
@@ -75,8 +81,7 @@ def main(
 
     Example: python -m benchmarks.long_context_plots benchmarks/results/long-context.json docs/images
     """
-    prepare_figures()
-    save_figure(draw(json.loads(results.read_text())["cells"]), folder / "long-context.svg")
+    save(json.loads(results.read_text())["cells"], folder)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.pages import origin_of, put_into, table
-from benchmarks.stolen import MOST_STOLEN
+from benchmarks.pages import cells_and_origins, disturbed_cells, origin_of, put_into, table
 from benchmarks.turns import LIMIT
 
 PART, SCRIPT = "controller", "benchmarks/never_slower_tables.py"
@@ -35,20 +34,8 @@ def tables(results: Sequence[Result]) -> str:
     parts = []
     for deployment in deployments:
         own = [cell for cell in cells.values() if cell["cell"]["deployment"] == deployment]
-        parts += [_origins(own), _grid(deployment, own), _in_short(own, steps.get(deployment))]
+        parts += [cells_and_origins(own), _grid(deployment, own), _in_short(own, steps.get(deployment))]
     return "\n\n".join(parts)
-
-
-def _origins(cells: Sequence[Result]) -> str:
-    """Say when and where cells were measured: a run may have been cut, and gone on with."""
-    origins: dict[str, int] = {}
-    for cell in cells:
-        origin = origin_of(cell["measured"])
-        origins[origin] = origins.get(origin, 0) + 1
-    each = "; ".join(
-        f"{number} {'cell' if number == 1 else 'cells'} on {origin}" for origin, number in origins.items()
-    )
-    return f"Measured: {each}."
 
 
 def _grid(deployment: str, cells: Sequence[Result]) -> str:
@@ -92,13 +79,8 @@ def _in_short(cells: Sequence[Result], step: Result | None) -> str:
             f"the smallest upper bound is {min(upper):.3f}, the smallest median {medians[0]:.3f}, the middle "
             f"one {medians[len(medians) // 2]:.3f}."
         )
-    stolen = [cell["most_stolen"] for cell in cells if "most_stolen" in cell]
-    if stolen:
-        disturbed = sum(share > MOST_STOLEN for share in stolen)
-        lines.append(
-            f"- In {disturbed} cells others on the same host had more than {100 * MOST_STOLEN:.0f} % of our "
-            "cores in some turn, however often it was taken again."
-        )
+    if disturbed := disturbed_cells(cells):
+        lines.append(f"- {disturbed}")
     cold = sorted(cell["cold"]["vs_plain"][0] for cell in cells)
     lines.append(
         f"- The first second of a cell, in which nothing is known, has {cold[0]:.2f} of plain decoding at "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.stolen import MOST_STOLEN
 from specdec.core.errors import UserError
 
 
@@ -44,6 +46,27 @@ def origin_of(environment: Mapping[str, Any], *, with_processor: bool = True) ->
 def origins_of(environments: Iterable[Mapping[str, Any]]) -> str:
     """Say the same of what was measured in several parts."""
     return "; ".join(dict.fromkeys(map(origin_of, environments)))
+
+
+def cells_and_origins(cells: Iterable[Mapping[str, Any]]) -> str:
+    """Say when and where cells were `measured`: a run may have been cut, and gone on with."""
+    origins = Counter(origin_of(cell["measured"]) for cell in cells)
+    each = "; ".join(
+        f"{number} {'cell' if number == 1 else 'cells'} on {origin}" for origin, number in origins.items()
+    )
+    return f"Measured: {each}."
+
+
+def disturbed_cells(cells: Iterable[Mapping[str, Any]]) -> str:
+    """Say how many cells others on the same host disturbed; empty: it was not looked at."""
+    stolen = [cell["most_stolen"] for cell in cells if "most_stolen" in cell]
+    if not stolen:
+        return ""
+    disturbed = sum(share > MOST_STOLEN for share in stolen)
+    return (
+        f"In {disturbed} cells others on the same host had more than {100 * MOST_STOLEN:.0f} % of our cores "
+        "in some turn, however often it was taken again."
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Union
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from deploy.config import DrafthouseConfig, FurtherModelConfig
+from deploy.config import DrafthouseConfig
 from specdec.core.errors import ConfigError
 
 Location = tuple[int | str, ...]
@@ -163,7 +163,10 @@ def _make_paths_absolute(values: dict[str, Any], base: Path) -> None:
 
 
 def _problem(details: Any, lines: dict[Location, int]) -> tuple[int, str]:
-    location, kind = tuple(details["loc"]), details["type"]
+    kind = details["type"]
+    location, block = _in_file(tuple(details["loc"]))
+    if kind == "union_tag_not_found":
+        location, kind = (*location, _discriminator(details)), "missing"
     # A missing key has no line of its own; the block that should hold it has.
     known = location
     while known not in lines:
@@ -172,39 +175,77 @@ def _problem(details: Any, lines: dict[Location, int]) -> tuple[int, str]:
     if kind == "missing":
         return lines[known], f"{key}: is required"
     if kind == "extra_forbidden":
-        return lines[known], f"{key}: unknown key{_did_you_mean(location)}"
+        return lines[known], f"{key}: unknown key{_did_you_mean(str(location[-1]), block)}"
+    if kind == "union_tag_invalid":
+        expected, tag = details["ctx"]["expected_tags"], details["ctx"]["tag"]
+        return lines[
+            known
+        ], f"{key}.{_discriminator(details)}: input should be one of {expected}, got {tag!r}"
     reason = details["msg"].removeprefix("Value error, ")
     if kind == "value_error":
         return lines[known], f"{key}: {reason}" if key else reason
     return lines[known], f"{key}: {reason[:1].lower()}{reason[1:]}, got {details['input']!r}"
 
 
-def _did_you_mean(location: Location) -> str:
-    block: type[BaseModel] | None = DrafthouseConfig
-    blocks = list(location[:-1])
-    if blocks[:1] == ["models"] and len(blocks) > 1:
-        block, blocks = FurtherModelConfig, blocks[2:]
-    for name in blocks:
-        block = _model_in(block.model_fields[str(name)].annotation) if block else None
+def _in_file(location: Location) -> tuple[Location, type[BaseModel] | None]:
+    """Return where in a file a place is that pydantic names, and the block that the last key belongs to.
+
+    Of a union of blocks pydantic names the one that is meant, by its tag (`tree.dynamic.top_k`): a file has
+    no such key. The block is None where the place is an item of a list, or the name of a model.
+    """
+    keys: list[int | str] = []
+    block: type[BaseModel] | None = None
+    allowed: Any = DrafthouseConfig
+    for part in location:
+        blocks = _blocks_in(allowed)
+        if len(blocks) > 1:
+            allowed = next((one for one in blocks if _has_tag(one, part)), None)
+            continue
+        keys.append(part)
+        block = blocks[0] if blocks else None
+        if block is None:
+            allowed = _item_of(allowed)
+        else:
+            field = block.model_fields.get(str(part))
+            allowed = None if field is None else field.annotation
+    return tuple(keys), block
+
+
+def _item_of(annotation: Any) -> Any:
+    """Return what the items of a list are, or those that have names; None: it is neither."""
+    inner = typing.get_args(annotation)
+    if typing.get_origin(annotation) is dict:
+        return inner[1]
+    return inner[0] if typing.get_origin(annotation) is tuple else None
+
+
+def _blocks_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the blocks that a value may be which an annotation describes, not as items of a list."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _blocks_in(typing.get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [block for option in typing.get_args(annotation) for block in _blocks_in(option)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _has_tag(block: type[BaseModel], tag: int | str) -> bool:
+    """Whether a block of a union is the one that is meant by a tag: a field of it takes that alone."""
+    return any(tag in typing.get_args(field.annotation) for field in block.model_fields.values())
+
+
+def _discriminator(details: Any) -> str:
+    """Return the key that tells the blocks of a union apart."""
+    return str(details["ctx"]["discriminator"]).strip("'")
+
+
+def _did_you_mean(key: str, block: type[BaseModel] | None) -> str:
     if block is None:
         return ""
-    near = difflib.get_close_matches(str(location[-1]), block.model_fields, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(key, block.model_fields, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"
     return f"; known here: {', '.join(block.model_fields)}"
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the configuration model that a field's annotation allows, if it allows one."""
-    options = (
-        typing.get_args(annotation)
-        if typing.get_origin(annotation) in (Union, types.UnionType)
-        else (annotation,)
-    )
-    for option in options:
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
 
 
 def _dotted(location: Location) -> str:

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -22,8 +22,9 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.synthetic import require_real
 from specdec.model.checkpoint import Checkpoint, open_checkpoint
 from specdec.model.config import ModelConfig
+from specdec.model.stated_positions import StatedPositions, stated_positions
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.draft_positions import DraftReach, warnings_about, with_positions
+from specdec.proposers.draft_positions import DraftReach, pool_warning, warnings_about, with_positions
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -171,11 +172,14 @@ def check_models(engine: EngineConfig) -> None:
 
 def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
     """Check `target.max_model_len`, where config.json says in plain words how long sequences may be."""
-    stated, wanted = _stated_positions(checkpoint), target.max_model_len
-    if wanted is not None and stated is not None and wanted > stated:
+    stated, wanted = _stated(checkpoint), target.max_model_len
+    if wanted is not None and stated.num_positions is not None and wanted > stated.num_positions:
+        origin = "max_position_embeddings in its config.json"
+        if stated.kind == "dynamic":
+            origin += ", times the factor of dynamic NTK"
         raise ConfigError(
-            f"target.max_model_len: {wanted} is more than the {stated} positions that {checkpoint.path} has "
-            "(max_position_embeddings in its config.json)"
+            f"target.max_model_len: {wanted} is more than the {stated.num_positions} positions that "
+            f"{checkpoint.path} has ({origin})"
         )
 
 
@@ -189,32 +193,51 @@ def warnings_of(engine: EngineConfig) -> list[str]:
                 "speculative_config.kv.policy: full: with method self a draft token costs what decoding it "
                 "costs, which can hardly pay: write policy: streaming"
             )
+        warnings += _unheeded(speculative)
         if speculative.model is None or speculative.has_heads:
             continue
         draft, served = open_checkpoint(Path(speculative.model)), open_checkpoint(Path(target.model))
         reach = _draft_reach(speculative, draft, served, target)
         if reach is not None:
-            warnings += warnings_about(with_positions(speculative, reach), reach)
+            speculative = with_positions(speculative, reach)
+            warnings += warnings_about(speculative, reach)
+            if speculative.cache.num_blocks is not None:
+                text = pool_warning(speculative, reach, speculative.cache.num_blocks)
+                warnings += () if text is None else (text,)
     return warnings
+
+
+def _unheeded(speculative: SpeculativeConfig) -> Iterator[str]:
+    """Say which settings of `kv` select nothing because there is no policy."""
+    remedy = "write kv.policy: streaming, or leave it out" if speculative.attends_to_kv else "leave it out"
+    for name in speculative.kv.unheeded:
+        yield (
+            f"speculative_config.kv.{name}: {getattr(speculative.kv, name)} counts for nothing with "
+            f"kv.policy: full, with which drafts attend to everything: {remedy}"
+        )
 
 
 def _draft_reach(
     speculative: SpeculativeConfig, draft: Checkpoint, served: Checkpoint, target: ModelConfig
 ) -> DraftReach | None:
     """Return how far a draft model reaches, as far as config.json says; None: it does not."""
-    stated = [_stated_positions(draft), speculative.max_model_len]
-    num_positions = min([positions for positions in stated if positions is not None], default=None)
+    stated = _stated(draft)
+    limits = [stated.num_positions, speculative.max_model_len]
+    num_positions = min([limit for limit in limits if limit is not None], default=None)
     if num_positions is None:
         return None
-    target_len = target.max_model_len or _stated_positions(served)
-    return DraftReach(name=draft.path.name, num_positions=num_positions, target_len=target_len)
+    return DraftReach(
+        name=draft.path.name,
+        num_positions=num_positions,
+        target_len=target.max_model_len or _stated(served).num_positions,
+        num_of_one_kind=stated.original_len,
+    )
 
 
-def _stated_positions(checkpoint: Checkpoint) -> int | None:
+def _stated(checkpoint: Checkpoint) -> StatedPositions:
     """Return how many positions config.json says in plain words that a model has."""
     texts = checkpoint.config.get("text_config")
-    stated = (texts if isinstance(texts, dict) else checkpoint.config).get("max_position_embeddings")
-    return stated if isinstance(stated, int) else None
+    return stated_positions(texts if isinstance(texts, dict) else checkpoint.config)
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from specdec.core.sampling_params import MAX_BAD_WORDS, MAX_BIAS
-from specdec.kv.selection import BudgetAmount, budget_fault, read_percentage
+from specdec.kv.selection import BudgetAmount, read_budget
 
 _MAX_ID_DIGITS = 18
-_ALL_TOKENS = 1 << 32
-"""A budget that no text is longer than. An integer of any length would not fit a message."""
 
 
 def _one_or_many(value: object) -> object:
@@ -61,21 +59,6 @@ def _is_token_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
 
-def _read_share(value: object) -> object:
-    if isinstance(value, str):
-        return read_percentage(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError('must be a number of tokens, or a share such as "5%" or 0.05')
-    return value
-
-
-def _checked_budget(amount: BudgetAmount) -> BudgetAmount:
-    fault = budget_fault(amount)
-    if fault is not None:
-        raise ValueError(fault)
-    return min(amount, _ALL_TOKENS)
-
-
 def _prompt(value: object) -> object:
     """Check the four shapes of a prompt in one message (a union of types would complain four times)."""
     if isinstance(value, str):
@@ -101,9 +84,7 @@ BadWords = Annotated[
     BeforeValidator(_bad_words, json_schema_input_type=list[str | list[int]]),
 ]
 KvBudgetAmount = Annotated[
-    BudgetAmount,
-    BeforeValidator(_read_share, json_schema_input_type=int | float | str),
-    AfterValidator(_checked_budget),
+    BudgetAmount, BeforeValidator(read_budget, json_schema_input_type=int | float | str)
 ]
 _PromptShapes = str | list[str] | list[int] | list[list[int]]
 Prompt = Annotated[

@@ -377,7 +377,8 @@ def _chooser(loaded: LoadedModel, config: EngineConfig) -> TokenChooser:
 def kv_budgets_of(config: SpeculativeConfig) -> KvBudgets | None:
     """Return how much the drafts of an engine attend to; None: everything."""
     own = config.at_target
-    return budgets_of(own.kv, own.num_speculative_tokens)
+    name = next((one.name for one in config.drafters if one.is_at_target), None)
+    return budgets_of(own.kv, own.num_speculative_tokens, drafter=name)
 
 
 def _rule_of(config: EngineConfig) -> VerificationRule:

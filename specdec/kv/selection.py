@@ -162,6 +162,8 @@ def _highest(values: NDArray[np.float32], first: int, end: int, count: int) -> l
 
 BudgetAmount = int | float
 """An int: tokens. A float: share of the length."""
+_ALL_TOKENS = 1 << 32
+"""More than any text has: a larger budget is as good as this, which every message can hold."""
 
 
 class KvBudget(NamedTuple):
@@ -185,6 +187,11 @@ class KvBudget(NamedTuple):
         """Budget of the shortest sequence, tokens."""
         return self.amount if isinstance(self.amount, int) else self.floor
 
+    @property
+    def least_setting(self) -> Literal["budget", "floor"]:
+        """The setting of `kv` that says so."""
+        return "budget" if isinstance(self.amount, int) else "floor"
+
 
 def read_percentage(text: str) -> float:
     """Return the share that a text such as "5%" says.
@@ -196,6 +203,21 @@ def read_percentage(text: str) -> float:
         with suppress(ValueError):
             return float(text.strip().removesuffix("%")) / 100
     raise ValueError(f'{text!r} is not a number of tokens, nor a share such as "5%" or 0.05')
+
+
+def read_budget(value: object) -> BudgetAmount:
+    """Return a budget as it is written: a number of tokens, or a share, as a number or a percentage.
+
+    Raises:
+        ValueError: it is none.
+    """
+    amount = read_percentage(value) if isinstance(value, str) else value
+    if isinstance(amount, bool) or not isinstance(amount, int | float):
+        raise ValueError('must be a number of tokens, or a share such as "5%" or 0.05')
+    fault = budget_fault(amount)
+    if fault is not None:
+        raise ValueError(fault)
+    return min(amount, _ALL_TOKENS)
 
 
 def budget_fault(amount: BudgetAmount) -> str | None:
@@ -247,28 +269,21 @@ class KvSelectionConfig(StrictConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_percentage(cls, data: object) -> object:
-        if not isinstance(data, dict):
+    def _read_budget(cls, data: object) -> object:
+        if not isinstance(data, dict) or "budget" not in data:
             return data
-        given = data.get("budget")
+        given = data["budget"]
         try:
-            if isinstance(given, str):
-                return {**data, "budget": read_percentage(given)}
             if isinstance(given, list | tuple):
-                read = [read_percentage(one) if isinstance(one, str) else one for one in given]
-                return {**data, "budget": tuple(read)}
+                return {**data, "budget": tuple(map(read_budget, given))}
+            return {**data, "budget": read_budget(given)}
         except ValueError as error:
             raise ValueError(f"budget: {error}") from None
-        return data
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.budgets or len(set(self.budgets)) < len(self.budgets):
             raise ValueError("budget: a list takes one or more budgets, all of them different")
-        for one in self.budgets:
-            fault = budget_fault(one.amount)
-            if fault is not None:
-                raise ValueError(f"budget: {fault}")
         if self.rescore_every is not None and not self.is_scored:
             raise ValueError(f"rescore_every: policy {self.policy} scores nothing: leave it out")
         return self
@@ -294,6 +309,14 @@ class KvSelectionConfig(StrictConfig):
         """The first of them."""
         return self.budgets[0]
 
+    @property
+    def unheeded(self) -> tuple[str, ...]:
+        """Settings that say how much is selected, where everything is."""
+        if self.policy != "full":
+            return ()
+        names = ("budget", "floor", "sink_tokens")
+        return tuple(name for name in names if getattr(self, name) != type(self).model_fields[name].default)
+
     def largest_budget(self, num_tokens: int) -> KvBudget:
         """Return the one that is most for a sequence of so many tokens."""
         return max(self.budgets, key=lambda budget: budget.tokens(num_tokens))
@@ -309,8 +332,7 @@ class KvSelectionConfig(StrictConfig):
         for budget in self.budgets:
             fault = self.room_fault(budget, num_draft_tokens)
             if fault is not None:
-                name = "budget" if isinstance(budget.amount, int) else "floor"
-                raise ValueError(f"kv.{name}: {fault}")
+                raise ValueError(f"kv.{budget.least_setting}: {fault}")
 
     def room_fault(self, budget: KvBudget, num_draft_tokens: int) -> str | None:
         """Say why a budget does not hold the sink and a draft of so many tokens; None: it does."""
@@ -347,11 +369,17 @@ class KvBudgets:
     a draft model, or of heads, has freed what a smaller one left out: it grows from then on.
     """
 
-    def __init__(self, config: KvSelectionConfig, num_draft_tokens: int) -> None:
-        """Begin with what is configured, for drafts of up to `num_draft_tokens` tokens."""
+    def __init__(
+        self, config: KvSelectionConfig, num_draft_tokens: int, *, drafter: str | None = None
+    ) -> None:
+        """Begin with what is configured, for drafts of up to `num_draft_tokens` tokens.
+
+        `drafter` is the name of the one that has budgets, of several; None: there is but one.
+        """
         assert config.policy != "full", "where everything is attended to there are no budgets"
         self._config = config
         self._num_draft_tokens = num_draft_tokens
+        self._drafter = drafter
         self._default = config.token_budget
         self.is_set = False
         """Whether the default was changed: nobody picks budgets for requests then."""
@@ -384,6 +412,20 @@ class KvBudgets:
             KvBudget(amount, self._config.floor), num_draft_tokens
         )
 
+    def own_draft_fault(self, num_draft_tokens: int, wanted_drafter: str | None) -> str | None:
+        """Say why no draft of so many tokens can be had without a budget of one's own; None: it can.
+
+        Names the setting. `wanted_drafter` is the one that is asked for, of several.
+        """
+        if wanted_drafter is not None and wanted_drafter != self._drafter:
+            return None
+        is_picked = self.pick is not None and not self.is_set
+        for budget in self._config.budgets if is_picked else (self._default,):
+            fault = self._config.room_fault(budget, num_draft_tokens)
+            if fault is not None:
+                return f"speculative_config.kv.{budget.least_setting}: {fault}"
+        return None
+
     def tokens(self, own: BudgetAmount | None, num_tokens: int, picked: KvBudget | None = None) -> int:
         """Return the budget, in tokens, of a sequence of `num_tokens` tokens.
 
@@ -394,6 +436,11 @@ class KvBudgets:
         return (picked or self._default).tokens(num_tokens)
 
 
-def budgets_of(config: KvSelectionConfig, num_draft_tokens: int) -> KvBudgets | None:
-    """Return the budgets of an engine's requests; None: its drafts attend to everything."""
-    return None if config.policy == "full" else KvBudgets(config, num_draft_tokens)
+def budgets_of(
+    config: KvSelectionConfig, num_draft_tokens: int, *, drafter: str | None = None
+) -> KvBudgets | None:
+    """Return the budgets of an engine's requests; None: its drafts attend to everything.
+
+    The other arguments are those of `KvBudgets`.
+    """
+    return None if config.policy == "full" else KvBudgets(config, num_draft_tokens, drafter=drafter)

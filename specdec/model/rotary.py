@@ -28,6 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec.core.kv_variants import KvVariants
 from specdec.model.batch import PositionShift
+from specdec.model.stated_positions import StatedPositions, stated_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,27 +61,22 @@ class RotaryRule:
 
 def rule_of(config: PretrainedConfig, max_model_len: int) -> RotaryRule | None:
     """Return the rule of a model whose rotary embedding depends on the length; None for all others."""
-    text_config: Any = config.get_text_config()
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type")
-    if kind == "longrope":
-        original_len = int(parameters["original_max_position_embeddings"])
-    elif kind == "dynamic":
-        original_len = int(text_config.max_position_embeddings)
-    else:
+    stated = _stated(config)
+    if stated.kind is None or stated.original_len is None:
         return None
-    variants = KvVariants(original_len=original_len, by_prompt=kind == "dynamic")
-    return RotaryRule(kind=kind, variants=variants, stride=max_model_len)
+    variants = KvVariants(original_len=stated.original_len, by_prompt=stated.kind == "dynamic")
+    return RotaryRule(kind=stated.kind, variants=variants, stride=max_model_len)
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
     """Return the number of positions that a configuration is made for, None when it does not say."""
+    return _stated(config).num_positions
+
+
+def _stated(config: PretrainedConfig) -> StatedPositions:
     text_config: Any = config.get_text_config()
-    limit: int | None = getattr(text_config, "max_position_embeddings", None)
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    if limit is not None and parameters.get("rope_type") == "dynamic":
-        return int(limit * float(parameters["factor"]))
-    return limit
+    names = ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
+    return stated_positions({name: getattr(text_config, name, None) for name in names})
 
 
 def install(model: PreTrainedModel, rule: RotaryRule) -> bool:

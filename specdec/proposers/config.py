@@ -246,6 +246,16 @@ class SpeculativeConfig(StrictConfig):
         return self.method in SELF_METHODS
 
     @property
+    def keeps_kv(self) -> bool:
+        """Whether what drafts keeps K/V of its own, as far as the method tells."""
+        return self.method == "draft_model" or (self.has_heads and self.method != "medusa")
+
+    @property
+    def attends_to_kv(self) -> bool:
+        """Whether drafting attends to K/V, from which `kv` may select."""
+        return self.keeps_kv or self.is_self_drafting
+
+    @property
     def max_prefix_len(self) -> int | None:
         """Longest prefix (tokens) that is drafted behind, as far as the configuration says; what else there
         is to know, draft workers tell (`kv.positions: auto`, see `draft_positions`).
@@ -504,8 +514,7 @@ class SpeculativeConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _check_kv(self) -> Self:
-        keeps_own = self.method == "draft_model" or (self.has_heads and self.method != "medusa")
-        if self.kv.policy != "full" and not keeps_own and not self.is_self_drafting:
+        if self.kv.policy != "full" and not self.attends_to_kv:
             raise ValueError(
                 f"kv.policy: {self.kv.policy} is about the K/V that drafting attends to; method "
                 f"{self.method} has none: leave out kv"

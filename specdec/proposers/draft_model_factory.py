@@ -17,7 +17,7 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.draft_positions import DraftReach, warnings_about, with_positions
+from specdec.proposers.draft_positions import DraftReach, pool_warning, warnings_about, with_positions
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow, draft_window
@@ -56,6 +56,7 @@ def load_draft_model(
         max_held_tokens=reach.max_held_tokens,
         backend=attention_of(loaded, config.attention_backend),
     )
+    reach.warn_of_pool(runner.num_blocks)
     compile_over_ranks(runner, config.compile)
     return DraftModelProposer(
         runner,
@@ -100,6 +101,7 @@ def make_draft_model_proposer(
         reserved_bytes=later_bytes(loaded, config.compile, backend),
         backend=backend,
     )
+    reach.warn_of_pool(runner.num_blocks)
     graphs = accelerate(runner, config.compile)
     kind = Sampler if config.synthetic_acceptance is None else MadeUpChooser
     sampler = kind(config.compile.cache_dir)
@@ -161,6 +163,16 @@ class _Reach(NamedTuple):
     """As for `ModelRunner`."""
     rotary: RotaryRule | None
     """How K/V depend on the length of a text."""
+    config: SpeculativeConfig
+    """With `kv.positions` decided."""
+    positions: DraftReach
+    """By which they were."""
+
+    def warn_of_pool(self, num_blocks: int) -> None:
+        """Say so if the pool turned out smaller than one window."""
+        text = pool_warning(self.config, self.positions, num_blocks)
+        if text is not None:
+            logger.warning("%s", text)
 
 
 def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFacts) -> _Reach:
@@ -179,15 +191,16 @@ def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFact
     config = with_positions(config, reach)
     for text in warnings_about(config, reach):
         logger.warning("%s", text)
+    block_size, held = config.cache.block_size, None
     if config.kv.positions == "in_cache":
-        # Below the length from which K/V depend on it: they never do.
         window = draft_window(config, reach.num_in_cache)
         assert window is not None, "checked by SpeculativeConfig"
-        return _Reach(window, None, window.max_held_tokens(ANY_LENGTH, config.cache.block_size), None)
-    window, held = draft_window(config), None
+        # No rotary: below the length from which K/V depend on it, they never do.
+        return _Reach(window, None, window.max_held_tokens(ANY_LENGTH, block_size), None, config, reach)
+    window = draft_window(config)
     if window is not None:
-        held = window.max_held_tokens(loaded.max_model_len, config.cache.block_size)
-    return _Reach(window, config.max_model_len, held, loaded.rotary)
+        held = window.max_held_tokens(loaded.max_model_len, block_size)
+    return _Reach(window, config.max_model_len, held, loaded.rotary, config, reach)
 
 
 def draft_sampling(config: SpeculativeConfig) -> DraftSampling:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from specdec.core.errors import ConfigError
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_window import ANY_LENGTH, small_pool_warning
 
 
 class DraftReach(NamedTuple):
@@ -28,6 +29,11 @@ class DraftReach(NamedTuple):
     def is_short(self) -> bool:
         """Whether the target serves texts that are longer."""
         return self.target_len is not None and self.num_positions < self.target_len
+
+    @property
+    def longest(self) -> int:
+        """Longest text that it can have to draft behind with the positions of the text."""
+        return min(self.num_positions, self.target_len or self.num_positions)
 
     @property
     def num_in_cache(self) -> int:
@@ -80,14 +86,23 @@ def warnings_about(config: SpeculativeConfig, reach: DraftReach) -> Iterator[str
         )
 
 
+def pool_warning(config: SpeculativeConfig, reach: DraftReach, num_blocks: int) -> str | None:
+    """Say that the draft model's pool is smaller than one window; None: it is not.
+
+    `config` is from `with_positions`.
+    """
+    if config.kv.positions == "in_cache":
+        return small_pool_warning(config, num_blocks, reach.target_len or ANY_LENGTH, reach.num_in_cache)
+    return small_pool_warning(config, num_blocks, reach.longest)
+
+
 def _window_fault(config: SpeculativeConfig, reach: DraftReach) -> str | None:
     """Say why what `kv` keeps has no room in the draft model's positions; None: it has."""
     budget = max(config.kv.budgets, key=lambda one: one.smallest)
     if budget.smallest + config.num_beside_budget <= reach.num_in_cache:
         return None
-    setting = "budget" if isinstance(budget.amount, int) else "floor"
     return (
-        f"speculative_config.kv.{setting}: {budget.smallest} tokens do not fit into the "
+        f"speculative_config.kv.{budget.least_setting}: {budget.smallest} tokens do not fit into the "
         f"{reach.num_in_cache} positions of {reach.name} (its own, or speculative_config.max_model_len) with "
         f"kv.positions: in_cache, beside {config.num_beside_budget} for two blocks and drafts: "
         f"give at most {max(0, reach.num_in_cache - config.num_beside_budget)}"

@@ -354,11 +354,13 @@ class DraftSequences:
         return min(state.num_read, view.committed_len - 1)
 
     def most_len(self, committed_len: int) -> int:
-        """Return how long a prefix of so many tokens and its draft can be together."""
-        window = self._window
-        if window is None or window.num_positions is None:
+        """Return how long a prefix of so many tokens and its draft can be together.
+
+        Behind a window a draft is never longer than the pool was planned for, whatever a request asks for.
+        """
+        if self._window is None:
             return self._max_context
-        return min(self._max_context, committed_len + window.num_draft_tokens)
+        return min(self._max_context, committed_len + self._window.num_draft_tokens)
 
     def num_left_in_variant(self, committed_len: int) -> int | None:
         """Return how many tokens may be committed before all K/V change; None: any number."""

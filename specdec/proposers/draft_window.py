@@ -135,16 +135,39 @@ def draft_window(config: SpeculativeConfig, num_positions: int | None = None) ->
     if config.kv.policy == "full":
         return None
     block_size = config.cache.block_size
-    smallest = min(budget.smallest for budget in config.kv.budgets)
+    smallest = [budget.smallest for budget in config.kv.budgets]
     most_tokens = None
     if num_positions is not None:
-        # A share that grows with the text takes half of them at most: the rest lasts until the next reading.
-        most_tokens = max(
-            config.kv.token_budget.smallest, min(num_positions // 2, num_positions - config.num_beside_budget)
-        )
+        # A share that grows with the text takes half of them at most, unless more is configured in any case:
+        # the rest lasts until the next reading.
+        most_tokens = max(*smallest, min(num_positions // 2, num_positions - config.num_beside_budget))
     return DraftWindow(
         selection=config.kv.make(block_size, config.largest_kv_budget, most_tokens=most_tokens),
-        num_piece_tokens=min(max(block_size, smallest // _PIECES_PER_BUDGET), _LONGEST_PIECE),
+        num_piece_tokens=min(max(block_size, min(smallest) // _PIECES_PER_BUDGET), _LONGEST_PIECE),
         num_draft_tokens=config.num_read_behind,
         num_positions=num_positions,
+    )
+
+
+def small_pool_warning(
+    config: SpeculativeConfig, num_blocks: int, longest: int, num_positions: int | None = None
+) -> str | None:
+    """Say that a pool of `num_blocks` blocks is smaller than the window of one sequence; None: it is not.
+
+    One of the blocks is scratch. Sequences grow to `longest` tokens; `num_positions` as for `draft_window`.
+    Not a mistake by itself: where texts are short they have drafts, as without a window.
+    """
+    window, cache = draft_window(config, num_positions), config.cache
+    if window is None:
+        return None
+    num_needed = 1 + window.max_blocks(longest, cache.block_size)
+    if num_needed <= num_blocks:
+        return None
+    size = next(name for name in ("num_blocks", "memory_bytes", "memory_fraction") if getattr(cache, name))
+    return (
+        f"speculative_config.cache.{size}: {getattr(cache, size)} makes a pool of {num_blocks} blocks of "
+        f"{cache.block_size} tokens, and the window of speculative_config.kv.budget: "
+        f"{config.kv.largest_budget(longest).amount} takes up to {num_needed}: texts of more than "
+        f"{(num_blocks - 1) * cache.block_size} tokens go on without drafts; give the pool more, or "
+        "the window less"
     )

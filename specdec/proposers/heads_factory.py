@@ -35,7 +35,7 @@ from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
-from specdec.proposers.draft_window import draft_window
+from specdec.proposers.draft_window import draft_window, small_pool_warning
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.feature_runner import FeatureRunner
 from specdec.proposers.head_rows import HeadRows, PrefixRows, StateRows
@@ -259,6 +259,7 @@ def _load(
     drafter.to(target.device).requires_grad_(requires_grad=False)
     if isinstance(drafter, FeatureDrafter):
         runner = _feature_runner(drafter, config, cache, target, max_num_seqs)
+        _warn_of_pool(config, runner.num_blocks, target)
         return LoadedFeatureDrafter(config, drafter, runner, target, max_num_batched_tokens)
     assert isinstance(drafter, IndependentHeads | SequentialHeads)
     _warn_of_depth(drafter, config)
@@ -273,6 +274,7 @@ def _load(
             max_model_len=target.max_model_len,
             max_held_tokens=_held_tokens(config, target),
         )
+        _warn_of_pool(config, pool.num_blocks, target)
     elif config.kv.policy != "full":
         raise ConfigError(
             f"speculative_config.kv.policy: {config.kv.policy} is about the K/V that drafting attends to; "
@@ -308,6 +310,12 @@ def _held_tokens(config: SpeculativeConfig, target: HeadTarget) -> int | None:
     """Return how many tokens of a sequence have K/V of the drafter at the same time; None: all."""
     window = draft_window(config)
     return None if window is None else window.max_held_tokens(target.max_model_len, config.cache.block_size)
+
+
+def _warn_of_pool(config: SpeculativeConfig, num_blocks: int, target: HeadTarget) -> None:
+    text = small_pool_warning(config, num_blocks, target.max_model_len)
+    if text is not None:
+        logger.warning("%s", text)
 
 
 def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:

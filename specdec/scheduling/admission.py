@@ -74,6 +74,8 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
         )
     if request.kv_budget is not None:
         _check_kv_budget(request.kv_budget, requested, limits.kv_budgets)
+    elif requested is not None and limits.kv_budgets is not None:
+        _check_default_budget(requested, request.drafter, limits.kv_budgets)
     if request.drafter is not None:
         _check_drafter(request.drafter, limits.drafters)
 
@@ -88,6 +90,13 @@ def _check_kv_budget(amount: BudgetAmount, num_draft_tokens: int | None, budgets
     fault = budgets.fault(amount, num_draft_tokens)
     if fault is not None:
         raise InputError(f"{param}: {fault}", param=param)
+
+
+def _check_default_budget(num_draft_tokens: int, drafter: str | None, budgets: KvBudgets) -> None:
+    fault = budgets.own_draft_fault(num_draft_tokens, drafter)
+    if fault is not None:
+        param = "speculation.num_speculative_tokens"
+        raise InputError(f"{param}: {fault} with speculation.kv_budget, or ask for less", param=param)
 
 
 def _check_drafter(wanted: str, drafters: DrafterSet | None) -> None:

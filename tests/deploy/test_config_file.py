@@ -148,6 +148,67 @@ def test_mistakes_in_further_models_are_named(tmp_path: Path, text: str, expecte
     assert expected in str(caught.value)
 
 
+SHAPES = {
+    "chain": ("widths", "shape"),
+    "static": ("width", "widths"),
+    "dynamic": ("topk", "top_k"),
+    "entropy": ("least_confident", "least_confidence"),
+}
+METHODS = {
+    "ngram": ("prompt_lookup_mx", "prompt_lookup_max"),
+    "suffix": ("suffixes", "suffix"),
+    "retrieval": ("retrieve", "retrieval"),
+    "draft_model": ("max_model_length", "max_model_len"),
+    "self": ("trees", "tree"),
+    "layerskip": ("exit_layers", "exit_layer"),
+    "quantized": ("quantisation", "quantization"),
+    "hydra": ("caches", "cache"),
+}
+WRONG_KEYS = [
+    *((f"tree: {{shape: {tag}, KEY: 1}}", "tree", *keys) for tag, keys in SHAPES.items()),
+    *(
+        (f"drafters: [{{method: ngram}}, {{method: {tag}, KEY: 1}}]", "drafters[1]", *keys)
+        for tag, keys in METHODS.items()
+    ),
+    ("drafters: [{method: self, tree: {shape: static, KEY: 1}}]", "drafters[0].tree", "path", "paths"),
+]
+"""What is written, in which block, which key it is, and which one is meant."""
+
+
+@pytest.mark.parametrize("place", ["", "models.b."])
+@pytest.mark.parametrize(("text", "block", "key", "meant"), WRONG_KEYS)
+def test_unknown_keys_in_blocks_of_several_kinds_are_named_as_in_the_file(
+    tmp_path: Path, place: str, text: str, block: str, key: str, meant: str
+) -> None:
+    block_text = f"target: {{model: m}}, speculative_config: {{\n{text.replace('KEY', key)}}}"
+    further = f", models: {{b: {{{block_text}}}}}" if place else ""
+    before = "target: {model: m}" if place else block_text
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, f"{{{before}{further}}}\n"))
+    name = f":2: {place}speculative_config.{block}.{key}: unknown key"
+    suggestion = f"; known here: {meant}" if key == "widths" else f"; did you mean {meant}?"
+    assert name + suggestion in str(caught.value).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tree: {shape: dynamic, top_k: 99}", "tree.top_k: input should be less than or equal to 16, got 99"),
+        ("tree: {shape: round}", "tree.shape: input should be one of 'chain', 'static', 'dynamic', 'entr"),
+        ("tree: {top_k: 4}", "tree.shape: is required"),
+        ("drafters: [{name: a, method: x}]", "drafters[0].method: input should be one of 'ngram', 'suffix'"),
+        ("drafters: [{name: a}]", "drafters[0].method: is required"),
+        ("drafters: [{name: a, method: draft_model}]", "drafters[0].model: is required"),
+    ],
+)
+def test_other_mistakes_in_blocks_of_several_kinds_are_named_too(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, f"target: {{model: m}}\nspeculative_config:\n  {text}\n"))
+    assert f":3: speculative_config.{expected}" in str(caught.value)
+
+
 ONLINE = (
     "target: {{model: m}}\nspeculative_config: {{method: draft_model, model: d, online: {online}}}\n{http}"
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +17,10 @@ from deploy.config_file import load_config
 from deploy.openai.app import create_app
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
+from specdec.core.errors import ConfigError
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.engine import Engine
+from specdec.model.loader import check_servable
 from tests.deploy.cli.test_commands import invoke, user_error
 from tests.deploy.openai.live import live_server
 
@@ -48,6 +52,10 @@ MISTAKES = {
     "no share": Mistake(
         "{method: self, kv: {policy: streaming, budget: 150%}}",
         r"budget: 1\.5 is no share of the length \(above 0, at most 1\); write an integer for tokens",
+    ),
+    "a word of YAML": Mistake(
+        "{method: self, kv: {policy: streaming, budget: true}}",
+        r'kv: budget: must be a number of tokens, or a share such as "5%" or 0\.05',
     ),
     "no number": Mistake(
         "{method: self, kv: {policy: streaming, budget: much}}",
@@ -187,6 +195,28 @@ def test_control_what_is_just_enough_is_taken(models: Path, tmp_path: Path, spec
         ("{method: draft_model, model: MODELS/draft}", ""),
         ("{method: self}", r"kv\.policy: full: with method self .* write policy: streaming"),
         ("{method: self, kv: {policy: verified}}", ""),
+        (
+            "{method: draft_model, model: MODELS/draft, kv: {budget: 512, sink_tokens: 0}}",
+            r"kv\.budget: 512 counts for nothing with kv\.policy: full, .* write kv\.policy: streaming, or "
+            r"leave it out warning: speculative_config\.kv\.sink_tokens: 0 counts for nothing",
+        ),
+        ("{method: ngram, kv: {floor: 8}}", r"kv\.floor: 8 counts .* attend to everything: leave it out"),
+        (
+            "{method: draft_model, model: MODELS/draft, cache: {num_blocks: 4}, "
+            "kv: {policy: streaming, budget: 64}}",
+            r"cache\.num_blocks: 4 makes a pool of 4 blocks of 16 tokens, and the window of "
+            r".*kv\.budget: 64 takes up to 9: texts of more than 48 tokens go on without drafts",
+        ),
+        (
+            "{method: draft_model, model: MODELS/draft, cache: {num_blocks: 9}, "
+            "kv: {policy: streaming, budget: 64}}",
+            "",
+        ),
+        (
+            "{method: draft_model, model: MODELS/draft, max_model_len: 100, cache: {num_blocks: 4}, "
+            "kv: {policy: streaming, budget: 16}}",
+            r"cache\.num_blocks: 4 makes .* takes up to 6: texts of more than 48 tokens",
+        ),
     ],
 )
 def test_what_may_not_be_meant_is_said_before_anything_starts(
@@ -196,6 +226,47 @@ def test_what_may_not_be_meant_is_said_before_anything_starts(
     assert code == 0
     assert "ok (" in stdout
     assert re.search(said, " ".join(stderr.split())) if said else stderr == ""
+
+
+def with_dynamic_ntk(models: Path, folder: Path, *, is_old: bool) -> None:
+    """Give a copy of the models 64 positions, and dynamic NTK that makes 256 of them, in old words or new."""
+    for name in ("target", "draft"):
+        shutil.copytree(models / name, folder / name)
+        file = folder / name / "config.json"
+        settings = json.loads(file.read_text()) | {"max_position_embeddings": 64}
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        if is_old:
+            del settings["rope_parameters"]
+            settings |= {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_theta": 10000.0}
+        file.write_text(json.dumps(settings if is_old else settings | {"rope_parameters": rope}))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_factor_of_dynamic_ntk_counts_before_anything_starts(
+    models: Path, tmp_path: Path, is_old: bool
+) -> None:
+    """What the loader serves is taken, what it refuses is refused; positions that drafts are given among what
+    is kept are those before K/V depend on the length.
+    """
+    with_dynamic_ntk(models, tmp_path, is_old=is_old)
+    window = "{method: self, kv: {policy: streaming, budget: 16}}"
+    for num_positions in (256, 257):
+        file = write(tmp_path, tmp_path, window, f"max_model_len: {num_positions}, ")
+        target = load_config(file).target
+        if num_positions == 256:
+            assert check_servable(target).max_model_len == 256
+            assert invoke("config", "validate", file)[0] == 0
+        else:
+            with pytest.raises(ConfigError, match="257 exceeds the 256 positions"):
+                check_servable(target)
+            said = " ".join(user_error("config", "validate", file).split())
+            assert re.search(r"max_model_len: 257 .* 256 positions .* times the factor of dynamic NTK", said)
+    draft = "method: draft_model, model: MODELS/draft"
+    absolute = f"{{{draft}, kv: {{policy: streaming, budget: 16, positions: absolute}}}}"
+    assert invoke("config", "validate", write(tmp_path, tmp_path, absolute))[0] == 0
+    too_many = f"{{{draft}, kv: {{policy: streaming, budget: 40, positions: in_cache}}}}"
+    said = " ".join(user_error("config", "validate", write(tmp_path, tmp_path, too_many)).split())
+    assert re.search(r"kv\.budget: 40 tokens do not fit into the 64 positions .* give at most 23", said)
 
 
 class Door(NamedTuple):

@@ -88,6 +88,15 @@ def test_the_pool_does_not_depend_on_how_long_texts_may_become(tmp_path: Path) -
     assert sizes["full", 32768] == pytest.approx(64 * sizes["full", 512], rel=0.01), "the control"
 
 
+def test_a_pool_smaller_than_a_window_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for memory_bytes in (1 << 16, 1 << 22):
+        caplog.clear()
+        load(speculative(kv=STREAMING, cache={"memory_bytes": memory_bytes})).close()
+        said = [one.getMessage() for one in caplog.records if "kv.budget: 64" in one.getMessage()]
+        assert len(said) == (memory_bytes == 1 << 16)
+        assert all("speculative_config.cache.memory_bytes: 65536 makes a pool of" in one for one in said)
+
+
 def most_held(length: int) -> int:
     """Read 32 texts and draft behind them; return the most bytes of the pool that were held."""
     proposer = load(speculative(kv=STREAMING))

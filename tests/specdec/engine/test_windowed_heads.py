@@ -145,6 +145,18 @@ def test_nothing_of_it_shows(
         assert blocks <= num * window.max_blocks(1 << 20, 4)
 
 
+@pytest.mark.parametrize("method", ["eagle", "hydra++"])
+def test_a_pool_smaller_than_a_window_is_told(
+    configured: Configure, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for own_blocks in (5, 40):
+        caplog.clear()
+        with Engine(configured(method, own_blocks=own_blocks, num_speculative_tokens=3)):
+            said = [one.getMessage() for one in caplog.records if "kv.budget: 14" in one.getMessage()]
+        assert len(said) == (own_blocks == 5)
+        assert all("speculative_config.cache.num_blocks: 5 makes a pool of 5 blocks" in one for one in said)
+
+
 @pytest.mark.parametrize("method", ["eagle", pytest.param("hydra++", marks=pytest.mark.full)])
 def test_a_cached_prefix_is_read_from_its_rows_piece_by_piece(
     bench: Bench, configured: Configure, method: str

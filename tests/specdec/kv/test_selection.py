@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -104,6 +105,12 @@ def test_a_configuration_read_again_is_the_same() -> None:
         ({"budget": 0.0}, "budget: 0.0 is no share"),
         ({"budget": "some"}, "budget: 'some'"),
         ({"budget": "x%"}, "budget: 'x%'"),
+        ({"budget": True}, "budget: must be a number of tokens"),
+        ({"budget": [64, True]}, "budget: must be a number of tokens"),
+        ({"budget": None}, "budget: must be a number of tokens"),
+        ({"budget": {"tokens": 64}}, "budget: must be a number of tokens"),
+        ({"budget": float("nan")}, "budget: nan is no share"),
+        ({"budget": float("inf")}, "budget: inf is no share"),
         ({"policy": "quest"}, "policy"),
         ({"sink": 4}, "sink"),
         ({"floor": 0}, "floor"),
@@ -122,6 +129,27 @@ def test_budget_below_sink_plus_k_is_refused(settings: dict[str, Any], name: str
     config.require_room(3)
     with pytest.raises(ValueError, match=f"{name} .*at least 8"):
         config.require_room(4)
+
+
+@pytest.mark.parametrize("written", [10**23, [64, 10**23]])
+def test_a_budget_beyond_all_texts_fits_a_message(written: Any) -> None:
+    config = KvSelectionConfig(policy="streaming", budget=written)
+    assert config.budgets[-1].tokens(100) == 1 << 32
+    assert len(msgspec.msgpack.encode(config.budgets[-1].tokens(100))) < 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ()),
+        ({"budget": 0.05, "floor": 256, "sink_tokens": 4}, ()),
+        ({"budget": 512}, ("budget",)),
+        ({"floor": 8, "sink_tokens": 0}, ("floor", "sink_tokens")),
+        ({"policy": "streaming", "budget": 512, "floor": 8}, ()),
+    ],
+)
+def test_what_counts_for_nothing_without_a_policy(settings: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert KvSelectionConfig.model_validate(settings).unheeded == names
 
 
 def test_full_needs_no_budget() -> None:

@@ -268,20 +268,79 @@ def test_a_part_of_the_context_at_its_own_positions(pair_of: PairOf, architectur
     mask = torch.zeros(1, 1, len(tokens), len(tokens)).masked_fill(allowed == 0, torch.finfo().min)
     with torch.inference_mode():
         expected = pair.reference(torch.tensor([tokens]), attention_mask=mask).logits[0]
-    table = Tables(runner).take(len(tokens))
-    feed(runner, tokens[:cut], 0, table, 0)
-    gap = first_kept - first_dropped
-    piece = SequenceSlice(
-        token_ids=tokens[cut:],
-        start=cut - gap,
-        block_table=[*table[:1], *table[4:]],
-        num_logit_rows=len(tokens) - cut,
-        num_dropped=gap,
-    )
+    piece = _behind_a_gap(runner, tokens, cut, (first_dropped, first_kept))
     got = runner.forward([piece])
     torch.testing.assert_close(got, expected[cut:], rtol=0, atol=TOLERANCE)
     wrong = runner.forward([replace(piece, num_dropped=0)])
     assert (wrong - expected[cut:]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("num_kept_before", [5, 13], ids=["few tokens before", "more than a layer sees"])
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
+def test_windows_of_layers_count_what_is_there(
+    pair_of: PairOf, architecture: str, num_kept_before: int
+) -> None:
+    """Behind dropped blocks a layer with a window of 12 sees the last 12 tokens that are left.
+
+    These are the last 12 of the text where so many are left behind the gap. Where there are fewer, tokens
+    before the gap are among them, which are farther away than the window of the whole text reaches.
+    """
+    pair = pair_of(architecture)
+    runner, window, size = pair.runner(block_size=4), 12, 4
+    assert {layer.sliding_window for layer in runner.loaded.layers} - {None} == {window}
+    tokens = random_tokens(9 * size + 3)
+    cut = 7 * size + 1
+    first_dropped, first_kept = size, cut - num_kept_before
+    gap = first_kept - first_dropped
+    positions = torch.arange(len(tokens))
+    present = positions - gap * (positions >= first_kept)
+    causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    left = causal.clone()
+    left[cut:, first_dropped:first_kept] = False
+
+    def last(places: torch.Tensor) -> torch.Tensor:
+        return places[:, None] - places < window
+
+    is_before = (positions < cut)[:, None]
+    among_what_is_left = is_before & causal & last(positions) | ~is_before & left & last(present)
+    by_position = left & last(positions)
+    is_alike = bool((among_what_is_left == by_position).all())
+    assert is_alike == (num_kept_before > window)
+    got = runner.forward([_behind_a_gap(runner, tokens, cut, (first_dropped, first_kept))])
+    expected = _seen(pair, tokens, left, among_what_is_left)[cut:]
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+    if not is_alike:
+        otherwise = _seen(pair, tokens, left, by_position)[cut:]
+        assert (got - otherwise).abs().max() > 100 * TOLERANCE, "the control"
+
+
+def _behind_a_gap(
+    runner: ModelRunner, tokens: list[int], cut: int, dropped: tuple[int, int]
+) -> SequenceSlice:
+    """Read up to `cut`; return the rest, without the blocks of the tokens that are dropped."""
+    size, (first_dropped, first_kept) = runner.block_size, dropped
+    table = Tables(runner).take(len(tokens))
+    feed(runner, tokens[:cut], 0, table, 0)
+    gap = first_kept - first_dropped
+    return SequenceSlice(
+        token_ids=tokens[cut:],
+        start=cut - gap,
+        block_table=[*table[: first_dropped // size], *table[first_kept // size :]],
+        num_logit_rows=len(tokens) - cut,
+        num_dropped=gap,
+    )
+
+
+def _seen(pair: Pair, tokens: list[int], everything: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+    """Return transformers' logits where rows see so much in layers without a window, and with one."""
+    full, sliding = (
+        torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo().min) for seen in (everything, window)
+    )
+    has_both = len({layer.sliding_window for layer in pair.runner().loaded.layers}) > 1
+    mask = {"full_attention": full, "sliding_attention": sliding} if has_both else sliding
+    with torch.inference_mode():
+        logits: torch.Tensor = pair.reference(torch.tensor([tokens]), attention_mask=mask).logits[0]
+    return logits
 
 
 def test_a_pool_for_a_part_of_each_sequence(pair_of: PairOf) -> None:

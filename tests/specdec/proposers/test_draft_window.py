@@ -15,9 +15,10 @@ from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel, slot_value
 from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.base import AheadWish, Proposer
+from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_trees import TreeDraftProposer
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow, draft_window, small_pool_warning
 from specdec.sampling.noise import MASK_64
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import Sampler
@@ -63,7 +64,7 @@ class TestWithAnAmpleBudget(ProposerContract):
 class TestAheadWithAnAmpleBudget(AheadContract):
     def make(self) -> DraftModelProposer:
         runner = ToyRunner(ToyModel(AHEAD_VOCAB_SIZE, seed=3, sharpness=1.5), num_blocks=1024)
-        return make(window(4096), runner, vocab_size=AHEAD_VOCAB_SIZE, eos_token_ids=(EOS,))
+        return make(window(4096, most=11), runner, vocab_size=AHEAD_VOCAB_SIZE, eos_token_ids=(EOS,))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -311,8 +312,9 @@ def test_what_a_prompt_shares_is_not_freed_from_under_others() -> None:
     assert drafted(proposer, short) == drafted(make(None), short)
 
 
+@pytest.mark.parametrize("asked", [None, 64], ids=["as configured", "a request's own k"])
 @pytest.mark.parametrize("block_size", mostly_full([1, 3, 16], [3]))
-def test_what_is_held_stays_within_the_plan(block_size: int) -> None:
+def test_what_is_held_stays_within_the_plan(block_size: int, asked: int | None) -> None:
     for budget, sink, piece, k in itertools.product((8, 33), (0, 5), (4, 20), (1, 6)):
         its = window(budget, sink=sink, block_size=block_size, piece=piece, most=k)
         runner = ToyRunner(MODEL, num_blocks=4000 // block_size, block_size=block_size, max_model_len=1 << 20)
@@ -320,10 +322,69 @@ def test_what_is_held_stays_within_the_plan(block_size: int) -> None:
         tokens = [1, 2, 3]
         for step in range(60):
             one = view("a", tokens)
-            chain = drafted(proposer, one, k)
+            chain = drafted(proposer, one, asked or k)
+            assert len(chain) <= k
             held = proposer.sequences.num_held_blocks
             assert held <= its.max_blocks(len(tokens) + k, block_size), (step, len(tokens))
             tokens += [*chain[: step % (k + 1)], step % VOCAB_SIZE] if step % 9 else [5] * 50
+
+
+def configured(**kv: object) -> SpeculativeConfig:
+    return SpeculativeConfig.model_validate(
+        {
+            "method": "draft_model",
+            "model": "m",
+            "num_speculative_tokens": 4,
+            "cache": {"num_blocks": 4},
+            "kv": {"policy": "streaming", **kv},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("budgets", "most"),
+    [
+        ([512, 0.05], 512),  # more than half of the positions, since it is configured
+        ([64, 0.05], 300),
+        ([0.05, 0.1], 300),
+    ],
+)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_order_of_budgets_does_not_matter_to_what_is_kept(
+    budgets: list[int | float], most: int, is_turned: bool
+) -> None:
+    its = draft_window(configured(budget=budgets[::-1] if is_turned else budgets, floor=256), 600)
+    assert its is not None
+    kept = 100_000 - its.selection.select(100_000).num_dropped
+    assert most <= kept < most + 32
+    assert its.num_piece_tokens == min(*(b if isinstance(b, int) else 256 for b in budgets)) // 4
+    assert most <= its.most_budget(ANY_LENGTH, 1000, 16) < most + 32
+
+
+def test_a_floor_of_more_than_half_of_the_positions_stays() -> None:
+    """As the first of the list, a smaller budget took the place of the floor."""
+    for budgets in ([64, 0.05], [0.05, 64]):
+        its = draft_window(configured(budget=budgets, floor=400), 600)
+        assert its is not None
+        assert 400 <= 100_000 - its.selection.select(100_000).num_dropped < 432
+
+
+def test_a_pool_smaller_than_a_window_is_told() -> None:
+    config = configured(budget=512)
+    text = small_pool_warning(config, 4, 4096)
+    assert text is not None
+    assert text.startswith("speculative_config.cache.num_blocks: 4 makes a pool of 4 blocks of 16 tokens, ")
+    assert "speculative_config.kv.budget: 512 takes up to 44: texts of more than 48 tokens" in text
+    assert small_pool_warning(config, 43, 4096) is not None
+    assert small_pool_warning(config, 44, 4096) is None
+    assert small_pool_warning(config, 4, 48) is None, "no text is longer"
+    assert small_pool_warning(configured(policy="full"), 4, 4096) is None
+    its = draft_window(config)
+    assert its is not None
+    for num_blocks in (43, 44):
+        runner = ToyRunner(MODEL, num_blocks=num_blocks, block_size=16, max_model_len=4096)
+        proposer = make(its, runner)
+        assert proposer.capabilities.max_context == (4096 if num_blocks == 44 else 42 * 16)
 
 
 def test_branches_come_true_behind_a_gap() -> None:

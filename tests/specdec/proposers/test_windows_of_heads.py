@@ -59,7 +59,7 @@ def make(kind: str, its_window: DraftWindow | None, **more: Any) -> Proposer:
 
 
 def nodes_behind(shape: TreeShape | None) -> int:
-    return 8 if shape is None else max(shape.max_nodes, shape.num_looked_behind(shape.max_nodes))
+    return 15 if shape is None else max(shape.max_nodes, shape.num_looked_behind(shape.max_nodes))
 
 
 class TestModulesWithAnAmpleBudget(ProposerContract):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.ids import RequestId
 from specdec.core.request import LatencyTarget, Request
 from specdec.core.sampling_params import SamplingParams
+from specdec.kv.selection import KvBudgets, KvSelectionConfig
 from specdec.scheduling.admission import AdmissionLimits, check_in_time, check_queue, check_request
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.service_rates import Expectation
+from specdec.scheduling.speculation.drafter_shares import DrafterSet
 
 
 def request(length: int = 4, **changes: object) -> Request:
@@ -23,8 +27,8 @@ def request(length: int = 4, **changes: object) -> Request:
     return Request(**(fields | changes))  # type: ignore[arg-type]
 
 
-def limits(**changes: int) -> AdmissionLimits:
-    fields = {"vocab_size": 10, "max_model_len": 16, "pool_tokens": 64, "max_num_waiting": 8}
+def limits(**changes: Any) -> AdmissionLimits:
+    fields: dict[str, Any] = {"vocab_size": 10, "max_model_len": 16, "pool_tokens": 64, "max_num_waiting": 8}
     return AdmissionLimits(**(fields | changes))
 
 
@@ -85,6 +89,54 @@ def test_retry_time_is_bounded() -> None:
         with pytest.raises(CapacityError) as caught:
             check_queue(9, limits(), seconds_per_request)
         assert 1.0 <= caught.value.retry_after_s <= 60.0
+
+
+SEVERAL_BUDGETS = KvSelectionConfig(policy="streaming", budget=(16, 0.05), floor=64)
+HOLDS_12 = r"speculative_config\.kv\.budget: 16 tokens do not hold .* \({k}\): give at least {needed} with "
+
+
+@pytest.mark.parametrize("k", [0, 12, 13, 64])
+def test_a_draft_of_ones_own_has_to_fit_the_budget(k: int) -> None:
+    """With the default one as with one's own; the setting is named."""
+    budgets = KvBudgets(KvSelectionConfig(policy="streaming", budget=16), 4)
+    asking = request(num_draft_tokens=k)
+    its_limits = limits(kv_budgets=budgets)
+    if k <= 12:
+        check_request(asking, its_limits)
+    else:
+        with pytest.raises(InputError, match=HOLDS_12.format(k=k, needed=k + 4)) as caught:
+            check_request(asking, its_limits)
+        assert caught.value.param == "speculation.num_speculative_tokens"
+        assert "speculation.num_speculative_tokens: " in str(caught.value)
+    check_request(request(num_draft_tokens=k, kv_budget=k + 4), its_limits)
+    check_request(asking, limits())
+    budgets.set_default(68)
+    check_request(asking, its_limits)
+
+
+def test_of_several_budgets_those_count_that_may_be_picked() -> None:
+    budgets = KvBudgets(SEVERAL_BUDGETS, 4)
+    its_limits = limits(kv_budgets=budgets)
+    with pytest.raises(InputError, match=HOLDS_12.format(k=13, needed=17)):
+        check_request(request(num_draft_tokens=13), its_limits)
+    budgets.set_default(0.05)
+    check_request(request(num_draft_tokens=60), its_limits)
+    with pytest.raises(InputError, match=r"kv\.floor: 64 tokens do not hold .* \(61\): give at least 65"):
+        check_request(request(num_draft_tokens=61), its_limits)
+    budgets = KvBudgets(KvSelectionConfig(policy="streaming", budget=(64, 16)), 4)
+    check_request(request(num_draft_tokens=60), limits(kv_budgets=budgets))
+    budgets.pick = lambda *_: budgets.default
+    with pytest.raises(InputError, match=HOLDS_12.format(k=60, needed=64)):
+        check_request(request(num_draft_tokens=60), limits(kv_budgets=budgets))
+
+
+def test_of_several_drafters_the_one_with_the_budget_counts() -> None:
+    budgets = KvBudgets(KvSelectionConfig(policy="streaming", budget=16), 4, drafter="own")
+    its_limits = limits(kv_budgets=budgets, drafters=DrafterSet(names=("own", "lookup"), shares=(0.0, 0.0)))
+    check_request(request(num_draft_tokens=64, drafter="lookup"), its_limits)
+    for wanted in (None, "own"):
+        with pytest.raises(InputError, match="16 tokens do not hold"):
+            check_request(request(num_draft_tokens=64, drafter=wanted), its_limits)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""How many positions a model has, as its configuration says: read without torch, before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+
+class StatedPositions(NamedTuple):
+    """Of a model, or of its text model, where it has several."""
+
+    num_positions: int | None
+    """Longest sequence that it is made for, in tokens; None: it does not say in plain words."""
+    kind: Literal["longrope", "dynamic"] | None = None
+    """How its rotary embedding depends on the length of a sequence (`model.rotary`); None: not at all."""
+    original_len: int | None = None
+    """With a kind: tokens of the longest sequence that has the ordinary K/V."""
+
+
+def stated_positions(settings: Mapping[str, Any]) -> StatedPositions:
+    """Read the keys of a config.json, or those that transformers makes of them.
+
+    Only dynamic NTK goes beyond `max_position_embeddings`, by its factor: the recipes of all other kinds
+    (linear, YaRN, Llama 3, LongRoPE) write the new length there.
+    """
+    limit = settings.get("max_position_embeddings")
+    limit = limit if isinstance(limit, int) else None
+    # As transformers reads them: the older key counts where both are there.
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return StatedPositions(limit)
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "longrope":
+        name = "original_max_position_embeddings"
+        original_len = settings.get(name) or rope.get(name) or limit
+        return StatedPositions(limit, kind, original_len)
+    factor = rope.get("factor")
+    if kind == "dynamic" and limit is not None and isinstance(factor, int | float):
+        return StatedPositions(int(limit * factor), kind, limit)
+    return StatedPositions(limit)

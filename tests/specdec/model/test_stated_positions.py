@@ -1,0 +1,74 @@
+"""What config.json says of a model's positions is what the loader makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from specdec.model.rotary import longest_sequence, rule_of
+from specdec.model.stated_positions import StatedPositions, stated_positions
+from tests.architectures import ARCHITECTURES, MAX_POSITIONS, ORIGINAL_POSITIONS
+
+KINDS = {
+    "llama": StatedPositions(MAX_POSITIONS),
+    "llama3_rope": StatedPositions(MAX_POSITIONS),
+    "llama_linear_rope": StatedPositions(MAX_POSITIONS),
+    "llama_yarn": StatedPositions(MAX_POSITIONS),
+    "gemma3": StatedPositions(MAX_POSITIONS),
+    "phi3_longrope": StatedPositions(MAX_POSITIONS, "longrope", ORIGINAL_POSITIONS),
+    "llama_dynamic_ntk": StatedPositions(4 * ORIGINAL_POSITIONS, "dynamic", ORIGINAL_POSITIONS),
+}
+
+
+def written(folder: Path, architecture: str, **changes: Any) -> dict[str, Any]:
+    """Return config.json as transformers writes it, changed."""
+    ARCHITECTURES[architecture]().save_pretrained(folder)
+    file = folder / "config.json"
+    settings: dict[str, Any] = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps(settings))
+    return settings
+
+
+def in_old_words(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the same model as older folders describe it."""
+    rope = dict(settings["rope_parameters"])
+    rope["type"] = rope.pop("rope_type")
+    others = {name: value for name, value in settings.items() if name != "rope_parameters"}
+    return {**others, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("architecture", KINDS)
+def test_the_file_and_what_is_loaded_say_the_same(tmp_path: Path, architecture: str, is_old: bool) -> None:
+    settings = written(tmp_path, architecture)
+    if is_old and "rope_type" in settings["rope_parameters"]:
+        settings = in_old_words(settings)
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+    stated = stated_positions(settings)
+    assert stated == KINDS[architecture]
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert longest_sequence(loaded) == stated.num_positions
+    rule = rule_of(loaded, MAX_POSITIONS)
+    assert (rule and rule.kind) == stated.kind
+    assert (rule and rule.variants.original_len) == stated.original_len
+
+
+@pytest.mark.parametrize("architecture", ["llama_yarn", "llama_linear_rope"])
+def test_other_factors_do_not_lengthen_what_is_stated(tmp_path: Path, architecture: str) -> None:
+    """A recipe that leaves `max_position_embeddings` as it was: that many positions there are."""
+    settings = written(tmp_path, architecture, max_position_embeddings=64)
+    assert settings["rope_parameters"]["factor"] == 4
+    assert stated_positions(settings).num_positions == 64
+    assert longest_sequence(transformers.AutoConfig.from_pretrained(tmp_path)) == 64
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_position_embeddings": "many"}, {"n_positions": 8}, {"rope_parameters": {"type": "dynamic"}}],
+)
+def test_what_is_not_said_in_plain_words_is_not_known(settings: dict[str, Any]) -> None:
+    assert stated_positions(settings) == StatedPositions(None)
