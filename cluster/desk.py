@@ -50,6 +50,9 @@ TARGET_LOST = "target_lost"
 COORDINATOR_FAILED = "coordinator_failed"
 """Error code of outputs by which a whole coordinator gives up; the ingress takes the streams elsewhere."""
 
+COORDINATOR_CRASHED = "coordinator_crashed"
+"""As `COORDINATOR_FAILED`, because its loop raised what nobody foresaw: one of the streams may be to blame."""
+
 MAX_CRASHES = 2
 """A request that was in flight at so many losses of a target or a coordinator is next run alone, once."""
 
@@ -67,7 +70,7 @@ class StreamEngine(Protocol):
     def has_work(self) -> bool: ...
 
     def add_request(self, request: Request) -> None: ...
-    def abort(self, request_id: RequestId) -> None: ...
+    def abort(self, request_id: RequestId, epoch: Epoch) -> None: ...
 
 
 @dataclass(slots=True)
@@ -107,7 +110,9 @@ class RequestDesk:
         self._recollection = Recollection(clock)
         self._heard_s: dict[PeerId, float] = {}
         self._submitted: deque[tuple[RequestId, Epoch]] = deque()
-        self._aborted: deque[RequestId] = deque()
+        self._aborted: deque[tuple[RequestId, Epoch]] = deque()
+        self._beginning: _Stream | None = None
+        """What the engine is being given."""
         self._replays: deque[RequestId] = deque()
         self._suspects: deque[RequestId] = deque()
         self._alone: _Stream | None = None
@@ -222,8 +227,9 @@ class RequestDesk:
         """
         with self._lock:
             aborted = [self._aborted.popleft() for _ in range(len(self._aborted))]
-        for request_id in aborted:
-            engine.abort(request_id)
+        for request_id, epoch in aborted:
+            # The next attempt may be there already: it came while orders before it were carried out.
+            engine.abort(request_id, epoch)
         if self._run_suspects(engine) or not self._replay(engine):
             return
         while self._submitted:
@@ -265,7 +271,7 @@ class RequestDesk:
         """Order every admitted stream to be replayed: the engine is new and empty."""
         with self._lock:
             self._aborted.clear()
-            self._alone = None
+            self._alone = self._beginning = None
             # Those that came as suspects have not been admitted.
             self._suspects = deque(r for r, stream in self._streams.items() if stream.is_suspect)
             self._replays = deque(
@@ -273,11 +279,16 @@ class RequestDesk:
             )
 
     def end_all(self, message: str, code: str) -> None:
-        """End every stream with an error, here and now (any thread)."""
+        """End every stream with an error, here and now, and take no more (any thread)."""
         with self._ordered:
+            self._is_draining = True
+            self._tell_state()  # before the outputs: the streams must not come back
+            if code == COORDINATOR_CRASHED and self._beginning is not None:
+                begun = self._beginning.request  # it may be to blame as much as those that run
+                self._send(self._beginning.ingress, Admitted(begun.request_id, begun.epoch))
             for stream in self._streams.values():
                 self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
-            self._aborted.extend(self._streams)
+            self._aborted.extend((r, stream.epoch) for r, stream in self._streams.items())
             self._streams.clear()
             self._ordered.notify_all()
 
@@ -332,8 +343,9 @@ class RequestDesk:
             self._recollection.keep(stream.request.resumption, stream.generated)
 
     def _drop(self, request_id: RequestId) -> None:
-        self._keep(self._streams.pop(request_id))
-        self._aborted.append(request_id)
+        stream = self._streams.pop(request_id)
+        self._keep(stream)
+        self._aborted.append((request_id, stream.epoch))
         self._ordered.notify_all()
 
     def _active(self, ingress: PeerId) -> tuple[tuple[RequestId, Epoch], ...]:
@@ -414,6 +426,7 @@ class RequestDesk:
 
     def _admit(self, engine: StreamEngine, stream: _Stream) -> None:
         request = stream.request
+        self._beginning = stream
         try:
             engine.add_request(stream.rest(self._clock.now_s()))
         except CapacityError as error:
@@ -426,6 +439,7 @@ class RequestDesk:
         else:
             stream.is_admitted = True
             self._send(stream.ingress, Admitted(request.request_id, request.epoch))
+        self._beginning = None
 
     def _end(self, stream: _Stream, message: str, code: str) -> None:
         self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
