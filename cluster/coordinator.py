@@ -103,6 +103,8 @@ class CoordinatorReplica:
             raise RuntimeError("the engine's thread has ended")
         if not self._pump.is_alive:
             raise RuntimeError("the channel's thread has ended")
+        if not self._directory.is_alive:
+            raise RuntimeError("the directory's thread has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy wants to know of this replica."""
