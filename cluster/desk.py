@@ -51,7 +51,7 @@ COORDINATOR_FAILED = "coordinator_failed"
 """Error code of outputs by which a whole coordinator gives up; the ingress takes the streams elsewhere."""
 
 COORDINATOR_CRASHED = "coordinator_crashed"
-"""As `COORDINATOR_FAILED`, because its loop raised what nobody foresaw: one of the streams may be to blame."""
+"""As `COORDINATOR_FAILED`, because its loop raised what nobody foresaw: a stream may be to blame."""
 
 MAX_CRASHES = 2
 """A request that was in flight at so many losses of a target or a coordinator is next run alone, once."""

@@ -189,7 +189,7 @@ def run_loop(door: Door, desk: RequestDesk, source: ToySource, *requests: Reques
 
 @pytest.mark.parametrize("failure", ["a loop that fails", "a target that cannot be brought back"])
 def test_who_has_ended_its_streams_refuses_others(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its channel lives until Serve has replaced it, and a coordinator with nothing to do is sent requests."""
+    """Its channel lives until Serve has replaced it, and who has nothing to do is sent requests."""
     monkeypatch.setattr(engine_loop, "_FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(engine_loop, "_LONGEST_WAIT_S", 0.002)
 
