@@ -62,7 +62,12 @@ class CoordinatorReplica:
             options=channel_options(cluster.channels),
         )
         self._pump = ChannelPump(channel, name="front")
-        self._desk = RequestDesk(self._pump.send, MonotonicClock(), lease_s=cluster.membership.lease_s)
+        self._desk = RequestDesk(
+            self._pump.send,
+            MonotonicClock(),
+            lease_s=cluster.membership.lease_s,
+            most_without_target=engine.scheduler.max_num_seqs + engine.scheduler.max_num_waiting,
+        )
         self._group = TargetGroup(engine, cluster, self._peer_id, keys)
         self._loop = EngineLoop(self._desk, self._group, channel.counters)
         self._directory = DirectoryLink(

@@ -6,6 +6,7 @@ orders out and brings outputs back (`serve`, `deliver`). Nothing here knows Ray,
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -62,6 +63,9 @@ FAILED_REPEATEDLY = "request_failed_repeatedly"
 PROBATION_OUTPUTS = 8
 """Outputs after which a request that runs alone is cleared of the suspicion."""
 
+_RELOADED_AFTER_S = 10.0
+"""What who is refused is told to wait while a target is loaded: nobody knows how long that takes."""
+
 
 class StreamEngine(Protocol):
     """What the desk needs of an engine."""
@@ -99,9 +103,20 @@ class _Stream:
 class RequestDesk:
     """All streams of one coordinator, across losses of its target."""
 
-    def __init__(self, send: Callable[[PeerId, Message], None], clock: Clock, *, lease_s: float) -> None:
-        """`send` may be called from either thread; an ingress that is silent for `lease_s` is gone."""
+    def __init__(
+        self,
+        send: Callable[[PeerId, Message], None],
+        clock: Clock,
+        *,
+        lease_s: float,
+        most_without_target: float = math.inf,
+    ) -> None:
+        """`send` may be called from either thread; an ingress that is silent for `lease_s` is gone.
+
+        While there is no engine, whose queue has its bound, `most_without_target` streams are taken in.
+        """
         self._send = send
+        self._most_without_target = most_without_target
         self._clock = clock
         self._lease_s = lease_s
         self._lock = threading.Lock()
@@ -126,6 +141,8 @@ class RequestDesk:
         self.status: TargetGroupStatus | None = None
         """What the engine is doing; None before the first."""
         self.num_replays = 0
+        self.num_refused = 0
+        """Requests for which there was no room while the target was loaded."""
         self.num_unexpected = 0
         """Messages that are not for a coordinator."""
 
@@ -306,6 +323,14 @@ class RequestDesk:
         elif self._is_draining:
             self._send(sender, self._pong(0, ()))  # before the refusal: whether anybody will replace us
             self._refuse(sender, request, "draining", "this coordinator is shutting down")
+        elif (
+            self._description is None
+            and not request.delivered_token_ids  # what has begun is not ended for want of room
+            and len(self._streams) >= self._most_without_target
+        ):
+            self.num_refused += 1
+            message = "the queue is full while the model is loaded anew"
+            self._refuse(sender, request, "capacity", message, retry_after_s=_RELOADED_AFTER_S)
         else:
             stream = _Stream(
                 request,

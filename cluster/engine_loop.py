@@ -206,6 +206,7 @@ class EngineLoop:
             "target_losses": self.num_losses,
             "target_recovery_seconds": self.recovery_s,
             "replays": self._desk.num_replays,
+            'requests_refused{reason="no_target"}': self._desk.num_refused,
             **{
                 f'channel_messages_dropped{{reason="{reason}"}}': count
                 for reason, count in list(self._channel.dropped.items())

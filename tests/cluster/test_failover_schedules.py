@@ -91,7 +91,9 @@ class SimCoordinator:
         self.sim = sim
         self.channel = sim.network.open(PeerId(name))
         self.max_num_waiting = max_num_waiting
-        self.desk = RequestDesk(self.channel.send, sim.clock, lease_s=LEASE_S)
+        self.desk = RequestDesk(
+            self.channel.send, sim.clock, lease_s=LEASE_S, most_without_target=4 + max_num_waiting
+        )
         self.member = Member(
             address=self.channel.address, role="coordinator", capacity=4, model_revision=revision
         )
@@ -477,6 +479,50 @@ def test_without_another_streams_wait_for_the_next_target() -> None:
     assert ingress.book.description is not None
     sim.run_until_done(limit_s=80.0)
     assert_right(ingress, [request, other, late])
+
+
+@pytest.mark.parametrize("num_coordinators", [1, 2])
+def test_while_targets_are_loaded_no_more_are_taken_in_than_would_be_otherwise(num_coordinators: int) -> None:
+    sim, ingress = simple(num_coordinators, max_num_waiting=2)
+    first = [a_request(f"first{index}", random.Random(index), max_tokens=60) for index in range(6)]
+    for request in first:
+        ingress.open(request)
+    sim.network.run_for(0.3)
+    for coordinator in sim.coordinators:
+        coordinator.load_s = 30.0
+        coordinator.lose_target()
+    sim.network.run_for(0.3)
+    later = [a_request(f"later{index}", random.Random(index)) for index in range(20)]
+    for request in later:
+        ingress.open(request)
+    sim.network.run_for(1.0)
+    refused = [r for r in later if isinstance(ingress.last.get(r.request_id), CapacityError)]
+    assert len(refused) == 26 - 6 * num_coordinators
+    assert all(coordinator.desk.num_streams == 6 for coordinator in sim.coordinators)
+    error = ingress.last[refused[0].request_id]
+    assert isinstance(error, CapacityError)
+    assert error.retry_after_s >= 5.0
+    sim.run_until_done()
+    assert_right(ingress, [*first, *(request for request in later if request not in refused)])
+
+
+def test_a_stream_that_has_begun_is_not_refused_while_a_target_is_loaded() -> None:
+    sim, ingress = simple(2, max_num_waiting=0)
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=80) for index in range(8)]
+    for request in requests:
+        ingress.open(request)
+        sim.network.run_for(2 * ROUND_S)
+    sim.network.run_for(3 * ROUND_S)
+    served = [r for r in requests if r.request_id not in ingress.last]
+    assert all(ingress.tokens[request.request_id] for request in served)
+    crashed, other = sim.coordinators
+    other.load_s = 20.0
+    other.lose_target()
+    sim.crash(crashed, told_after_s=0.5)
+    sim.network.run_for(3.0)
+    assert other.desk.num_streams == len(served) > 4
+    sim.run_until_done()
+    assert_right(ingress, served)
 
 
 def test_where_another_has_no_room_streams_go_on_as_soon_as_one_of_both_has() -> None:
