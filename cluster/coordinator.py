@@ -173,7 +173,7 @@ class CoordinatorReplica:
 
     def _drain(self) -> None:
         limit_s = self._cluster.drain_timeout_s
-        is_closing = _is_application_ending()
+        is_closing = _is_application_ending(have_others_to_go_on=self._have_others_to_go_on())
         if is_closing:
             self._desk.close_down(limit_s)
         else:
@@ -195,6 +195,15 @@ class CoordinatorReplica:
             self._desk.end_all("the coordinator was shut down", COORDINATOR_FAILED)
         self._close()
 
+    def _have_others_to_go_on(self) -> bool:
+        return any(
+            member.role == "coordinator"
+            and member.generation == self._member.generation
+            and member.peer_id != self._peer_id
+            and not member.is_leaving
+            for member in self._directory.members
+        )
+
     def _close(self) -> None:
         self._closed = True
         self._directory.close()
@@ -203,12 +212,16 @@ class CoordinatorReplica:
         self._pump.close(_FLUSH_S)
 
 
-def _is_application_ending() -> bool:
-    """Whether Serve ends this replica because it deletes the whole application, not to replace it."""
+def _is_application_ending(*, have_others_to_go_on: bool) -> bool:
+    """Whether Serve ends this replica because it deletes the whole application, not to replace it.
+
+    Where Serve does not say: not if others are there, who go on with what this one leaves. Doors that hear
+    that all ends wait for nobody.
+    """
     name = serve.get_replica_context().app_name
     try:
         application = serve.status().applications.get(name)
     except (RayError, RayServeException) as error:
         logger.warning("Serve does not say why this replica ends: %s", error)
-        return True
+        return not have_others_to_go_on
     return application is None or application.status == ApplicationStatus.DELETING

@@ -794,6 +794,28 @@ def test_when_the_last_coordinator_of_a_closing_deployment_dies_its_streams_end_
     assert last.error_code == SHUTTING_DOWN
 
 
+def test_one_that_was_wrong_about_the_end_of_the_deployment_is_forgotten() -> None:
+    """Serve did not answer when it was asked why a replica ends, and there was no other."""
+    sim, ingress = simple()
+    wrong = sim.coordinators[0]
+    wrong.desk.close_down(1000.0)
+    sim.network.run_for(0.2)
+    with pytest.raises(NotReadyError, match="shutting down"):
+        ingress.open(a_request("early", random.Random(2)))
+    second = sim.start_coordinator()
+    sim.network.run_for(1.0)
+    sim.crash(wrong, told_after_s=0.0)
+    request = a_request("r", random.Random(5), max_tokens=160)
+    ingress.open(request)
+    sim.network.run_for(0.3)
+    sim.crash(second, told_after_s=0.0)  # what this one leaves is not at its end
+    sim.network.run_for(10.0)
+    assert request.request_id not in ingress.last
+    sim.start_coordinator()
+    sim.run_until_done()
+    assert_right(ingress, [request])
+
+
 def test_a_request_that_meets_the_end_of_the_deployment_is_not_kept_waiting() -> None:
     sim, ingress = simple()
     desk = sim.coordinators[0].desk
