@@ -269,6 +269,9 @@ class ClusterService:
     def _report(self) -> DoorReport:
         own = self._own()
         counted = {name: float(value) for name, value in self._book.counters.items()}
+        counted["unexpected_messages_dropped"] = float(
+            self._book.counters["unexpected_messages_dropped"] + self._account.num_dropped
+        )
         return DoorReport({**own.counters, **counted}, own.gauges)
 
     async def status(self) -> ServiceStatus:
