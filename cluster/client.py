@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _ANSWER_TIMEOUT_S = 2.0
+_MAX_FAILED_TICKS = 10
+"""In a row. One may be the fault of one stream; after so many, nobody is pinged or placed any more."""
 
 
 class ClusterService:
@@ -97,6 +99,8 @@ class ClusterService:
         self._asking_for_metrics = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self._num_failed_ticks = 0
+        """In a row."""
         self._changed = asyncio.Event()
         self._has_seen_members = asyncio.Event()
         self._directory: DirectoryLink | None = None
@@ -139,6 +143,19 @@ class ClusterService:
         if self._directory is not None:
             await asyncio.to_thread(self._directory.close)
         await asyncio.to_thread(self._pump.close, 1.0)
+
+    def check_health(self) -> None:
+        """Raise when this service, which was started, can serve no more; it does not mend itself.
+
+        Raises:
+            RuntimeError: saying what has ended.
+        """
+        if not self._pump.is_alive:
+            raise RuntimeError("the channel's thread has ended")
+        if self._directory is None or not self._directory.is_alive:
+            raise RuntimeError("the directory's thread has ended")
+        if self._num_failed_ticks >= _MAX_FAILED_TICKS:
+            raise RuntimeError("streams are not looked after any more")
 
     def description(self) -> TargetDescription | None:
         """Facts about the target; None while no coordinator can be reached."""
@@ -252,6 +269,9 @@ class ClusterService:
     def _report(self) -> DoorReport:
         own = self._own()
         counted = {name: float(value) for name, value in self._book.counters.items()}
+        counted["unexpected_messages_dropped"] = float(
+            self._book.counters["unexpected_messages_dropped"] + self._account.num_dropped
+        )
         return DoorReport({**own.counters, **counted}, own.gauges)
 
     async def status(self) -> ServiceStatus:
@@ -316,8 +336,15 @@ class ClusterService:
 
     async def _tick(self) -> None:
         while True:
-            self._book.tick()
-            self._wake_if_needed()
+            try:
+                self._book.tick()
+                self._wake_if_needed()
+            except Exception:  # a border: what fails for one stream must not end pings, and all others
+                if self._num_failed_ticks == 0:
+                    logger.exception("streams could not be looked after")
+                self._num_failed_ticks += 1
+            else:
+                self._num_failed_ticks = 0
             await asyncio.sleep(_TICK_S)
 
 

@@ -208,8 +208,9 @@ class ClusterConfig(StrictConfig):
     """How doors choose among several target groups."""
     failover_timeout_s: float = Field(default=300.0, gt=0)
     """How long (seconds) a stream whose coordinator was lost waits for another before it ends in an error."""
-    drain_timeout_s: float = Field(default=15.0, ge=0)
-    """How long (seconds) a coordinator that is shut down goes on serving the streams it has."""
+    drain_timeout_s: float = Field(default=60.0, ge=0)
+    """How long (seconds) a coordinator, or a door, that is shut down goes on serving the streams it has. With
+    none left, it ends at once."""
     updates: Literal["auto", "in_place", "surge"] = "auto"
     """How a changed deployment replaces target groups. in_place: one after the other, each ends before its
     successor begins; with one group nothing serves meanwhile. surge: each ends when its successor serves,

@@ -62,7 +62,12 @@ class CoordinatorReplica:
             options=channel_options(cluster.channels),
         )
         self._pump = ChannelPump(channel, name="front")
-        self._desk = RequestDesk(self._pump.send, MonotonicClock(), lease_s=cluster.membership.lease_s)
+        self._desk = RequestDesk(
+            self._pump.send,
+            MonotonicClock(),
+            lease_s=cluster.membership.lease_s,
+            most_without_target=engine.scheduler.max_num_seqs + engine.scheduler.max_num_waiting,
+        )
         self._group = TargetGroup(engine, cluster, self._peer_id, keys)
         self._loop = EngineLoop(self._desk, self._group, channel.counters)
         self._directory = DirectoryLink(
@@ -103,6 +108,8 @@ class CoordinatorReplica:
             raise RuntimeError("the engine's thread has ended")
         if not self._pump.is_alive:
             raise RuntimeError("the channel's thread has ended")
+        if not self._directory.is_alive:
+            raise RuntimeError("the directory's thread has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy wants to know of this replica."""
@@ -166,7 +173,7 @@ class CoordinatorReplica:
 
     def _drain(self) -> None:
         limit_s = self._cluster.drain_timeout_s
-        is_closing = _is_application_ending()
+        is_closing = _is_application_ending(have_others_to_go_on=self._have_others_to_go_on())
         if is_closing:
             self._desk.close_down(limit_s)
         else:
@@ -188,6 +195,15 @@ class CoordinatorReplica:
             self._desk.end_all("the coordinator was shut down", COORDINATOR_FAILED)
         self._close()
 
+    def _have_others_to_go_on(self) -> bool:
+        return any(
+            member.role == "coordinator"
+            and member.generation == self._member.generation
+            and member.peer_id != self._peer_id
+            and not member.is_leaving
+            for member in self._directory.members
+        )
+
     def _close(self) -> None:
         self._closed = True
         self._directory.close()
@@ -196,12 +212,16 @@ class CoordinatorReplica:
         self._pump.close(_FLUSH_S)
 
 
-def _is_application_ending() -> bool:
-    """Whether Serve ends this replica because it deletes the whole application, not to replace it."""
+def _is_application_ending(*, have_others_to_go_on: bool) -> bool:
+    """Whether Serve ends this replica because it deletes the whole application, not to replace it.
+
+    Where Serve does not say: not if others are there, who go on with what this one leaves. Doors that hear
+    that all ends wait for nobody.
+    """
     name = serve.get_replica_context().app_name
     try:
         application = serve.status().applications.get(name)
     except (RayError, RayServeException) as error:
         logger.warning("Serve does not say why this replica ends: %s", error)
-        return True
+        return not have_others_to_go_on
     return application is None or application.status == ApplicationStatus.DELETING

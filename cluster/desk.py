@@ -6,6 +6,7 @@ orders out and brings outputs back (`serve`, `deliver`). Nothing here knows Ray,
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -50,6 +51,9 @@ TARGET_LOST = "target_lost"
 COORDINATOR_FAILED = "coordinator_failed"
 """Error code of outputs by which a whole coordinator gives up; the ingress takes the streams elsewhere."""
 
+COORDINATOR_CRASHED = "coordinator_crashed"
+"""As `COORDINATOR_FAILED`, because its loop raised what nobody foresaw: a stream may be to blame."""
+
 MAX_CRASHES = 2
 """A request that was in flight at so many losses of a target or a coordinator is next run alone, once."""
 
@@ -59,6 +63,9 @@ FAILED_REPEATEDLY = "request_failed_repeatedly"
 PROBATION_OUTPUTS = 8
 """Outputs after which a request that runs alone is cleared of the suspicion."""
 
+_RELOADED_AFTER_S = 10.0
+"""What who is refused is told to wait while a target is loaded: nobody knows how long that takes."""
+
 
 class StreamEngine(Protocol):
     """What the desk needs of an engine."""
@@ -67,7 +74,7 @@ class StreamEngine(Protocol):
     def has_work(self) -> bool: ...
 
     def add_request(self, request: Request) -> None: ...
-    def abort(self, request_id: RequestId) -> None: ...
+    def abort(self, request_id: RequestId, epoch: Epoch) -> None: ...
 
 
 @dataclass(slots=True)
@@ -96,9 +103,20 @@ class _Stream:
 class RequestDesk:
     """All streams of one coordinator, across losses of its target."""
 
-    def __init__(self, send: Callable[[PeerId, Message], None], clock: Clock, *, lease_s: float) -> None:
-        """`send` may be called from either thread; an ingress that is silent for `lease_s` is gone."""
+    def __init__(
+        self,
+        send: Callable[[PeerId, Message], None],
+        clock: Clock,
+        *,
+        lease_s: float,
+        most_without_target: float = math.inf,
+    ) -> None:
+        """`send` may be called from either thread; an ingress that is silent for `lease_s` is gone.
+
+        While there is no engine, whose queue has its bound, `most_without_target` streams are taken in.
+        """
         self._send = send
+        self._most_without_target = most_without_target
         self._clock = clock
         self._lease_s = lease_s
         self._lock = threading.Lock()
@@ -107,7 +125,9 @@ class RequestDesk:
         self._recollection = Recollection(clock)
         self._heard_s: dict[PeerId, float] = {}
         self._submitted: deque[tuple[RequestId, Epoch]] = deque()
-        self._aborted: deque[RequestId] = deque()
+        self._aborted: deque[tuple[RequestId, Epoch]] = deque()
+        self._beginning: _Stream | None = None
+        """What the engine is being given."""
         self._replays: deque[RequestId] = deque()
         self._suspects: deque[RequestId] = deque()
         self._alone: _Stream | None = None
@@ -121,6 +141,8 @@ class RequestDesk:
         self.status: TargetGroupStatus | None = None
         """What the engine is doing; None before the first."""
         self.num_replays = 0
+        self.num_refused = 0
+        """Requests for which there was no room while the target was loaded."""
         self.num_unexpected = 0
         """Messages that are not for a coordinator."""
 
@@ -222,8 +244,9 @@ class RequestDesk:
         """
         with self._lock:
             aborted = [self._aborted.popleft() for _ in range(len(self._aborted))]
-        for request_id in aborted:
-            engine.abort(request_id)
+        for request_id, epoch in aborted:
+            # The next attempt may be there already: it came while orders before it were carried out.
+            engine.abort(request_id, epoch)
         if self._run_suspects(engine) or not self._replay(engine):
             return
         while self._submitted:
@@ -265,7 +288,7 @@ class RequestDesk:
         """Order every admitted stream to be replayed: the engine is new and empty."""
         with self._lock:
             self._aborted.clear()
-            self._alone = None
+            self._alone = self._beginning = None
             # Those that came as suspects have not been admitted.
             self._suspects = deque(r for r, stream in self._streams.items() if stream.is_suspect)
             self._replays = deque(
@@ -273,11 +296,16 @@ class RequestDesk:
             )
 
     def end_all(self, message: str, code: str) -> None:
-        """End every stream with an error, here and now (any thread)."""
+        """End every stream with an error, here and now, and take no more (any thread)."""
         with self._ordered:
+            self._is_draining = True
+            self._tell_state()  # before the outputs: the streams must not come back
+            if code == COORDINATOR_CRASHED and self._beginning is not None:
+                begun = self._beginning.request  # it may be to blame as much as those that run
+                self._send(self._beginning.ingress, Admitted(begun.request_id, begun.epoch))
             for stream in self._streams.values():
                 self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
-            self._aborted.extend(self._streams)
+            self._aborted.extend((r, stream.epoch) for r, stream in self._streams.items())
             self._streams.clear()
             self._ordered.notify_all()
 
@@ -295,6 +323,14 @@ class RequestDesk:
         elif self._is_draining:
             self._send(sender, self._pong(0, ()))  # before the refusal: whether anybody will replace us
             self._refuse(sender, request, "draining", "this coordinator is shutting down")
+        elif (
+            self._description is None
+            and not request.delivered_token_ids  # what has begun is not ended for want of room
+            and len(self._streams) >= self._most_without_target
+        ):
+            self.num_refused += 1
+            message = "the queue is full while the model is loaded anew"
+            self._refuse(sender, request, "capacity", message, retry_after_s=_RELOADED_AFTER_S)
         else:
             stream = _Stream(
                 request,
@@ -332,8 +368,9 @@ class RequestDesk:
             self._recollection.keep(stream.request.resumption, stream.generated)
 
     def _drop(self, request_id: RequestId) -> None:
-        self._keep(self._streams.pop(request_id))
-        self._aborted.append(request_id)
+        stream = self._streams.pop(request_id)
+        self._keep(stream)
+        self._aborted.append((request_id, stream.epoch))
         self._ordered.notify_all()
 
     def _active(self, ingress: PeerId) -> tuple[tuple[RequestId, Epoch], ...]:
@@ -414,6 +451,7 @@ class RequestDesk:
 
     def _admit(self, engine: StreamEngine, stream: _Stream) -> None:
         request = stream.request
+        self._beginning = stream
         try:
             engine.add_request(stream.rest(self._clock.now_s()))
         except CapacityError as error:
@@ -426,6 +464,7 @@ class RequestDesk:
         else:
             stream.is_admitted = True
             self._send(stream.ingress, Admitted(request.request_id, request.epoch))
+        self._beginning = None
 
     def _end(self, stream: _Stream, message: str, code: str) -> None:
         self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from cluster.directory import (
     DirectorySnapshot,
@@ -139,6 +139,11 @@ class DirectoryLink:
         """The cached view."""
         return self._view.members
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Begin."""
         self._thread.start()
@@ -191,7 +196,7 @@ class DirectoryLink:
             for member in members or [None]:
                 answer = self._handle.exchange.remote(member, self._view.version)
                 snapshot = ray.get(answer, timeout=_CALL_TIMEOUT_S) or snapshot
-        except (RayActorError, GetTimeoutError, ValueError) as error:
+        except (RayError, ValueError) as error:  # whatever Ray has: the next exchange may succeed
             logger.warning("the directory cannot be reached, the last view stands: %s", error)
             self._handle = None
         return snapshot

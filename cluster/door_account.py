@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.directory import Member
-from cluster.shared_metrics import SharedMetrics
+from cluster.shared_metrics import SharedMetrics, is_sound
 from specdec.core.errors import NotReadyError
 from specdec.transport.base import PeerAddress, PeerId, PeerLost
 from specdec.transport.messages import DoorReport, DoorTotals, Message
@@ -46,6 +46,8 @@ class DoorAccount:
         self._linked: PeerId | None = None
         self._has_heard = asyncio.Event()
         self._reporting: asyncio.Task[None] | None = None
+        self.num_dropped = 0
+        """Messages of other doors that make no sense."""
 
     @property
     def keeps(self) -> bool:
@@ -81,6 +83,9 @@ class DoorAccount:
         """Take a message in; return whether it was about the account."""
         if not isinstance(message, DoorReport | DoorTotals):
             return False
+        if not is_sound(message):
+            self.num_dropped += 1
+            return True
         self._shared.hear(sender, message)
         if self._shared.told is not None:
             self._has_heard.set()

@@ -94,6 +94,8 @@ class DraftPoolReplica:
         """Raise when this replica cannot keep a worker any more and must be replaced."""
         if not self._watch.is_alive():
             raise RuntimeError("the thread that watches the draft worker has ended")
+        if not self._directory.is_alive:
+            raise RuntimeError("the directory's thread has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy wants to know of this replica, and of the coordinators."""

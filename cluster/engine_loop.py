@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from cluster.backoff import Backoff
-from cluster.desk import COORDINATOR_FAILED, RequestDesk
+from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED, RequestDesk
 from specdec.core.clock import MonotonicClock
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.core.outputs import RequestOutput
@@ -125,10 +125,9 @@ class EngineLoop:
                 if replacement is None:
                     return
                 engine = replacement
-        except Exception:
+        except Exception:  # the border of the thread: Serve, which finds it ended, replaces the replica
             logger.exception("the coordinator's loop failed")
-            self._desk.end_all("the coordinator failed", COORDINATOR_FAILED)
-            raise
+            self._desk.end_all("the coordinator failed", COORDINATOR_CRASHED)
 
     def _serve(self, engine: Engine) -> None:
         """Serve until the target is lost or the loop is to stop."""
@@ -207,6 +206,7 @@ class EngineLoop:
             "target_losses": self.num_losses,
             "target_recovery_seconds": self.recovery_s,
             "replays": self._desk.num_replays,
+            'requests_refused{reason="no_target"}': self._desk.num_refused,
             **{
                 f'channel_messages_dropped{{reason="{reason}"}}': count
                 for reason, count in list(self._channel.dropped.items())

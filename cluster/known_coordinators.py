@@ -24,6 +24,8 @@ class KnownCoordinator:
     heard_s: float
     is_reachable: bool = True
     is_draining: bool = False
+    is_closing: bool = False
+    """Whether it has said that the whole deployment ends."""
     has_target: bool = True
     """False: its target was lost, and the next one is being loaded. What it is sent waits for that."""
     reported_load: int = 0
@@ -56,7 +58,8 @@ class KnownCoordinators:
         self._known: dict[PeerId, KnownCoordinator] = {}
         self._last_description: TargetDescription | None = None
         self.is_closing = False
-        """Whether the whole deployment ends."""
+        """Whether the whole deployment ends: all that are there say so, or the last that were did. One alone
+        may be wrong: Serve does not always say why it ends a replica."""
         self.doubtful_until_s = -math.inf
         """Until then, somebody may turn out to be there."""
 
@@ -111,6 +114,7 @@ class KnownCoordinators:
         now_s = self._clock.now_s()
         for peer_id in new:
             self._known[peer_id] = KnownCoordinator(present[peer_id], now_s)
+        self._settle_closing()
         return gone, new
 
     def hear(self, coordinator: KnownCoordinator) -> bool:
@@ -139,7 +143,8 @@ class KnownCoordinators:
 
     def take_state(self, coordinator: KnownCoordinator, pong: Pong) -> None:
         """Note what it says of itself."""
-        self.is_closing = self.is_closing or pong.closing
+        coordinator.is_closing = coordinator.is_closing or pong.closing
+        self._settle_closing()
         if pong.draining:
             self.drains(coordinator)
         coordinator.is_draining = pong.draining
@@ -162,6 +167,10 @@ class KnownCoordinators:
             if one.peer_id not in refused_by and revision in {None, one.member.model_revision}
         ]
         return [one for one in fitting if one.has_target] or fitting
+
+    def _settle_closing(self) -> None:
+        if self._known:
+            self.is_closing = all(one.is_closing for one in self)
 
     def _doubt(self, lost: KnownCoordinator) -> None:
         if lost.takes_requests:

@@ -11,6 +11,8 @@ told last.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping
 
 from cluster.directory import Member
@@ -20,6 +22,19 @@ from specdec.transport.messages import DoorReport, DoorTotals
 
 _MOST_WAITS = 5
 """So often a new keeper tells what it was told last, while somebody has not reported to it yet."""
+_KEY = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})?")
+
+
+def is_sound(message: DoorReport | DoorTotals) -> bool:
+    """Whether it has numbers of series and nothing else: what is told is told on, and added up for good."""
+    counters = [message.counters, *([message.told] if isinstance(message, DoorReport) else [])]
+    named = all(_KEY.fullmatch(key) for values in (*counters, message.gauges) for key in values)
+    counted = (value for values in counters for value in values.values())
+    return (
+        named
+        and all(math.isfinite(value) and value >= 0 for value in counted)
+        and all(map(math.isfinite, message.gauges.values()))
+    )
 
 
 class SharedMetrics:

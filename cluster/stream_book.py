@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cluster.affinity import Load, PrefixRoutes, Route, RoutingConfig, choose
-from cluster.desk import COORDINATOR_FAILED, FAILED_REPEATEDLY, MAX_CRASHES, PROBATION_OUTPUTS
+from cluster.desk import (
+    COORDINATOR_CRASHED,
+    COORDINATOR_FAILED,
+    FAILED_REPEATEDLY,
+    MAX_CRASHES,
+    PROBATION_OUTPUTS,
+)
 from cluster.directory import Member
 from cluster.known_coordinators import KnownCoordinator, KnownCoordinators
 from specdec.core.clock import Clock
@@ -250,6 +256,8 @@ class StreamBook:
             self.counters["stale_frames_dropped"] += 1
         elif output.first_index > len(stream.delivered) or output.error_code == COORDINATOR_FAILED:
             self._evict(stream)
+        elif output.error_code == COORDINATOR_CRASHED:
+            self._note_crash(stream)
         elif output.error_code == DISPLACED:
             message = output.error or "the queue is full"
             refusal = CapacityError(message, retry_after_s=output.retry_after_s or _RETRY_AFTER_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -92,42 +93,17 @@ class TargetGroup:
         """
         self.stop()
         self._compile_state = "pending"
-        channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
-        times = RemoteTargetTimes(step_timeout_s=self._cluster.target_groups.step_timeout_s)
-        try:
-            loading = self._start_worker(channel.address)
-            if self._tokenizer is None:  # meanwhile: importing transformers takes seconds
-                self._tokenizer = build_tokenizer(self._config)
-            worker = loading.await_address(self._cluster.target_groups.load_timeout_s)
-            self._compile_state = loading.compile_state()
-            self._tensors = loading.tensor_address()
-            target = RemoteTarget(
-                channel,
-                worker,
-                incarnation=next(self._incarnations),
-                times=times,
-                meanwhile=meanwhile,
-            )
-        except BaseException:
-            channel.close()
-            raise
-        self._target = target
-        self._require_same_model(target.description)
-        proposer = self._make_proposer(target, meanwhile)
-        return Engine.from_parts(
-            target=target,
-            proposer=with_fallback(proposer, self._config.speculative_config),
-            tokenizer=self._tokenizer,
-            scheduler=self._config.scheduler,
-            controller=controller_for(
-                self._config, self._costs(target, proposer), modes_of(proposer.capabilities)
-            ),
-            max_branches=self._config.speculative_config.max_branches,
-            prefix_caching=self._config.cache.enable_prefix_caching,
-            grammar=self._config.grammar,
-            kv_budgets=kv_budgets_of(self._config.speculative_config),
-            drafters=drafters_of(self._config.speculative_config),
-        )
+        with contextlib.ExitStack() as opened:  # closed here where no engine comes of it, which would do so
+            channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
+            opened.callback(channel.close)
+            target = self._make_target(channel, meanwhile)
+            self._target = target
+            self._require_same_model(target.description)
+            proposer = self._make_proposer(target, meanwhile)
+            opened.callback(proposer.close)
+            engine = self._engine_of(target, proposer)
+            opened.pop_all()
+        return engine
 
     def check_idle(self) -> None:
         """Raise TransportError when the target of an idle engine is gone."""
@@ -161,6 +137,40 @@ class TargetGroup:
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
+
+    def _make_target(self, channel: ZmqChannel, meanwhile: Callable[[], None]) -> RemoteTarget:
+        """Start a worker and return the target that it holds, reached by this channel."""
+        loading = self._start_worker(channel.address)
+        if self._tokenizer is None:  # meanwhile: importing transformers takes seconds
+            self._tokenizer = build_tokenizer(self._config)
+        worker = loading.await_address(self._cluster.target_groups.load_timeout_s)
+        self._compile_state = loading.compile_state()
+        self._tensors = loading.tensor_address()
+        return RemoteTarget(
+            channel,
+            worker,
+            incarnation=next(self._incarnations),
+            times=RemoteTargetTimes(step_timeout_s=self._cluster.target_groups.step_timeout_s),
+            meanwhile=meanwhile,
+        )
+
+    def _engine_of(self, target: RemoteTarget, proposer: Proposer) -> Engine:
+        assert self._tokenizer is not None, "the target was made first"
+        speculative = self._config.speculative_config
+        return Engine.from_parts(
+            target=target,
+            proposer=with_fallback(proposer, speculative),
+            tokenizer=self._tokenizer,
+            scheduler=self._config.scheduler,
+            controller=controller_for(
+                self._config, self._costs(target, proposer), modes_of(proposer.capabilities)
+            ),
+            max_branches=speculative.max_branches,
+            prefix_caching=self._config.cache.enable_prefix_caching,
+            grammar=self._config.grammar,
+            kv_budgets=kv_budgets_of(speculative),
+            drafters=drafters_of(speculative),
+        )
 
     def _start_worker(self, owner: PeerAddress) -> WorkerHandle:
         group = self._cluster.target_groups

@@ -103,6 +103,11 @@ class IngressReplica:
             self._tasks.append(asyncio.create_task(self._publish()))
         return self._app
 
+    def check_health(self) -> None:
+        """Raise when this replica can serve no more and must be replaced."""
+        for service in self._services:
+            service.check_health()
+
     async def _publish(self) -> None:
         """Give Ray what /metrics says, of several ingresses by the one that adds it up."""
         sink = RaySink()

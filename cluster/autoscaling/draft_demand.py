@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayError
 
 from cluster.directory_actor import DIRECTORY_NAME
 from specdec.transport.base import PeerId
@@ -81,7 +81,7 @@ def read_demands(namespace: str) -> tuple[DraftDemand, ...] | None:
         return None
     try:
         demands: tuple[DraftDemand, ...] = ray.get(directory.demands.remote(), timeout=_READ_TIMEOUT_S)
-    except (RayActorError, GetTimeoutError):
+    except RayError:
         return None
     return demands
 

@@ -28,8 +28,8 @@ def _burns(
         lasting="2m",
         severity=severity,
         summary="{{ $labels.job }}: {{ $value | humanizePercentage }} of requests fail",
-        description="Requests to {{ $labels.job }} fail with status 500 or more, "
-        f"{num_budgets:g} times as often as the objective of {objectives.share_answered:.6g} allows, "
+        description="Requests to {{ $labels.job }} fail, with status 500 or more or in the middle of a "
+        f"stream, {num_budgets:g} times as often as the objective of {objectives.share_answered:.6g} allows, "
         f"for {short} and for {long}.",
     )
 

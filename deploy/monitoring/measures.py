@@ -8,11 +8,12 @@ from deploy.monitoring.promql import Scope
 
 
 def failed_share(scope: Scope) -> str:
-    """Return the share of HTTP requests that failed for a reason of ours; 0 when there were some and none
-    failed."""
+    """Return the share of HTTP requests that failed for a reason of ours, with a status or in the middle of a
+    stream; 0 when there were some and none failed."""
     requests = scope.rate("http_requests")
     failed = scope.rate("http_requests", where='status=~"5.."')
-    return f"({failed} or 0 * {requests}) / {requests}"
+    in_streams = scope.rate("streams_failed")
+    return f"(({failed} or 0 * {requests}) + ({in_streams} or 0 * {requests})) / {requests}"
 
 
 def accepted_share(scope: Scope, of: str = "spec_decode_num", *, by: Sequence[str] = ()) -> str:

@@ -322,7 +322,7 @@ class _Door:
                 trace=trace,
             )
             if prepared.body.stream:
-                stream = EventStream(prepared, outputs, model.tokenizer, self._pace)
+                stream = EventStream(prepared, outputs, model.tokenizer, self._pace, self.metrics)
                 if comeback is not None:
                     delivered = comeback.delivered(prepared, model.tokenizer, description)
                     stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)

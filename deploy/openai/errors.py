@@ -15,6 +15,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from cluster.desk import FAILED_REPEATEDLY
 from specdec.core.errors import (
     CapacityError,
     InputError,
@@ -150,7 +151,9 @@ def _request_failed(error: RequestFailed) -> ApiError:
         return request_timeout(str(error))
     if error.code in _ASKED_FOR_TOO_MUCH:
         return ApiError(400, str(error), param=error.param, code=error.code)
-    return ApiError(500, str(error), type="server_error", code=error.code)
+    # OpenAI's clients send what got a 500 again, unless told not to: each time it would end workers.
+    headers = {"x-should-retry": "false"} if error.code == FAILED_REPEATEDLY else None
+    return ApiError(500, str(error), type="server_error", code=error.code, headers=headers)
 
 
 def input_error_of(error: ValidationError) -> InputError:

@@ -15,9 +15,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
+from cluster.desk import FAILED_REPEATEDLY
 from cluster.series import CLUSTER_SERIES
 from specdec.core.outputs import RequestOutput, RequestStats
 from specdec.core.series import as_label, name_of
+from specdec.engine.service import SHUTTING_DOWN, TIMED_OUT
 from specdec.transport.messages import DoorReport
 
 PREFIX = "ray_drafthouse_"
@@ -35,11 +37,23 @@ E2E_BUCKETS_S = (
 )  # fmt: skip
 DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
     "http_requests": ("route", "status"),
+    "streams_failed": ("code",),
     "model_info": ("model_name",),
     "api_key_tokens": ("key",),
     "api_key_refusals": ("key", "limit"),
 }
 """Names of labels, of those metrics of the door that have any."""
+STREAM_FAILURES = (
+    "coordinator_lost",
+    "internal_error",
+    "non_finite_logits",
+    "replay_failed",
+    FAILED_REPEATEDLY,
+    TIMED_OUT,
+    SHUTTING_DOWN,
+    "unavailable",
+)
+"""Codes by which failed streams are told apart; all others are `other`."""
 MODEL_LABEL = "model_name"
 _MODEL_INFO = "model_info"
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
@@ -52,6 +66,13 @@ class DoorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.http_requests = self._counter("http_requests", "HTTP requests answered, by route and status.")
+        self.streams_failed = self._counter(
+            "streams_failed",
+            "Streams that ended in an error of ours after they had begun, with status 200, by code.",
+        )
+        for code in (*STREAM_FAILURES, "other"):
+            # From zero on: many fail at once, and a counter that begins at fifty has not grown.
+            self.streams_failed.labels(code)
         self.in_progress = Gauge(
             f"{PREFIX}http_requests_in_progress", "HTTP requests being answered.", registry=self.registry
         )
@@ -124,6 +145,10 @@ class DoorMetrics:
             values = gauges if family.type == "gauge" else counters
             values.update((_key(sample), sample.value) for sample in _lasting(family))
         return DoorReport(counters, gauges)
+
+    def note_failed_stream(self, code: str | None) -> None:
+        """Count a stream that ended in an error after it had begun."""
+        self.streams_failed.labels(code if code in STREAM_FAILURES else "other").inc()
 
     def observe_parts(self, stats: RequestStats) -> None:
         """Record how the time of a finished choice was divided, as the engine that ended it has measured."""

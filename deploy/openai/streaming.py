@@ -18,7 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.openai.errors import api_error_of, internal_error
-from deploy.openai.outputs import ChoiceOutputs
+from deploy.openai.metrics import DoorMetrics
+from deploy.openai.outputs import SLOW_READER, ChoiceOutputs
 from deploy.openai.pace import Pace
 from deploy.openai.protocol import ChatBody
 from deploy.openai.requests import PreparedRequest
@@ -67,14 +68,20 @@ class EventStream:
     """The events of one streamed request, or those that a client who has come back does not have yet."""
 
     def __init__(
-        self, prepared: PreparedRequest, outputs: ChoiceOutputs, tokenizer: DoorTokenizer, pace: Pace
+        self,
+        prepared: PreparedRequest,
+        outputs: ChoiceOutputs,
+        tokenizer: DoorTokenizer,
+        pace: Pace,
+        metrics: DoorMetrics,
     ) -> None:
-        """`outputs` are those of all requests of `prepared`; `pace` is that of the door."""
+        """`outputs` are those of all requests of `prepared`; `pace` and `metrics` are those of the door."""
         is_chat = isinstance(prepared.body, ChatBody)
         self._chunks = (ChatChunks if is_chat else CompletionChunks)(prepared, tokenizer)
         self._prepared = prepared
         self._outputs = outputs
         self._pace = pace
+        self._metrics = metrics
         self._results = [ChoiceResult() for _ in prepared.requests]
         self._positions = [ChoicePosition(is_open=not is_chat) for _ in prepared.requests]
         self._is_ended = False
@@ -157,6 +164,9 @@ class EventStream:
         if api_error is None:
             logger.error("request %s failed", self._prepared.response_id, exc_info=error)
             api_error = internal_error()
+        code = api_error.detail.code
+        if api_error.status >= 500 and code != SLOW_READER:  # the client's own doing, counted as such
+            self._metrics.note_failed_stream(code)
         return self._event(api_error.body())
 
 

@@ -50,8 +50,8 @@ _OF_ROUNDS: Mapping[str, Series] = {
     "request_timeouts": Series("counter", "Requests that ended because their time was up."),
     "requests_refused": Series(
         "counter",
-        "Requests that were not served: the queue was full, they would have been late, or they had to leave "
-        "a full queue for others.",
+        "Requests that were not served: the queue was full (no_target: while a target was loaded anew), they "
+        "would have been late, or they had to leave a full queue for others.",
         labels=("reason",),
     ),
     "request_success": Series(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from cluster import directory_actor
 from cluster.directory import DirectorySnapshot, DirectoryVersion, Member
 from cluster.directory_actor import DirectoryLink
 from tests.cluster.test_directory import A
@@ -42,3 +46,38 @@ def test_no_answer_is_not_the_answer_that_nobody_is_there(
         time.sleep(0.001)
     link.close()
     assert heard == [(3, members)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RayActorError(),
+        GetTimeoutError("late"),
+        RayTaskError("exchange", "traceback", RuntimeError("a bug")),
+        RayError("something that no release before had"),
+        ValueError("no such actor"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_ray_says_the_link_goes_on(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has ended announces nobody: everybody else would take this process for dead."""
+    snapshot = DirectorySnapshot(version=DirectoryVersion(1, 1), members=(A,))
+    answers: Iterator[Exception | DirectorySnapshot] = iter([error, error, snapshot])
+
+    def get(answer: object, timeout: float) -> DirectorySnapshot | None:
+        said = next(answers, None)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    heard = threading.Event()
+    monkeypatch.setattr(directory_actor, "open_directory", lambda namespace, lease_s: MagicMock())
+    monkeypatch.setattr(directory_actor.ray, "get", get)
+    link = DirectoryLink(
+        namespace="none", lease_s=3.0, renew_s=0.001, on_change=lambda members: heard.set(), name="link"
+    )
+    link.start()
+    assert heard.wait(10)
+    assert link.is_alive
+    link.close()
+    assert not link.is_alive

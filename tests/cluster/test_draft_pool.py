@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cluster import draft_pool
 from cluster.config import ClusterConfig, MembershipConfig
+from cluster.directory_actor import DirectoryLink
 from cluster.draft_pool import DraftPoolReplica
 from cluster.worker_handle import WorkerHandle
 from specdec.core.errors import TransportError
@@ -110,4 +112,12 @@ def test_a_place_that_cannot_have_a_worker_is_given_up() -> None:
     place._watch.join(30)
     assert len(failures) == 100 - draft_pool._MAX_ATTEMPTS
     with pytest.raises(RuntimeError, match="has ended"):
+        place.check_health()
+
+
+def test_a_place_that_announces_nobody_any_more_is_replaced() -> None:
+    place = Place(Worker(), [])
+    place._directory = cast("DirectoryLink", SimpleNamespace(is_alive=False))
+    place._watch = threading.current_thread()
+    with pytest.raises(RuntimeError, match="directory's thread has ended"):
         place.check_health()

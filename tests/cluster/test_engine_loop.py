@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from cluster import engine_loop
-from cluster.desk import COORDINATOR_FAILED, RequestDesk
+from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED, RequestDesk
 from cluster.engine_loop import EngineLoop
 from specdec.core.clock import MonotonicClock
 from specdec.core.errors import TransportError
@@ -20,7 +20,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.none import NoProposer
 from specdec.transport.base import ChannelCounters, Envelope, PeerId
-from specdec.transport.messages import Abort, Message, OutputFrame, SubmitRequest
+from specdec.transport.messages import Abort, Message, OutputFrame, Refused, SubmitRequest
 from specdec.transport.status import DraftLinkStatus
 
 VOCAB = 9
@@ -74,10 +74,13 @@ class Door:
 
     def __init__(self) -> None:
         self.frames: list[OutputFrame] = []
+        self.refusals: list[Refused] = []
         self.arrived = threading.Condition()
 
     def send(self, peer_id: PeerId, message: Message) -> None:
         assert peer_id == INGRESS
+        if isinstance(message, Refused):
+            self.refusals.append(message)
         if isinstance(message, OutputFrame):
             with self.arrived:
                 self.frames.append(message)
@@ -182,6 +185,36 @@ def run_loop(door: Door, desk: RequestDesk, source: ToySource, *requests: Reques
         desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(one)))
     door.await_finished(num_finished)
     loop.stop()
+
+
+@pytest.mark.parametrize("failure", ["a loop that fails", "a target that cannot be brought back"])
+def test_who_has_ended_its_streams_refuses_others(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its channel lives until Serve has replaced it, and who has nothing to do is sent requests."""
+    monkeypatch.setattr(engine_loop, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(engine_loop, "_LONGEST_WAIT_S", 0.002)
+
+    def fail(meanwhile: Callable[[], None]) -> None:
+        raise AssertionError("a bug")
+
+    source, code = (
+        (WatchedSource(fail), COORDINATOR_CRASHED)
+        if failure == "a loop that fails"
+        else (HopelessSource(), COORDINATOR_FAILED)
+    )
+    door = Door()
+    desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
+    loop = EngineLoop(desk, source, ChannelCounters())
+    loop.start()
+    loop.wait_ready()
+    desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(request("a", 100))))
+    door.await_finished(1)
+    loop._thread.join(20)
+    assert not loop.is_alive
+    (last,) = [output for output in door.frames[-1].outputs if output.finish_reason is not None]
+    assert last.error_code == code
+    desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(request("bb", 100))))
+    assert [refusal.kind for refusal in door.refusals] == ["draining"]
+    assert desk.num_streams == 0
 
 
 def test_outputs_wait_for_the_target_to_be_busy_again() -> None:

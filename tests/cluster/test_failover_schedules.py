@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import pytest
 
 from cluster.affinity import RoutingConfig
-from cluster.desk import TARGET_LOST, RequestDesk
+from cluster.desk import COORDINATOR_CRASHED, TARGET_LOST, RequestDesk
 from cluster.directory import Member
 from cluster.stream_book import StreamBook
 from specdec.core.clock import ManualClock
@@ -55,6 +57,33 @@ LEASE_S = 3.0
 ROUND_S = 0.05
 
 
+class Unforeseen(Exception):
+    """What a bug raises."""
+
+
+@dataclass
+class Bug:
+    """Raises when an engine begins with a request (`add_request`), or works on it (`step`)."""
+
+    request_id: RequestId
+    place: Literal["add_request", "step"]
+
+    def lie_in(self, engine: Engine) -> None:
+        add_request, step = Engine.add_request, Engine.step
+
+        def adding(request: Request) -> None:
+            if self.place == "add_request" and request.request_id == self.request_id:
+                raise Unforeseen
+            add_request(engine, request)
+
+        def stepping() -> list[RequestOutput]:
+            if self.place == "step" and any(live.request_id == self.request_id for live in engine._roster):
+                raise Unforeseen
+            return step(engine)
+
+        engine.add_request, engine.step = adding, stepping  # type: ignore[method-assign]
+
+
 class SimCoordinator:
     """A coordinator whose rounds take simulated time."""
 
@@ -62,7 +91,9 @@ class SimCoordinator:
         self.sim = sim
         self.channel = sim.network.open(PeerId(name))
         self.max_num_waiting = max_num_waiting
-        self.desk = RequestDesk(self.channel.send, sim.clock, lease_s=LEASE_S)
+        self.desk = RequestDesk(
+            self.channel.send, sim.clock, lease_s=LEASE_S, most_without_target=4 + max_num_waiting
+        )
         self.member = Member(
             address=self.channel.address, role="coordinator", capacity=4, model_revision=revision
         )
@@ -75,6 +106,7 @@ class SimCoordinator:
         """Kills the target as soon as that works on it."""
         self.fatal = ""
         """Kills the coordinator: the name of the request that does."""
+        self.bug: Bug | None = None
         self.engine = self.new_engine()
         sim.network.serve(PeerId(name), lambda: self.desk.hear(self.channel.receive(0)))
         self.round()
@@ -102,6 +134,8 @@ class SimCoordinator:
         if self.desk.description is None:
             self.desk.set_target(self.engine.description)
         try:
+            if self.bug is not None:
+                self.bug.lie_in(self.engine)
             self.desk.serve(self.engine)
             if self.poison is not None and self.poison in self.toy.known_requests:
                 self.lose_target()
@@ -111,6 +145,10 @@ class SimCoordinator:
             is_lost = self.engine.has_work and self.desk.deliver(self.engine.step())
         except TransportError:
             is_lost = True
+        except Unforeseen:
+            self.desk.end_all("the coordinator failed", COORDINATOR_CRASHED)
+            self.sim.network.schedule(2.0, self.be_replaced)
+            return
         pause_s = ROUND_S
         if is_lost:
             self.num_losses += 1
@@ -124,6 +162,11 @@ class SimCoordinator:
     def die_of(self, name: str) -> None:
         self.sim.crash(self, told_after_s=1.0)
         self.sim.start_coordinator().fatal = name
+
+    def be_replaced(self) -> None:
+        """What Serve does when it has found the loop ended."""
+        self.sim.crash(self, told_after_s=1.0)
+        self.sim.start_coordinator().bug = self.bug
 
     def crash(self) -> None:
         self.is_alive = False
@@ -438,6 +481,50 @@ def test_without_another_streams_wait_for_the_next_target() -> None:
     assert_right(ingress, [request, other, late])
 
 
+@pytest.mark.parametrize("num_coordinators", [1, 2])
+def test_while_targets_are_loaded_no_more_are_taken_in_than_would_be_otherwise(num_coordinators: int) -> None:
+    sim, ingress = simple(num_coordinators, max_num_waiting=2)
+    first = [a_request(f"first{index}", random.Random(index), max_tokens=60) for index in range(6)]
+    for request in first:
+        ingress.open(request)
+    sim.network.run_for(0.3)
+    for coordinator in sim.coordinators:
+        coordinator.load_s = 30.0
+        coordinator.lose_target()
+    sim.network.run_for(0.3)
+    later = [a_request(f"later{index}", random.Random(index)) for index in range(20)]
+    for request in later:
+        ingress.open(request)
+    sim.network.run_for(1.0)
+    refused = [r for r in later if isinstance(ingress.last.get(r.request_id), CapacityError)]
+    assert len(refused) == 26 - 6 * num_coordinators
+    assert all(coordinator.desk.num_streams == 6 for coordinator in sim.coordinators)
+    error = ingress.last[refused[0].request_id]
+    assert isinstance(error, CapacityError)
+    assert error.retry_after_s >= 5.0
+    sim.run_until_done()
+    assert_right(ingress, [*first, *(request for request in later if request not in refused)])
+
+
+def test_a_stream_that_has_begun_is_not_refused_while_a_target_is_loaded() -> None:
+    sim, ingress = simple(2, max_num_waiting=0)
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=80) for index in range(8)]
+    for request in requests:
+        ingress.open(request)
+        sim.network.run_for(2 * ROUND_S)
+    sim.network.run_for(3 * ROUND_S)
+    served = [r for r in requests if r.request_id not in ingress.last]
+    assert all(ingress.tokens[request.request_id] for request in served)
+    crashed, other = sim.coordinators
+    other.load_s = 20.0
+    other.lose_target()
+    sim.crash(crashed, told_after_s=0.5)
+    sim.network.run_for(3.0)
+    assert other.desk.num_streams == len(served) > 4
+    sim.run_until_done()
+    assert_right(ingress, served)
+
+
 def test_where_another_has_no_room_streams_go_on_as_soon_as_one_of_both_has() -> None:
     sim, ingress = simple(2, max_num_waiting=0)
     requests = [a_request(f"r{index}", random.Random(index), max_tokens=80) for index in range(8)]
@@ -508,6 +595,73 @@ def test_a_request_that_kills_coordinators_is_ended_alone_and_the_others_live(nu
     ingress.open(later)
     sim.run_until_done()
     assert_right(ingress, [later])
+
+
+@pytest.mark.parametrize("place", ["add_request", "step"])
+@pytest.mark.parametrize("num_coordinators", [1, 3])
+def test_a_request_that_makes_loops_raise_is_ended_alone_and_the_others_live(
+    num_coordinators: int, place: Literal["add_request", "step"]
+) -> None:
+    sim, ingress = simple(num_coordinators)
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=60) for index in range(8)]
+    for coordinator in sim.coordinators:
+        coordinator.bug = Bug(RequestId("r2"), place)
+    for request in requests:
+        ingress.open(request)
+    sim.run_until_done()
+    assert_right(ingress, requests[:2] + requests[3:])
+    last = ingress.last[requests[2].request_id]
+    assert isinstance(last, RequestOutput)
+    assert (last.finish_reason, last.error_code) == ("error", "request_failed_repeatedly")
+    sim.network.run_for(5.0)  # until the last one has been replaced
+    assert sim.num_started == num_coordinators + 3, "it had two chances, and one alone"
+
+
+def test_a_coordinator_whose_loop_has_failed_takes_nothing_more() -> None:
+    """It has nothing to do, so that it looks like the best place to go until it is replaced."""
+    sim, ingress = simple(2)
+    failed, other = sim.coordinators
+    failed.desk.end_all("the coordinator failed", COORDINATOR_CRASHED)
+    failed.is_alive = False  # its rounds; its channel lives on
+    requests = [a_request(f"r{index}", random.Random(index), max_tokens=60) for index in range(4)]
+    for request in requests:
+        ingress.open(request)
+        sim.network.run_for(0.1)
+        assert failed.desk.num_streams == 0
+    sim.run_until_done(limit_s=60.0)
+    assert_right(ingress, requests)
+    assert other.engine.metrics().finished["length"] == 4
+
+
+def test_an_abort_of_one_attempt_does_not_end_the_next() -> None:
+    """Both were ordered while the engine was being given something else, so that the abort is found later."""
+    sim, ingress = simple()
+    (coordinator,) = sim.coordinators
+    coordinator.is_alive = False  # its rounds are driven from here
+    request, other = a_request("r", random.Random(5)), a_request("other", random.Random(6))
+    sender, desk, engine = ingress.channel.address.peer_id, coordinator.desk, coordinator.engine
+
+    def hear(message: Abort | SubmitRequest) -> None:
+        desk.hear(Envelope(sender=sender, message=message))
+
+    hear(SubmitRequest(request))
+    desk.serve(engine)
+    hear(SubmitRequest(other))
+    add_request = engine.add_request
+
+    def adding(one: Request) -> None:
+        add_request(one)
+        if one.request_id == other.request_id:
+            hear(Abort(request.request_id, Epoch(0)))
+            hear(SubmitRequest(msgspec.structs.replace(request, epoch=Epoch(1))))
+
+    engine.add_request = adding  # type: ignore[method-assign]
+    desk.serve(engine)
+    desk.serve(engine)
+    steps = [engine.step() for _ in range(50)]
+    outputs = [output for step in steps for output in step if (output.request_id, output.epoch) == ("r", 1)]
+    assert outputs[-1].finish_reason == "length"
+    assert [token for output in outputs for token in output.token_ids] == expected(request)
 
 
 def test_who_was_there_at_two_crashes_by_chance_is_cleared() -> None:
@@ -638,6 +792,28 @@ def test_when_the_last_coordinator_of_a_closing_deployment_dies_its_streams_end_
     last = ingress.last[request.request_id]
     assert isinstance(last, RequestOutput)
     assert last.error_code == SHUTTING_DOWN
+
+
+def test_one_that_was_wrong_about_the_end_of_the_deployment_is_forgotten() -> None:
+    """Serve did not answer when it was asked why a replica ends, and there was no other."""
+    sim, ingress = simple()
+    wrong = sim.coordinators[0]
+    wrong.desk.close_down(1000.0)
+    sim.network.run_for(0.2)
+    with pytest.raises(NotReadyError, match="shutting down"):
+        ingress.open(a_request("early", random.Random(2)))
+    second = sim.start_coordinator()
+    sim.network.run_for(1.0)
+    sim.crash(wrong, told_after_s=0.0)
+    request = a_request("r", random.Random(5), max_tokens=160)
+    ingress.open(request)
+    sim.network.run_for(0.3)
+    sim.crash(second, told_after_s=0.0)  # what this one leaves is not at its end
+    sim.network.run_for(10.0)
+    assert request.request_id not in ingress.last
+    sim.start_coordinator()
+    sim.run_until_done()
+    assert_right(ingress, [request])
 
 
 def test_a_request_that_meets_the_end_of_the_deployment_is_not_kept_waiting() -> None:

@@ -6,26 +6,38 @@ by channels (tests/specdec/transport); the rest arrives here.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from typing import Any
 
 import msgspec
 import pytest
 
+from cluster import client, door_account
+from cluster.client import ClusterService
+from cluster.config import ClusterConfig
 from cluster.desk import RequestDesk
+from cluster.directory import Member
+from deploy.openai.metrics import DoorMetrics, render
 from specdec.core.clock import ManualClock
-from specdec.core.errors import ChannelTimeout, ProtocolError
+from specdec.core.errors import ChannelTimeout, NotReadyError, ProtocolError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.transport import messages as m
 from specdec.transport.base import Envelope, PeerId
+from specdec.transport.config import ChannelConfig
+from specdec.transport.zmq import KeyPair, ZmqChannel
+from tests.cluster.test_client import Directory
+from tests.cluster.test_shared_metrics import OPEN, REQUESTS
 from tests.specdec.engine.test_draft_server import Bench, draft_model, entry, expected
 from tests.specdec.engine.test_remote_target import World, step
 from tests.specdec.engine.toy_engines import toy_engine
 from tests.specdec.transport.test_messages import EXAMPLES
+from tests.specdec.transport.test_zmq import raw_dealer
 
 HEADER = m.encode(m.Ping(1))[:3]
 VALUES: tuple[Any, ...] = (
@@ -35,6 +47,7 @@ VALUES: tuple[Any, ...] = (
 )
 COUNTS = [400, pytest.param(40_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
 INGRESS, OTHER = PeerId("ingress"), PeerId("other")
+FIRST_NONCE = 1 << 61
 
 
 def changed(value: Any, generator: random.Random) -> Any:
@@ -50,9 +63,18 @@ def changed(value: Any, generator: random.Random) -> Any:
 
 def messages(examples: list[m.Message], num_frames: int, seed: int = 5) -> Iterator[m.Message]:
     """Changed messages, those of so many frames that decode."""
+    num_decoded = 0
+    for frame in frames(examples, num_frames, seed):
+        with suppress(ProtocolError):
+            yield m.decode(frame)
+            num_decoded += 1
+    assert num_decoded > num_frames / 20, "hardly anything decodes: nothing is tested"
+
+
+def frames(examples: list[m.Message], num_frames: int, seed: int = 5) -> Iterator[bytes]:
+    """Frames of changed messages."""
     generator = random.Random(seed)
     contents = [msgspec.msgpack.decode(m.encode(example)[3:]) for example in examples]
-    num_decoded = 0
     for _ in range(num_frames):
         tag, *content = generator.choice(contents)
         for _ in range(generator.randrange(1, 4)):
@@ -60,10 +82,7 @@ def messages(examples: list[m.Message], num_frames: int, seed: int = 5) -> Itera
             if not isinstance(content, list):
                 break
         fields = content if isinstance(content, list) else [content]
-        with suppress(ProtocolError):
-            yield m.decode(HEADER + msgspec.msgpack.encode([tag, *fields]))
-            num_decoded += 1
-    assert num_decoded > num_frames / 20, "hardly anything decodes: nothing is tested"
+        yield HEADER + msgspec.msgpack.encode([tag, *fields])
 
 
 @pytest.mark.parametrize("num_frames", COUNTS)
@@ -156,3 +175,74 @@ def test_a_coordinator_serves_on(num_frames: int) -> None:
     assert outputs[-1].epoch == Epoch(0)
     assert desk.num_unexpected
     assert desk.num_streams == 0
+
+
+@pytest.mark.parametrize("num_frames", COUNTS)
+@pytest.mark.parametrize("keeps", [True, False], ids=["it keeps the account", "the other does"])
+def test_a_door_answers_on(num_frames: int, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another door sends them to its port. What the two have counted is told all the while, and is right
+    again with the other's first sound message."""
+    monkeypatch.setattr(client, "DirectoryLink", Directory)
+    monkeypatch.setattr(door_account, "_REPORT_S", 0.01)
+    monkeypatch.setattr(door_account, "_FIRST_ANSWER_S", 0.01)
+    # None of a channel's own, which do not arrive; many of those that doors send each other.
+    reports = [m.DoorReport({REQUESTS: 3.0}, {OPEN: 1.0}, {REQUESTS: 2.0}), m.DoorTotals({"rounds": 1.0}, {})]
+    own = [example for example in EXAMPLES if not isinstance(example, m.LaneOffer | m.LaneMoved)]
+    keys, faults = KeyPair.generate(), []
+    heard: asyncio.Queue[int] = asyncio.Queue()
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+        service = ClusterService(ClusterConfig(channels=ChannelConfig(bind="loopback")))
+        service.share(lambda: m.DoorReport({REQUESTS: 4.0}, {OPEN: 2.0}))
+        await service.start()
+        hear = service._hear
+
+        def noting(envelope: Envelope) -> None:
+            if isinstance(envelope.message, m.Ping) and envelope.message.nonce > FIRST_NONCE:
+                heard.put_nowait(envelope.message.nonce)
+            hear(envelope)
+
+        monkeypatch.setattr(service, "_hear", noting)
+        with closing(ZmqChannel(OTHER, keys=keys)) as channel:
+            since = service._since + (1.0 if keeps else -1.0)
+            service._follow((Member(address=channel.address, role="ingress", since=since),))
+            assert service.adds_up == keeps
+            with raw_dealer(service._channel, keys) as dealer:
+                for number, frame in enumerate(frames([*own, *reports * len(own)], num_frames)):
+                    dealer.send(frame)
+                    if number % 20 == 0:
+                        await read(dealer, FIRST_NONCE + 1 + number)
+                        await told(service)
+                sound = (
+                    m.DoorReport({REQUESTS: 5.0}, {OPEN: 1.0}) if keeps else m.DoorTotals({REQUESTS: 9.0}, {})
+                )
+                dealer.send(m.encode(sound))
+                await read(dealer, 1 << 62)
+                async with asyncio.timeout(20):
+                    while (await told(service))[REQUESTS] != 9.0:
+                        await asyncio.sleep(0.01)
+                assert service._report().counters["unexpected_messages_dropped"] > num_frames / 100
+        service.check_health()
+        await service.close()
+
+    async def read(dealer: Any, nonce: int) -> None:
+        """Wait until all that was sent has been read."""
+        dealer.send(m.encode(m.Ping(nonce)))
+        async with asyncio.timeout(20):
+            while await heard.get() != nonce:
+                pass
+
+    async def told(service: ClusterService) -> Mapping[str, float]:
+        await asyncio.sleep(2 * door_account._REPORT_S)  # until what was read is in the sums
+        try:
+            values = await service.metrics()
+        except NotReadyError:
+            return {}  # it has not heard of the account yet
+        lines = render(DoorMetrics(), values).decode().splitlines()
+        numbers = [float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")]
+        assert all(map(math.isfinite, numbers))
+        return values
+
+    asyncio.run(run())
+    assert not faults

@@ -72,7 +72,7 @@ class Desk:
     def add_request(self, request: Request) -> None:
         """Part of `StreamEngine`."""
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: RequestId, epoch: Epoch) -> None:
         """Part of `StreamEngine`."""
 
     def submit(self, name: str, ingress: str = "door", resumption: Resumption | None = None) -> None:

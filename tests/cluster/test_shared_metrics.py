@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
+import pytest
+
 from cluster.directory import Member
-from cluster.shared_metrics import SharedMetrics
+from cluster.shared_metrics import SharedMetrics, is_sound
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.messages import DoorReport, DoorTotals
 
@@ -62,6 +65,25 @@ def test_only_the_keeper_is_believed() -> None:
     other = door("b", 2.0, member("a", 1.0), member("c", 3.0))
     other.hear(PeerId("c"), DoorTotals({REQUESTS: 5.0}, {}))
     assert other.told is None
+
+
+@pytest.mark.parametrize(
+    ("message", "sound"),
+    [
+        (report(3), True),
+        (DoorReport({REQUESTS: 0.0}, {OPEN: -1.0}, {REQUESTS: 2.0}), True),
+        (DoorTotals({}, {}), True),
+        (DoorReport({REQUESTS: -1.0}, {}), False),
+        (DoorReport({REQUESTS: math.nan}, {}), False),
+        (DoorReport({}, {OPEN: math.inf}), False),
+        (DoorReport({}, {}, {REQUESTS: math.inf}), False),
+        (DoorTotals({"": 1.0}, {}), False),
+        (DoorTotals({}, {'open{status="200"': 1.0}), False),
+        (DoorTotals({"two words": 1.0}, {}), False),
+    ],
+)
+def test_what_is_told_has_to_be_numbers_of_series(message: DoorReport | DoorTotals, sound: bool) -> None:
+    assert is_sound(message) == sound
 
 
 def test_a_door_that_is_gone_leaves_what_it_had_counted_and_nothing_open() -> None:

@@ -76,6 +76,25 @@ def test_rays_processes_ask_for_a_token_and_the_dashboard_stays_inside(ray_clust
     assert "--dashboard-host=127.0.0.1" in starts[0]
 
 
+def test_containers_of_the_cluster_can_do_no_more_than_those_of_compose(
+    ray_cluster: dict[str, Any], compose: dict[str, Any]
+) -> None:
+    options = {}
+    for option in ray_cluster["docker"]["run_options"]:
+        name, _, value = option.removeprefix("--").partition("=")
+        options.setdefault(name, []).append(value)
+    service = compose["services"]["drafthouse"]
+    assert ("read-only" in options) == service["read_only"]
+    assert options["cap-drop"] == service["cap_drop"]
+    assert options["security-opt"] == ["no-new-privileges"]
+    assert options["tmpfs"] == service["tmpfs"]
+    writable = {value.split(":")[1] for value in options["volume"] if not value.endswith(":ro")}
+    assert writable == {"/home/drafthouse"}, "and no folder of the node"
+    # What `ray up` writes into the container: by its own rsync, but for what it mounts.
+    mounted = ("/home/drafthouse/", "~/")
+    assert all(target.startswith(mounted) for target in ray_cluster["file_mounts"])
+
+
 def test_serve_and_the_builder_take_the_serve_file(serve_file: dict[str, Any]) -> None:
     parsed = ServeDeploySchema.model_validate(serve_file)
     (application,) = parsed.applications
@@ -154,6 +173,7 @@ def test_image_runs_as_nobody_and_has_what_kuberay_needs(image: str) -> None:
     assert steps[0] == ("FROM", "${PYTHON_IMAGE}")
     assert [rest for kind, rest in steps if kind == "USER"][-1] == "10001:10001"
     assert any(kind == "RUN" and "bash g++ procps tini wget" in rest for kind, rest in steps)
+    assert any("openssh-client rsync" in rest for kind, rest in steps if kind == "RUN"), "`ray up` needs them"
     copied = [rest.split()[0] for kind, rest in steps if kind == "COPY"]
     assert f"--from={image}-packages" in copied
     environment = " ".join(rest for kind, rest in steps if kind == "ENV")

@@ -29,6 +29,11 @@ class ScriptedCluster(ScriptedService):
     def __init__(self, cluster: ClusterConfig, generation: str, **_: object) -> None:
         super().__init__()
         self.is_open = False
+        self.is_healthy = True
+
+    def check_health(self) -> None:
+        if not self.is_healthy:
+            raise RuntimeError("the channel's thread has ended")
 
     def share(self, own: Callable[[], DoorReport]) -> None:
         assert own().counters is not None
@@ -95,6 +100,10 @@ def test_keys_reach_the_ingress_and_are_followed_there(
                     await asyncio.sleep(0.01)
             assert await status(text) == 401
         assert all(service.is_open for service in replica._services)
+        replica.check_health()
+        replica._services[0].is_healthy = False
+        with pytest.raises(RuntimeError, match="channel's thread"):
+            replica.check_health()
         await own.__del__(replica)
         assert not any(service.is_open for service in replica._services)
         await asyncio.sleep(0)

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from cluster.application import COORDINATOR, DRAFT_POOL
+from cluster.config import ClusterConfig
 from cluster.inventory import NodeSnapshot
 from cluster.placement import RanksPerModel, plan_placement, require_plan, unchecked_placement
 from deploy.application import APPLICATION, INGRESS
@@ -662,14 +663,77 @@ def test_the_command_in_the_notes_is_one(values: Values) -> None:
     assert ("DRAFTHOUSE_API_KEY" in variables) == ("Authorization: Bearer" in notes)
 
 
-def test_pods_outlive_the_drain() -> None:
-    values = {"config": {"cluster": {"drain_timeout_s": 120}}}
+SURGE: Values = {"config": {"cluster": {"updates": "surge"}}}
+SPARE: Values = {"autoscaling": {"enabled": True}, "target": {"groups": 1, "maxGroups": 2}}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({}, "an outage"),
+        ({"target": {"groups": 2}}, None),
+        (SURGE, "no pod for it"),
+        (SPARE, "an outage"),
+        (merged(SURGE, SPARE), None),
+    ],
+)
+def test_notes_say_what_an_update_costs(values: Values, told: str | None) -> None:
+    notes = render_texts(values)["NOTES.txt"]
+    for warning in ("an outage", "no pod for it"):
+        assert (warning in notes) == (warning == told)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("gcsFaultTolerance", {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379"}}),
+        ("autoscaling", {"autoscaling": {"enabled": True}}),
+        (
+            "models.download",
+            {"models": {"download": [{"repository": "a/b", "revision": "c", "folder": "target"}]}},
+        ),
+    ],
+)
+def test_notes_say_what_the_network_policy_keeps_pods_from(name: str, values: Values) -> None:
+    """What cannot be reached is waited for: nothing else would say why."""
+    (warning,) = [line for line in render_texts(values)["NOTES.txt"].splitlines() if "extraEgress" in line]
+    assert name in warning
+    for policy in ({"enabled": False}, {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]}):
+        assert "extraEgress" not in render_texts({**values, "networkPolicy": policy})["NOTES.txt"]
+    assert "extraEgress" not in render_texts({})["NOTES.txt"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ({}, "whoever reaches the cluster's network can read it (networkPolicy.clients is empty)"),
+        (
+            {"enabled": False},
+            "whoever reaches the cluster's network can read it (networkPolicy.enabled is false)",
+        ),
+        (
+            {"clients": [{"namespaceSelector": {}}]},
+            "networkPolicy.clients and networkPolicy.monitoring let in",
+        ),
+    ],
+)
+def test_notes_say_who_can_read_metrics(policy: Values, told: str) -> None:
+    notes = " ".join(render_texts({"networkPolicy": policy})["NOTES.txt"].split())
+    assert "/metrics asks for no API key" in notes
+    assert told in notes
+
+
+@pytest.mark.parametrize("values", [{}, {"config": {"cluster": {"drain_timeout_s": 120}}}])
+def test_pods_outlive_the_drain(values: Values) -> None:
+    drain_s = (
+        values.get("config", {}).get("cluster", {}).get("drain_timeout_s") or ClusterConfig().drain_timeout_s
+    )
     for name, group in groups_of(ray_service(values)).items():
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
         seconds = int(command.partition(";")[0].removeprefix("sleep "))
-        assert pod["terminationGracePeriodSeconds"] >= seconds + 120, name
+        assert pod["terminationGracePeriodSeconds"] >= seconds + drain_s, name
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)

@@ -13,7 +13,8 @@ _SHARES = Row(
     panels=(
         panel(
             "Answered",
-            "Share of HTTP requests that did not fail for a reason of ours (status below 500).",
+            "Share of HTTP requests that did not fail for a reason of ours: status below 500, and no error "
+            "in the stream.",
             "percentunit",
             line(f"1 - {failed_share(SHOWN)}", "{{job}}"),
             kind="number",
@@ -37,7 +38,8 @@ _SHARES = Row(
         ),
         panel(
             "Failed requests",
-            "Share of HTTP requests answered with a status of 500 or more.",
+            "Share of HTTP requests answered with a status of 500 or more, or with a stream that ended in an "
+            "error.",
             "percentunit",
             line(failed_share(SHOWN), "{{job}}"),
         ),

@@ -20,7 +20,7 @@ spec:
   automountServiceAccountToken: false
   {{- end }}
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ add $pool.drainSeconds (ceil (dig "cluster" "drain_timeout_s" 15.0 $values.config)) 30 }}
+  terminationGracePeriodSeconds: {{ add $pool.drainSeconds (ceil (dig "cluster" "drain_timeout_s" 60.0 $values.config)) 30 }}
   securityContext: {{- toYaml $values.podSecurityContext | nindent 4 }}
   {{- with $values.image.pullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}

@@ -1,8 +1,10 @@
-"""Scaling on a local Ray cluster: groups come with load, go without it, and nobody's stream suffers."""
+"""Scaling on a local Ray cluster: groups and draft workers come with load, go without it, and nobody's stream
+suffers."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,14 +19,15 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.t
 
 APP = "drafthouse-scaling"
 PACE = {"up_after_s": 1.0, "down_after_s": 2.0, "cooldown_s": 1.0, "scale_to_zero_after_s": 30.0}
-SMALL = BundleConfig(num_cpus=0.5)
+SMALL = BundleConfig(num_cpus=0.4)
 LONG_S = 600.0
 
 
 @pytest.fixture(scope="module")
 def scaling_config(cluster_config: ClusterConfig) -> ClusterConfig:
     targets = TargetScalingConfig(min_groups=0, max_groups=2, **PACE)
-    drafts = DraftScalingConfig(min_workers=0, max_workers=1, **PACE)
+    # Whatever is waited for here is worth a worker, once the first has something to do.
+    drafts = DraftScalingConfig(min_workers=0, max_workers=2, target_utilization=0.1, min_gain=0.002, **PACE)
     return cluster_config.model_copy(
         update={
             "namespace": "drafthouse-scaling",
@@ -65,6 +68,7 @@ def test_replicas_follow_the_load_to_zero_and_back(
             is_over = asyncio.Event()
             load = [asyncio.create_task(keep_asking(service, index, is_over)) for index in range(20)]
             await metric(service, "coordinators", lambda value: value == 2, within_s=LONG_S)
+            await drafters(service, 2)
             is_over.set()
             await asyncio.gather(*load)  # every stream was right, whichever group it was on
             # A little is left to do: one group does it, and what runs on the one that leaves goes on.
@@ -75,14 +79,32 @@ def test_replicas_follow_the_load_to_zero_and_back(
             await few
             # Nothing: nobody is there.
             await metric(service, "coordinators", lambda value: value == 0, within_s=LONG_S)
+            await drafters(service, 0)
             assert service.description() is not None
-            # Somebody asks: a group and a draft worker are started for it.
+            accepted = (await service.metrics())["spec_decode_num_accepted_tokens"]
+            # Somebody asks: a group is started for it, and a draft worker while it runs.
             wanted = requests(1, max_tokens=20, name="cold")
             streams = Streams(service, wanted)
             await asyncio.wait_for(asyncio.gather(*streams.tasks), LONG_S)
             assert streams.tokens == alone(wanted)
+            is_over.clear()
+            few = asyncio.create_task(keep_asking(service, 200, is_over))
+            await drafters(service, 1)
+            # It drafts what is right: what groups before had accepted stays in the sum.
+            await metric(
+                service, "spec_decode_num_accepted_tokens", lambda value: value > accepted, within_s=LONG_S
+            )
+            is_over.set()
+            await few
         finally:
             await service.close()
+
+    async def drafters(service: ClusterService, number: int) -> None:
+        """Wait until there are so many draft workers."""
+        until_s = time.monotonic() + LONG_S
+        while (found := len((await service.status()).draft_workers)) != number:
+            assert time.monotonic() < until_s, f"{found} draft workers"
+            await asyncio.sleep(0.2)
 
     async def keep_asking(service: object, number: int, is_over: asyncio.Event) -> None:
         wanted = requests(1, max_tokens=100, name=f"load-{number}")

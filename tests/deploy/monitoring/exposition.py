@@ -79,6 +79,7 @@ def busy_door(num_requests: int) -> DoorMetrics:
     door.set_models("tiny")
     for status in ("200", "429", "500"):
         door.http_requests.labels("/v1/completions", status).inc(num_requests)
+    door.streams_failed.labels("coordinator_lost").inc(num_requests)
     door.aborted.inc(num_requests)
     for histogram in (
         door.time_to_first_token,

@@ -25,6 +25,7 @@ MINUTES = 150
 """Of each history: longer than any alert has to last, shorter than the longest window."""
 GROWS, RESTS = f"0+60x{MINUTES}", f"0x{MINUTES}"
 ANSWERS = f'{PREFIX}http_requests_total{{job="drafthouse",route="/v1/completions",status="%s"}}'
+FAILED_STREAMS = f'{PREFIX}streams_failed_total{{job="drafthouse",code="coordinator_lost"}}'
 FIRST_TOKENS = f"{PREFIX}time_to_first_token_seconds"
 DELIVERIES = f"{PREFIX}inter_token_latency_seconds"
 
@@ -60,6 +61,7 @@ def well() -> dict[str, str]:
         ANSWERS % 200: GROWS,
         ANSWERS % 429: RESTS,
         ANSWERS % 500: RESTS,
+        FAILED_STREAMS: RESTS,
         f'{PREFIX}http_requests_in_progress{{job="drafthouse"}}': gauge(3),
         f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': GROWS,
         f'{FIRST_TOKENS}_count{{job="drafthouse"}}': GROWS,
@@ -178,6 +180,28 @@ def test_each_fires_at_its_fault_and_no_other(tmp_path: Path, names: Collection[
             if name in names
         ],
     )
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "history",
+    [
+        pytest.param({FAILED_STREAMS: f"0+2x{MINUTES}"}, id="streams alone"),
+        pytest.param({FAILED_STREAMS: f"0+0.6x{MINUTES}", ANSWERS % 500: f"0+0.6x{MINUTES}"}, id="both"),
+    ],
+)
+def test_streams_that_fail_use_up_the_budget_of_errors(tmp_path: Path, history: Mapping[str, str]) -> None:
+    firing = {"DrafthouseErrorBudgetBurnsFast", "DrafthouseErrorBudgetBurnsSlowly"}
+    run_scenarios(tmp_path, [scenario(well() | history, firing)])
+
+
+@needs_promtool
+def test_a_door_that_counts_no_failed_streams_is_judged_by_its_answers(tmp_path: Path) -> None:
+    """In an update doors of an older version are scraped beside."""
+    before = {name: values for name, values in well().items() if name != FAILED_STREAMS}
+    firing = {"DrafthouseErrorBudgetBurnsFast", "DrafthouseErrorBudgetBurnsSlowly"}
+    wrong = {**before, ANSWERS % 500: f"0+2x{MINUTES}"}
+    run_scenarios(tmp_path, [scenario(before, set()), scenario(wrong, firing)])
 
 
 @needs_promtool

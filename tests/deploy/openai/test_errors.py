@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -394,6 +395,9 @@ def test_refusal_before_the_first_output_is_a_status(
     assert error_of(response)["code"] == code
     if status in (429, 503):
         assert int(response.headers["retry-after"]) >= 2
+    # What ends workers is not to be sent again by a client's library on its own.
+    is_final = code == "request_failed_repeatedly"
+    assert response.headers.get("x-should-retry") == ("false" if is_final else None)
     assert "secret" not in response.text
     assert "10.0.0.7" not in response.text
 
@@ -414,6 +418,31 @@ def test_failure_in_the_middle(failure: Exception | None) -> None:
     response = door.complete()
     assert response.status_code == 500
     assert error_of(response)["code"] == error["code"]
+    # The first had status 200: no other number would tell that it failed. The second's status does.
+    assert failed_streams(door) == {error["code"]: 1.0}
+
+
+def failed_streams(door: Door) -> dict[str, float]:
+    """Return how many streams failed, by code, of those codes of which any did."""
+    counted = re.findall(r'streams_failed_total{code="(\w+)"} (\S+)', door.get("/metrics").text)
+    assert len(counted) > 5, "they are told from zero on"
+    return {code: float(count) for code, count in counted if float(count)}
+
+
+@pytest.mark.parametrize(
+    ("failure", "counted"),
+    [
+        (RequestFailed("gone", code="coordinator_lost"), {"coordinator_lost": 1.0}),
+        (RequestFailed("the end", code=SHUTTING_DOWN), {"shutting_down": 1.0}),
+        (RequestFailed("odd", code="a code that nobody has heard of"), {"other": 1.0}),
+        (RequestFailed("no token", code="no_token_allowed"), {}),  # what the client asked for
+        (RequestFailed("not read", code="slow_reader"), {}),  # counted as such
+    ],
+)
+def test_streams_that_fail_are_counted_by_code(failure: Exception, counted: dict[str, float]) -> None:
+    door = Door(ScriptedService(fail_after=2, failure=failure))
+    assert '"error"' in door.complete(stream=True).text
+    assert failed_streams(door) == counted
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from specdec.core.errors import CapacityError
+from specdec.core.errors import CapacityError, RequestFailed
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 from tests.deploy.openai.live import live_server
 
@@ -151,3 +151,15 @@ def test_ready_only_when_the_service_is() -> None:
         assert "retry-after" in response.headers
         door.service.is_ready = True
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(("code", "num_attempts"), [("request_failed_repeatedly", 1), ("odd", 2)])
+def test_what_failed_repeatedly_is_not_sent_again(door: Door, url: str, code: str, num_attempts: int) -> None:
+    """Each attempt would end workers; of another failure the client's library makes another attempt."""
+    door.service.refuse_with = RequestFailed("it broke", code=code)
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=1) as client,
+        pytest.raises(openai.InternalServerError),
+    ):
+        client.completions.create(model="scripted", prompt="abc")
+    assert len(door.service.requests) == num_attempts

@@ -1,0 +1,113 @@
+"""What a target group leaves behind where no engine comes of it, without Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster import target_group
+from cluster.config import ClusterConfig
+from cluster.target_group import TargetGroup
+from specdec.core.errors import TransportError
+from specdec.engine.config import EngineConfig
+from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.proposers.none import NoProposer
+from specdec.transport.base import PeerId
+from specdec.transport.config import ChannelConfig
+from specdec.transport.zmq import KeyPair, ZmqChannel
+
+VOCAB = 9
+
+
+class Target(ToyTarget):
+    """A target over a channel that it owns, as the remote one does."""
+
+    def __init__(self, channel: ZmqChannel, worker: object, **_: object) -> None:
+        super().__init__(ToyModel(VOCAB, seed=3))
+        self._channel = channel
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Proposer(NoProposer):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Group(TargetGroup):
+    """Its parts are toys; `failing` is the method that fails."""
+
+    def __init__(self, failing: str) -> None:
+        config = EngineConfig.model_validate(
+            {"target": {"model": "/models/target"}, "speculative_config": {"method": "none"}}
+        )
+        cluster = ClusterConfig(channels=ChannelConfig(bind="loopback"))
+        super().__init__(config, cluster, PeerId("me"), KeyPair.generate())
+        self._tokenizer = ToyTokenizer.of_letters(VOCAB)
+        self._failing = failing
+        self.proposer = Proposer()
+        self.started = 0
+
+    def _fail(self, method: str) -> None:
+        if method == self._failing:
+            raise TransportError("the target worker died")
+
+    def _start_worker(self, owner: object) -> Any:
+        self.started += 1
+        self._fail("start")
+        return SimpleNamespace(
+            await_address=lambda timeout_s: None, compile_state=lambda: "ready", tensor_address=lambda: None
+        )
+
+    def _require_same_model(self, description: object) -> None:
+        self._fail("require_same_model")
+
+    def _make_proposer(self, target: object, meanwhile: object) -> Any:
+        self._fail("make_proposer")
+        return self.proposer
+
+    def _costs(self, target: Any, proposer: Any) -> Any:
+        self._fail("costs")
+        return super()._costs(target, proposer)
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> list[ZmqChannel]:
+    """All that are opened."""
+    opened: list[ZmqChannel] = []
+
+    def open_one(*arguments: Any, **options: Any) -> ZmqChannel:
+        opened.append(ZmqChannel(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(target_group, "ZmqChannel", open_one)
+    monkeypatch.setattr(target_group, "RemoteTarget", Target)
+    return opened
+
+
+@pytest.mark.parametrize("failing", ["start", "require_same_model", "make_proposer", "costs"])
+def test_nothing_stays_open_where_no_engine_comes_of_it(failing: str, channels: list[ZmqChannel]) -> None:
+    """It is tried eight times: each would have left a socket with its thread."""
+    group = Group(failing)
+    with pytest.raises(TransportError):
+        group.make_engine(lambda: None)
+    (channel,) = channels
+    assert channel._closed
+    assert group.started == 1
+    assert group.proposer.is_closed == (failing == "costs")
+
+
+def test_an_engine_closes_what_it_was_made_of(channels: list[ZmqChannel]) -> None:
+    group = Group("")
+    engine = group.make_engine(lambda: None)
+    (channel,) = channels
+    assert not channel._closed
+    assert not group.proposer.is_closed
+    engine.close()
+    assert channel._closed
+    assert group.proposer.is_closed
