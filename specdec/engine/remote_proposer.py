@@ -13,17 +13,28 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.arrivals import ArrivalClock
+from specdec.engine.draft_messages import SizedEntry, divided
 from specdec.engine.draft_patience import DraftDeadlineConfig
 from specdec.engine.draft_placement import DraftPlacementConfig
 from specdec.engine.draft_registry import DraftLink, DraftRegistry, Registration
 from specdec.proposers.base import AheadWish, ProposerCapabilities
-from specdec.transport.base import Channel, Envelope, PeerAddress, PeerId, PeerLost
+from specdec.transport.base import (
+    MAX_MESSAGE_BYTES,
+    Channel,
+    Envelope,
+    PeerAddress,
+    PeerId,
+    PeerLost,
+    dropped_series,
+)
 from specdec.transport.messages import (
     DraftBranch,
     DraftOpening,
@@ -145,6 +156,7 @@ class RemoteProposer:
         deadlines: DraftDeadlineConfig | None = None,
         placement: DraftPlacementConfig | None = None,
         first_epoch: int = 0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
         clock: Clock | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
@@ -158,12 +170,15 @@ class RemoteProposer:
             placement: how sequences are spread over the workers.
             first_epoch: where attempts are counted from: beyond those of whoever spoke by the channel's name
                 before, or the workers take them for old ones.
+            max_message_bytes: longest message that the workers take. Who has more to be told goes without
+                drafts.
             clock: of deadlines and counters.
             meanwhile: called once the workers have been asked: what may be done while they draft. Quick.
         """
         self._channel = channel
         self._capabilities = capabilities
         self._vocab_size = vocab_size
+        self._max_message_bytes = max_message_bytes
         self._registry = DraftRegistry(
             channel.address.peer_id,
             deadlines=deadlines or DraftDeadlineConfig(),
@@ -365,21 +380,24 @@ class RemoteProposer:
         ]
 
     def _ask(self, this_round: _Round, talk: _Talk, wishes: Sequence[_Wish | AheadWish]) -> None:
-        if not wishes:
-            return
         worker, patience = talk.link.worker, talk.link.patience
-        entries = []
+        entries: list[SizedEntry] = []
         num_new = num_awaited_new = 0
         for wish in wishes:
             sequence, budget = wish.view, wish.num_draft_tokens
             registration = self._registry.registrations[sequence.request_id]
-            entry = _entry(wish, registration)
+            entry = SizedEntry.of(_entry(wish, registration))
+            if not entry.fits(self._max_message_bytes):
+                self._registry.set_aside(sequence.request_id)
+                continue
             entries.append(entry)
             registration.sent_len = sequence.committed_len
             num_new += sequence.committed_len - registration.read_len
             if budget > 0:
                 num_awaited_new += sequence.committed_len - registration.read_len
-                key = _PrefixKey(entry.request_id, entry.epoch, entry.committed_len, entry.prefix_hash)
+                key = _PrefixKey(
+                    sequence.request_id, registration.epoch, sequence.committed_len, sequence.prefix_hash
+                )
                 awaited = _Awaited(key, budget)
                 if isinstance(wish, AheadWish):
                     prepared = self._prepared[sequence.request_id] = _Prepared(
@@ -389,8 +407,11 @@ class RemoteProposer:
                 this_round.pending[worker][sequence.request_id] = awaited
             else:
                 self._reading.add(sequence.request_id)
+        if not entries:
+            return
         now_s = self._clock.now_s()
-        self._channel.send(worker, ProposeRequest(self._next_round, tuple(entries)))
+        for part in divided(entries, self._max_message_bytes):
+            self._channel.send(worker, ProposeRequest(self._next_round, part))
         if worker in this_round.pending:
             num_new = num_awaited_new
         talk.asked = _Asked(self._next_round, now_s, len(entries), num_new, this_round is self._ahead)
@@ -598,7 +619,8 @@ def _entry(wish: _Wish | AheadWish, registration: Registration) -> ProposeEntry:
     opening = None
     if base_len == 0:
         opening = DraftOpening(
-            sequence.params,
+            # Where the text ends is for the engine to say; these strings may be as long as a body.
+            msgspec.structs.replace(sequence.params, stop=()) if sequence.params.stop else sequence.params,
             sequence.seed,
             sequence.num_prompt_tokens,
             sequence.cache_salt,
