@@ -316,7 +316,8 @@ class ClusterService:
 
     async def _tick(self) -> None:
         while True:
-            self._book.tick()
+            assert self._directory is not None, "it is there before this task begins"
+            self._book.tick(directory_silent_s=self._directory.silent_s)
             self._wake_if_needed()
             await asyncio.sleep(_TICK_S)
 

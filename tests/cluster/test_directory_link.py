@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from cluster.directory import DirectorySnapshot, DirectoryVersion, Member
 from cluster.directory_actor import DirectoryLink
@@ -42,3 +44,34 @@ def test_no_answer_is_not_the_answer_that_nobody_is_there(
         time.sleep(0.001)
     link.close()
     assert heard == [(3, members)]
+
+
+def test_for_how_long_the_directory_has_been_silent_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception | None] = [None, GetTimeoutError("late"), GetTimeoutError("late"), None]
+    now_s = 100.0
+
+    class Call:
+        def remote(self, member: Member | None, version: DirectoryVersion | None) -> None:
+            return None
+
+    class Handle:
+        exchange = Call()
+
+    def get(answer: None, timeout: float) -> None:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("cluster.directory_actor.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("cluster.directory_actor.open_directory", lambda namespace, lease_s: Handle())
+    monkeypatch.setattr("cluster.directory_actor.ray.get", get)
+    link = DirectoryLink(
+        namespace="none", lease_s=3.0, renew_s=1.0, on_change=lambda members: None, name="link"
+    )
+    silent_s = []
+    while answers:
+        now_s += 2.0
+        before = link.silent_s
+        link._exchange()
+        silent_s.append((before, link.silent_s))
+    assert silent_s == [(2.0, 0.0), (2.0, 2.0), (4.0, 4.0), (6.0, 0.0)]
