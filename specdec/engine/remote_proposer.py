@@ -197,6 +197,8 @@ class RemoteProposer:
         """Sequences that are only read: their answers are due, but nobody waits for them."""
         self._ahead_outcomes: list[AheadOutcome] = []
         self._ready_s: float | None = None
+        self._waited_s = self._asking_s = 0.0
+        """Of the last `propose`."""
         self._drafting_s = 0.0
         """The longest of the answers heard since the last `propose` began."""
         self._next_round = 0
@@ -275,8 +277,9 @@ class RemoteProposer:
         are those that have much to catch up on. For those that `look_ahead` has named, only what it asked
         for is waited for.
         """
+        began_s = self._clock.now_s()
         self._follow_membership()
-        self._drafting_s = 0.0
+        self._drafting_s = self._waited_s = 0.0
         this_round, self._ahead = self._ahead, _Round()
         for worker in this_round.pending.keys() - self._talks.keys():
             this_round.abandon(worker)
@@ -291,15 +294,18 @@ class RemoteProposer:
         for worker, group in self._registry.by_worker(unprepared, self._clock.now_s()).items():
             behind = self._registry.behind(worker, group)
             self._ask(this_round, self._talks[worker], self._wishes(group, num_draft_tokens, behind))
-        started_s = self._clock.now_s()
         if self._meanwhile is not None:
+            asked_s = self._clock.now_s()
             self._meanwhile()
+            if this_round.pending:
+                self._waited_s += self._clock.now_s() - asked_s
         self._wait(this_round)
         self._ready_s = this_round.ready_s
-        self._count("draft_wait_seconds", self._clock.now_s() - started_s)
+        self._count("draft_wait_seconds", self._waited_s)
         self._look_up(sequences, num_draft_tokens, prepared, this_round)
         num_wanted = sum(1 for budget in num_draft_tokens.values() if budget > 0)
         self._counters["fallback_requests"] += num_wanted - len(this_round.proposals)
+        self._asking_s = self._clock.now_s() - began_s - self._waited_s
         return this_round.proposals
 
     def look_ahead(self, wishes: Sequence[AheadWish]) -> None:
@@ -327,6 +333,11 @@ class RemoteProposer:
         """See `AsksAhead`."""
         drafting_s, self._drafting_s = self._drafting_s, 0.0
         return drafting_s
+
+    def take_asking_s(self) -> float:
+        """See `proposers.base.AsksOthers`."""
+        asking_s, self._asking_s = self._asking_s, 0.0
+        return asking_s
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
@@ -465,6 +476,8 @@ class RemoteProposer:
                 envelope = self._channel.receive(min(this_round.give_up_s.values()) - now_s)
             except ChannelTimeout:
                 continue
+            finally:
+                self._waited_s += self._clock.now_s() - now_s
             self._take(envelope, this_round)
 
     def _take_arrivals(self, this_round: _Round) -> None:

@@ -28,7 +28,9 @@ _OF_ROUNDS: Mapping[str, Series] = {
     "target_forward_time_seconds": Series("counter", "The target's forwards, as it measures them."),
     "target_sample_time_seconds": Series("counter", "The target's choice of tokens, as it measures it."),
     "coordinator_time_seconds": Series(
-        "counter", "Time of rounds that is neither waiting for drafts nor for the target."
+        "counter",
+        "Time of rounds that is neither waiting for drafts nor for the target: planning, asking for drafts, "
+        "committing, and what goes on between two rounds.",
     ),
     "drafting_time_seconds": Series(
         "counter", "T_draft of all rounds: as draft workers measure it, of several the longest."
