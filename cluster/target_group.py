@@ -143,11 +143,13 @@ class TargetGroup:
         self._tell_drafters()
 
     def metrics(self) -> dict[str, float]:
-        """Counters of the draft link."""
-        proposer = self._proposer
+        """Counters of the links to the workers."""
+        target, proposer = self._target, self._proposer
+        dropped = {} if target is None else dict(target.messages_dropped)
         if proposer is None:
-            return {}
+            return {**dropped}
         return {
+            **dropped,
             "draft_workers": float(proposer.num_workers),
             "draft_pool_usage_perc": proposer.pool_usage,
             **proposer.counters,

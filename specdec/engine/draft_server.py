@@ -29,7 +29,7 @@ from specdec.proposers.base import (
     ReadsStates,
     counters_of,
 )
-from specdec.transport.base import Channel, Envelope, PeerId
+from specdec.transport.base import Channel, Envelope, PeerId, dropped_series
 from specdec.transport.messages import (
     DraftOpening,
     ProposeAnswer,
@@ -229,7 +229,7 @@ class DraftServer:
         hidden states were lost), unexpected_messages (not for a draft worker, or of a coordinator that is
         none any more); and by metric name what
         coordinators are told: `draft_grammar_failures`, what the proposer (`proposers.base.HasCounters`) and
-        the tap count, and what was counted elsewhere (`count`)."""
+        the tap count, what was counted elsewhere (`count`), and what the channel dropped."""
 
     @property
     def num_sequences(self) -> int:
@@ -554,6 +554,7 @@ class DraftServer:
         if self._tap is not None:
             present.update(self._tap.counters)
         present.update(self._counted_elsewhere)
+        present.update(dropped_series("draft", self._channel.counters.dropped))
         if present == self._told:
             return None
         new, self._told = present - self._told, present

@@ -220,11 +220,13 @@ class RemoteProposer:
         `speculation_cache_late` (of the misses, those whose continuations had not come in time),
         `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_outgrown` (given
         up by a worker whose memory they had become too long for), `draft_sequences_moved` (from a
-        busy worker to one that was less so), `draft_sequences_too_long` (for any worker), and what the draft
-        workers count themselves (`DraftServer.counters`).
+        busy worker to one that was less so), `draft_sequences_too_long` (for any worker), what the draft
+        workers count themselves (`DraftServer.counters`), and `worker_messages_dropped` at both ends.
         """
+        counters = Counter(self._counters)
+        counters.update(dropped_series("draft", self._channel.counters.dropped))
         return {
-            **self._counters,
+            **counters,
             "draft_sequences_moved": self._registry.num_moved,
             "draft_sequences_too_long": self._counters["draft_sequences_too_long"]
             + self._registry.num_too_long,

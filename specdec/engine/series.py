@@ -161,6 +161,12 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
     ),
     "draft_wait_seconds": Series("counter", "Time in which draft workers were waited for."),
     "draft_compute_seconds": Series("counter", "Drafting, as each draft worker measures it."),
+    "worker_messages_dropped": Series(
+        "counter",
+        "Messages between coordinators and workers dropped, by channel (draft: at both ends; target: at the "
+        "coordinator's) and reason.",
+        labels=("channel", "reason"),
+    ),
     "draft_deadline_misses": Series("counter", "Draft workers that did not answer in time."),
     "stale_drafts_dropped": Series("counter", "Drafts that came for another prefix, or too late."),
     "invalid_drafts_dropped": Series(
