@@ -336,8 +336,9 @@ class ClusterService:
 
     async def _tick(self) -> None:
         while True:
+            assert self._directory is not None, "it is there before this task begins"
             try:
-                self._book.tick()
+                self._book.tick(directory_silent_s=self._directory.silent_s)
                 self._wake_if_needed()
             except Exception:  # a border: what fails for one stream must not end pings, and all others
                 if self._num_failed_ticks == 0:

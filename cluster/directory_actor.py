@@ -132,6 +132,7 @@ class DirectoryLink:
         self._wake = threading.Event()
         self._stopping = False
         self._handle: Any = None
+        self._answered_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"{name}-directory", daemon=True)
 
     @property
@@ -143,6 +144,11 @@ class DirectoryLink:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the directory has not answered, or could not be asked (any thread)."""
+        return time.monotonic() - self._answered_s
 
     def start(self) -> None:
         """Begin."""
@@ -196,6 +202,7 @@ class DirectoryLink:
             for member in members or [None]:
                 answer = self._handle.exchange.remote(member, self._view.version)
                 snapshot = ray.get(answer, timeout=_CALL_TIMEOUT_S) or snapshot
+            self._answered_s = time.monotonic()
         except (RayError, ValueError) as error:  # whatever Ray has: the next exchange may succeed
             logger.warning("the directory cannot be reached, the last view stands: %s", error)
             self._handle = None

@@ -15,6 +15,9 @@ from specdec.core.description import TargetDescription
 from specdec.transport.base import PeerId
 from specdec.transport.messages import Pong
 
+_DIRECTORY_LEASES = 2
+"""So long after its last answer, in leases, what the directory said still tells who may be there."""
+
 
 @dataclass(slots=True)
 class KnownCoordinator:
@@ -47,7 +50,7 @@ class KnownCoordinators:
 
     For a lease's time after the last one was lost, or said that it goes, and as long as one that says nothing
     is in the directory, requests are not refused: it may only have been late, and who goes leaves requests to
-    another, of which this door may not have heard yet.
+    another, of which this door may not have heard yet. A directory that does not answer vouches for nobody.
     """
 
     def __init__(self, clock: Clock, *, lease_s: float, may_be_none: bool) -> None:
@@ -62,6 +65,8 @@ class KnownCoordinators:
         may be wrong: Serve does not always say why it ends a replica."""
         self.doubtful_until_s = -math.inf
         """Until then, somebody may turn out to be there."""
+        self.directory_heard_s = clock.now_s()
+        """When the directory last said who is there, or that nothing has changed."""
 
     def __iter__(self) -> Iterator[KnownCoordinator]:
         return iter(self._known.values())
@@ -78,11 +83,15 @@ class KnownCoordinators:
         """Whether somebody may yet turn out to be there.
 
         Who is silent but says to the directory that it is there is late, not lost: on a machine that starts
-        other processes, say. One that is lost or hangs says nothing there either, and is soon not in it.
+        other processes, say. One that is lost or hangs says nothing there either, and is soon not in it; that
+        is not heard while the directory cannot be reached.
         """
-        return self._clock.now_s() < self.doubtful_until_s or any(
-            not one.is_reachable and not one.is_draining for one in self
-        )
+        now_s = self._clock.now_s()
+        if now_s < self.doubtful_until_s:
+            return True
+        if now_s - self.directory_heard_s > _DIRECTORY_LEASES * self._lease_s:
+            return False
+        return any(not one.is_reachable and not one.is_draining for one in self)
 
     @property
     def may_wait(self) -> bool:

@@ -222,9 +222,13 @@ class StreamBook:
             self._send(envelope.sender, Hello(0))
             self._place_homeless()
 
-    def tick(self) -> None:
-        """Ping coordinators, notice silent ones, see to homeless streams. Call every second or so."""
+    def tick(self, *, directory_silent_s: float = 0.0) -> None:
+        """Ping coordinators, notice silent ones, see to homeless streams. Call every second or so.
+
+        `directory_silent_s`: how long ago the directory has last answered.
+        """
         now_s = self._clock.now_s()
+        self._coordinators.directory_heard_s = now_s - directory_silent_s
         for coordinator in self._coordinators.silent():
             self._give_up_on(coordinator)
         for coordinator in self._coordinators:

@@ -21,6 +21,7 @@ from specdec.core.idle_work import WorkState
 from specdec.engine.build import build_tokenizer, kv_budgets_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of, drafters_of, modes_of
+from specdec.engine.draft_messages import longest_message_bytes
 from specdec.engine.engine import Engine
 from specdec.engine.hidden_routing import HiddenRouting
 from specdec.engine.remote_proposer import RemoteProposer
@@ -118,11 +119,13 @@ class TargetGroup:
         self._tell_drafters()
 
     def metrics(self) -> dict[str, float]:
-        """Counters of the draft link."""
-        proposer = self._proposer
+        """Counters of the links to the workers."""
+        target, proposer = self._target, self._proposer
+        dropped = {} if target is None else dict(target.messages_dropped)
         if proposer is None:
-            return {}
+            return {**dropped}
         return {
+            **dropped,
             "draft_workers": float(proposer.num_workers),
             "draft_pool_usage_perc": proposer.pool_usage,
             **proposer.counters,
@@ -248,6 +251,14 @@ class TargetGroup:
             deadlines=self._cluster.draft_pool.deadlines,
             placement=self._cluster.draft_pool.placement,
             first_epoch=time.time_ns(),  # draft workers know attempts of the engine before this one
+            max_message_bytes=min(
+                self._options.max_message_bytes,
+                longest_message_bytes(
+                    max_model_len=description.max_model_len,
+                    vocab_size=description.vocab_size,
+                    grammar_bytes=self._config.grammar.max_bytes,
+                ),
+            ),
             meanwhile=meanwhile,
         )
         self._proposer = proposer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -100,7 +101,7 @@ class DraftWorkerProcess:
             "drafter ready after %.1f s (compiling: %s)", time.monotonic() - started_s, self.compile_state()
         )
         settle_memory()
-        self._channel = ZmqChannel(peer_id, host=host, options=options)
+        self._channel = ZmqChannel(peer_id, host=host, options=_bounded(options, config))
         grammars = build_draft_grammars(config)
         self._tap = None if speculative.online is None else TextTap(speculative.online)
         self._server = server = DraftServer(
@@ -146,10 +147,11 @@ class DraftWorkerProcess:
 
         `targets`: from where hidden states come, with the coordinators whose sequences they are of.
         """
+        # First: who may speak to the channel must find the server willing to hear it.
+        self._server.retain([coordinator.peer_id for coordinator in coordinators])
         self._channel.admit(coordinators)
         if self._inbox is not None:
             self._inbox.admit(targets)
-        self._server.retain([coordinator.peer_id for coordinator in coordinators])
 
     def check_health(self) -> dict[str, float]:
         """Return counters; raise when nothing is served any more."""
@@ -198,6 +200,24 @@ class DraftWorkerProcess:
     def stop(self) -> None:
         """Serve no more."""
         self._thread.stop(self._channel.wake)
+
+
+def _bounded(options: ZmqOptions, config: EngineConfig) -> ZmqOptions:
+    """Take no longer messages, and keep no more of them, than a coordinator has use for.
+
+    At most it tells of all that it runs, from the first token on, and goes on before it has an answer.
+    """
+    from specdec.engine.build import longest_draft_message
+
+    longest = longest_draft_message(config)
+    if longest is None:
+        return options
+    most_bytes = (1 + config.scheduler.max_num_seqs) * longest
+    return dataclasses.replace(
+        options,
+        max_received_bytes=longest,
+        max_queued_bytes=min(options.max_queued_bytes, most_bytes),
+    )
 
 
 def _hidden_inbox(

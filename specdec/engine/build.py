@@ -508,6 +508,25 @@ def build_draft_grammars(config: EngineConfig) -> DraftGrammars:
     )
 
 
+def longest_draft_message(config: EngineConfig) -> int | None:
+    """Return how many bytes a coordinator's messages to a draft worker have at most; None: not known.
+
+    Raises:
+        CheckpointError: the target's folder is not as it should be.
+    """
+    from specdec.engine.draft_messages import longest_message_bytes
+    from specdec.model.facts import read_facts
+
+    facts = read_facts(config.target)
+    if facts.max_model_len is None:
+        return None
+    return longest_message_bytes(
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        grammar_bytes=config.grammar.max_bytes,
+    )
+
+
 def _facts_of_folder(config: EngineConfig) -> TargetFacts:
     from specdec.model.facts import read_facts
 

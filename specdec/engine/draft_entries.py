@@ -9,7 +9,7 @@ from specdec.core.proposal import Proposal
 from specdec.transport.messages import DraftBranch, DraftOpening, ProposeAnswer, ProposeEntry
 
 _MAX_DRAFT_TOKENS = 64
-_MAX_PENDING = 64
+MAX_PENDING = 64
 _MAX_BRANCHES = 64
 """Of one entry: as many as a configuration may ask for, or more. What asks for more is dropped."""
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -19,17 +19,21 @@ def is_valid(entry: ProposeEntry) -> bool:
     """Return whether an entry makes sense, and what it asks for has a bounded cost.
 
     A budget of K/V may be any number: one beyond all texts keeps everything, as far as the pool holds it.
+    Its tokens are not looked at here (`are_token_ids`): there may be more of them than anybody will read.
     """
-    token_ids = entry.token_ids
     return (
         0 <= entry.num_draft_tokens <= _MAX_DRAFT_TOKENS
         and entry.committed_len >= 1
-        and len(token_ids) <= entry.committed_len
-        and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID))
+        and len(entry.token_ids) <= entry.committed_len
         and entry.kv_budget >= 0
         and (entry.opening is None or _is_valid_opening(entry.opening))
         and (entry.fan_out is None or _is_valid_outlook(entry.pending, entry.fan_out))
     )
+
+
+def are_token_ids(numbers: Sequence[int]) -> bool:
+    """Return whether all numbers may be token ids."""
+    return not numbers or (min(numbers) >= 0 and max(numbers) <= _MAX_TOKEN_ID)
 
 
 def _is_valid_opening(opening: DraftOpening) -> bool:
@@ -42,9 +46,8 @@ def _is_valid_opening(opening: DraftOpening) -> bool:
 
 def _is_valid_outlook(pending: Sequence[int], fan_out: Sequence[int]) -> bool:
     return (
-        len(fan_out) == len(pending) + 1 <= _MAX_PENDING + 1
-        and min(pending, default=0) >= 0
-        and max(pending, default=0) <= _MAX_TOKEN_ID
+        len(fan_out) == len(pending) + 1 <= MAX_PENDING + 1
+        and are_token_ids(pending)
         and min(fan_out) >= 0
         and sum(fan_out) <= _MAX_BRANCHES
     )

@@ -121,6 +121,7 @@ class DraftRegistry:
         self._next_rebalance_s = 0.0
         self._next_epoch = first_epoch
         self._too_long: set[RequestId] = set()
+        self._set_aside: set[RequestId] = set()
         self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
         """Sequences that workers had room for and no longer have, and when to ask those again."""
         self.links: dict[PeerId, DraftLink] = {}
@@ -128,7 +129,7 @@ class DraftRegistry:
         self.num_moved = 0
         """Sequences given from a busy worker to one that was less so."""
         self.num_too_long = 0
-        """Sequences that got longer than what any worker continues."""
+        """Sequences that got longer than what any worker continues, or can be told of."""
 
     def add(self, worker: PeerId) -> None:
         """Give sequences to this worker too."""
@@ -146,6 +147,13 @@ class DraftRegistry:
         """A sequence has ended."""
         self._outgrown.pop(request_id, None)
         self._too_long.discard(request_id)
+        self._set_aside.discard(request_id)
+        self._leave(request_id)
+
+    def set_aside(self, request_id: RequestId) -> None:
+        """No worker can be told of a sequence: nobody is asked for it any more."""
+        self._set_aside.add(request_id)
+        self.num_too_long += 1
         self._leave(request_id)
 
     def by_worker(self, sequences: Sequence[S], now_s: float) -> dict[PeerId, list[S]]:
@@ -159,6 +167,8 @@ class DraftRegistry:
         }
         groups: dict[PeerId, list[S]] = defaultdict(list)
         for sequence in sequences:
+            if sequence.request_id in self._set_aside:
+                continue
             if self._max_length is not None and sequence.committed_len >= self._max_length:
                 self._leave(sequence.request_id)
                 self.num_too_long += sequence.request_id not in self._too_long

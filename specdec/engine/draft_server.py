@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -15,7 +16,7 @@ from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.draft_entries import answer_to, is_valid
+from specdec.engine.draft_entries import answer_to, are_token_ids, is_valid
 from specdec.engine.draft_grammar import DraftGrammars, FollowedGrammar
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
 from specdec.engine.text_tap import TextTap
@@ -28,7 +29,7 @@ from specdec.proposers.base import (
     ReadsStates,
     counters_of,
 )
-from specdec.transport.base import Channel, Envelope, PeerId
+from specdec.transport.base import Channel, Envelope, PeerId, dropped_series
 from specdec.transport.messages import (
     DraftOpening,
     ProposeAnswer,
@@ -46,13 +47,18 @@ _PREFILL_TOKENS = 64
 _MAX_LENGTH = 1 << 20
 """Tokens of a sequence, where the proposer has no limit of its own."""
 
-_MAX_MESSAGES = 4096
-"""Taken from the channel before drafts are made of what has come."""
-_MAX_UNREAD = 4096
-"""Entries and releases of one coordinator that wait to be looked at. The oldest give way: a coordinator that
-waits for its answers never has as many."""
 _MAX_TOKENS_READ = 1 << 16
 """Tokens that are taken in for one coordinator before the others have their turn; about 40 ms of hashing."""
+_MAX_MESSAGES = 4096
+_MAX_BYTES_HEARD = 3 * _MAX_TOKENS_READ
+_MAX_HEARING_S = 0.05
+"""What is taken from the channel before drafts are made of what has come. Bytes: about as many tokens as are
+then read; what comes faster waits there, where it is not understood yet and coordinators take turns."""
+_MAX_UNREAD = 4096
+_MAX_UNREAD_BYTES = 2 << 20
+"""Entries and releases of one coordinator that wait to be looked at, and in how many bytes they came; in
+memory they take up to thirty times as many. The oldest give way: a coordinator that waits for its answers
+never has as many."""
 
 _IDLE_S = 5.0
 """A coordinator that has all that it may have gives up its own sequence not asked about for longest, if that
@@ -119,20 +125,24 @@ class _Wish(NamedTuple):
         )
 
 
-class _Released(NamedTuple):
-    request_id: RequestId
-    epoch: int
+_Said: TypeAlias = ProposeEntry | tuple[RequestId, int]
+"""What a message says of one sequence: a wish, or up to which epoch it is released."""
 
 
-_Unread: TypeAlias = "int | ProposeEntry | _Released"
-"""A number is the round that the entries behind it belong to."""
+class _Unread(NamedTuple):
+    said: _Said
+    round_id: int
+    """That a wish belongs to."""
+    num_bytes: int
+    """Of its message, if it is the last that came with that: until then, all of it may be in memory."""
 
 
 class _Client:
     """One coordinator: its name space, what it has said, and what it waits for."""
 
     def __init__(self) -> None:
-        self.unread: deque[_Unread] = deque(maxlen=_MAX_UNREAD)
+        self.unread: deque[_Unread] = deque()
+        self.num_unread_bytes = 0
         self.round_id = 0
         self.mirrors: OrderedDict[RequestId, _Mirror] = OrderedDict()
         """Those asked about last come last."""
@@ -141,14 +151,36 @@ class _Client:
         self.was_first = [0, 0]
         """The last batch that it was the first of, among those for what is quick, and for what is not."""
 
+    def hear(self, said: Sequence[_Said], round_id: int, num_bytes: int) -> int:
+        """Keep what a message of so many bytes says to be read; return how much, the oldest, gave way."""
+        kept = said[-_MAX_UNREAD:]
+        num_dropped = len(said) - len(kept)
+        if kept:
+            self.unread.extend([_Unread(one, round_id, 0) for one in kept[:-1]])
+            self.unread.append(_Unread(kept[-1], round_id, num_bytes))
+            self.num_unread_bytes += num_bytes
+        while len(self.unread) > _MAX_UNREAD or (
+            self.num_unread_bytes > _MAX_UNREAD_BYTES and len(self.unread) > 1
+        ):
+            self.read_next()
+            num_dropped += 1
+        return num_dropped
+
+    def read_next(self) -> _Unread:
+        """Return the oldest of what it has said."""
+        unread = self.unread.popleft()
+        self.num_unread_bytes -= unread.num_bytes
+        return unread
+
 
 class DraftServer:
     """Answers rounds; requests that are there together, of whatever coordinator, are drafted together.
 
     Coordinators live in name spaces of their own: neither ids nor tokens of one are seen by another. What
-    they say is taken in, and drafted, in turn and within bounds, so that none waits for longer than the
-    others have had their turn (`draft_shares.fair_batch`); what does not fit waits for the next batch. Each
-    has an equal share of the places for certain; what the others leave is for whoever comes first.
+    they say is heard (by channels that give it out in turns: `transport.inbox`), taken in, and drafted, in
+    turn and within bounds, so that none waits for longer than the others have had their turn
+    (`draft_shares.fair_batch`); what does not fit waits for the next batch. Each has an equal share of the
+    places for certain; what the others leave is for whoever comes first.
     """
 
     def __init__(
@@ -186,6 +218,7 @@ class DraftServer:
         self._num_sequences = 0
         self._num_batches = 0
         self._members: frozenset[PeerId] | None = None
+        self._is_sweep_due = False
         self._next_sweep_s = 0.0
         self.counters: Counter[str] = Counter()
         """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries,
@@ -193,9 +226,10 @@ class DraftServer:
         the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to
         another), outgrown_sequences (their coordinator's share of the memory is too small for them now),
         unread_dropped (their coordinator said too much at a time), states_asked_again (sequences whose
-        hidden states were lost), unexpected_messages (not for a draft worker); and by metric name what
+        hidden states were lost), unexpected_messages (not for a draft worker, or of a coordinator that is
+        none any more); and by metric name what
         coordinators are told: `draft_grammar_failures`, what the proposer (`proposers.base.HasCounters`) and
-        the tap count, and what was counted elsewhere (`count`)."""
+        the tap count, what was counted elsewhere (`count`), and what the channel dropped."""
 
     @property
     def num_sequences(self) -> int:
@@ -208,8 +242,9 @@ class DraftServer:
         return any(client.unread or client.wishes for client in self._clients.values())
 
     def retain(self, coordinators: Iterable[PeerId]) -> None:
-        """Forget, soon, the sequences of all other coordinators (any thread)."""
+        """Hear no other coordinators from now on, and forget, soon, their sequences (any thread)."""
         self._members = frozenset(coordinators)
+        self._is_sweep_due = True
 
     def before_next(self, act: Callable[[], object]) -> None:
         """Have something done before the next batch, by the thread that serves (any thread)."""
@@ -225,14 +260,7 @@ class DraftServer:
         What has waited since the last call is not kept waiting for a message.
         """
         self._sweep()
-        is_needed = self.has_waiting
-        for _ in range(_MAX_MESSAGES):
-            try:
-                self._note(self._channel.receive(0 if is_needed else timeout_s))
-            except ChannelTimeout:
-                break
-            is_needed = True
-        if not is_needed:
+        if not self._hear(timeout_s):
             return False
         now_s = self._clock.now_s()
         for coordinator, client in self._clients.items():
@@ -243,42 +271,61 @@ class DraftServer:
         self._serve()
         return True
 
+    def _hear(self, timeout_s: float | None) -> bool:
+        """Take what has come from the channel, as far as one turn goes; return whether there is work."""
+        has_work = self.has_waiting
+        num_bytes = 0
+        until_s = self._clock.now_s() + _MAX_HEARING_S if has_work else math.inf
+        for _ in range(_MAX_MESSAGES):
+            try:
+                envelope = self._channel.receive(0 if has_work else timeout_s)
+            except ChannelTimeout:
+                break
+            self._note(envelope)
+            num_bytes += envelope.num_bytes
+            now_s = self._clock.now_s()
+            if not has_work:  # it was waited for
+                has_work, until_s = True, now_s + _MAX_HEARING_S
+            if num_bytes >= _MAX_BYTES_HEARD or now_s >= until_s:
+                break
+        return has_work
+
     def _note(self, envelope: Envelope) -> None:
-        message = envelope.message
-        client = self._clients.get(envelope.sender)
-        if client is None:
-            client = self._clients[envelope.sender] = _Client()
-        unread = client.unread
-        num_before = len(unread)
+        sender, message = envelope.sender, envelope.message
+        if self._members is not None and sender not in self._members:
+            # It was let in when it said this. To remember it would be for good: nobody forgets it again.
+            self.counters["unexpected_messages"] += 1
+            return
+        said: Sequence[_Said]
+        round_id = 0
         if isinstance(message, ProposeRequest):
-            num_said = 1 + len(message.entries)
-            unread.append(message.round_id)
-            unread.extend(message.entries)
+            said, round_id = message.entries, message.round_id
         elif isinstance(message, Release):
-            num_said = len(message.sequences)
-            unread.extend([_Released(*released) for released in message.sequences])
+            said = message.sequences
         else:
             self.counters["unexpected_messages"] += 1
             return
-        if num_before + num_said > len(unread):
-            self.counters["unread_dropped"] += num_before + num_said - len(unread)
+        client = self._clients.get(sender)
+        if client is None:
+            client = self._clients[sender] = _Client()
+        num_dropped = client.hear(said, round_id, envelope.num_bytes)
+        if num_dropped:
+            self.counters["unread_dropped"] += num_dropped
 
     def _read(self, coordinator: PeerId, client: _Client, now_s: float) -> None:
         """Take in what one coordinator said, as far as its turn goes; refuse at once what has no place."""
         unanswered: list[ProposeAnswer] = []
-        unread = client.unread
         num_tokens = 0
-        while unread and num_tokens <= _MAX_TOKENS_READ:
-            said = unread.popleft()
+        while client.unread and num_tokens <= _MAX_TOKENS_READ:
+            said, round_id, _ = client.read_next()
             if isinstance(said, ProposeEntry):
+                client.round_id = round_id
                 num_tokens += len(said.token_ids)
                 answer = self._take(coordinator, client, said, now_s)
                 if answer is not None:
                     unanswered.append(answer)
-            elif isinstance(said, int):
-                client.round_id = said
             else:
-                self._release(client, said)
+                self._release(client, *said)
         if unanswered:
             self._send(coordinator, client.round_id, unanswered)
 
@@ -325,9 +372,12 @@ class DraftServer:
             self.counters["stale_entries"] += 1
             return None
         if entry.committed_len > self._max_length:
-            # Nothing can be drafted behind it: there is no reason to keep it.
+            # Nothing can be drafted behind it: there is no reason to keep it, or to look at its tokens.
             self._forget(client, name)
             return answer_to(entry)
+        if not are_token_ids(entry.token_ids):
+            self.counters["invalid_entries"] += 1
+            return None
         if (mirror is None or entry.epoch > mirror.epoch) and entry.opening is not None:
             self._forget(client, name)
             if not self._make_place(coordinator, client, entry):
@@ -504,16 +554,17 @@ class DraftServer:
         if self._tap is not None:
             present.update(self._tap.counters)
         present.update(self._counted_elsewhere)
+        present.update(dropped_series("draft", self._channel.counters.dropped))
         if present == self._told:
             return None
         new, self._told = present - self._told, present
         self.counters.update(new)
         return dict(new)
 
-    def _release(self, client: _Client, released: _Released) -> None:
-        mirror = client.mirrors.get(released.request_id)
-        if mirror is not None and mirror.epoch <= released.epoch:
-            self._forget(client, released.request_id)
+    def _release(self, client: _Client, request_id: RequestId, epoch: int) -> None:
+        mirror = client.mirrors.get(request_id)
+        if mirror is not None and mirror.epoch <= epoch:
+            self._forget(client, request_id)
 
     def _forget(self, client: _Client, request_id: RequestId, *, is_sound: bool = True) -> None:
         """Forget a sequence; unless `is_sound`, its tokens may not be what was committed."""
@@ -530,9 +581,10 @@ class DraftServer:
     def _sweep(self) -> None:
         """End leases that are over, and coordinators that are gone."""
         now_s = self._clock.now_s()
-        members, self._members = self._members, None
-        if members is None and now_s < self._next_sweep_s:
+        is_due, self._is_sweep_due = self._is_sweep_due, False
+        if not is_due and now_s < self._next_sweep_s:
             return
+        members = self._members
         lease_s = self._shares.lease_s
         self._next_sweep_s = now_s + lease_s / 10
         for coordinator, client in list(self._clients.items()):

@@ -13,17 +13,28 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, NoiseStream, Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.arrivals import ArrivalClock
+from specdec.engine.draft_messages import SizedEntry, divided
 from specdec.engine.draft_patience import DraftDeadlineConfig
 from specdec.engine.draft_placement import DraftPlacementConfig
 from specdec.engine.draft_registry import DraftLink, DraftRegistry, Registration
 from specdec.proposers.base import AheadWish, ProposerCapabilities
-from specdec.transport.base import Channel, Envelope, PeerAddress, PeerId, PeerLost
+from specdec.transport.base import (
+    MAX_MESSAGE_BYTES,
+    Channel,
+    Envelope,
+    PeerAddress,
+    PeerId,
+    PeerLost,
+    dropped_series,
+)
 from specdec.transport.messages import (
     DraftBranch,
     DraftOpening,
@@ -145,6 +156,7 @@ class RemoteProposer:
         deadlines: DraftDeadlineConfig | None = None,
         placement: DraftPlacementConfig | None = None,
         first_epoch: int = 0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
         clock: Clock | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
@@ -158,12 +170,15 @@ class RemoteProposer:
             placement: how sequences are spread over the workers.
             first_epoch: where attempts are counted from: beyond those of whoever spoke by the channel's name
                 before, or the workers take them for old ones.
+            max_message_bytes: longest message that the workers take. Who has more to be told goes without
+                drafts.
             clock: of deadlines and counters.
             meanwhile: called once the workers have been asked: what may be done while they draft. Quick.
         """
         self._channel = channel
         self._capabilities = capabilities
         self._vocab_size = vocab_size
+        self._max_message_bytes = max_message_bytes
         self._registry = DraftRegistry(
             channel.address.peer_id,
             deadlines=deadlines or DraftDeadlineConfig(),
@@ -182,6 +197,8 @@ class RemoteProposer:
         """Sequences that are only read: their answers are due, but nobody waits for them."""
         self._ahead_outcomes: list[AheadOutcome] = []
         self._ready_s: float | None = None
+        self._waited_s = self._asking_s = 0.0
+        """Of the last `propose`."""
         self._drafting_s = 0.0
         """The longest of the answers heard since the last `propose` began."""
         self._next_round = 0
@@ -203,11 +220,13 @@ class RemoteProposer:
         `speculation_cache_late` (of the misses, those whose continuations had not come in time),
         `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_outgrown` (given
         up by a worker whose memory they had become too long for), `draft_sequences_moved` (from a
-        busy worker to one that was less so), `draft_sequences_too_long` (for any worker), and what the draft
-        workers count themselves (`DraftServer.counters`).
+        busy worker to one that was less so), `draft_sequences_too_long` (for any worker), what the draft
+        workers count themselves (`DraftServer.counters`), and `worker_messages_dropped` at both ends.
         """
+        counters = Counter(self._counters)
+        counters.update(dropped_series("draft", self._channel.counters.dropped))
         return {
-            **self._counters,
+            **counters,
             "draft_sequences_moved": self._registry.num_moved,
             "draft_sequences_too_long": self._counters["draft_sequences_too_long"]
             + self._registry.num_too_long,
@@ -260,8 +279,9 @@ class RemoteProposer:
         are those that have much to catch up on. For those that `look_ahead` has named, only what it asked
         for is waited for.
         """
+        began_s = self._clock.now_s()
         self._follow_membership()
-        self._drafting_s = 0.0
+        self._drafting_s = self._waited_s = 0.0
         this_round, self._ahead = self._ahead, _Round()
         for worker in this_round.pending.keys() - self._talks.keys():
             this_round.abandon(worker)
@@ -276,15 +296,18 @@ class RemoteProposer:
         for worker, group in self._registry.by_worker(unprepared, self._clock.now_s()).items():
             behind = self._registry.behind(worker, group)
             self._ask(this_round, self._talks[worker], self._wishes(group, num_draft_tokens, behind))
-        started_s = self._clock.now_s()
         if self._meanwhile is not None:
+            asked_s = self._clock.now_s()
             self._meanwhile()
+            if this_round.pending:
+                self._waited_s += self._clock.now_s() - asked_s
         self._wait(this_round)
         self._ready_s = this_round.ready_s
-        self._count("draft_wait_seconds", self._clock.now_s() - started_s)
+        self._count("draft_wait_seconds", self._waited_s)
         self._look_up(sequences, num_draft_tokens, prepared, this_round)
         num_wanted = sum(1 for budget in num_draft_tokens.values() if budget > 0)
         self._counters["fallback_requests"] += num_wanted - len(this_round.proposals)
+        self._asking_s = self._clock.now_s() - began_s - self._waited_s
         return this_round.proposals
 
     def look_ahead(self, wishes: Sequence[AheadWish]) -> None:
@@ -312,6 +335,11 @@ class RemoteProposer:
         """See `AsksAhead`."""
         drafting_s, self._drafting_s = self._drafting_s, 0.0
         return drafting_s
+
+    def take_asking_s(self) -> float:
+        """See `proposers.base.AsksOthers`."""
+        asking_s, self._asking_s = self._asking_s, 0.0
+        return asking_s
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget sequences here and at their draft workers."""
@@ -365,21 +393,24 @@ class RemoteProposer:
         ]
 
     def _ask(self, this_round: _Round, talk: _Talk, wishes: Sequence[_Wish | AheadWish]) -> None:
-        if not wishes:
-            return
         worker, patience = talk.link.worker, talk.link.patience
-        entries = []
+        entries: list[SizedEntry] = []
         num_new = num_awaited_new = 0
         for wish in wishes:
             sequence, budget = wish.view, wish.num_draft_tokens
             registration = self._registry.registrations[sequence.request_id]
-            entry = _entry(wish, registration)
+            entry = SizedEntry.of(_entry(wish, registration))
+            if not entry.fits(self._max_message_bytes):
+                self._registry.set_aside(sequence.request_id)
+                continue
             entries.append(entry)
             registration.sent_len = sequence.committed_len
             num_new += sequence.committed_len - registration.read_len
             if budget > 0:
                 num_awaited_new += sequence.committed_len - registration.read_len
-                key = _PrefixKey(entry.request_id, entry.epoch, entry.committed_len, entry.prefix_hash)
+                key = _PrefixKey(
+                    sequence.request_id, registration.epoch, sequence.committed_len, sequence.prefix_hash
+                )
                 awaited = _Awaited(key, budget)
                 if isinstance(wish, AheadWish):
                     prepared = self._prepared[sequence.request_id] = _Prepared(
@@ -389,8 +420,11 @@ class RemoteProposer:
                 this_round.pending[worker][sequence.request_id] = awaited
             else:
                 self._reading.add(sequence.request_id)
+        if not entries:
+            return
         now_s = self._clock.now_s()
-        self._channel.send(worker, ProposeRequest(self._next_round, tuple(entries)))
+        for part in divided(entries, self._max_message_bytes):
+            self._channel.send(worker, ProposeRequest(self._next_round, part))
         if worker in this_round.pending:
             num_new = num_awaited_new
         talk.asked = _Asked(self._next_round, now_s, len(entries), num_new, this_round is self._ahead)
@@ -444,6 +478,8 @@ class RemoteProposer:
                 envelope = self._channel.receive(min(this_round.give_up_s.values()) - now_s)
             except ChannelTimeout:
                 continue
+            finally:
+                self._waited_s += self._clock.now_s() - now_s
             self._take(envelope, this_round)
 
     def _take_arrivals(self, this_round: _Round) -> None:
@@ -598,7 +634,8 @@ def _entry(wish: _Wish | AheadWish, registration: Registration) -> ProposeEntry:
     opening = None
     if base_len == 0:
         opening = DraftOpening(
-            sequence.params,
+            # Where the text ends is for the engine to say; these strings may be as long as a body.
+            msgspec.structs.replace(sequence.params, stop=()) if sequence.params.stop else sequence.params,
             sequence.seed,
             sequence.num_prompt_tokens,
             sequence.cache_salt,

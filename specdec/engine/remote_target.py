@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ChannelTimeout, TransportError
 from specdec.core.plan import TargetResult, TargetStep
-from specdec.transport.base import Channel, PeerAddress, PeerId, PeerLost
+from specdec.transport.base import Channel, PeerAddress, PeerId, PeerLost, dropped_series
 from specdec.transport.messages import (
     Fatal,
     Fenced,
@@ -86,6 +86,12 @@ class RemoteTarget:
     def description(self) -> TargetDescription:
         """Facts about the target, as the worker gave them."""
         return self._description
+
+    @property
+    def messages_dropped(self) -> Mapping[str, int]:
+        """What was dropped of what arrived, and of what was to be sent, by metric name (any thread)."""
+        dropped = {"stale": self.counters["stale_answers"], **self._channel.counters.dropped}
+        return dropped_series("target", dropped)
 
     def submit(self, step: TargetStep) -> None:
         """Send a round."""

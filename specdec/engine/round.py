@@ -32,7 +32,7 @@ from specdec.engine.shadows import Shadows
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
 from specdec.engine.timed_controller import TimedController
-from specdec.proposers.base import AheadWish, AsksAhead, HearsBeside, Proposer
+from specdec.proposers.base import AheadWish, AsksAhead, AsksOthers, HearsBeside, Proposer
 from specdec.proposers.several.proposer import SeveralProposers
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -59,7 +59,9 @@ class _Flight:
     num_prompt_rows: int
     num_context_tokens: int
     draft_s: float
-    """Waiting for drafts."""
+    """Asking for drafts, and waiting for them."""
+    asking_s: float
+    """Of that, what was no waiting."""
     draft_ready_s: float | None
     """From asking for them to the last answer, waited for or not."""
     drafted_s: float
@@ -122,6 +124,7 @@ class RoundLoop:
         self._ahead: AsksAhead | None = None
         if proposer.capabilities.looks_ahead and isinstance(proposer, AsksAhead):
             self._ahead = proposer
+        self._asks = proposer if isinstance(proposer, AsksOthers) else None
         self._hears_beside = proposer if isinstance(proposer, HearsBeside) else None
         self._step_ids = itertools.count()
         self._kv_generation: int | None = None
@@ -193,7 +196,8 @@ class RoundLoop:
         self._target.submit(step)
         shadow_s = self._shadows.draft(lives)
         draft_s = proposed_s - planned_s
-        self._times.waited(draft_s)
+        asking_s = 0.0 if self._asks is None else self._asks.take_asking_s()
+        self._times.waited(draft_s - asking_s)
         flight = _Flight(
             mode=mode,
             step=step,
@@ -204,6 +208,7 @@ class RoundLoop:
             num_prompt_rows=_num_prompt_rows(step, lives),
             num_context_tokens=sum(live.committed_len for live in lives),
             draft_s=draft_s,
+            asking_s=asking_s,
             draft_ready_s=draft_s if self._ahead is None else self._ahead.ready_s,
             drafted_s=proposed_s,
             drafting_s=0.0 if self._ahead is None else self._ahead.take_drafting_s(),
@@ -527,11 +532,12 @@ class RoundLoop:
         metrics.num_places += self._roster.max_num_seqs
         metrics.generation_tokens += num_committed
         metrics.rounds_by_mode[flight.mode] += 1
-        metrics.draft_s += draft_s
+        waited_s = draft_s - flight.asking_s
+        metrics.draft_s += waited_s
         metrics.verify_s += verify_s
         metrics.verify_latencies.add(verify_s)
         if any(flight.budgets.values()):
-            metrics.draft_latencies.add(draft_s)
+            metrics.draft_latencies.add(waited_s)
         thought_s = self._controller.take_thought_s()
         if flight.mode != "lockstep" or self._flights:
             thought_s = 0.0  # it may have thought while it would have waited

@@ -28,7 +28,9 @@ _OF_ROUNDS: Mapping[str, Series] = {
     "target_forward_time_seconds": Series("counter", "The target's forwards, as it measures them."),
     "target_sample_time_seconds": Series("counter", "The target's choice of tokens, as it measures it."),
     "coordinator_time_seconds": Series(
-        "counter", "Time of rounds that is neither waiting for drafts nor for the target."
+        "counter",
+        "Time of rounds that is neither waiting for drafts nor for the target: planning, asking for drafts, "
+        "committing, and what goes on between two rounds.",
     ),
     "drafting_time_seconds": Series(
         "counter", "T_draft of all rounds: as draft workers measure it, of several the longest."
@@ -159,6 +161,12 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
     ),
     "draft_wait_seconds": Series("counter", "Time in which draft workers were waited for."),
     "draft_compute_seconds": Series("counter", "Drafting, as each draft worker measures it."),
+    "worker_messages_dropped": Series(
+        "counter",
+        "Messages between coordinators and workers dropped, by channel (draft: at both ends; target: at the "
+        "coordinator's) and reason.",
+        labels=("channel", "reason"),
+    ),
     "draft_deadline_misses": Series("counter", "Draft workers that did not answer in time."),
     "stale_drafts_dropped": Series("counter", "Drafts that came for another prefix, or too late."),
     "invalid_drafts_dropped": Series(

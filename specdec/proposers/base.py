@@ -183,6 +183,18 @@ class AsksAhead(Protocol):
 
 
 @runtime_checkable
+class AsksOthers(Protocol):
+    """A proposer that has others draft, and waits for them."""
+
+    def take_asking_s(self) -> float:
+        """Return the seconds of the last `propose` that were no waiting for drafts, once.
+
+        It wrote down what it asks, and read the answers: that is its caller's own time.
+        """
+        ...
+
+
+@runtime_checkable
 class HearsBeside(Protocol):
     """A proposer that has the target compute rows of its own (`ProposerCapabilities.num_rows_beside`)."""
 

@@ -15,7 +15,14 @@ from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.sequence import SequenceView
-from specdec.proposers.base import AheadWish, AsksAhead, Proposer, ProposerCapabilities, counters_of
+from specdec.proposers.base import (
+    AheadWish,
+    AsksAhead,
+    AsksOthers,
+    Proposer,
+    ProposerCapabilities,
+    counters_of,
+)
 
 
 class FallbackProposer:
@@ -37,6 +44,7 @@ class FallbackProposer:
         self._primary = primary
         self._fallback = fallback
         self._ahead = primary if isinstance(primary, AsksAhead) else None
+        self._asks = primary if isinstance(primary, AsksOthers) else None
 
     @property
     def capabilities(self) -> ProposerCapabilities:
@@ -85,6 +93,10 @@ class FallbackProposer:
     def take_drafting_s(self) -> float:
         """See `AsksAhead`."""
         return 0.0 if self._ahead is None else self._ahead.take_drafting_s()
+
+    def take_asking_s(self) -> float:
+        """See `AsksOthers`. A lookup is drafting."""
+        return 0.0 if self._asks is None else self._asks.take_asking_s()
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget these sequences in both."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NewType, Protocol
+from typing import TYPE_CHECKING, Literal, NewType, Protocol
 
 import msgspec
 
@@ -23,6 +23,8 @@ PeerId = NewType("PeerId", str)
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Default bound on one encoded message."""
+MAX_QUEUED_BYTES = 64 << 20
+"""Default bound on what has arrived from one peer and has not been read."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,8 @@ class Envelope:
     tensors: Mapping[str, torch.Tensor] | None = None
     """What came beside the message, by name; only over a `TensorChannel`. On the CPU, but for what came by a
     device lane: that is on the lane's device, complete, and is read on the device's default stream."""
+    num_bytes: int = field(default=0, compare=False)
+    """Length of the message's frame: about what it cost to understand, and costs to keep."""
 
 
 @dataclass(slots=True)
@@ -63,6 +67,14 @@ class ChannelCounters:
     """Messages that were not delivered, by reason (malformed, version, foreign, full, too_large,
     unknown_peer), links that were not let in (refused_link), that ended because tensors were not taken or did
     not come from device to device (lane_broken), and that could not be opened so (no_lane)."""
+
+
+def dropped_series(channel: Literal["draft", "target"], dropped: Mapping[str, int]) -> dict[str, int]:
+    """Return what was dropped, by reason, between coordinators and workers as it is exported."""
+    return {
+        f'worker_messages_dropped{{channel="{channel}",reason="{reason}"}}': count
+        for reason, count in list(dropped.items())
+    }
 
 
 class Channel(Protocol):

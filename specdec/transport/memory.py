@@ -12,26 +12,30 @@ import heapq
 import itertools
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from specdec.core.clock import Clock, ManualClock, MonotonicClock
 from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError
 from specdec.transport.base import (
     MAX_MESSAGE_BYTES,
+    MAX_QUEUED_BYTES,
     ChannelCounters,
     Envelope,
     PeerAddress,
     PeerId,
     PeerLost,
 )
+from specdec.transport.inbox import Inbox
 from specdec.transport.messages import Message, WrongVersion, decode, encode, is_frame
 
 if TYPE_CHECKING:  # whoever sends no tensors need not load torch
     import torch
+
+
+_MAX_QUEUED_MESSAGES: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +102,10 @@ class MemoryNetwork:
             if channel is None:
                 return
             channel._closed = True
-            lost = Envelope(sender=peer_id, message=PeerLost())
             for other in self._channels.values():
                 if other._links.get(peer_id) == channel.address:
                     due_s = self.clock.now_s() + self._random.uniform(*self.faults.delay_s)
-                    self._push(due_s, partial(other._inbox.append, lost))
+                    self._push(due_s, partial(other._inbox.put, peer_id, PeerLost(), 0))
             self._changed.notify_all()
 
     def run_for(self, duration_s: float) -> None:
@@ -183,7 +186,9 @@ class MemoryChannel:
         self._address = address
         self._max_message_bytes = max_message_bytes
         self._counters = ChannelCounters()
-        self._inbox: deque[Envelope] = deque()
+        self._inbox: Inbox[bytes | PeerLost] = Inbox(
+            max_items=_MAX_QUEUED_MESSAGES, max_bytes=MAX_QUEUED_BYTES
+        )
         self._links: dict[PeerId, PeerAddress] = {}
         self._callers: set[PeerId] = set()
         self._admitted: dict[PeerId, str] = {}
@@ -238,16 +243,21 @@ class MemoryChannel:
         self._network._transmit(self._address, peer_id, frame)
 
     def receive(self, timeout_s: float | None) -> Envelope:
-        """Return the next arrival; see `Channel.receive`."""
+        """Return the next arrival; see `Channel.receive`. Peers take turns, by bytes (`Inbox`)."""
+        clock = self._network.clock
+        until_s = None if timeout_s is None else clock.now_s() + timeout_s
         with self._network._changed:
-            if not self._inbox:
-                self._network._wait(self, timeout_s)
-            self._require_open()
-            if self._inbox:
-                self._counters.received += 1
-                return self._inbox.popleft()
-            self._woken = False
-            raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
+            while True:
+                if not self._inbox:
+                    self._network._wait(self, None if until_s is None else max(0.0, until_s - clock.now_s()))
+                self._require_open()
+                if not self._inbox:
+                    self._woken = False
+                    raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
+                envelope = self._opened(*self._inbox.take())
+                if envelope is not None:
+                    self._counters.received += 1
+                    return envelope
 
     def wake(self) -> None:
         """Make a waiting `receive` return early."""
@@ -275,18 +285,26 @@ class MemoryChannel:
             self._callers.add(sender.peer_id)
         if len(frame) > self._max_message_bytes:
             self._counters.dropped["too_large"] += 1
-            return
+        elif self._inbox.has_room(sender.peer_id, len(frame)):
+            self._inbox.put(sender.peer_id, frame, len(frame))
+        else:
+            self._counters.dropped["full"] += 1
+
+    def _opened(self, sender: PeerId, arrived: bytes | PeerLost, num_bytes: int) -> Envelope | None:
+        if isinstance(arrived, PeerLost):
+            return Envelope(sender=sender, message=arrived)
         try:
-            self._inbox.append(_opened(sender.peer_id, frame))
+            return _opened(sender, arrived, num_bytes)
         except WrongVersion:
             self._counters.dropped["version"] += 1
         except ProtocolError:
             self._counters.dropped["malformed"] += 1
+        return None
 
 
-def _opened(sender: PeerId, frame: bytes) -> Envelope:
+def _opened(sender: PeerId, frame: bytes, num_bytes: int) -> Envelope:
     if is_frame(frame):
-        return Envelope(sender=sender, message=decode(frame))
+        return Envelope(sender=sender, message=decode(frame), num_bytes=num_bytes)
     if not frame:
         raise ProtocolError("an empty frame")
     import torch
@@ -294,4 +312,4 @@ def _opened(sender: PeerId, frame: bytes) -> Envelope:
     from specdec.transport.parcels import decode_parcel
 
     message, tensors = decode_parcel(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
-    return Envelope(sender=sender, message=message, tensors=tensors)
+    return Envelope(sender=sender, message=message, tensors=tensors, num_bytes=num_bytes)

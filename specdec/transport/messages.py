@@ -408,6 +408,10 @@ Message = (
     | HiddenStates
 )
 
+_SHORT_ARRAY = 0x90
+"""The first byte of a msgpack array of up to 15 elements is this and their number."""
+_CHANNEL_TAGS = frozenset({LaneOffer.__struct_config__.tag, LaneMoved.__struct_config__.tag})
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -426,6 +430,12 @@ def encode(message: Message) -> bytes:
 def is_frame(content: bytes) -> bool:
     """Whether bytes are meant as a message alone; else they may be one with tensors (`transport.parcels`)."""
     return content[: len(_MAGIC)] == _MAGIC
+
+
+def is_of_channels(frame: bytes | memoryview) -> bool:
+    """Whether a frame is, by its tag, what channels say to each other: that cannot wait to be read."""
+    tag_at = len(_HEADER) + 1
+    return len(frame) > tag_at and frame[tag_at] in _CHANNEL_TAGS and frame[tag_at - 1] & 0xF0 == _SHORT_ARRAY
 
 
 def decode(frame: bytes | memoryview) -> Message:

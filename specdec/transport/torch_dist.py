@@ -277,9 +277,9 @@ class TorchDistChannel:
             elif kind is FrameKind.ANNOUNCEMENT:
                 self._take_shipment(link, sender, content)
             elif kind is FrameKind.PARCEL:
-                self._deliver_opened(sender, lambda: decode_parcel(content))
+                self._deliver_opened(sender, lambda: decode_parcel(content), content.numel())
             else:
-                self._deliver_opened(sender, lambda: (decode(content.numpy().data), None))
+                self._deliver_opened(sender, lambda: (decode(content.numpy().data), None), content.numel())
 
         link.listen(take, self._drop)
 
@@ -305,10 +305,13 @@ class TorchDistChannel:
             logger.warning("the link to %s is given up: %s", sender, str(error))
             self._drop("lane_broken")
             raise
-        self._deliver_opened(sender, lambda: head.unpack(flat))
+        self._deliver_opened(sender, lambda: head.unpack(flat), announced.numel())
 
     def _deliver_opened(
-        self, sender: PeerId, unpack: Callable[[], tuple[Message, Mapping[str, torch.Tensor] | None]]
+        self,
+        sender: PeerId,
+        unpack: Callable[[], tuple[Message, Mapping[str, torch.Tensor] | None]],
+        num_bytes: int,
     ) -> None:
         """Deliver what can be understood; count the rest."""
         try:
@@ -318,7 +321,7 @@ class TorchDistChannel:
         except ProtocolError:
             self._drop("malformed")
         else:
-            self._deliver(Envelope(sender=sender, message=message, tensors=tensors))
+            self._deliver(Envelope(sender=sender, message=message, tensors=tensors, num_bytes=num_bytes))
 
     def _deliver(self, envelope: Envelope) -> None:
         with self._changed:

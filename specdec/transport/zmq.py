@@ -18,7 +18,6 @@ import os
 import select
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,13 +27,23 @@ import zmq
 from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError, ResourceError
 from specdec.transport.base import (
     MAX_MESSAGE_BYTES,
+    MAX_QUEUED_BYTES,
     ChannelCounters,
     Envelope,
     PeerAddress,
     PeerId,
     PeerLost,
 )
-from specdec.transport.messages import LaneMoved, LaneOffer, Message, WrongVersion, decode, encode
+from specdec.transport.inbox import TURN_BYTES, Inbox
+from specdec.transport.messages import (
+    LaneMoved,
+    LaneOffer,
+    Message,
+    WrongVersion,
+    decode,
+    encode,
+    is_of_channels,
+)
 from specdec.transport.zmq_gate import Gate
 from specdec.transport.zmq_lanes import Lanes
 from specdec.transport.zmq_link import CONNECT_TIMEOUT_S, EVENTS, FIRST_RETRY_S, MAX_RETRY_S, Caller, Link
@@ -42,6 +51,10 @@ from specdec.transport.zmq_link import CONNECT_TIMEOUT_S, EVENTS, FIRST_RETRY_S,
 _ZAP_DOMAIN: Final = "drafthouse"
 _MOST_AT_A_TIME: Final = 512
 """Frames taken from one socket before others, and this channel's owner, have their turn."""
+_MOST_BYTES_AT_A_TIME: Final = 64 << 20
+"""The same in bytes: a tenth of a second of copying, or less."""
+_ENVELOPE_BYTES: Final = 64
+"""What CURVE adds to a frame, which counts for ZeroMQ's own bound, and more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +79,13 @@ class ZmqOptions:
     """Limits and times of a channel."""
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_received_bytes: int | None = None
+    """Longest message that others may send, where that is less; who sends a longer one is cut off."""
     max_queued_messages: int = 10_000
-    """Per link and direction; beyond it messages are dropped and counted. Those that arrive are
+    """Per peer and direction; beyond it messages are dropped and counted. Those that arrive are
     counted as they are taken in, in `receive`."""
+    max_queued_bytes: int = MAX_QUEUED_BYTES
+    """Of what has arrived from one peer and has not been read."""
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 4.0
     """A link that is silent for so long counts as broken."""
@@ -77,7 +94,11 @@ class ZmqOptions:
 
 
 class ZmqChannel:
-    """A `Channel` over TCP."""
+    """A `Channel` over TCP.
+
+    What has arrived is kept as it came and understood when it is its turn to be read: whoever sends more
+    than is read costs the bytes of its queue, and no time but its own.
+    """
 
     def __init__(
         self,
@@ -98,7 +119,11 @@ class ZmqChannel:
         self._admitted: dict[str, PeerId] = {}
         self._callers: dict[PeerId, Caller] = {}
         self._links: dict[PeerId, Link] = {}
-        self._ready: deque[Envelope] = deque()
+        self._inbox: Inbox[bytes | PeerLost] = Inbox(
+            max_items=self._options.max_queued_messages, max_bytes=self._options.max_queued_bytes
+        )
+        self._num_read = 0
+        """Bytes read from the inbox since the sockets were last looked at."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -110,13 +135,11 @@ class ZmqChannel:
         of news only once, and sending on a socket may have taken the notice."""
         self._has_more = False
         """Whether the last look at them may have left something there."""
-        self._num_taken: Counter[str] = Counter()
-        """Frames taken from the router since it was last found empty, by the key of who sent them."""
         self._lanes: Lanes[Link | Caller] = Lanes(
             self._events,
             send_by_zmq=self._send_by_zmq,
             take=self._take_from_lane,
-            max_frame_bytes=self._options.max_message_bytes,
+            max_frame_bytes=self._max_received_bytes,
             max_queued=self._options.max_queued_messages,
         )
         self._closed = False
@@ -141,6 +164,11 @@ class ZmqChannel:
     def counters(self) -> ChannelCounters:
         """Live counters."""
         return self._counters
+
+    @property
+    def _max_received_bytes(self) -> int:
+        options = self._options
+        return min(options.max_message_bytes, options.max_received_bytes or options.max_message_bytes)
 
     @property
     def num_lanes(self) -> int:
@@ -196,20 +224,42 @@ class ZmqChannel:
         link.send(frame)
 
     def receive(self, timeout_s: float | None) -> Envelope:
-        """Return the next arrival; see `Channel.receive`."""
+        """Return the next arrival; see `Channel.receive`. Peers take turns, by bytes (`Inbox`).
+
+        What cannot be understood is passed over, but does not keep the caller for longer than a turn takes.
+        """
         self._require_open()
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ready:
+        num_passed_over = 0
+        while True:
+            if self._num_read >= TURN_BYTES:
+                # Somebody may have come meanwhile who has sent little, and comes before what waits here.
+                self._num_read = 0
+                self._renew_links()
+                self._note_events(0.0)
+                self._look_at_sockets()
+            while self._inbox:
+                sender, arrived, num_bytes = self._inbox.take()
+                self._num_read += num_bytes
+                message = arrived if isinstance(arrived, PeerLost) else self._decode(arrived)
+                if message is not None:
+                    self._counters.received += 1
+                    return Envelope(sender=sender, message=message, num_bytes=num_bytes)
+                num_passed_over += num_bytes
+                if num_passed_over >= TURN_BYTES:
+                    break
+            if num_passed_over >= TURN_BYTES and time.monotonic() >= until_s:
+                raise ChannelTimeout(f"only what cannot be understood arrived at {self._address.peer_id}")
+            if self._inbox:
+                continue
             next_s = min(until_s, self._renew_links())
             self._look_at_sockets()
-            if self._ready:
-                break
+            if self._inbox:
+                continue
             woken = self._await_events(next_s)
             self._look_at_sockets()
-            if not self._ready and (woken or time.monotonic() >= until_s):
+            if not self._inbox and (woken or time.monotonic() >= until_s):
                 raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
-        self._counters.received += 1
-        return self._ready.popleft()
 
     def wake(self) -> None:
         """Make a waiting `receive` return early (any thread)."""
@@ -251,7 +301,7 @@ class ZmqChannel:
         # whole process (libzmq 4.3.5, issues 3937 and 4767). So it reads on; what is too much is dropped when
         # it is taken in.
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_received_bytes + _ENVELOPE_BYTES)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(options.heartbeat_interval_s * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(options.heartbeat_timeout_s * 1000))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
@@ -299,12 +349,18 @@ class ZmqChannel:
         wait_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
         if self._has_more:
             wait_s = 0.0
+        woken = self._note_events(wait_s)
+        if woken:
+            os.eventfd_read(self._wake_fd)
+        return woken
+
+    def _note_events(self, wait_s: float | None) -> bool:
+        """See to what happens within a time; return whether another thread wants to wake us."""
         woken = False
         for fd, _ in self._events.poll(wait_s):
             if self._lanes.attend(fd):
                 continue
             if fd == self._wake_fd:
-                os.eventfd_read(fd)
                 woken = True
             else:
                 self._is_due = True
@@ -327,7 +383,7 @@ class ZmqChannel:
         """Report a link that broke; offer a lane on one that has come up."""
         if link.note_events():
             self._lanes.drop(link)
-            self._ready.append(Envelope(sender=link.peer_id, message=PeerLost()))
+            self._inbox.put(link.peer_id, PeerLost(), 0)
         if link.is_up and link.lane is None and self._options.local_lanes and self._is_near(link.address):
             self._lanes.offer(link)
 
@@ -336,29 +392,25 @@ class ZmqChannel:
         return _host(peer.endpoint) == _host(self._address.endpoint)
 
     def _drain_router(self) -> None:
-        """Take in some of what callers have sent; they take turns in the router's queue.
-
-        Who sends on and on must neither keep us here nor have more in memory than others: once so much of it
-        has come that the queue should be full, the rest is dropped, until there is nothing left.
-        """
-        num_taken = self._num_taken
+        """Take in some of what callers have sent; they take turns in the router's queue."""
+        num_bytes = 0
         for _ in range(_MOST_AT_A_TIME):
+            if num_bytes >= _MOST_BYTES_AT_A_TIME:
+                break
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                num_taken.clear()
                 return
             key = str(frames[-1].get("User-Id"))
-            num_taken[key] += 1
             sender = self._admitted.get(key)
             if sender is None:
                 self._counters.dropped["foreign"] += 1
-            elif num_taken[key] > self._options.max_queued_messages:
-                self._counters.dropped["full"] += 1
             elif len(frames) != 2:
                 self._counters.dropped["malformed"] += 1
-            elif (message := self._decode(frames[1].buffer)) is not None:
-                self._take(self._caller(sender, key, frames[0].bytes), message)
+            else:
+                frame = frames[1].buffer
+                num_bytes += len(frame)
+                self._take(self._caller(sender, key, frames[0].bytes), frame)
         self._has_more = True
 
     def _caller(self, peer_id: PeerId, public_key: str, route: bytes) -> Caller:
@@ -373,19 +425,19 @@ class ZmqChannel:
 
     def _drain_link(self, link: Link) -> None:
         """Take in some of what the peer of a link has sent, as `_drain_router` does."""
+        num_bytes = 0
         for _ in range(_MOST_AT_A_TIME):
+            if num_bytes >= _MOST_BYTES_AT_A_TIME:
+                break
             try:
                 frames = link.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                link.num_taken = 0
                 return
-            link.num_taken += 1
-            if link.num_taken > self._options.max_queued_messages:
-                self._counters.dropped["full"] += 1
-            elif len(frames) != 1:
+            if len(frames) != 1:
                 self._counters.dropped["malformed"] += 1
-            elif (message := self._decode(frames[0])) is not None:
-                self._take(link, message)
+            else:
+                num_bytes += len(frames[0])
+                self._take(link, frames[0])
         self._has_more = True
 
     def _decode(self, frame: bytes | memoryview) -> Message | None:
@@ -400,19 +452,25 @@ class ZmqChannel:
     def _take_from_lane(self, link: Link | Caller, frame: bytes) -> None:
         if isinstance(link, Caller) and self._admitted.get(link.public_key) != link.peer_id:
             self._counters.dropped["foreign"] += 1
-        elif (message := self._decode(frame)) is not None:
-            self._take(link, message)
+        else:
+            self._take(link, frame)
 
-    def _take(self, link: Link | Caller, message: Message) -> None:
-        """Obey what channels say to each other, keep the rest for `receive`."""
-        match message:
-            case LaneOffer():
-                if self._options.local_lanes:
-                    self._lanes.take_up(link, message)
-            case LaneMoved(name=name):
-                self._lanes.note_moved(link, name)
-            case _:
-                self._ready.append(Envelope(sender=link.peer_id, message=message))
+    def _take(self, link: Link | Caller, frame: bytes | memoryview) -> None:
+        """Obey what channels say to each other, keep the rest for `receive`, as far as there is room.
+
+        Who sends on and on must not have more in memory than others: what is too much is dropped unread.
+        """
+        if is_of_channels(frame):
+            match self._decode(frame):
+                case LaneOffer() as offer:
+                    if self._options.local_lanes:
+                        self._lanes.take_up(link, offer)
+                case LaneMoved(name=name):
+                    self._lanes.note_moved(link, name)
+        elif self._inbox.has_room(link.peer_id, len(frame)):
+            self._inbox.put(link.peer_id, bytes(frame), len(frame))
+        else:
+            self._counters.dropped["full"] += 1
 
 
 def _bracketed(host: str) -> str:

@@ -60,8 +60,6 @@ class Link:
     """What was handed to the socket while the link was not up: it has not left."""
     lane: Lane | None = None
     """Beside the socket, when the peer is near."""
-    num_taken: int = 0
-    """Frames taken from the socket since it was last found empty."""
 
     @property
     def peer_id(self) -> PeerId:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -81,3 +82,34 @@ def test_whatever_ray_says_the_link_goes_on(error: Exception, monkeypatch: pytes
     assert link.is_alive
     link.close()
     assert not link.is_alive
+
+
+def test_for_how_long_the_directory_has_been_silent_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception | None] = [None, GetTimeoutError("late"), GetTimeoutError("late"), None]
+    now_s = 100.0
+
+    class Call:
+        def remote(self, member: Member | None, version: DirectoryVersion | None) -> None:
+            return None
+
+    class Handle:
+        exchange = Call()
+
+    def get(answer: None, timeout: float) -> None:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("cluster.directory_actor.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("cluster.directory_actor.open_directory", lambda namespace, lease_s: Handle())
+    monkeypatch.setattr("cluster.directory_actor.ray.get", get)
+    link = DirectoryLink(
+        namespace="none", lease_s=3.0, renew_s=1.0, on_change=lambda members: None, name="link"
+    )
+    silent_s = []
+    while answers:
+        now_s += 2.0
+        before = link.silent_s
+        link._exchange()
+        silent_s.append((before, link.silent_s))
+    assert silent_s == [(2.0, 0.0), (2.0, 2.0), (4.0, 4.0), (6.0, 0.0)]

@@ -191,7 +191,7 @@ class SimIngress:
 
     def tick(self) -> None:
         if self.is_alive:
-            self.book.tick()
+            self.book.tick(directory_silent_s=self.sim.clock.now_s() - self.sim.directory_answered_s)
             self.sim.network.schedule(0.5, self.tick)
 
     def open(self, request: Request) -> None:
@@ -220,6 +220,15 @@ class Simulation:
         self.coordinators: list[SimCoordinator] = []
         self.ingresses: list[SimIngress] = []
         self.num_started = 0
+        self.directory_lost_s: float | None = None
+        """Since when nobody reaches the directory; None: everybody does."""
+
+    @property
+    def directory_answered_s(self) -> float:
+        return self.clock.now_s() if self.directory_lost_s is None else self.directory_lost_s
+
+    def lose_directory(self) -> None:
+        self.directory_lost_s = self.clock.now_s()
 
     def start_coordinator(self, **options: object) -> SimCoordinator:
         self.num_started += 1
@@ -241,6 +250,8 @@ class Simulation:
 
     def tell(self) -> None:
         """What the directory does: everybody hears who is there."""
+        if self.directory_lost_s is not None:
+            return
         for coordinator in self.coordinators:
             coordinator.channel.admit([ingress.channel.address for ingress in self.ingresses])
         members = [coordinator.member for coordinator in self.coordinators]
@@ -898,6 +909,55 @@ def test_who_is_silent_and_then_lost_is_not_waited_for() -> None:
     sim.crash(sim.coordinators[0], told_after_s=1.0)
     sim.network.run_for(LEASE_S + 3.0)
     assert isinstance(ingress.last[request.request_id], NotReadyError)
+
+
+def test_a_directory_that_cannot_be_reached_vouches_for_nobody() -> None:
+    """Who dies then stays in the last view of it for ever."""
+    sim, ingress = simple()
+    old = a_request("old", random.Random(5))
+    ingress.open(old)
+    sim.network.run_for(0.2)
+    sim.lose_directory()
+    sim.crash(sim.coordinators[0], told_after_s=1.0)
+    sim.network.run_for(LEASE_S + 1.0)
+    waits = a_request("waits", random.Random(6))
+    ingress.open(waits)
+    sim.network.run_for(LEASE_S)
+    assert isinstance(ingress.last[waits.request_id], NotReadyError), "two leases after its last answer"
+    assert ingress.book.description is None, "which is what /health says"
+    with pytest.raises(NotReadyError, match="no model is ready"):
+        ingress.open(a_request("late", random.Random(7)))
+    assert old.request_id not in ingress.last, "what had begun waits for a failover"
+    sim.directory_lost_s = None
+    sim.start_coordinator()
+    sim.run_until_done()
+    assert_right(ingress, [old])
+
+
+def test_who_is_silent_is_waited_for_again_once_the_directory_answers() -> None:
+    sim, ingress = simple()
+    sim.lose_directory()
+    sim.network.faults = Faults(loss=1.0)
+    sim.network.run_for(4 * LEASE_S)
+    with pytest.raises(NotReadyError):
+        ingress.open(a_request("early", random.Random(5)))
+    sim.directory_lost_s = None
+    sim.network.run_for(1.0)
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.network.faults = Faults()
+    sim.run_until_done()
+    assert_right(ingress, [request])
+
+
+def test_without_the_directory_those_who_are_heard_serve() -> None:
+    sim, ingress = simple()
+    sim.lose_directory()
+    sim.network.run_for(5 * LEASE_S)
+    request = a_request("r", random.Random(5))
+    ingress.open(request)
+    sim.run_until_done()
+    assert_right(ingress, [request])
 
 
 def test_a_successor_that_has_not_introduced_itself_takes_requests() -> None:

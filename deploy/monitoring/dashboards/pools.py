@@ -170,6 +170,13 @@ _DRAFTERS = Row(
             line(SHOWN.rate("stale_frames_dropped"), "of former epochs"),
             line(SHOWN.rate("unexpected_messages_dropped"), "of unknown kinds"),
         ),
+        panel(
+            "Messages to and from workers dropped",
+            "By channel and reason. Refused links are normal while workers join. Full: somebody sends more "
+            "than is read.",
+            "ops",
+            line(SHOWN.rate("worker_messages_dropped", by=("channel", "reason")), "{{channel}}: {{reason}}"),
+        ),
     ),
 )
 

@@ -12,7 +12,7 @@ from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
-from specdec.proposers.base import Proposer, ProposerCapabilities, counters_of
+from specdec.proposers.base import AsksOthers, Proposer, ProposerCapabilities, counters_of
 
 
 @runtime_checkable
@@ -59,6 +59,7 @@ class SeveralProposers:
         self.members = tuple(members)
         self.shadows = tuple(shadows)
         self._all = (*self.members, *(one.proposer for one in shadows))
+        self._asking = [one for one in members if isinstance(one, AsksOthers)]
         self._clock = clock or MonotonicClock()
         self._seconds: dict[int, float] = {}
         each = [one.capabilities for one in members]
@@ -111,6 +112,10 @@ class SeveralProposers:
         """Return how long each drafter took that the last `propose` has asked, once."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+    def take_asking_s(self) -> float:
+        """See `AsksOthers`: of all."""
+        return sum([one.take_asking_s() for one in self._asking])
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget these sequences in all."""

@@ -42,6 +42,7 @@ NONE_WHEN_WELL = frozenset(
         "requests_refused",
         "spec_decode_num_lossy_tokens",
         "target_losses",
+        "worker_messages_dropped",
     }
 )
 """Counters that stay at 0."""

@@ -15,6 +15,7 @@ from specdec.engine.build import (
     build_draft_proposer,
     build_target,
     draft_bytes,
+    longest_draft_message,
 )
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of
@@ -29,7 +30,7 @@ from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
-from specdec.transport.base import PeerId
+from specdec.transport.base import MAX_MESSAGE_BYTES, PeerId
 from specdec.transport.memory import MemoryNetwork
 from tests.architectures import save_model
 
@@ -132,6 +133,19 @@ def test_memory_of_a_draft_model_in_this_process_is_reckoned_with(folder: Path) 
         assert draft_bytes(SpeculativeConfig.model_validate({"method": method})) == 0
     unsized = SpeculativeConfig.model_validate(sized | {"cache": {"block_size": 8}})
     assert unsized.cache.memory_bytes == SpeculativeConfig().cache.memory_bytes == 256 << 20
+
+
+def test_messages_to_draft_workers_are_bounded_by_what_the_target_serves(folder: Path) -> None:
+    short, long = (
+        longest_draft_message(
+            EngineConfig.model_validate({"target": {"model": str(folder), "max_model_len": length}})
+        )
+        for length in (32, 64)
+    )
+    assert short is not None
+    assert long is not None
+    assert long - short == 5 * 32
+    assert long < MAX_MESSAGE_BYTES
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:

@@ -28,11 +28,13 @@ from specdec.transport.memory import MemoryChannel, MemoryNetwork
 from specdec.transport.messages import (
     DraftBranch,
     DraftOpening,
+    Message,
     ProposeAnswer,
     ProposeEntry,
     ProposeReply,
     ProposeRequest,
     Release,
+    decode,
 )
 
 VOCAB = 24
@@ -139,6 +141,28 @@ def one_great_message(pool: Pool, tick: int) -> None:
     pool.send("bad", *(some * 250))
 
 
+def too_long_prompts(pool: Pool, tick: int) -> None:
+    """A megabyte each, and more tokens than the draft worker would read."""
+    tokens = (1,) * (1 << 20)
+    for index in range(6):
+        pool.send("bad", an_entry(f"long{index}", (), committed_len=2 << 20, token_ids=tokens, epoch=tick))
+
+
+def full_of_prompts(pool: Pool, tick: int) -> None:
+    """A megabyte each, every entry of which makes sense."""
+    tokens = [tick % VOCAB] * (1 << 14)
+    entries = [an_entry(str(index), tokens, epoch=tick) for index in range(64)]
+    for _ in range(6):
+        pool.send("bad", *entries)
+
+
+def full_of_lists(pool: Pool, tick: int) -> None:
+    """A megabyte each, hardly any of it tokens."""
+    params = SamplingParams(bad_words=((VOCAB + 1, VOCAB + 2),) * 1024, allowed_token_ids=(1,) * (1 << 20))
+    for index in range(6):
+        pool.send("bad", an_entry(str(index), [1, 2, 3], opening=DraftOpening(params, 7, 1), epoch=tick))
+
+
 LIES: list[dict[str, object]] = [
     {"prefix_hash": 5},
     {"committed_len": 0, "token_ids": (), "prefix_hash": EMPTY_PREFIX},
@@ -205,6 +229,76 @@ def test_a_coordinator_that_floods_starves_nobody(flood: Flood) -> None:
     assert {sequence_name(PeerId("good"), RequestId(name), 1) for name in texts} <= known
     for answer in pool.answers("bad"):
         assert not answer.request_id.startswith("g")
+
+
+@pytest.mark.parametrize(
+    "flood", [too_long_prompts, full_of_prompts, full_of_lists], ids=lambda f: f.__name__
+)
+def test_large_messages_of_one_cost_the_others_a_bounded_time_and_no_memory(
+    flood: Flood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in what has to be understood and read between a wish and its answer, not in seconds."""
+    understood: list[int] = []
+    hashed: list[int] = []
+
+    def counted_decode(frame: bytes) -> Message:
+        understood.append(len(frame))
+        return decode(frame)
+
+    def counted_hash(prefix_hash: int, token_ids: Sequence[int]) -> int:
+        hashed.append(len(token_ids))
+        return extend_prefix_hash(prefix_hash, token_ids)
+
+    monkeypatch.setattr("specdec.transport.memory.decode", counted_decode)
+    monkeypatch.setattr("specdec.engine.draft_server.extend_prefix_hash", counted_hash)
+    pool = Pool()
+    megabyte = 1 << 20
+    text, sent = [1, 2, 3], 0
+    for tick in range(1, 9):
+        flood(pool, tick)
+        pool.send("good", an_entry("g", text, base_len=sent))
+        flood(pool, tick)
+        pool.deliver()
+        found: list[ProposeAnswer] = []
+        for _ in range(2):
+            understood.clear()
+            hashed.clear()
+            pool.server.step(0)
+            understood_by_good = [num_bytes for num_bytes in understood if num_bytes < 1000]
+            assert sum(understood) - sum(understood_by_good) < 2 * megabyte, "one message, of a megabyte"
+            assert sum(hashed) < 100_000
+            client = pool.server._clients[PeerId("bad")]
+            assert client.num_unread_bytes < 4 * megabyte
+            assert sum(len(mirror.token_ids) for mirror in client.mirrors.values()) <= 16 << 14
+            found += pool.answers("good")
+            if found:
+                break
+        (answer,) = found
+        assert answer.token_ids == drafts(text)
+        sent = len(text)
+        text += [tick % VOCAB, 5]
+    assert pool.network._channels[DRAFT].counters.dropped["full"] > 0, "64 MiB of it are enough"
+
+
+def test_who_is_no_coordinator_any_more_is_not_remembered() -> None:
+    """What it said last may be read after it is known that it has gone."""
+    pool = Pool()
+    pool.send("bad", an_entry("b", [1, 2]))
+    pool.serve_all()
+    pool.send("bad", an_entry("c", [1, 2]))
+    pool.deliver()
+    pool.server.retain([PeerId("good")])
+    pool.serve_all()
+    assert pool.server._clients == {}
+    assert pool.server.num_sequences == 0
+    assert pool.server.counters["unexpected_messages"] == 1
+    pool.send("good", an_entry("g", [1, 2]))
+    pool.serve_all()
+    assert [answer.token_ids != () for answer in pool.answers("good")] == [True]
+    pool.server.retain([PeerId("good"), PeerId("bad")])
+    pool.send("bad", an_entry("c", [1, 2]))
+    pool.serve_all()
+    assert PeerId("bad") in pool.server._clients
 
 
 def test_without_turns_the_flood_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Processes that draft are killed at random during 500 requests: all finish, and all tokens are right.
 
-And drafting comes back. No clock is looked at: what is compared is which part of the tokens came from drafts.
+And drafting comes back. No clock is looked at: what is compared is which part of the tokens came from drafts,
+and how many tokens a round brings.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class Stretch(NamedTuple):
     num_tokens: int
     num_accepted: int
     num_fallbacks: int
+    num_rounds: int
+    num_verified: int
+    """Requests, added up over rounds."""
 
     def since(self, earlier: Stretch) -> Stretch:
         return Stretch(*(now - then for now, then in zip(self, earlier, strict=True)))
@@ -53,6 +57,15 @@ class Stretch(NamedTuple):
     def drafted_share(self) -> float:
         """Which part of the tokens were draft tokens that stood."""
         return self.num_accepted / self.num_tokens
+
+    @property
+    def accepted_per_round(self) -> float:
+        return self.num_accepted / self.num_rounds
+
+    @property
+    def tokens_per_verification(self) -> float:
+        """How far a request gets in a round that it takes part in."""
+        return self.num_tokens / self.num_verified
 
     @property
     def fallback_share(self) -> float:
@@ -120,10 +133,13 @@ class Killing:
         return self.so_far().since(before)
 
     def so_far(self) -> Stretch:
+        metrics = self.engine.metrics()
         return Stretch(
             sum(map(len, self.tokens.values())),
-            self.engine.metrics().num_accepted_tokens,
+            metrics.num_accepted_tokens,
             int(self.proposer.counters.get("fallback_requests", 0)),
+            metrics.num_rounds,
+            metrics.num_verified_requests,
         )
 
     def close(self) -> None:
@@ -159,6 +175,9 @@ def test_processes_that_draft_are_killed_at_random_during_500_requests(mode: Ove
     assert during.num_fallbacks > 100
     assert after.drafted_share > 0.95 * before.drafted_share
     assert after.fallback_share < before.fallback_share + 0.02
+    assert during.accepted_per_round < 0.9 * before.accepted_per_round
+    assert after.accepted_per_round > 0.95 * before.accepted_per_round
+    assert after.tokens_per_verification > 0.95 * before.tokens_per_verification
 
 
 def test_without_new_processes_drafting_does_not_come_back() -> None:

@@ -11,6 +11,7 @@ from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import Sequence, TokenConstraint
+from specdec.engine.draft_messages import longest_message_bytes
 from specdec.engine.draft_server import DraftServer
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.transport.base import PeerId
@@ -23,6 +24,7 @@ from tests.specdec.engine.remote_cluster import (
     Cluster,
     ToyDrafter,
     a_request,
+    serve_all,
 )
 
 
@@ -314,6 +316,72 @@ def test_too_long_a_prefix_is_not_sent() -> None:
     proposer.set_workers([worker.channel.address])
     short, long = sequence("short", prompt=5), sequence("long", prompt=8)
     assert set(proposer.propose([short, long], budgets(short, long))) == {short.request_id}
+
+
+def test_many_long_prompts_are_told_in_messages_that_the_worker_takes() -> None:
+    """A coordinator that gets a fresh draft worker tells it everything at once."""
+    most = longest_message_bytes(max_model_len=20_000, vocab_size=VOCAB, grammar_bytes=1000)
+    cluster = Cluster(Faults(), num_drafters=0)
+    name = PeerId("draft")
+    channel = cluster.network.open(name, max_message_bytes=most)
+    server = DraftServer(channel, ToyDrafter(cluster.clock), clock=cluster.clock)
+    own = cluster.network.open(PeerId("coordinator"))
+    channel.admit([own.address])
+    proposer = RemoteProposer(
+        own, capabilities=CAPABILITIES, vocab_size=VOCAB, max_message_bytes=most, clock=cluster.clock
+    )
+    proposer.set_workers([channel.address])
+    sequences = [sequence(f"s{index}", prompt=20_000) for index in range(40)]
+    proposer.propose(sequences, budgets(*sequences))
+    assert own.counters.sent > 1
+    assert most < 40 * 20_000, "more than one message may hold"
+    cluster.network.run_for(0.1)
+    for _ in range(40):
+        server.step(0)
+    assert channel.counters.dropped == {}
+    assert server.num_sequences == 40
+    for one in sequences:
+        one.commit([1])
+    cluster.network.serve(name, lambda: serve_all(server))
+    num_sent = own.counters.sent
+    found = proposer.propose(sequences, budgets(*sequences))
+    assert own.counters.sent == num_sent + 1, "once they are known, a round is one message"
+    assert len(found) == 40
+
+
+def test_who_has_more_to_be_told_than_a_message_holds_goes_without_drafts() -> None:
+    cluster, worker, _ = scripted({})
+    channel = cluster.network.open(PeerId("limited"))
+    worker.channel.admit([channel.address])
+    proposer = RemoteProposer(
+        channel, capabilities=CAPABILITIES, vocab_size=VOCAB, max_message_bytes=2000, clock=cluster.clock
+    )
+    proposer.set_workers([worker.channel.address])
+    short, long = sequence("short"), sequence("long", prompt=700)
+    for _ in range(3):
+        assert set(proposer.propose([short, long], budgets(short, long))) == {short.request_id}
+        short.commit([1, 2])
+    assert {entry.request_id for message in worker.asked for entry in message.entries} == {"short"}
+    assert proposer.counters["draft_sequences_too_long"] == 1
+    proposer.release([long.request_id])
+    again = sequence("long")
+    assert set(proposer.propose([again], budgets(again))) == {again.request_id}
+
+
+def test_where_a_text_ends_is_not_told() -> None:
+    """Stop strings may be as long as a body, and are of no use to who drafts."""
+    _, worker, proposer = scripted({})
+    request = Request(
+        request_id=RequestId("a"),
+        prompt_token_ids=(1, 2, 3),
+        params=SamplingParams(temperature=0.5, stop=("x" * 100_000,)),
+        seed=1,
+    )
+    one = FreeSequence(request)
+    assert proposer.propose([one], budgets(one))
+    ((entry,),) = [message.entries for message in worker.asked]
+    assert entry.opening is not None
+    assert entry.opening.params == SamplingParams(temperature=0.5)
 
 
 def test_two_releases_and_a_late_question_leave_nothing_behind() -> None:

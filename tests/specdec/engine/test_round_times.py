@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from specdec.core.clock import ManualClock
 from specdec.core.plan import TargetResult
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.transport.base import PeerId
+from specdec.transport.memory import Faults, MemoryChannel
+from specdec.transport.messages import Message, ProposeRequest
+from tests.specdec.engine.remote_cluster import Cluster, a_request
+from tests.specdec.engine.test_remote_proposer import budgets, sequence
 from tests.specdec.engine.toy_engines import GREEDY, MODEL, OracleProposer, request, toy_engine
 
 VERIFY_S, BETWEEN_S = 0.010, 0.002
@@ -59,3 +67,49 @@ def test_time_without_work_belongs_to_no_round(how: str) -> None:
     metrics = engine.metrics()
     assert metrics.coordinator_s == pytest.approx(0.0)
     assert metrics.round_s == pytest.approx(metrics.num_rounds * VERIFY_S)
+
+
+ASK_S, BUSY_S, WIRE_S = 0.001, 0.020, 0.003
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "ping_pong", "draft_ahead"])
+def test_asking_draft_workers_is_coordinator_time_and_waiting_for_them_is_not(
+    mode: OverlapMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(Faults(delay_s=(WIRE_S, WIRE_S)), num_drafters=0, mode=mode)
+    cluster.start_drafter(BUSY_S)
+    asked = 0
+
+    def send(channel: MemoryChannel, peer_id: PeerId, message: Message) -> None:
+        nonlocal asked
+        if isinstance(message, ProposeRequest):
+            asked += 1
+            cluster.clock.advance(ASK_S)  # what writing it down takes
+        plain_send(channel, peer_id, message)
+
+    plain_send = MemoryChannel.send
+    monkeypatch.setattr(MemoryChannel, "send", send)
+    cluster.run([a_request(f"r{index}", random.Random(index)) for index in range(3)])
+    metrics = cluster.engine.metrics()
+    waited_s = cluster.proposer.counters["draft_wait_seconds"]
+    assert asked > 5
+    assert metrics.coordinator_s == pytest.approx(asked * ASK_S)
+    assert metrics.draft_s == pytest.approx(waited_s)
+    assert metrics.draft_latencies.series("x")["x_sum"] == pytest.approx(waited_s)
+    if mode == "lockstep":
+        assert waited_s > 5 * BUSY_S
+        assert metrics.round_s == pytest.approx(metrics.draft_s + metrics.verify_s + metrics.coordinator_s)
+
+
+def test_what_is_done_while_others_draft_is_waiting_for_them() -> None:
+    cluster = Cluster(Faults(delay_s=(WIRE_S, WIRE_S)), num_drafters=0)
+    cluster.start_drafter(BUSY_S)
+    proposer = cluster.proposer
+    proposer._meanwhile = lambda: cluster.clock.advance(0.5)
+    one = sequence("a")
+    assert proposer.propose([one], budgets(one))
+    assert proposer.take_asking_s() == pytest.approx(0.0)
+    assert proposer.propose([], {}) == {}
+    assert proposer.take_asking_s() == pytest.approx(0.5), "nobody drafts, nobody is waited for"
+    assert proposer.take_asking_s() == 0.0
+    assert proposer.counters["draft_wait_seconds"] == pytest.approx(max(0.5, BUSY_S + 2 * WIRE_S), abs=0.03)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import re
 
+from specdec.core.plan import TargetResult
 from specdec.core.series import name_of
 from specdec.engine.draft_counts import DrafterCounts, DraftKind
 from specdec.engine.metrics import EngineMetrics
+from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.series import ENGINE_SERIES
 from specdec.scheduling.speculation.explanation import ControllerState
+from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
-from tests.specdec.engine.remote_cluster import Cluster, a_request
+from specdec.transport.messages import StepDone
+from tests.specdec.engine.remote_cluster import TARGET, Cluster, a_request
 
 OF_DRAFT_WORKERS = {
     "draft_prefix_cache_queries",
@@ -34,6 +38,7 @@ OF_THE_POOL = {
     "draft_sequences_refused",
     "draft_sequences_outgrown",
     "draft_sequences_moved",
+    "worker_messages_dropped",
 }
 """Only there once it has happened, or added by whoever knows the pool."""
 
@@ -70,3 +75,29 @@ def test_what_an_engine_exports_is_described() -> None:
 def test_a_pool_that_nobody_compares_has_no_worth() -> None:
     assert "speculation_pool_worth" not in EngineMetrics().snapshot()
     assert full_metrics().snapshot()["speculation_pool_worth"] == 1.5
+
+
+def test_what_is_dropped_between_coordinators_and_workers_is_exported() -> None:
+    """Rubbish on either side of the draft channel, on the target's, and an answer that nobody waits for."""
+    cluster = Cluster(Faults())
+    rng = random.Random(1)
+    cluster.run([a_request("r0", rng)])
+    network = cluster.network
+    (drafter,) = cluster.addresses
+    coordinator = PeerId("coordinator-draft")
+    network._channels[coordinator].inject(drafter, b"rubbish")
+    network._channels[drafter].inject(coordinator, b"rubbish")
+    network._channels[TARGET].inject(PeerId("coordinator"), b"rubbish")
+    network._channels[TARGET].send(PeerId("coordinator"), StepDone(1, 1 << 20, TargetResult(0, ())))
+    cluster.run([a_request("r1", rng)])
+    target = cluster.engine._rounds._target
+    assert isinstance(target, RemoteTarget)
+    exported = {**cluster.proposer.counters, **target.messages_dropped}
+    found = {series: n for series, n in exported.items() if name_of(series) == "worker_messages_dropped"}
+    assert found == {
+        'worker_messages_dropped{channel="draft",reason="malformed"}': 2,
+        'worker_messages_dropped{channel="target",reason="malformed"}': 1,
+        'worker_messages_dropped{channel="target",reason="stale"}': 1,
+    }
+    for series in found:
+        assert tuple(re.findall(r'(\w+)="', series)) == ENGINE_SERIES[name_of(series)].labels

@@ -10,7 +10,7 @@ import pytest
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.sequence import SequenceView
-from specdec.proposers.base import AheadWish, AsksAhead, Proposer, ProposerCapabilities
+from specdec.proposers.base import AheadWish, AsksAhead, AsksOthers, Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
@@ -67,6 +67,9 @@ class Fickle:
     def take_drafting_s(self) -> float:
         return 0.25
 
+    def take_asking_s(self) -> float:
+        return 0.125
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         self.released.extend(request_ids)
 
@@ -102,13 +105,14 @@ def test_to_its_caller_it_is_the_primary() -> None:
     assert proposer.capabilities is primary.capabilities
     assert proposer.counters == {"fickle_counts": 1.0}
     assert isinstance(proposer, AsksAhead)
+    assert isinstance(proposer, AsksOthers)
     wish = AheadWish(
         view=view("odd", [1]), pending=(5, 2), num_draft_tokens=2, fan_out=(1, 1, 2), is_foreign=True
     )
     proposer.look_ahead([wish])
     assert primary.wishes == [wish]
     assert len(proposer.take_ahead_outcomes()) == 1
-    assert (proposer.ready_s, proposer.take_drafting_s()) == (0.5, 0.25)
+    assert (proposer.ready_s, proposer.take_drafting_s(), proposer.take_asking_s()) == (0.5, 0.25, 0.125)
     proposer.release(iter([RequestId("odd")]))
     assert primary.released == ["odd"]
     proposer.close()
@@ -118,6 +122,7 @@ def test_to_its_caller_it_is_the_primary() -> None:
 def test_a_primary_in_this_process_looks_nowhere_ahead() -> None:
     proposer = FallbackProposer(NoProposer(), ngram())
     assert (proposer.take_ahead_outcomes(), proposer.ready_s, proposer.take_drafting_s()) == ((), None, 0.0)
+    assert proposer.take_asking_s() == 0.0
     proposer.look_ahead([])
 
 

@@ -10,7 +10,7 @@ from specdec.core.clock import ManualClock
 from specdec.core.errors import ChannelTimeout
 from specdec.transport.base import PeerId, PeerLost
 from specdec.transport.memory import Faults, MemoryChannel, MemoryNetwork
-from specdec.transport.messages import Ping, encode
+from specdec.transport.messages import Fatal, Ping, encode
 
 SERVER, CLIENT = PeerId("server"), PeerId("client")
 
@@ -105,6 +105,20 @@ def test_malformed_and_old_frames_are_counted_and_dropped() -> None:
     client.send(SERVER, Ping(2))
     assert server.receive(1.0).message == Ping(2)
     assert server.counters.dropped == {"malformed": 3, "version": 1}
+
+
+def test_who_sends_little_does_not_wait_for_who_sends_much() -> None:
+    network = MemoryNetwork(clock=ManualClock())
+    server, noisy, quiet = (network.open(PeerId(name)) for name in ("server", "noisy", "quiet"))
+    server.admit([noisy.address, quiet.address])
+    for client in (noisy, quiet):
+        client.connect(server.address)
+    for _ in range(70):
+        noisy.send(PeerId("server"), Fatal("x" * (1 << 20)))
+    quiet.send(PeerId("server"), Ping(7))
+    network.run_for(1.0)
+    assert [server.receive(0).sender for _ in range(3)] == ["noisy", "quiet", "noisy"]
+    assert server.counters.dropped == {"full": 7}, "64 MiB of one peer are enough"
 
 
 def test_threads_in_real_time() -> None:

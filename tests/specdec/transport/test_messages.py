@@ -159,6 +159,16 @@ def test_round_trip(message: m.Message) -> None:
     assert m.decode(m.encode(message)) == message
 
 
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_what_channels_say_to_each_other_is_known_by_its_frame(message: m.Message) -> None:
+    assert m.is_of_channels(m.encode(message)) == isinstance(message, m.LaneOffer | m.LaneMoved)
+
+
+@pytest.mark.parametrize("frame", [b"", b"DH", m.encode(m.Ping(1))[:4], b"x" * 9])
+def test_what_is_no_frame_is_not_of_channels(frame: bytes) -> None:
+    assert not m.is_of_channels(frame)
+
+
 def test_another_version_is_told_apart_from_rubbish() -> None:
     frame = bytearray(m.encode(m.Ping(1)))
     frame[2] += 1

@@ -15,7 +15,7 @@ import zmq
 
 from specdec.core.errors import ChannelTimeout, ResourceError
 from specdec.transport.base import PeerId
-from specdec.transport.messages import Ping, encode
+from specdec.transport.messages import Fatal, Ping, encode
 from specdec.transport.zmq import KeyPair, ZmqChannel, ZmqOptions
 
 
@@ -179,6 +179,119 @@ def test_who_sends_more_than_may_be_queued_is_heard_in_part_and_keeps_nobody_wai
             if full["full"]:
                 break
         assert full["full"] > 0
+
+
+def until_heard(server: ZmqChannel, *names: str) -> None:
+    """Links come up while their owners listen."""
+    missing = set(names)
+    until_s = time.monotonic() + 20
+    while missing:
+        assert time.monotonic() < until_s
+        with contextlib.suppress(ChannelTimeout):
+            missing.discard(server.receive(0.05).sender)
+
+
+def take_in(server: ZmqChannel) -> None:
+    """Do what `receive` does, but read nothing."""
+    server._note_events(0.01)
+    server._look_at_sockets()
+
+
+@pytest.mark.parametrize("by", ["zmq", "lane"])
+def test_who_sends_little_does_not_wait_for_all_of_who_sends_much(by: str) -> None:
+    server, noisy, quiet = [
+        ZmqChannel(PeerId(name), options=ZmqOptions(local_lanes=by == "lane"))
+        for name in ("server", "noisy", "quiet")
+    ]
+    with contextlib.closing(server), contextlib.closing(noisy), contextlib.closing(quiet):
+        server.admit([noisy.address, quiet.address])
+        for client in (noisy, quiet):
+            client.connect(server.address)
+            client.send(PeerId("server"), Ping(0))
+        until_heard(server, "noisy", "quiet")
+        for client in (noisy, quiet):
+            with contextlib.suppress(ChannelTimeout):
+                client.receive(0.1)  # takes the lane up
+        large = Fatal("x" * (1 << 20))
+        for _ in range(20):
+            noisy.send(PeerId("server"), large)
+        assert server.receive(10).message == large
+        while len(server._inbox) < 5:  # much of it has come, and lies before us
+            with contextlib.suppress(ChannelTimeout):
+                noisy.receive(0.01)
+            take_in(server)
+        quiet.send(PeerId("server"), Ping(7))
+        time.sleep(0.1)
+        num_before = 0
+        while server.receive(10).sender != quiet.address.peer_id:
+            num_before += 1
+        assert num_before <= 2
+        assert len(server._inbox) >= 2, "and the rest is still there"
+
+
+def test_what_one_peer_has_in_memory_is_bounded_in_bytes() -> None:
+    options = ZmqOptions(local_lanes=False, max_queued_bytes=300_000)
+    server = ZmqChannel(PeerId("server"), options=options)
+    with contextlib.closing(server), channels("noisy", "quiet") as (noisy, quiet):
+        server.admit([noisy.address, quiet.address])
+        for client in (noisy, quiet):
+            client.connect(server.address)
+            client.send(PeerId("server"), Ping(0))
+        until_heard(server, "noisy", "quiet")
+        for _ in range(20):
+            noisy.send(PeerId("server"), Fatal("x" * 50_000))
+        quiet.send(PeerId("server"), Ping(7))
+        heard: list[PeerId] = []
+        give_up_s = time.monotonic() + 10
+        while len(heard) + server.counters.dropped["full"] < 21:
+            assert time.monotonic() < give_up_s
+            take_in(server)
+            if len(server._inbox) + server.counters.dropped["full"] == 21:
+                while server._inbox:
+                    heard.append(server.receive(0).sender)
+        assert heard.count(PeerId("noisy")) == 5
+        assert heard.count(PeerId("quiet")) == 1
+
+
+def test_a_message_as_long_as_may_be_comes_through_and_a_longer_one_ends_the_link() -> None:
+    most = 70_000
+    options = ZmqOptions(local_lanes=False, max_received_bytes=most)
+    server = ZmqChannel(PeerId("server"), options=options)
+    frame_bytes = len(encode(Fatal("x" * 69_000))) - 69_000
+    keys = KeyPair.generate()
+    member = ZmqChannel(PeerId("member"), keys=keys)
+    server.admit([member.address])
+    member.close()
+    with contextlib.closing(server), raw_dealer(server, keys) as dealer:
+        dealer.send(encode(Fatal("x" * (most - frame_bytes))))
+        assert server.receive(10).num_bytes == most
+        dealer.send(encode(Fatal("x" * 80_000)))
+        dealer.send(encode(Ping(1)))
+        unheard(server, 0.5)
+
+
+def test_rubbish_does_not_keep_who_will_not_wait() -> None:
+    keys = KeyPair.generate()
+    with channels("server") as (server,):
+        member = ZmqChannel(PeerId("member"), keys=keys)
+        server.admit([member.address])
+        member.close()
+        with raw_dealer(server, keys) as dealer:
+            dealer.send(encode(Ping(0)))
+            assert server.receive(10).message == Ping(0)
+            for _ in range(64):
+                dealer.send(b"x" * 60_000)
+            dealer.send(encode(Ping(1)))
+            while len(server._inbox) < 65:
+                take_in(server)
+            num_calls = 0
+            while True:
+                num_calls += 1
+                with contextlib.suppress(ChannelTimeout):
+                    assert server.receive(0).message == Ping(1)
+                    break
+            assert num_calls > 10
+            assert server.counters.dropped["malformed"] == 64
 
 
 @pytest.mark.parametrize("what_breaks", ["caller", "link"])

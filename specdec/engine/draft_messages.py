@@ -1,0 +1,82 @@
+"""How long messages to draft workers are: their bound is what the longest of one sequence needs.
+
+One message could tell all sequences of a coordinator at once, from their first token on. A draft worker has
+to understand it in one piece, however many others wait; so what is told is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Self
+
+import msgspec
+
+from specdec.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from specdec.engine.draft_entries import MAX_PENDING
+from specdec.transport.inbox import TURN_BYTES
+from specdec.transport.messages import ProposeEntry
+
+_TOKEN_BYTES = 5
+"""A token id in msgpack, at most."""
+_BIAS_BYTES = 1 + _TOKEN_BYTES + 9
+_ENTRY_BYTES = 128
+"""All of an entry but its tokens, its opening and its name: some numbers, at most."""
+_HEAD_BYTES = 64
+"""Of a message, before its entries."""
+_REST_BYTES = 4096
+"""Of an opening: numbers, names and salts."""
+
+
+def longest_message_bytes(*, max_model_len: int, vocab_size: int, grammar_bytes: int) -> int:
+    """Return how long a message about one sequence may be, or one about several short ones.
+
+    Args:
+        max_model_len: longest sequence of the target, in tokens.
+        vocab_size: the target's; a request may allow, and stop at, any of its tokens.
+        grammar_bytes: longest grammar of a request.
+    """
+    num_listed = 2 * vocab_size + MAX_BAD_WORDS * (1 + MAX_BAD_WORD_TOKENS)
+    longest = (
+        _HEAD_BYTES
+        + _ENTRY_BYTES
+        + _TOKEN_BYTES * (max_model_len + num_listed + 2 * MAX_PENDING + 1)
+        + _BIAS_BYTES * MAX_LOGIT_BIAS
+        + grammar_bytes
+        + _REST_BYTES
+    )
+    return max(TURN_BYTES, longest)
+
+
+class SizedEntry(NamedTuple):
+    """An entry, and how many bytes of a message it takes, or a few more."""
+
+    entry: ProposeEntry
+    num_bytes: int
+
+    @classmethod
+    def of(cls, entry: ProposeEntry) -> Self:
+        """Return an entry with its size."""
+        num_numbers = len(entry.token_ids) + len(entry.pending) + len(entry.fan_out or ())
+        num_bytes = _ENTRY_BYTES + 4 * len(entry.request_id) + _TOKEN_BYTES * num_numbers
+        if entry.opening is not None:
+            num_bytes += len(msgspec.msgpack.encode(entry.opening))
+        return cls(entry, num_bytes)
+
+    def fits(self, max_message_bytes: int) -> bool:
+        """Return whether a message may tell of it at all."""
+        return self.num_bytes + _HEAD_BYTES <= max_message_bytes
+
+
+def divided(entries: Iterable[SizedEntry], max_message_bytes: int) -> Iterator[tuple[ProposeEntry, ...]]:
+    """Yield the entries of one message after the other: a turn's worth, or what is longer alone."""
+    most_bytes = min(TURN_BYTES, max_message_bytes) - _HEAD_BYTES
+    part: list[ProposeEntry] = []
+    num_bytes = 0
+    for entry, its_bytes in entries:
+        if part and num_bytes + its_bytes > most_bytes:
+            yield tuple(part)
+            part, num_bytes = [], 0
+        part.append(entry)
+        num_bytes += its_bytes
+    if part:
+        yield tuple(part)
