@@ -21,6 +21,7 @@ class Directory:
 
     def __init__(self, **_: object) -> None:
         self.is_alive = False
+        self.silent_s = 0.0
 
     def announce(self, member: object) -> None:
         """Part of `DirectoryLink`."""
@@ -86,13 +87,13 @@ def test_a_tick_that_fails_is_told_once_and_followed_by_others(
         async with started() as service:
             tick = service._book.tick
 
-            def failing() -> None:
+            def failing(**directory: float) -> None:
                 nonlocal num_to_fail, num_ticks
                 num_ticks += 1
                 if num_to_fail:
                     num_to_fail -= 1
                     raise KeyError("a stream that is gone")
-                tick()
+                tick(**directory)
 
             monkeypatch.setattr(service._book, "tick", failing)
             await until(lambda: num_to_fail == 0 and num_ticks > 2 * client._MAX_FAILED_TICKS)

@@ -265,8 +265,13 @@ def test_a_message_as_long_as_may_be_comes_through_and_a_longer_one_ends_the_lin
     with contextlib.closing(server), raw_dealer(server, keys) as dealer:
         dealer.send(encode(Fatal("x" * (most - frame_bytes))))
         assert server.receive(10).num_bytes == most
-        dealer.send(encode(Fatal("x" * 80_000)))
-        dealer.send(encode(Ping(1)))
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            dealer.send(encode(Fatal("x" * 80_000)))
+            assert monitor.poll(10_000), "the link stands"
+        finally:
+            dealer.disable_monitor()
+            monitor.close()
         unheard(server, 0.5)
 
 
