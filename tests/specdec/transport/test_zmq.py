@@ -253,7 +253,7 @@ def test_what_one_peer_has_in_memory_is_bounded_in_bytes() -> None:
         assert heard.count(PeerId("quiet")) == 1
 
 
-def test_a_message_as_long_as_may_be_comes_through_and_a_longer_one_ends_the_link() -> None:
+def test_a_message_as_long_as_may_be_comes_through_and_a_longer_one_does_not() -> None:
     most = 70_000
     options = ZmqOptions(local_lanes=False, max_received_bytes=most)
     server = ZmqChannel(PeerId("server"), options=options)
@@ -266,7 +266,6 @@ def test_a_message_as_long_as_may_be_comes_through_and_a_longer_one_ends_the_lin
         dealer.send(encode(Fatal("x" * (most - frame_bytes))))
         assert server.receive(10).num_bytes == most
         dealer.send(encode(Fatal("x" * 80_000)))
-        dealer.send(encode(Ping(1)))
         unheard(server, 0.5)
 
 
