@@ -13,7 +13,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-PROFILE_FORMAT = 4
+PROFILE_FORMAT = 5
 """Raised when the meaning of anything below changes: profiles of other formats are measured anew."""
 DEFAULT_PROFILE_DIR = Path("~/.cache/drafthouse/profiles")
 
@@ -29,7 +29,7 @@ class VerifyPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What proposals took, from asking for them to having them."""
+    """What work on proposals took."""
 
     num_sequences: int
     context_tokens: int
@@ -38,6 +38,8 @@ class DraftPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Draft tokens per sequence."""
     num_unseen: int
     """Committed tokens per sequence that the drafter had not read."""
+    wire_s: float = 0.0
+    """What passed beside that work, from asking for them to having them."""
     seconds: float
 
 
@@ -73,6 +75,8 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
         seconds = [point.seconds for point in self.verify] + [point.seconds for point in drafts]
         if not all(math.isfinite(one) and one > 0.0 for one in seconds):
             return "times that are not positive"
+        if not all(math.isfinite(point.wire_s) and point.wire_s >= 0.0 for point in drafts):
+            return "wires that take a negative time"
         if any(min(point.num_sequences, point.num_rows) < 1 for point in self.verify):
             return "steps without rows"
         if any(min(point.num_sequences, point.num_steps) < 1 for point in drafts):
