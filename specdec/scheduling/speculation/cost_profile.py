@@ -56,6 +56,9 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     draft_devices: tuple[str, ...] = ()
     """What drafters ran on when drafting was measured; empty: it is not known. Not part of the key: a draft
     pool may come later than the target, or change, and steps of the target still cost the same."""
+    is_draft_complete: bool = True
+    """Whether that is all there will be of drafts. Where a drafter was late, or busy with others' drafts, the
+    next start goes on."""
     num_stepped_rows: int = 0
     """Up to so many rows, a step costs what the next measured number of rows costs: rows are padded to it."""
     format: int = PROFILE_FORMAT
@@ -64,6 +67,11 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     def drafts(self) -> tuple[tuple[DraftPoint, ...], ...]:
         """What is known of each drafter."""
         return (self.draft, *self.other_drafts)
+
+    @property
+    def has_all_drafts(self) -> bool:
+        """Whether nothing of drafts is left to be measured."""
+        return self.is_draft_complete and all(self.drafts)
 
     def fault(self) -> str | None:
         """Say what makes it unusable; None: it can be used."""

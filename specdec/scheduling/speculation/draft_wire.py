@@ -11,8 +11,8 @@ _NUM_RECENT, _FEW_SHORTER = 48, 16
 class DraftWire:
     """Seconds of the way to a drafter and back: as many, however long drafts are.
 
-    Where a draft worker has others before it in the queue, that passes too; but the quickest rounds waited for
-    nobody.
+    Where a draft worker has others before it in the queue, that passes too; but the quickest rounds waited
+    for nobody.
     """
 
     def __init__(self, measured_s: float) -> None:
