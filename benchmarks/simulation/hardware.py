@@ -148,7 +148,8 @@ class Hardware:
                 context_tokens=length * number,
                 num_steps=steps,
                 num_unseen=1,
-                seconds=noisy(self.draft_s(np.full(steps, float(number)), length) + 2.0 * self.wire_s),
+                wire_s=2.0 * self.wire_s,
+                seconds=noisy(self.draft_s(np.full(steps, float(number)), length)),
             )
             for number, steps, length in (
                 *itertools.product((1, 8, 32, 128, 256), (1, 8), (64,)),

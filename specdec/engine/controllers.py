@@ -14,7 +14,8 @@ from specdec.core.clock import MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
-from specdec.engine.profiling import ProfilePlan, ProfileProgress, drafts_anything, measure_profile
+from specdec.engine.profile_plan import ProfilePlan
+from specdec.engine.profiling import ProfileProgress, drafts_anything, measure_profile
 from specdec.engine.target import Target
 from specdec.kv.selection import KvBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities
@@ -157,12 +158,13 @@ def cost_profile_of(
     devices = tuple(sorted({one for one in draft_devices if one}))
     if known is not None and devices and known.draft_devices != devices:
         known = msgspec.structs.replace(known, draft=(), other_drafts=(), draft_devices=())
-    if known is not None and (all(known.drafts) or not drafts_anything(proposer, plan)):
+    if known is not None and (known.has_all_drafts or not drafts_anything(proposer, plan)):
         return known
-    # Without costs of drafts, they are measured at the next start: draft workers may not be there yet.
+    # What is missing of drafts is measured at the next start: draft workers may not be there yet, or be late.
     profile = measure_profile(target, proposer, plan, known=known, progress=progress)
     if any(profile.drafts):
-        profile = msgspec.structs.replace(profile, draft_devices=devices)
+        known_devices = () if known is None else known.draft_devices
+        profile = msgspec.structs.replace(profile, draft_devices=devices or known_devices)
     if profile != known:
         store.save(profile)
     return profile

@@ -9,7 +9,7 @@ a salt that nobody else has, and gives way to others.
 from __future__ import annotations
 
 import itertools
-import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,12 +19,19 @@ import numpy as np
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, SlotMove, TargetResult, TargetStep, TargetWork
-from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
-from specdec.core.sequence import TokenConstraint
+from specdec.engine.draft_profiling import DraftProfiler, DraftShape, KnownDrafts, MeasuredDrafts
+from specdec.engine.profile_plan import (
+    NUM_LONG,
+    NUM_REPEATS,
+    SHORT_CONTEXT,
+    Deadline,
+    ProfilePlan,
+    middle,
+    random_tokens,
+)
 from specdec.engine.target import Target
 from specdec.kv.block_table import num_blocks_for
-from specdec.kv.selection import KvBudget
 from specdec.proposers.base import Proposer
 from specdec.proposers.several.proposer import members_of
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
@@ -32,100 +39,20 @@ from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint,
 ProfileProgress = Callable[[int, int], None]
 """Called with (measurements done, measurements planned)."""
 
-_SHORT_CONTEXT = 32
-_LONG_CONTEXT = 512
 _FILLED_CONTEXT = 1024
-"""The same at the target: together more than caches hold, so that what is read comes from memory."""
+"""Of those with a long context: together more than caches hold, so that what is read comes from memory."""
 _READ_TOKENS = 64
 """Tokens of a long context that are read; those behind them are copies."""
 _MOVES_PER_STEP = 1024
-_LONGEST_CONTEXT = 4096
-"""Long enough for any budget."""
-_NUM_LONG = 4
-"""Sequences with a long context."""
 _ROWS_PER_SEQUENCE = 4
 """About as many as verification has, where there are several sequences."""
 _MOST_ROWS_PER_SEQUENCE = 16
 _FIRST_ROWS = (1, 4, 16, 64, 8, 32, 128, 2, 256, 3, 6, 12, 24, 48, 96, 192, 384, 512, 5, 20, 40, 80, 160)
 """Numbers of rows, those that tell most first: time may run out."""
-_NUM_REPEATS = 5
-_GROWTH = 4 * _NUM_REPEATS
-"""Tokens by which a sequence may grow while it is drafted for."""
 _VERIFY_SHARE = 0.6
 """Of the time, what steps of the target may take."""
 _LONG_SHARE = 0.25
 """Of the time, what reading long contexts may take."""
-_FIRST_TOKEN, _NUM_TOKENS = 3, 61
-"""Ids that sequences are made of: small ones, which every draft model has too."""
-_MOST_CATCH_UPS = 24
-"""Calls in which a drafter may read its sequences before it proposes for all of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfilePlan:
-    """What to measure, and how long that may take."""
-
-    key: str
-    """See `cost_profile.profile_key`."""
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_draft_tokens: int
-    budget_s: float
-    num_stepped_rows: int = 0
-    """See `CostProfile.num_stepped_rows`."""
-    kv_budget: KvBudget | None = None
-    """What drafts attend to; None: everything."""
-
-    @property
-    def long_context(self) -> int:
-        """Tokens of sequences with a long context: beyond what drafts attend to."""
-        if self.kv_budget is None:
-            return _LONG_CONTEXT
-        return min(max(_LONG_CONTEXT, 2 * self.kv_budget.smallest), _LONGEST_CONTEXT)
-
-    def attended(self, context: int) -> int:
-        """Return how many tokens a draft behind so many attends to."""
-        return context if self.kv_budget is None else min(context, self.kv_budget.tokens(context))
-
-
-class MadeUpSequence:
-    """Implements `SequenceView` with random tokens. It grows as if they had been committed."""
-
-    constraint: TokenConstraint | None = None
-    owner: str | None = None
-    kv_budget = 0
-
-    def __init__(
-        self,
-        name: str,
-        num_tokens: int,
-        *,
-        cache_salt: str,
-        vocab_size: int,
-        generator: np.random.Generator,
-    ) -> None:
-        """Begin with so many tokens of the first of a vocabulary."""
-        self.request_id = RequestId(name)
-        self.params = SamplingParams()
-        self.seed = int(generator.integers(1 << 63))
-        self.cache_salt: str | None = cache_salt
-        self.num_prompt_tokens = num_tokens
-        self.token_ids: list[int] = []
-        self.prefix_hash = EMPTY_PREFIX
-        self._generator = generator
-        self._vocab_size = vocab_size
-        self.grow(num_tokens)
-
-    @property
-    def committed_len(self) -> int:
-        """Tokens that it has."""
-        return len(self.token_ids)
-
-    def grow(self, num_tokens: int) -> None:
-        """Append random tokens."""
-        added = _random_tokens(self._generator, num_tokens, self._vocab_size)
-        self.token_ids.extend(added)
-        self.prefix_hash = extend_prefix_hash(self.prefix_hash, added)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,18 +74,6 @@ class _Shape:
     is_long: bool = False
 
 
-@dataclass(slots=True)
-class _Deadline:
-    """How much of the time is left."""
-
-    clock: Clock
-    end_s: float
-
-    @property
-    def left_s(self) -> float:
-        return self.end_s - self.clock.now_s()
-
-
 class TargetProfiler:
     """Times steps of a target that has no other work."""
 
@@ -173,20 +88,20 @@ class TargetProfiler:
         self._vocab_size = description.vocab_size
         block_size, num_free = description.block_size, description.num_blocks - 1
         room = description.max_model_len - _MOST_ROWS_PER_SEQUENCE
-        self._short_context = max(1, min(_SHORT_CONTEXT, room))
+        self._short_context = max(1, min(SHORT_CONTEXT, room))
         num_short_blocks = num_blocks_for(self._short_context + _MOST_ROWS_PER_SEQUENCE, block_size)
         self._short = self._make(
             "short", min(plan.max_num_seqs, num_free // num_short_blocks), self._short_context, 1
         )
         first = 1 + len(self._short) * num_short_blocks
-        long_blocks = (num_free - (first - 1)) // _NUM_LONG
+        long_blocks = (num_free - (first - 1)) // NUM_LONG
         context = min(
             max(_FILLED_CONTEXT, plan.long_context), room, long_blocks * block_size - _MOST_ROWS_PER_SEQUENCE
         )
-        is_long = context >= 4 * self._short_context and plan.max_num_seqs >= _NUM_LONG
-        self._long = self._make("long", _NUM_LONG, context, first) if is_long else []
+        is_long = context >= 4 * self._short_context and plan.max_num_seqs >= NUM_LONG
+        self._long = self._make("long", NUM_LONG, context, first) if is_long else []
 
-    def measure(self, deadline: _Deadline, progress: Callable[[], None]) -> list[VerifyPoint]:
+    def measure(self, deadline: Deadline, progress: Callable[[], None]) -> list[VerifyPoint]:
         """Return what steps took, at least one, whatever the time."""
         budget_s = deadline.left_s
         points: list[VerifyPoint] = []
@@ -196,7 +111,7 @@ class TargetProfiler:
             if len(shapes) > 1 and self._long and not self._long[0].is_admitted:
                 self._fill_long(self._clock.now_s() + budget_s * _LONG_SHARE)
             there = [shape for shape in shapes if self._long or not shape.is_long]
-            for point in self._points(there, deadline, repeats=1 if index == 0 else _NUM_REPEATS):
+            for point in self._points(there, deadline, repeats=1 if index == 0 else NUM_REPEATS):
                 points.append(point)
                 progress()
         return points
@@ -209,7 +124,7 @@ class TargetProfiler:
         """
         first = _Shape(1, 1)  # once for nothing: what is done first is not what is done often
         pairs = [
-            (_Shape(_NUM_LONG, rows * _NUM_LONG), _Shape(_NUM_LONG, rows * _NUM_LONG, is_long=True))
+            (_Shape(NUM_LONG, rows * NUM_LONG), _Shape(NUM_LONG, rows * NUM_LONG, is_long=True))
             for rows in ((1, 4) if self._long else ())
         ]
         sizes = [rows for rows in _FIRST_ROWS if rows <= self._plan.max_num_batched_tokens]
@@ -220,16 +135,20 @@ class TargetProfiler:
         ]
         return [(first,), *plain[:5], *pairs, *plain[5:]]
 
-    def draft_shapes(self, most: int) -> list[tuple[int, bool, int]]:
-        """Return (sequences, whether they are long, draft tokens) to measure, those that tell most first."""
+    def draft_shapes(self, most: int) -> list[DraftShape]:
+        """Return the target's own drafts to measure, those that tell most first."""
         numbers = dict.fromkeys((1, min(16, len(self._short)), min(4, len(self._short)), len(self._short)))
-        shapes = [(number, False, steps) for number in numbers for steps in dict.fromkeys((min(4, most), 1))]
+        shapes = [
+            DraftShape(number, False, steps)
+            for number in numbers
+            for steps in dict.fromkeys((min(4, most), 1))
+        ]
         if self._long:
-            shapes.insert(4, (_NUM_LONG, True, min(4, most)))
+            shapes.insert(4, DraftShape(NUM_LONG, True, min(4, most)))
         return shapes
 
     def draft_point(
-        self, number: int, is_long: bool, num_steps: int, deadline: _Deadline
+        self, number: int, is_long: bool, num_steps: int, deadline: Deadline
     ) -> DraftPoint | None:
         """Return what the target's own drafts took, by itself; None where long contexts are given up."""
         if is_long and self._long and not self._long[0].is_admitted:
@@ -238,7 +157,7 @@ class TargetProfiler:
         if not sequences:
             return None
         seconds: list[float] = []
-        while len(seconds) <= _NUM_REPEATS:
+        while len(seconds) <= NUM_REPEATS:
             works = [
                 msgspec.structs.replace(self._work(one, one.context, 1, 1), num_self_drafted=num_steps)
                 for one in sequences
@@ -251,7 +170,7 @@ class TargetProfiler:
             context_tokens=sum(self._plan.attended(one.context) for one in sequences),
             num_steps=num_steps,
             num_unseen=1,
-            seconds=max(_middle(seconds[1:]), 1e-7),
+            seconds=max(middle(seconds[1:]), 1e-7),
         )
 
     def forget(self) -> None:
@@ -311,7 +230,7 @@ class TargetProfiler:
         block_size = self._target.description.block_size
         return one.block_ids[place // block_size] * block_size + place % block_size
 
-    def _points(self, shapes: Sequence[_Shape], deadline: _Deadline, repeats: int) -> list[VerifyPoint]:
+    def _points(self, shapes: Sequence[_Shape], deadline: Deadline, repeats: int) -> list[VerifyPoint]:
         """Return what steps of these shapes take, in turn."""
         seconds: list[list[float]] = [[] for _ in shapes]
         for turn in range(repeats + 1):
@@ -325,7 +244,7 @@ class TargetProfiler:
                 num_sequences=len(sequences := self._sequences(shape)),
                 context_tokens=sum(one.context for one in sequences),
                 num_rows=shape.num_rows,
-                seconds=_middle(own[1:] or own),
+                seconds=middle(own[1:] or own),
             )
             for shape, own in zip(shapes, seconds, strict=True)
         ]
@@ -357,7 +276,7 @@ class TargetProfiler:
             seed=1,
             params=SamplingParams(),
             num_prompt_tokens=one.context,
-            token_ids=tuple(_random_tokens(self._generator, one.context, self._vocab_size)),
+            token_ids=tuple(random_tokens(self._generator, one.context, self._vocab_size)),
             kv_variant=variant,
         )
 
@@ -365,7 +284,7 @@ class TargetProfiler:
         is_new = not one.is_admitted
         return TargetWork(
             request_id=one.request_id,
-            token_ids=tuple(_random_tokens(self._generator, num_rows, self._vocab_size)),
+            token_ids=tuple(random_tokens(self._generator, num_rows, self._vocab_size)),
             start=start,
             num_sampled_rows=num_sampled,
             table_start=0 if is_new else len(one.block_ids),
@@ -385,118 +304,26 @@ class TargetProfiler:
 class SelfDraftProfiler:
     """Times the drafts of a target that drafts for itself, as it measures them itself."""
 
-    def __init__(self, steps: TargetProfiler, plan: ProfilePlan) -> None:
+    def __init__(self, steps: TargetProfiler, plan: ProfilePlan, known: Sequence[DraftPoint] = ()) -> None:
         self._steps = steps
+        self._known = KnownDrafts(known, plan)
         self._plan = plan
 
-    def shapes(self) -> list[tuple[int, bool, int]]:
-        """See `TargetProfiler.draft_shapes`."""
-        return self._steps.draft_shapes(self._plan.max_draft_tokens)
+    def shapes(self) -> list[DraftShape]:
+        """Return what is to be measured, those that tell most first; see `TargetProfiler.draft_shapes`."""
+        return self._known.missing(self._steps.draft_shapes(self._plan.max_draft_tokens))
 
-    def measure(self, deadline: _Deadline, progress: Callable[[], None]) -> list[DraftPoint]:
-        """Return what drafts took, at least once, whatever the time."""
-        points: list[DraftPoint] = []
-        for number, is_long, num_steps in self.shapes():
-            if points and deadline.left_s <= 0.0:
+    def measure(self, deadline: Deadline, progress: Callable[[], None]) -> MeasuredDrafts:
+        """Return what drafts took, of one more shape at least, whatever the time."""
+        points = list(self._known.points)
+        for place, (number, is_long, num_steps) in enumerate(self.shapes()):
+            if place > 0 and deadline.left_s <= 0.0:
                 break
             point = self._steps.draft_point(number, is_long, num_steps, deadline)
             if point is not None:
                 points.append(point)
             progress()
-        return points
-
-
-class DraftProfiler:
-    """Times proposals of a drafter that has no other work."""
-
-    def __init__(self, proposer: Proposer, vocab_size: int, plan: ProfilePlan, clock: Clock) -> None:
-        self._proposer = proposer
-        self._vocab_size = vocab_size
-        self._plan = plan
-        self._clock = clock
-        self._generator = np.random.default_rng(1)
-        self._salt = secrets.token_hex(16)
-        self._is_exact = proposer.capabilities.kv == "own"
-        """Whether it has a proposal for every sequence that it has read."""
-
-    def shapes(self) -> list[tuple[int, int, int]]:
-        """Return (sequences, context of each, draft tokens) to measure, those that tell most first."""
-        most, largest = self._plan.max_draft_tokens, self._plan.max_num_seqs
-        numbers = [number for number in dict.fromkeys((1, min(16, largest), 4, largest)) if number <= largest]
-        shapes = [
-            (number, _SHORT_CONTEXT, steps)
-            for number in numbers
-            for steps in dict.fromkeys((min(4, most), 1))
-        ]
-        shapes.insert(4, (min(_NUM_LONG, largest), self._long_context(min(4, most)), min(4, most)))
-        return shapes
-
-    def measure(self, deadline: _Deadline, progress: Callable[[], None]) -> list[DraftPoint]:
-        """Return what proposals took; nothing where the drafter has none, or is too slow."""
-        points: list[DraftPoint] = []
-        for number, context, steps in self.shapes():
-            if deadline.left_s <= 0.0:
-                break
-            point = self._point(number, context, steps, deadline)
-            if point is None and not points:
-                break  # nobody drafts yet: the others would not either
-            if point is not None:
-                points.append(point)
-            progress()
-        return points
-
-    def _long_context(self, num_steps: int) -> int:
-        """As long as wanted, or as the drafter reads, where that is long, too."""
-        limit = self._proposer.capabilities.max_context
-        wanted = self._plan.long_context
-        return wanted if limit is None else max(_LONG_CONTEXT, min(wanted, limit - _GROWTH - num_steps))
-
-    def _point(self, number: int, context: int, num_steps: int, deadline: _Deadline) -> DraftPoint | None:
-        limit = self._proposer.capabilities.max_context
-        if limit is not None and context + _GROWTH + num_steps > limit:
-            return None
-        views = [
-            MadeUpSequence(
-                f"profile-{number}-{index}",
-                context,
-                cache_salt=self._salt,
-                vocab_size=self._vocab_size,
-                generator=self._generator,
-            )
-            for index in range(number)
-        ]
-        budgets = {view.request_id: num_steps for view in views}
-        try:
-            if not self._catch_up(views, budgets, deadline):
-                return None
-            seconds: list[float] = []
-            while len(seconds) < _NUM_REPEATS and (not seconds or deadline.left_s > 0.0):
-                for view in views:
-                    view.grow(2)
-                started_s = self._clock.now_s()
-                self._proposer.propose(views, budgets)
-                seconds.append(self._clock.now_s() - started_s)
-        finally:
-            self._proposer.release(list(budgets))
-        return DraftPoint(
-            num_sequences=number,
-            context_tokens=number * self._plan.attended(context),
-            num_steps=num_steps,
-            num_unseen=2,
-            seconds=max(_middle(seconds), 1e-7),
-        )
-
-    def _catch_up(
-        self, views: Sequence[MadeUpSequence], budgets: dict[RequestId, int], deadline: _Deadline
-    ) -> bool:
-        """Let the drafter read; return whether it proposes for all."""
-        for _ in range(_MOST_CATCH_UPS):
-            found = self._proposer.propose(views, budgets)
-            if not self._is_exact or len(found) == len(views):
-                return True
-            if deadline.left_s <= 0.0:
-                return False
-        return False
+        return MeasuredDrafts(tuple(points), is_complete=True)
 
 
 @dataclass(slots=True)
@@ -528,11 +355,12 @@ def measure_profile(
     known: CostProfile | None = None,
     clock: Clock | None = None,
     progress: ProfileProgress | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> CostProfile:
     """Measure both sides, one after the other, for about `plan.budget_s` seconds.
 
     Neither may have any sequence. A single measurement is never cut short, so a slow machine takes longer.
-    Where steps of the target are `known`, only proposals are measured.
+    Where steps of the target are `known`, only proposals are measured: those that are not known, too.
 
     Raises:
         TransportError: the target is lost.
@@ -543,41 +371,37 @@ def measure_profile(
     members = members_of(proposer) if drafts_anything(proposer, plan) else ()
     # Of several drafters, only what drafts at the target has a budget.
     own_plan = plan if len(members) == 1 else replace(plan, kv_budget=None)
+    none_known: list[tuple[DraftPoint, ...]] = [()] * len(members)
+    known_drafts = none_known if known is None else [*known.drafts, *none_known]
     profilers = [
-        SelfDraftProfiler(steps, plan)
+        SelfDraftProfiler(steps, plan, points)
         if one.capabilities.at_target
-        else DraftProfiler(one, target.description.vocab_size, own_plan, clock)
-        for one in members
+        else DraftProfiler(one, target.description.vocab_size, own_plan, clock, points, sleep)
+        for one, points in zip(members, known_drafts, strict=False)
     ]
     num_planned = (sum(map(len, steps.shapes())) if known is None else 0) + sum(
         len(one.shapes()) for one in profilers
     )
     counter = _Counter(num_planned, progress)
-    drafts: list[tuple[DraftPoint, ...]] = []
+    measured: list[MeasuredDrafts] = []
     try:
         for place, one in enumerate(profilers, start=1):
             share = plan.budget_s * (1.0 - _VERIFY_SHARE) * place / len(profilers)
-            drafts.append(tuple(one.measure(_Deadline(clock, started_s + share), counter)))
-        first, others = (drafts[0], tuple(drafts[1:])) if drafts else ((), ())
+            measured.append(one.measure(Deadline(clock, started_s + share), counter))
+        first, *others = [one.points for one in measured] or [()]
+        is_complete = all(one.is_complete for one in measured)
         if known is not None:
-            return msgspec.structs.replace(known, draft=first, other_drafts=others)
-        verify = steps.measure(_Deadline(clock, started_s + plan.budget_s), counter)
+            return msgspec.structs.replace(
+                known, draft=first, other_drafts=tuple(others), is_draft_complete=is_complete
+            )
+        verify = steps.measure(Deadline(clock, started_s + plan.budget_s), counter)
     finally:
         steps.forget()
     return CostProfile(
         key=plan.key,
         verify=tuple(verify[1:] or verify),
         draft=first,
-        other_drafts=others,
+        other_drafts=tuple(others),
+        is_draft_complete=is_complete,
         num_stepped_rows=plan.num_stepped_rows,
     )
-
-
-def _random_tokens(generator: np.random.Generator, num_tokens: int, vocab_size: int) -> list[int]:
-    end = min(_FIRST_TOKEN + _NUM_TOKENS, vocab_size)
-    tokens: list[int] = generator.integers(min(_FIRST_TOKEN, end - 1), end, num_tokens).tolist()
-    return tokens
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

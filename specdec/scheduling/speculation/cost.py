@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
+from specdec.scheduling.speculation.draft_wire import DraftWire
 from specdec.scheduling.speculation.time_spread import TimeSpread
 
 Floats = NDArray[np.float64]
@@ -351,7 +352,9 @@ def _step_region(num_steps: int) -> int:
 
 
 class DraftCost:
-    """T_draft: a start, and steps that cost by how many sequences take part in them, corrected by region."""
+    """T_draft: a start, and steps that cost by how many sequences take part in them, corrected by region; and
+    the wire, which is learnt of its own.
+    """
 
     def __init__(self, points: Sequence[DraftPoint], max_sequences: int, max_steps: int) -> None:
         """Fit measured points; tables have entries up to `max_sequences`, and `max_steps` steps."""
@@ -367,6 +370,7 @@ class DraftCost:
         self._corrections = Corrections(len(self._knots), _STEP_REGIONS)
         self._nearest = np.abs(np.log(np.maximum(numbers, 1))[:, None] - np.log(self._knots)).argmin(1)
         self._regions = np.array([_step_region(step) for step in range(1, max_steps + 1)])
+        self._wire = DraftWire(min((point.wire_s for point in points), default=0.0))
         self.spread = TimeSpread()
         """Of the times after which proposals are there, beyond what `by_steps` says."""
 
@@ -398,7 +402,7 @@ class DraftCost:
         total: Floats = np.cumsum(seconds, axis=-1) + self._start[first]
         factors = self._corrections.factors(is_overlapped=is_overlapped)
         total *= factors[self._nearest[first], self._regions[: numbers.shape[-1]]]
-        total = np.maximum.accumulate(total, axis=-1)
+        total = np.maximum.accumulate(total, axis=-1) + self._wire.seconds
         return np.where(first > 0, total, 0.0)
 
     def reading(self, num_tokens: float) -> float:
@@ -410,9 +414,9 @@ class DraftCost:
         budgets: Mapping[RequestId, int],
         mean_context: float,
         num_branches: int,
-        seconds: float,
+        ready_s: float,
         *,
-        ready_s: float | None = None,
+        work_s: float | None = None,
         is_overlapped: bool = False,
     ) -> None:
         """Learn what proposals took, given the draft tokens asked for and continuations for each.
@@ -421,12 +425,18 @@ class DraftCost:
             budgets: draft tokens by request.
             mean_context: of a draft token.
             num_branches: continuations of each request.
-            seconds: for which the drafter worked.
-            ready_s: after which proposals were there; None: at once.
+            ready_s: after which proposals were there.
+            work_s: for which the drafter worked on them, of these; None: it does not say.
             is_overlapped: whether the target worked meanwhile.
         """
         wanted = sorted(budget for budget in budgets.values() if budget > 0)
-        if not wanted or seconds <= 0.0:
+        if not wanted:
+            return
+        if work_s is None:
+            work_s = ready_s - self._wire.seconds
+        else:
+            self._wire.note(ready_s - work_s)
+        if work_s <= 0.0:
             return
         num_steps = min(wanted[-1], len(self._regions))
         # Of each step, so many have been asked for no more than the steps before it.
@@ -439,9 +449,9 @@ class DraftCost:
         if expected > 0.0:
             at = int(self._nearest[numbers[0]])
             surprise = self._corrections.note(
-                at, _step_region(num_steps), seconds / expected, is_overlapped=is_overlapped
+                at, _step_region(num_steps), work_s / expected, is_overlapped=is_overlapped
             )
-            self.spread.note(surprise * (1.0 if ready_s is None else ready_s / seconds))
+            self.spread.note(ready_s / (work_s / surprise + self._wire.seconds))
 
     def _fit(self, points: Sequence[DraftPoint]) -> tuple[list[int], list[float], list[float]]:
         knots = sorted({point.num_sequences for point in points})

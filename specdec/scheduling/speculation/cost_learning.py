@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.decision import Decision, mean_draft_context
@@ -14,8 +12,6 @@ from specdec.scheduling.speculation.time_spread import NO_PROMPTS, PromptLoad
 
 _WIRE_DECAY = 0.05
 _PROMPT_DECAY = 0.02
-_NUM_DRAFT_WIRES, _FEW_SHORTER = 48, 16
-"""Rounds that tell what the wire to drafters takes, of which one in so many may have said less."""
 _LONGEST_WIRE_S = 0.1
 """Between the target and who waits for it; what is longer counts as that."""
 
@@ -29,8 +25,6 @@ class CostLearning:
         self._overheads = overheads
         self._has_several_drafters = has_several_drafters
         self._wire_s = 0.0
-        self._draft_wire_s: deque[float] = deque(maxlen=_NUM_DRAFT_WIRES)
-        """After work on them, lately: how long it took until drafts were there."""
         self._num_tokens = self._num_with_prompts = self._prompts_s = 0.0
         """Lately, as decaying sums."""
 
@@ -90,22 +84,12 @@ class CostLearning:
         num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
         attended = mean_draft_context(decision, budgets, context / max(1, observation.num_sequences))
         is_overlapped = observation.mode != "lockstep"
-        work_s = ready_s
-        if observation.draft_work_s is not None:
-            self._draft_wire_s.append(max(0.0, ready_s - observation.draft_work_s))
-            work_s = min(observation.draft_work_s + self._least_draft_wire_s, ready_s)
+        work_s = observation.draft_work_s
+        if work_s is not None and work_s > ready_s:
+            work_s = None  # that was another answer, heard meanwhile
         self._costs.draft.note(
-            budgets, attended, num_branches, work_s, ready_s=ready_s, is_overlapped=is_overlapped
+            budgets, attended, num_branches, ready_s, work_s=work_s, is_overlapped=is_overlapped
         )
-
-    @property
-    def _least_draft_wire_s(self) -> float:
-        """What drafts take longer than work on them even where nobody else's is waited for: the wire.
-
-        However long they are it takes as long, so that it is a cost as any other, no matter of waiting. A few
-        rounds may have said less.
-        """
-        return sorted(self._draft_wire_s)[len(self._draft_wire_s) // _FEW_SHORTER]
 
     def _note_drafters(self, observation: RoundObservation, decision: Decision) -> None:
         """Learn what each of several drafters takes."""

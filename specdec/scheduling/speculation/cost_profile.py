@@ -13,7 +13,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-PROFILE_FORMAT = 4
+PROFILE_FORMAT = 5
 """Raised when the meaning of anything below changes: profiles of other formats are measured anew."""
 DEFAULT_PROFILE_DIR = Path("~/.cache/drafthouse/profiles")
 
@@ -29,7 +29,7 @@ class VerifyPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What proposals took, from asking for them to having them."""
+    """What work on proposals took."""
 
     num_sequences: int
     context_tokens: int
@@ -38,6 +38,8 @@ class DraftPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Draft tokens per sequence."""
     num_unseen: int
     """Committed tokens per sequence that the drafter had not read."""
+    wire_s: float = 0.0
+    """What passed beside that work, from asking for them to having them."""
     seconds: float
 
 
@@ -54,6 +56,9 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     draft_devices: tuple[str, ...] = ()
     """What drafters ran on when drafting was measured; empty: it is not known. Not part of the key: a draft
     pool may come later than the target, or change, and steps of the target still cost the same."""
+    is_draft_complete: bool = True
+    """Whether that is all there will be of drafts. Where a drafter was late, or busy with others' drafts, the
+    next start goes on."""
     num_stepped_rows: int = 0
     """Up to so many rows, a step costs what the next measured number of rows costs: rows are padded to it."""
     format: int = PROFILE_FORMAT
@@ -62,6 +67,11 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     def drafts(self) -> tuple[tuple[DraftPoint, ...], ...]:
         """What is known of each drafter."""
         return (self.draft, *self.other_drafts)
+
+    @property
+    def has_all_drafts(self) -> bool:
+        """Whether nothing of drafts is left to be measured."""
+        return self.is_draft_complete and all(self.drafts)
 
     def fault(self) -> str | None:
         """Say what makes it unusable; None: it can be used."""
@@ -73,6 +83,8 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
         seconds = [point.seconds for point in self.verify] + [point.seconds for point in drafts]
         if not all(math.isfinite(one) and one > 0.0 for one in seconds):
             return "times that are not positive"
+        if not all(math.isfinite(point.wire_s) and point.wire_s >= 0.0 for point in drafts):
+            return "wires that take a negative time"
         if any(min(point.num_sequences, point.num_rows) < 1 for point in self.verify):
             return "steps without rows"
         if any(min(point.num_sequences, point.num_steps) < 1 for point in drafts):

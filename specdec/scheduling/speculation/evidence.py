@@ -136,7 +136,7 @@ class Evidence:
     def note_times(self, now: int, kind: Kind, region: Hashable, ratios: Sequence[float]) -> None:
         """Learn from rounds, up to number `now`, that took so many times what was expected of them."""
         gate = self._gates.setdefault(kind, OutlierGate())
-        usual = self._time_factor(now, kind, region)
+        usual = self.time_factor(now, kind, region)
         believed = [ratio for ratio in ratios if gate.lets_through(ratio / usual)]
         if not believed:
             return
@@ -172,7 +172,7 @@ class Evidence:
 
     def factor(self, now: int, kind: Kind, region: Hashable) -> float:
         """Return by what the model's goodput of a kind has to be multiplied."""
-        return self.token_factor(now, kind) / self._time_factor(now, kind, region)
+        return self.token_factor(now, kind) / self.time_factor(now, kind, region)
 
     def num_rounds(self, now: int, kind: Kind) -> float:
         """Return how many rounds of a kind the evidence is worth."""
@@ -184,7 +184,8 @@ class Evidence:
         tokens = self._tokens.get(kind)
         return 1.0 if tokens is None else tokens.ratio(now, _DOUBTED_TOKENS)
 
-    def _time_factor(self, now: int, kind: Kind, region: Hashable) -> float:
+    def time_factor(self, now: int, kind: Kind, region: Hashable) -> float:
+        """Return by what the model's times of a kind have to be multiplied."""
         overall = self._times.get(kind)
         if overall is None:
             return 1.0

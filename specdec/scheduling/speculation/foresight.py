@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -64,8 +64,11 @@ class Foresight:
             drafters=drafters,
         )
 
-    def evaluate(self, batch: Batch) -> Evaluation:
-        """Return what rounds of each kind would take and bring."""
+    def evaluate(self, batch: Batch, time_factors: Mapping[Kind, float]) -> Evaluation:
+        """Return what rounds of each kind would take and bring.
+
+        `time_factors` say how many times as long as expected they have taken lately.
+        """
         number, of = batch.num_sequences, self._overheads.of
         overhead_s = of(number, has_drafts=True)
         overheads: dict[Kind, float] = {
@@ -81,16 +84,17 @@ class Foresight:
             max_rows=self._settings.max_rows,
             num_rows_beside=self._settings.num_rows_beside,
             prompts=self._learning.prompts,
+            time_factors=time_factors,
         )
 
-    def by_cohort(self, batch: Batch, num_here: int) -> Option | None:
+    def by_cohort(self, batch: Batch, num_here: int, time_factors: Mapping[Kind, float]) -> Option | None:
         """Return the best choice for ping_pong, where the first `num_here` sequences are in one cohort.
 
         Rows and steps are those of a cohort: what is best for all together need not suit either. None: there
         is none with drafts.
         """
         cohorts = batch.part(0, num_here), batch.part(num_here, batch.num_sequences)
-        each = [self._of_cohort(one) for one in cohorts]
+        each = [self._of_cohort(one, time_factors) for one in cohorts]
         if all(one.kind == "plain" for one in each):
             return None
         return Option(
@@ -106,7 +110,7 @@ class Foresight:
             ),
         )
 
-    def _of_cohort(self, cohort: Batch) -> Option:
-        evaluation = self.evaluate(cohort)
+    def _of_cohort(self, cohort: Batch, time_factors: Mapping[Kind, float]) -> Option:
+        evaluation = self.evaluate(cohort, time_factors)
         found = evaluation.cohort()
         return evaluation.plain if found is None else found.shortened(0.5)

@@ -21,7 +21,8 @@ In draft_ahead only hits have drafts in the next round: with h_k the chance that
 prepared for, the share of requests with drafts settles at h_0 / (1 - h_k + h_0).
 
 A latency target bounds rounds: where a round as such is not longer than the least `itl_ms` of the batch,
-rounds with drafts must not be either (in ping_pong a stream waits for both cohorts). Where even a round
+rounds with drafts must not be either (in ping_pong a stream waits for both cohorts), given how much longer
+than expected rounds of their kind were lately. Where even a round
 without drafts is, no k can keep the promise, and goodput alone counts: it is what brings every stream's mean
 time per token down.
 """
@@ -32,6 +33,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -186,6 +188,7 @@ class Evaluation:
         max_rows: int,
         num_rows_beside: int = 0,
         prompts: PromptLoad = NO_PROMPTS,
+        time_factors: Mapping[Kind, float] = MappingProxyType({}),
     ) -> None:
         """Look at a batch.
 
@@ -196,6 +199,8 @@ class Evaluation:
             max_rows: most rows of a step.
             num_rows_beside: rows that a sequence has beside those of its drafts, if it has a budget for any.
             prompts: what is read of them in the same rounds.
+            time_factors: how many times as long as expected rounds take, by kind; 1 where nothing is said.
+                They bound rounds; what they mean for rates is for others to say.
         """
         self._batch = batch
         self._costs = costs
@@ -203,6 +208,7 @@ class Evaluation:
         self._max_rows = max_rows
         self._num_rows_beside = num_rows_beside
         self._prompts = prompts
+        self._time_factors = time_factors
         self._mean_context = batch.context_tokens / batch.num_sequences
         self._draft_context: Floats | float = float(self._draft_contexts.mean())
         """Mean tokens that those who take part in a step of the drafter attend to: [S, K], or of all."""
@@ -355,7 +361,8 @@ class Evaluation:
     @cached_property
     def _itl_s(self) -> float:
         """The bound on rounds; none where a round without drafts is longer already."""
-        return math.inf if self.plain.round_s > self._batch.itl_s else self._batch.itl_s
+        plain_s = self.plain.round_s * self._time_factor("plain")
+        return math.inf if plain_s > self._batch.itl_s else self._batch.itl_s
 
     @cached_property
     def plain(self) -> Option:
@@ -512,7 +519,7 @@ class Evaluation:
             rates[self._taking_part[:, least_draft_tokens - 1] < 0.5 * self._taking_part[:, 0]] = 0.0
         rates[: self._asked_at] = 0.0
         rates[:, : self._least_depth] = 0.0
-        rates[round_s.alone > self._itl_s] = 0.0
+        rates[round_s.alone * self._time_factor(kind) > self._itl_s] = 0.0
         rates[0] = 0.0
         at, depth = divmod(int(rates.argmax()), rates.shape[1])
         if rates[at, depth] <= 0.0:
@@ -549,6 +556,9 @@ class Evaluation:
 
     def _overhead(self, kind: Kind) -> float:
         return self._overheads.get(kind, 0.0)
+
+    def _time_factor(self, kind: Kind) -> float:
+        return self._time_factors.get(kind, 1.0)
 
 
 def _sizes(num_tokens: int, num_asked: int) -> Ints:

@@ -20,7 +20,7 @@ from specdec.scheduling.speculation.decision import Decision, Region, added_up, 
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.scheduling.speculation.foresight import Foresight
-from specdec.scheduling.speculation.goodput import Batch, Evaluation, Ints, Kind
+from specdec.scheduling.speculation.goodput import Batch, Ints, Kind
 from specdec.scheduling.speculation.kind_switch import KindSwitch
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.request_facts import RequestFacts
@@ -163,19 +163,19 @@ class GoodputController:
         is_drafting = self._switch.kind != "plain"
         self._facts.review(self._round, sequences, self._decision, self._costs, is_drafting=is_drafting)
         batch = self._foresight.batch_of(sequences)
-        evaluation = self._foresight.evaluate(batch)
-        self._decision = self._decide_for(batch, evaluation, sequences, num_here)
+        self._decision = self._decide_for(batch, sequences, num_here)
         self._facts.take_over(sequences)
         return self._decision
 
-    def _decide_for(
-        self, batch: Batch, evaluation: Evaluation, sequences: tuple[Schedulable, ...], num_here: int
-    ) -> Decision:
+    def _decide_for(self, batch: Batch, sequences: tuple[Schedulable, ...], num_here: int) -> Decision:
         region = region_of(batch)
+        kinds: tuple[Kind, ...] = ("plain", *self._settings.modes)
+        time_factors = {kind: self._evidence.time_factor(self._round, kind, region) for kind in kinds}
+        evaluation = self._foresight.evaluate(batch, time_factors)
         outlook = self._continuations.outlook
         options = evaluation.options(self._settings.modes, outlook)
         if "ping_pong" in options and num_here < len(sequences):
-            by_cohort = self._foresight.by_cohort(batch, num_here)
+            by_cohort = self._foresight.by_cohort(batch, num_here, time_factors)
             options = {kind: option for kind, option in options.items() if kind != "ping_pong"}
             options |= {} if by_cohort is None else {"ping_pong": by_cohort}
         rates = {

@@ -33,6 +33,10 @@ class RoundEvidence:
         """Return by how much the model's rate of a kind of rounds is to be corrected."""
         return self._evidence.factor(now, kind, region)
 
+    def time_factor(self, now: int, kind: Kind, region: Region) -> float:
+        """Return how many times as long as expected rounds of a kind take."""
+        return self._evidence.time_factor(now, kind, region)
+
     def little_known(self, now: int, kinds: Iterable[Kind]) -> Set[Kind]:
         """Return those kinds of which little has been seen, or long ago."""
         return {kind for kind in kinds if self._evidence.num_rounds(now, kind) < _FEW_ROUNDS}

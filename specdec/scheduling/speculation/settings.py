@@ -33,7 +33,8 @@ class ControllerSettings:
     decide_every: int = 8
     """Rounds after which a decision is thought over, where the batch stays the same."""
     trial_share: float = 0.004
-    """Share of the time that trying what is thought worse may lose; audits may lose half as much more."""
+    """Share of the time that trying what is thought worse may lose; audits may lose half as much beside that,
+    and comparisons of modes as much as audits (`Trials`)."""
 
     drafter_caps: tuple[int, ...] = ()
     """Largest k of each of several drafters, of which one is picked for each request; empty: there is one."""

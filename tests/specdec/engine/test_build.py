@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
+from specdec.core.ids import RequestId
+from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import SequenceView
 from specdec.engine.build import (
     build_draft_proposer,
     build_target,
@@ -23,7 +27,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.profiling import measure_profile
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.model.config import CompileConfig, ModelConfig
-from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.cost import assumed_profile
@@ -259,6 +263,55 @@ def test_a_draft_pool_that_comes_later_is_measured_at_the_next_start(tmp_path: P
     assert cost_profile_of(its_config, target, late) == complete
     late.close()
     there.close()
+    target.close()
+
+
+class FallsSilent:
+    """A drafter elsewhere that answers so many times."""
+
+    ready_s: float | None = None
+
+    def __init__(self, inner: Proposer, num_answers: int) -> None:
+        self.inner, self.num_answers = inner, num_answers
+        self.capabilities = replace(inner.capabilities, remote=True)
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        self.num_answers -= 1
+        self.ready_s = None if self.num_answers < 0 else 0.001
+        return {} if self.num_answers < 0 else self.inner.propose(sequences, num_draft_tokens)
+
+    def look_ahead(self, wishes: Sequence[AheadWish]) -> None: ...
+
+    def take_ahead_outcomes(self) -> Sequence[AheadOutcome]:
+        return ()
+
+    def take_drafting_s(self) -> float:
+        return 0.0
+
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        self.inner.release(request_ids)
+
+    def close(self) -> None: ...
+
+
+def test_what_a_silent_drafter_left_out_is_measured_at_the_next_start(tmp_path: Path, folder: Path) -> None:
+    """What is on disk says that there is more to measure, and where what it has was measured."""
+    speculative = {"controller": "goodput", "profile_dir": str(tmp_path / "p"), "profile_seconds": 10.0}
+    its_config = config(folder, method="draft_model", model=str(folder), **speculative)
+    target, inner = build_target(its_config), build_draft_proposer(its_config)
+    short = cost_profile_of(its_config, target, FallsSilent(inner, 14), draft_devices=["A"])
+    assert 0 < len(short.draft) < 4
+    assert not short.has_all_drafts
+    assert cost_profile_of(its_config, target, FallsSilent(inner, 0)) == short
+    whole = cost_profile_of(its_config, target, FallsSilent(inner, 9999))
+    assert whole.draft[: len(short.draft)] == short.draft
+    assert len(whole.draft) == 4
+    assert whole.has_all_drafts
+    assert whole.draft_devices == ("A",)
+    assert cost_profile_of(its_config, target, FallsSilent(inner, 0)) == whole
+    inner.close()
     target.close()
 
 

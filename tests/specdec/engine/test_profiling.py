@@ -14,7 +14,8 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
-from specdec.engine.profiling import ProfilePlan, measure_profile
+from specdec.engine.profile_plan import ProfilePlan
+from specdec.engine.profiling import measure_profile
 from specdec.engine.toy_target import ToyTarget
 from specdec.kv.selection import KvBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities

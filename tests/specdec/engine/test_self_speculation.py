@@ -26,7 +26,8 @@ from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.metrics import EngineMetrics
 from specdec.engine.offline import choice_requests
-from specdec.engine.profiling import ProfilePlan, measure_profile
+from specdec.engine.profile_plan import ProfilePlan
+from specdec.engine.profiling import measure_profile
 from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.self_drafter import SelfDrafter
 from specdec.engine.target_server import TargetServer

@@ -22,7 +22,8 @@ from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
-from specdec.engine.profiling import ProfilePlan, measure_profile
+from specdec.engine.profile_plan import ProfilePlan
+from specdec.engine.profiling import measure_profile
 from specdec.engine.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig

@@ -161,6 +161,45 @@ def test_drafting_is_corrected() -> None:
     assert (np.diff(after) >= 0.0).all()
 
 
+@pytest.mark.parametrize("seen", [(1, 2, 4, 8), (4,)])
+@pytest.mark.parametrize("step_s", [0.001, 0.003])
+def test_a_wire_that_was_not_measured_bends_nothing(seen: tuple[int, ...], step_s: float) -> None:
+    """Ten times as long as the work on one token: taken for work, it would be so many times as long, too."""
+    draft = CostModel(assumed_profile(), max_rows=64, max_sequences=16, max_steps=8).draft
+    for _ in range(40):
+        for k in seen:
+            draft.note({RequestId("a"): k}, 64, 1, 0.01 + step_s * k, work_s=step_s * k)
+    true = 0.01 + step_s * np.arange(1, 9)
+    assert draft.by_steps(np.ones(8), 64) == pytest.approx(true, rel=0.03)
+    assert draft.spread.factors == pytest.approx(np.ones(6), rel=0.25)
+
+
+def test_a_wire_that_was_measured_is_part_of_what_drafts_take() -> None:
+    """Also where nobody says for how long they worked."""
+    points = [
+        DraftPoint(
+            num_sequences=1,
+            context_tokens=1,
+            num_steps=steps,
+            num_unseen=1,
+            wire_s=wire_s,
+            seconds=0.001 * steps,
+        )
+        for steps, wire_s in ((1, 0.011), (4, 0.01))
+    ]
+    verify = VerifyPoint(num_sequences=1, context_tokens=1, num_rows=1, seconds=0.01)
+    profile = CostProfile(key="", verify=(verify,), draft=tuple(points))
+    assert profile.fault() is None
+    draft = CostModel(profile, max_rows=16, max_sequences=4, max_steps=8).draft
+    true = 0.01 + 0.001 * np.arange(1, 9)
+    assert draft.by_steps(np.ones(8), 1) == pytest.approx(true, rel=0.02)
+    for _ in range(20):
+        draft.note({RequestId("a"): 4}, 1, 1, 0.018)  # steps take twice as long
+    slower = 0.01 + 0.002 * np.arange(1, 9)
+    assert draft.by_steps(np.ones(8), 1) == pytest.approx(slower, rel=0.03)
+    assert (draft.by_steps(np.zeros(8), 1) == 0.0).all()
+
+
 def test_without_a_profile_rounds_tell_the_scale() -> None:
     model = CostModel(assumed_profile(), max_rows=512, max_sequences=64, max_steps=8)
     for rows in (1, 5, 9):

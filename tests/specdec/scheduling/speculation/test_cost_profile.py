@@ -42,6 +42,7 @@ def test_the_key_names_everything_in_any_order() -> None:
         {"key": "another"},
         {"verify": (msgspec.structs.replace(profile_of(COSTS["cpu"]).verify[0], seconds=-1.0),)},
         {"verify": (msgspec.structs.replace(profile_of(COSTS["cpu"]).verify[0], num_rows=0),)},
+        {"draft": (msgspec.structs.replace(profile_of(COSTS["cpu"]).draft[0], wire_s=-1.0),)},
     ],
 )
 def test_what_cannot_be_used_is_measured_anew(

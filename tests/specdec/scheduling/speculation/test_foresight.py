@@ -43,7 +43,7 @@ def test_bounds_and_wishes_of_a_batch() -> None:
 def test_cohorts_are_asked_apart() -> None:
     foresight = foresight_of()
     sequences = [fake_request(str(number), 100) for number in range(4)]
-    found = foresight.by_cohort(foresight.batch_of(sequences), 1)
+    found = foresight.by_cohort(foresight.batch_of(sequences), 1, {})
     assert found is not None
     chosen = found.num_draft_tokens
     assert chosen.shape == (4,)
@@ -51,8 +51,8 @@ def test_cohorts_are_asked_apart() -> None:
     # What is expected is what is chosen, of both: nobody else's tokens, nobody else's rows.
     assert 4.0 < found.tokens <= 4.0 + chosen.sum()
     alone = [
-        foresight.by_cohort(foresight.batch_of(sequences[:2]), 1),
-        foresight.evaluate(foresight.batch_of(sequences)).ping_pong(),
+        foresight.by_cohort(foresight.batch_of(sequences[:2]), 1, {}),
+        foresight.evaluate(foresight.batch_of(sequences), {}).ping_pong(),
     ]
     assert alone[0] is not None
     assert alone[1] is not None

@@ -297,6 +297,26 @@ def test_a_latency_target_bounds_rounds() -> None:
     assert [option.kind for option in options_of(tight)] == ["plain"]
 
 
+def test_a_latency_target_bounds_what_rounds_really_take() -> None:
+    """Of each kind as much longer than expected as it lately was; what is expected stays as it is."""
+    free = evaluate(batch_of([[0.95] * 8] * 4), "cpu")
+    unbound = free.lockstep()
+    assert unbound is not None
+    limit = 0.25 * free.plain.round_s + 0.75 * unbound.round_s
+    batch = batch_of([[0.95] * 8] * 4, itl_s=limit)
+
+    def bound(**factors: float) -> dict[str, Option]:
+        evaluation = Evaluation(batch, costs_of("cpu"), OVERHEADS, max_rows=640, time_factors=factors)  # type: ignore[arg-type]
+        return {option.kind: option for option in options_of(evaluation)}
+
+    usual, longer, shorter = bound(), bound(lockstep=1.2), bound(lockstep=0.8)
+    assert limit / 1.2 < usual["lockstep"].round_s <= limit
+    assert longer["lockstep"].round_s <= limit / 1.2
+    assert limit < shorter["lockstep"].round_s <= limit / 0.8
+    assert longer["draft_ahead"].round_s == usual["draft_ahead"].round_s
+    assert bound(plain=2.5)["lockstep"].round_s == unbound.round_s, "no round at all keeps the promise"
+
+
 def test_a_latency_target_that_no_round_can_keep_is_left_to_goodput() -> None:
     free = evaluate(batch_of([[0.95] * 8] * 4), "expensive")
     hopeless = evaluate(batch_of([[0.95] * 8] * 4, itl_s=0.5 * free.plain.round_s), "expensive").lockstep()

@@ -742,6 +742,44 @@ def test_a_latency_target_keeps_rounds_short() -> None:
     assert controller.state.reason == "latency_target"
 
 
+def test_a_latency_target_is_kept_where_rounds_take_longer_than_expected() -> None:
+    """Both cohorts of ping_pong take a third longer than their parts: only whole rounds show it."""
+    factor = 1.33
+
+    class Longer(World):
+        def run_round(self, controller: SpeculationController) -> None:
+            super().run_round(_Lengthening(controller))
+
+        def _book(self, tokens: float, seconds: float, is_speculating: bool) -> None:
+            super()._book(tokens, factor * seconds, is_speculating)
+
+    class _Lengthening:
+        def __init__(self, inner: SpeculationController) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def observe(self, observation: RoundObservation) -> None:
+            if observation.mode == "ping_pong" and observation.round_s is not None:
+                observation = replace(observation, round_s=factor * observation.round_s)
+            self._inner.observe(observation)
+
+    costs = COSTS["gpu"]
+    world = Longer(costs=costs, acceptance=lambda _round, _request: 0.95, num_sequences=4, seed=1)
+    expected_s = 2.0 * costs.verify(2, 512, 18)
+    controller = controller_of(profile_of(costs), ("ping_pong",))
+    world.run(controller, 200)
+    assert controller.mode == "ping_pong"
+    for limit_s, is_kept in ((1.5 * expected_s, True), (1.15 * expected_s, False)):
+        for _ in range(300):
+            for request in world.requests:
+                request.itl_s = limit_s
+            world.run_round(controller)
+        assert (controller.mode == "ping_pong") == is_kept, (limit_s, controller.state)
+    assert controller.state.reason == "latency_target"
+
+
 def test_continuations_are_shared_out() -> None:
     controller = controller_of(profile_of(COSTS["expensive"]), ("draft_ahead",), max_branches=4)
     world = world_of(COSTS["expensive"], 4, chance=0.9)
