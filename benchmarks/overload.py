@@ -383,7 +383,12 @@ def overload_config(plan: Plan, family: Path) -> dict[str, Any]:
         "cache": {"memory_bytes": 256 << 20},
         "scheduler": {"max_num_seqs": plan.num_places},
         # As in the presets for CPUs: whoever computes has the cores that deliveries do not take.
-        "http": {"served_model_name": _MODEL, "max_deliveries_per_s": 150, "proxy": plan.proxy},
+        "http": {
+            "served_model_name": _MODEL,
+            "max_deliveries_per_s": 150,
+            "niceness": 5,
+            "proxy": plan.proxy,
+        },
     }
 
 

@@ -70,6 +70,7 @@ def door_settings(
         write_timeout_s=http.write_timeout_s,
         max_unread_outputs=http.max_unread_outputs,
         max_deliveries_per_s=http.max_deliveries_per_s,
+        niceness=http.niceness,
         resume_window_s=http.resume_window_s,
         api_keys=tuple(api_keys),
         share_prefixes_between_keys=http.share_prefixes_between_keys,

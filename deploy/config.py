@@ -75,6 +75,10 @@ class HttpConfig(StrictConfig):
     """Most deliveries per second that an ingress replica writes, of all streams together: with many streams
     each gets several rounds at a time (after a quarter of a second at the latest). Each costs the replica and
     the proxy CPU time, however little it holds: fewer leave more to workers on the same cores."""
+    niceness: int = Field(default=0, ge=0, le=19)
+    """How far the ingress replicas give way to other processes of their nodes, as `nice` counts it (Linux).
+    Where workers compute on the same cores, rounds wait for requests that are read or refused; with 5 these
+    wait instead, for milliseconds. 0: they do not."""
     max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)
     """Most choices of one request: number of prompts times `n`."""
     request_timeout_s: float | None = Field(default=None, gt=0)

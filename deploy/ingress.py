@@ -14,6 +14,7 @@ from cluster.autoscaling.waking import waker_of
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
 from deploy.api_keys import follow_api_keys
+from deploy.niceness import give_way
 from deploy.openai.app import DoorModel, create_app
 from deploy.openai.errors import ApiError
 from deploy.openai.keys import KeyRing
@@ -68,6 +69,7 @@ class IngressReplica:
         `coordinators`, one for each model, make Serve start them with this one, and are woken where there may
         be none; tokens travel on channels."""
         prepare_logging("ingress")
+        give_way(models[0].settings.niceness)
         doors = [model.open(handle) for model, handle in zip(models, coordinators, strict=True)]
         self._services = [door.service for door in doors]
         first, *further = doors

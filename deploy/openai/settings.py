@@ -37,6 +37,8 @@ class DoorSettings:
     """Most outputs of one choice that wait for its client; with more the request ends in an error."""
     max_deliveries_per_s: float = DEFAULT_MAX_DELIVERIES_PER_S
     """Deliveries of all streams together, per second: with many, each gets more at a time, less often."""
+    niceness: int = 0
+    """How far the door's process gives way to others."""
     resume_window_s: float = DEFAULT_RESUME_WINDOW_S
     """Seconds for which a client that lost its connection may go on with its stream; 0: it may not."""
     api_keys: tuple[ApiKey, ...] = ()
