@@ -47,6 +47,14 @@ def test_all_threads_give_way_those_that_come_later_too() -> None:
     assert run(NICENESS_OF_ALL.format(by=19)).stdout.split() == ["19"] * 3, "there is no more than that"
 
 
+NOWHERE = """
+from pathlib import Path
+from deploy import niceness
+
+niceness._THREADS = Path("/nowhere")
+niceness.give_way(5)
+"""
+
+
 def test_a_system_that_does_not_list_threads_is_told_of() -> None:
-    script = "from pathlib import Path\nfrom deploy import niceness\nniceness._THREADS = Path('/nowhere')\nniceness.give_way(5)"
-    assert "http.niceness has no effect" in run(script).stderr
+    assert "http.niceness has no effect" in run(NOWHERE).stderr
