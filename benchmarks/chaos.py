@@ -9,9 +9,10 @@ on a node, a draft worker on a third, two ingress replicas. Streams run all the 
 speculation. Processes are killed or stopped at random, one fault after the other: draft worker, rank of a
 target, coordinator, ingress, HTTP proxy, a whole Ray node, a rank or an ingress that hangs, a slow drafter, a
 coordinator that is cut off until it is given up and then comes back; as root also a worker that the kernel
-ends for want of memory, and a full disk. A client whose connection breaks sends its request again with
-`Last-Event-ID`. Every stream is compared, token by token, with what the target alone generates in one process
-without speculation.
+ends for want of memory, a full disk, and, with each node in a network namespace, a node whose plug is pulled
+for a while, and target groups that do not see the draft worker. A client whose connection breaks sends its
+request again with `Last-Event-ID`. Every stream is compared, token by token, with what the target alone
+generates in one process without speculation.
 
 A request is lost when its client is refused for good or has waited for `--patience` seconds. Recovery of a
 fault is the time from the fault until every process is there again, weights loaded, and the door says so.

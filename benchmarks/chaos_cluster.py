@@ -19,7 +19,9 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from benchmarks.chaos_nodes import Nodes, can_part, nodes_of_this_machine
 from benchmarks.full_disk import can_mount, filled_up, small_disk
+from benchmarks.network import Network
 from benchmarks.starving import can_starve, starve
 from deploy.config import DrafthouseConfig
 
@@ -27,7 +29,6 @@ _MARK = "DRAFTHOUSE_CHAOS"
 _PROBE_TIMEOUT_S = 3.0
 _POLL_S = 0.2
 _START_S = 900.0
-_NODE_ATTEMPTS = 3
 _NODE_START_S = 120
 """Ray's own patience, 15 s, is too short for a busy machine."""
 _DISK = "2g"
@@ -38,12 +39,6 @@ _RANK = "ray::RankWorkerProcess"
 _COORDINATOR = "ray::ServeReplica:drafthouse:Coordinator"
 _INGRESS = "ray::ServeReplica:drafthouse:Ingress"
 _PROXY = "ray::ProxyActor"
-_FAST_HEALTH_CHECKS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 3000,
-    "health_check_failure_threshold": 3,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +81,10 @@ class ChaosCluster:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.config = _config(shape, family.resolve(), port)
-        self._mounts = contextlib.ExitStack()
-        self._nodes: Any = None
+        self._places = contextlib.ExitStack()
+        self._nodes: Nodes | None = None
         self._target_nodes: list[Any] = []
+        self._draft_node: Any = None
 
     @property
     def url(self) -> str:
@@ -100,7 +96,7 @@ class ChaosCluster:
         # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="dhch", dir="/tmp"))
         if can_mount():  # what is filled up must not be the disk of this machine
-            self._mounts.enter_context(small_disk(self._folder, _DISK))
+            self._places.enter_context(small_disk(self._folder, _DISK))
         (self._folder / "ray").mkdir()
         os.environ |= {
             _MARK: self._mark,
@@ -128,23 +124,15 @@ class ChaosCluster:
 
     def _start(self) -> None:
         import ray
-        from ray.cluster_utils import Cluster
 
         from deploy.deployment import Deployment
 
-        self._nodes = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0,
-                "object_store_memory": 80 << 20,
-                "include_dashboard": False,
-                "temp_dir": str(self._folder / "ray"),
-                "_system_config": _FAST_HEALTH_CHECKS,
-            },
+        self._nodes = self._places.enter_context(
+            nodes_of_this_machine(self._folder / "ray", 1 + self.shape.num_target_groups)
         )
         for _ in range(self.shape.num_target_groups):
             self._add_target_node()
-        self._add_node("draft_slot", self.shape.num_draft_workers)
+        self._draft_node = self._nodes.add({"draft_slot": self.shape.num_draft_workers})
         ray.init(address=self._nodes.address, log_to_driver=False)
         deployment = Deployment(self.config, ())
         deployment.start()
@@ -157,17 +145,8 @@ class ChaosCluster:
             time.sleep(_POLL_S)
 
     def _add_target_node(self) -> None:
-        self._target_nodes.append(self._add_node("target_slot", self.shape.tensor_parallel_size))
-
-    def _add_node(self, slot: str, number: int) -> Any:
-        """Start a node; again where it took longer than Ray waits, which a busy machine is enough for."""
-        for _ in range(_NODE_ATTEMPTS - 1):
-            with contextlib.suppress(Exception):  # Ray has no type of its own for it
-                return self._start_node(slot, number)
-        return self._start_node(slot, number)
-
-    def _start_node(self, slot: str, number: int) -> Any:
-        return self._nodes.add_node(num_cpus=1, resources={slot: number}, object_store_memory=80 << 20)
+        assert self._nodes is not None
+        self._target_nodes.append(self._nodes.add({"target_slot": self.shape.tensor_parallel_size}))
 
     def _clean_up(self) -> None:
         import ray
@@ -178,11 +157,11 @@ class ChaosCluster:
         with contextlib.suppress(Exception):  # half of it may be dead: what is left is killed below
             ray.shutdown()
             if self._nodes is not None:
-                self._nodes.shutdown()
+                self._nodes.end()
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        self._mounts.close()
+        self._places.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _processes(self) -> Iterator[psutil.Process]:
@@ -253,10 +232,11 @@ class ChaosCluster:
 
     def kill_node(self, random: Random) -> None:
         """Take a node of a target group away, with whatever runs on it, and bring another one."""
+        assert self._nodes is not None
         node = random.choice(self._target_nodes)
         self._target_nodes.remove(node)
         num_before = len(self.processes()[_TARGET_WORKER])
-        self._nodes.remove_node(node, allow_graceful=False)
+        self._nodes.kill(node)
         until_s = time.monotonic() + _PROBE_TIMEOUT_S
         # Ray ends a node's processes soon after the node. If none ends there was none on it.
         while len(self.processes()[_TARGET_WORKER]) >= num_before and time.monotonic() < until_s:
@@ -295,6 +275,29 @@ class ChaosCluster:
         victim = _pick(self.processes()[_COORDINATOR], random)
         self._pause(victim, random.uniform(1.5, 2.5) * self.shape.lease_s)
 
+    def cut_off_node(self, random: Random) -> None:
+        """Pull the plug of a target group's node for a while: it sees nobody, nobody sees it. Longer than a
+        lease, and not for so long that Ray gives the node up.
+        """
+        network, host = self._network(), random.choice(self._target_nodes)
+        network.isolate(host)
+        time.sleep(random.uniform(1.5, 2.5) * self.shape.lease_s)
+        network.join(host)
+
+    def cut_off_drafts(self, random: Random) -> None:
+        """Lose for a while what target groups and the draft worker send to each other, and nothing else."""
+        network = self._network()
+        for host in self._target_nodes:
+            network.part(host, self._draft_node)
+        time.sleep(random.uniform(1.5, 2.5) * self.shape.lease_s)
+        for host in self._target_nodes:
+            network.reunite(host, self._draft_node)
+
+    def _network(self) -> Network:
+        assert self._nodes is not None
+        assert self._nodes.network is not None
+        return self._nodes.network
+
     def _kill(self, kind: str, random: Random) -> None:
         _pick(self.processes()[kind], random).kill()
 
@@ -323,6 +326,8 @@ class ChaosCluster:
             kinds.append(self.starve_worker)
         if can_mount():
             kinds.append(self.fill_disk)
+        if can_part():
+            kinds += [self.cut_off_node, self.cut_off_drafts]
         return {kind.__name__: kind for kind in kinds}
 
 

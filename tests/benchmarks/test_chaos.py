@@ -49,7 +49,7 @@ def test_the_plans_promise_what_they_say() -> None:
     assert (FULL.num_faults, QUICK.num_faults) == (200, 20)
     harm = ("kill_", "hang_", "slow_", "cut_", "starve_", "fill_")
     kinds = [name for name in vars(ChaosCluster) if name.startswith(harm)]
-    assert len(kinds) == 12
+    assert len(kinds) == 14
     assert set(draw_faults(kinds, QUICK.num_faults, QUICK.seed)) == set(kinds)
 
 

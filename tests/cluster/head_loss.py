@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.network import Network
 from deploy.application import APPLICATION
 from deploy.config_file import parse_config
-from tests.cluster.namespaces import Network
 from tests.http_load import LIMIT_S, NUM_CLIENTS, Load, connected, wanted_of
 
 OUTSIDE, HEAD, NODE = 1, 2, 3

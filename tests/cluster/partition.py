@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from benchmarks.network import Network
 from cluster.config import (
     BundleConfig,
     ClusterConfig,
@@ -38,7 +39,6 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.config import ChannelConfig
-from tests.cluster.namespaces import Network
 from tests.cluster.test_running_cluster import metric, requests, with_service
 
 HEAD, FIRST, SECOND, DRAFTER = 1, 2, 3, 4

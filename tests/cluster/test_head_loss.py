@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.network import network, why_not
 from tests.cluster.head_loss import NUM_HOSTS, OUTSIDE
-from tests.cluster.namespaces import network, why_not
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.namespaces import network, why_not
+from benchmarks.network import network, why_not
 from tests.cluster.partition import HEAD, NUM_HOSTS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1200)]

@@ -6,13 +6,17 @@ A cut link says nothing to anybody: what is sent is lost, connections stay open,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 SUBNET = "10.77.0"
+_NAMESPACES = Path("/var/run/netns")
+_CLONE_NEWNET = 0x40000000
 _NOBODY = "02:00:00:00:00:ff"
 
 
@@ -35,6 +39,19 @@ class Network:
     def command(self, host: int, *words: str) -> list[str]:
         """The command that runs another one on a host."""
         return ["ip", "netns", "exec", self.namespace(host), *words]
+
+    @contextlib.contextmanager
+    def inside(self, host: int) -> Iterator[None]:
+        """Have this thread on a host, and the threads and processes that it starts meanwhile."""
+        with (
+            Path("/proc/thread-self/ns/net").open("rb") as before,
+            (_NAMESPACES / self.namespace(host)).open("rb") as there,
+        ):
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(before.fileno())
 
     # -- what happens to links
 
@@ -65,8 +82,9 @@ class Network:
     # -- what runs on hosts
 
     def processes(self, host: int) -> list[int]:
-        """Ids of all processes on a host."""
-        return [int(line) for line in _ip("netns", "pids", self.namespace(host)).split()]
+        """Ids of all processes on a host but this one."""
+        found = (int(line) for line in _ip("netns", "pids", self.namespace(host)).split())
+        return [process for process in found if process != os.getpid()]
 
     def kill(self, host: int) -> None:
         """kill -9 of all of them, as when the power fails."""
@@ -133,6 +151,13 @@ def why_not() -> str | None:
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be made here: {error.stderr.strip()}"
     return None
+
+
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, _CLONE_NEWNET) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 def _hardware(host: int) -> str:
