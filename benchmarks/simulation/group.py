@@ -258,7 +258,7 @@ class Group:
             self._later(self._events.now_s, self._go)
 
     def _go(self) -> None:
-        mode = self.controller.mode if self.links.links else "lockstep"
+        mode = self._mode()
         if len(self._flights) < _DEPTHS[mode] and self._launch(mode):
             return
         if self._flights:
@@ -267,11 +267,21 @@ class Group:
             self._is_busy = False
             self._landed_s = None
 
+    def _decided(self, planned: OverlapMode) -> OverlapMode:
+        if planned == "ping_pong":
+            return planned
+        decided = self._mode()
+        return "lockstep" if decided == "ping_pong" else decided
+
+    def _mode(self) -> OverlapMode:
+        return self.controller.mode if self.links.links else "lockstep"
+
     def _launch(self, mode: OverlapMode) -> bool:
         plan = self._plan(mode)
         if plan is None:
             return False
         self._apply(plan)
+        mode = self._decided(mode)
         requests = [self.running[one] for one in plan.num_tokens]
         decoding = [one for one in requests if one.is_decoding]
         prompts = [one for one in requests if not one.is_decoding]

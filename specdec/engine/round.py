@@ -178,12 +178,23 @@ class RoundLoop:
             return "lockstep"
         return mode if capabilities.remote else "lockstep"
 
+    def _decided(self, planned: OverlapMode) -> OverlapMode:
+        """Return how a round is run that was planned for a mode, which may have changed with the plan.
+
+        Two in flight take plans of their own: ping_pong begins, or ends, with later rounds.
+        """
+        if planned == "ping_pong":
+            return planned
+        decided = self._mode()
+        return "lockstep" if decided == "ping_pong" else decided
+
     def _launch(self, mode: OverlapMode) -> bool:
         """Plan a round, get its drafts and send it off; return False when there is nothing to plan."""
         started_s = self._clock.now_s()
         plan = self._plan(started_s, mode)
         if plan is None:
             return False
+        mode = self._decided(mode)
         planned_s = self._clock.now_s()
         proposals = self._drafting.propose(plan, self._roster.running)
         proposed_s = self._clock.now_s()

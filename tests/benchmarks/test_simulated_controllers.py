@@ -1,6 +1,8 @@
-"""Several target groups at once: each has a controller of its own, and all share a draft worker."""
+"""Controllers in a loop like the engine's: several groups that share a draft worker, and changes of mode."""
 
 from __future__ import annotations
+
+import pytest
 
 from benchmarks.simulation.cluster import Cluster, ClusterSpec, MakeController
 from benchmarks.simulation.experiments import fixed, goodput
@@ -8,6 +10,7 @@ from benchmarks.simulation.group import GroupLimits
 from benchmarks.simulation.hardware import llama_pair
 from benchmarks.simulation.traffic import SimulatedRequest
 from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.state import ServiceKey
 
 GOOD, BAD = 0, 1
@@ -59,3 +62,31 @@ def test_each_group_does_what_is_best_for_its_own_requests() -> None:
     assert good.pool_worth > 1.0 > bad.pool_worth, "the pool is worth it for one of them"
     assert good.mean_num_draft_tokens > 2.0
     assert bad.mean_num_draft_tokens < 1.0
+
+
+@pytest.mark.parametrize(("number", "is_busy"), [(4, False), (16, False), (8, True)])
+def test_one_comparison_makes_a_mode_known(number: int, is_busy: bool) -> None:
+    """What was prepared is used, and the drafter ends what it is at: two rounds say nothing. Requests that
+    come and go, with prompts that are read, say no less of a mode.
+    """
+    hardware = llama_pair()
+    spec = ClusterSpec(hardware=hardware, controller=goodput(hardware, GroupLimits()))
+    cluster = Cluster(spec, seed=1)
+    if is_busy:
+        cluster.keep_busy(number)
+    else:
+        add_requests(cluster, 0, number, 0.8)
+    (group,) = cluster.groups
+    controller = group.controller
+    assert isinstance(controller, GoodputController)
+    while controller.state.reason != "comparing":
+        assert cluster.events.now_s < _LEARNING_S
+        cluster.events.run(cluster.events.now_s + 0.002)
+    assert controller.mode == "lockstep"
+    while controller.state.reason == "comparing":
+        cluster.events.run(cluster.events.now_s + 0.002)
+    assert controller.state.num_comparison_rounds == 2 + 7
+    assert not controller._evidence.little_known(controller._round, ["lockstep"])
+    cluster.events.run(cluster.events.now_s + 2.0 * _LEARNING_S)
+    assert controller.mode == "draft_ahead"
+    assert controller.state.num_comparison_rounds == 2 + 7, "it need not be asked again"

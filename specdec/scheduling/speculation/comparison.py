@@ -48,12 +48,16 @@ class Comparison:
         return "measured_slower" if best > self.usual.rate * (1.0 + self.margin) else "no_gain"
 
     def other_mode(self) -> Option | None:
-        """Return the best other mode of which little is known; None: there is none."""
-        others = self.little_known - {"plain", self.kind}
-        known = [option for kind, option in self.options.items() if kind in others]
-        if self.usual.kind == "plain":
+        """Return the best other mode of which little is known; None: there is none.
+
+        While speculation is off there is one where another mode has been left for that: what is known of one
+        says little of the others.
+        """
+        others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
+        unknown = [option for option in others if option.kind in self.little_known]
+        if self.usual.kind == "plain" and (self.kind != "plain" or len(unknown) == len(others)):
             return None
-        return max(known, key=lambda option: self.rates[option.kind], default=None)
+        return max(unknown, key=lambda option: self.rates[option.kind], default=None)
 
     def in_doubt(self) -> tuple[Option | None, bool]:
         """Return what a probe does, and whether it only asks for verdicts; None: there is nothing to look at.

@@ -81,10 +81,11 @@ class Continuations:
     def owed(self, observation: RoundObservation, decision: Decision) -> Mapping[RequestId, int]:
         """Return whose drafts should have been there in a round, and how many.
 
-        In draft_ahead, what is missing is not there. Most that are missing were not foreseen, which is no
-        fault of the drafter's: it owes what was foreseen, and what it was asked for and has not prepared.
+        Behind a round of draft_ahead, what is missing is not there. Most that are missing were not foreseen,
+        which is no fault of the drafter's: it owes what was foreseen, and what it was asked for and has not
+        prepared.
         """
-        if observation.mode != "draft_ahead":
+        if not observation.ahead:
             return observation.budgets
         excused = {
             ahead.request_id

@@ -41,7 +41,8 @@ class RoundObservation:
     outcomes: Sequence[DraftOutcome]
     """Of the drafter's own proposals."""
     mode: OverlapMode = "lockstep"
-    """How this round was run; the first rounds after a change may be mixed, and count as the former mode."""
+    """How this round was run. The first ones after a change may be of the former mode: where ping_pong begins
+    or ends, one or two are."""
     round_s: float | None = None
     """From the end of the round before to the end of this one, where there was work all the time; None: not
     known, or the engine was idle between. In lockstep what the controller itself took is left out; in

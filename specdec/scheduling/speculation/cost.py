@@ -115,6 +115,12 @@ class CorrectionGrid:
         weights: Floats = self._num_recent * 0.5 ** (age / _STALE_ROUNDS)
         return weights
 
+    @property
+    def mean(self) -> float:
+        """The mean of `medians` over all that was lately seen; 0 where nothing was."""
+        weights = self.weights
+        return float((weights * self._median).sum() / max(weights.sum(), 1e-9))
+
     def smoothed(self, weights: Floats, log_factors: Floats) -> Floats:
         """Return logarithms of factors, [A, B], in the light of their neighbours."""
         weighted = weights * log_factors
@@ -164,7 +170,10 @@ class Corrections:
         own, other = self._own_first(is_overlapped=is_overlapped)
         own_weights, other_weights = own.weights, other.weights
         in_both = np.minimum(own_weights, other_weights)
-        longer = float((in_both * (own.medians - other.medians)).sum() / (in_both.sum() + _NUM_DOUBTS))
+        longer = float((in_both * (own.medians - other.medians)).sum())
+        num_elsewhere = min(own_weights.sum(), other_weights.sum()) - float(in_both.sum())
+        longer += num_elsewhere * (own.mean - other.mean)
+        longer /= float(in_both.sum()) + num_elsewhere + _NUM_DOUBTS
         weights = own_weights + _OTHERS * other_weights
         weighted = own_weights * own.medians + _OTHERS * other_weights * (other.medians + longer)
         factors: Floats = np.exp(own.smoothed(weights, weighted / np.maximum(weights, 1e-9)))

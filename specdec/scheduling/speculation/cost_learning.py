@@ -81,7 +81,11 @@ class CostLearning:
         ready_s = observation.draft_ready_s
         if not budgets or ready_s is None or observation.num_prompt_rows > 0:
             return
-        num_branches = decision.option.num_branches if observation.mode == "draft_ahead" else 1
+        num_branches = 1
+        if observation.mode == "draft_ahead":
+            if decision.option.kind != "draft_ahead":
+                return  # continuations of the decision before: nobody knows how many
+            num_branches = decision.option.num_branches
         attended = mean_draft_context(decision, budgets, context / max(1, observation.num_sequences))
         is_overlapped = observation.mode != "lockstep"
         work_s = observation.draft_work_s

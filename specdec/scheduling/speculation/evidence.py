@@ -57,7 +57,9 @@ class OutlierGate:
 class Alarm:
     """Goes off when rounds suddenly take much more or less than they lately did, for what was expected."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest_surprise: float = _LARGEST_SURPRISE) -> None:
+        """Be surprised at what is more than so many times the usual, or so many times less."""
+        self._largest_surprise = largest_surprise
         self._usual: dict[Hashable, float] = {}
         """By what is compared: measured over expected, lately."""
         self._num_in_a_row = 0
@@ -65,7 +67,7 @@ class Alarm:
     def goes_off(self, what: Hashable, ratio: float) -> bool:
         """Take note of a round that took `ratio` times what was expected, of those that compare as `what`."""
         usual = self._usual.setdefault(what, ratio)
-        if usual <= _LARGEST_SURPRISE * ratio and ratio <= _LARGEST_SURPRISE * usual:
+        if usual <= self._largest_surprise * ratio and ratio <= self._largest_surprise * usual:
             self._usual[what] = usual + _USUAL_DECAY * (ratio - usual)
             self._num_in_a_row = 0
             return False

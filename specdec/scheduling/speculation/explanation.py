@@ -24,8 +24,8 @@ Reason = Literal[
 more / less; measured_slower: expected to gain, but measured rounds say otherwise; latency_target: somebody's
 `slo` forbids longer rounds; probing: off, and trying for a few rounds whether that is still right; auditing:
 on, and looking for a few rounds how fast it goes without; stretching: on, with longer drafts for a few rounds
-than are thought best; comparing: on, and looking for a few rounds how fast another mode goes; idle: nothing
-has been decided yet."""
+than are thought best; comparing: looking for a few rounds how fast another mode goes; idle: nothing has been
+decided yet."""
 
 IN_WORDS: Mapping[Reason, str] = {
     "configured": "k is fixed by the configuration",
@@ -36,7 +36,7 @@ IN_WORDS: Mapping[Reason, str] = {
     "probing": "off, but tried for a few rounds to see whether that is still right",
     "auditing": "on, but left out for a few rounds to see how fast it goes without",
     "stretching": "on, with longer drafts for a few rounds to see whether they are worth it",
-    "comparing": "on, in another mode for a few rounds to see whether that is faster",
+    "comparing": "in another mode for a few rounds to see whether that is faster",
     "idle": "nothing has been decided yet",
 }
 

@@ -138,6 +138,8 @@ class GoodputController:
             return
         self._facts.note(self._round, observation, self._continuations.owed(observation, decision))
         self._continuations.note(self._round, observation)
+        if self._evidence.gain_goes_off(decision, observation):
+            self._rhythm.note_alarm(self._round)
         self._note_times(observation, decision)
 
     # ------------------------------------------------------------------------------------ deciding
@@ -268,7 +270,10 @@ class GoodputController:
                 if round_s > 0.0:
                     lost_s = self._note_goodput(observation, decision, kind, round_s)
                     self._worth.note(decision, heard_s)
-        if round_s > 0.0 and self._trials.note_round(round_s, lost_s, is_settled=is_settled):
+        counts = is_settled and observation.mode == self.mode  # the first ones are of the former mode
+        if trial == "comparing":
+            counts = self._is_as_decided(decision, kind) and self._is_comparable(observation, decision)
+        if round_s > 0.0 and self._trials.note_round(round_s, lost_s, counts=counts):
             self._rhythm.note_trial_end()
             if trial == "auditing":
                 self._evidence.settle(self._round, ("plain", self._switch.kind or "plain"), decision)

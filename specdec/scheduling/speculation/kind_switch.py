@@ -9,6 +9,9 @@ from specdec.scheduling.speculation.goodput import Kind
 
 _URGENT = 0.03
 """So much better plain decoding has to be to be gone back to at once, as a share."""
+_CLEAR = 0.15
+"""What is so much better, as a share, does not wait for what has gone back and forth: that was about as good
+either way."""
 _RESTLESS_S = 10.0
 """After so many seconds a switch counts half for how restless things are."""
 _MOST_RESTLESS = 5.0
@@ -48,7 +51,8 @@ class KindSwitch:
             return self._set(now, best, num_sequences)
         has_changed = not is_as_large(num_sequences, self._switched_batch)
         # What goes back and forth is about as good either way, and each change costs something.
-        restless = 0.0 if has_changed else max(0.0, min(self._restless, _MOST_RESTLESS) - 1.0)
+        is_clear = rates[best] > rates[current] * (1.0 + _CLEAR)
+        restless = 0.0 if has_changed or is_clear else max(0.0, min(self._restless, _MOST_RESTLESS) - 1.0)
         is_settled = now - self.switched_round >= self._dwell_rounds * 2.0**restless
         # Going back to plain decoding takes half as much, and where it is clearly better, no patience: it is
         # what nobody may be worse off than.

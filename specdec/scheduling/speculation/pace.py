@@ -10,6 +10,8 @@ from specdec.core.clock import Clock
 _DECAY = 0.25
 _LARGEST_RISE = 3.0
 """A time that is longer than this many times the usual one counts as that: something interrupted it."""
+_MOST_SAVED_S = 0.1
+"""So much time may be saved up, and is there at first: some fifty decisions."""
 
 
 class Pace:
@@ -26,6 +28,7 @@ class Pace:
         self._clock = clock
         self._share = share
         self._usual_s: float | None = None
+        self._saved_s = _MOST_SAVED_S
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -41,9 +44,24 @@ class Pace:
         if usual_s is None:
             self._usual_s = took_s
         else:
-            self._usual_s = usual_s + _DECAY * (min(took_s, _LARGEST_RISE * usual_s) - usual_s)
+            took_s = min(took_s, _LARGEST_RISE * usual_s)
+            self._usual_s = usual_s + _DECAY * (took_s - usual_s)
+        self._saved_s = max(-_MOST_SAVED_S, self._saved_s - took_s)
 
     @property
     def interval_s(self) -> float:
         """Seconds from one time to the next, at least; 0 before the first."""
         return 0.0 if self._usual_s is None else self._usual_s / self._share
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether it has taken less than its share: then it may be done more often for a while.
+
+        Where much seems new all the time, since requests come and go and others use the same cores, it would
+        be done more often for good, and cost several times its share.
+        """
+        return self._saved_s > 0.0
+
+    def pass_time(self, seconds: float) -> None:
+        """So much time has passed, of which it may take its share."""
+        self._saved_s = min(_MOST_SAVED_S, self._saved_s + self._share * seconds)

@@ -21,7 +21,7 @@ _HEARD_EVERY_S = 0.03
 _SHARE_OF_DECIDING, _SHARE_OF_LEARNING = 0.005, 0.004
 """Both are done less often where that would take more of the time than this."""
 _HASTE = 4.0
-"""While much is new they may take so many times as much."""
+"""While much is new they may take so many times as much, out of what they have saved (`Pace.has_saved`)."""
 _CALMER, _CALMEST = 1.3, 4.0
 """While decisions change nothing they are thought over less often, and fewer rounds are learnt from: by this
 factor each time, and by no more than that in all."""
@@ -60,7 +60,7 @@ class Rhythm:
         if num_rounds < min(self._decide_every, 1 + now // 4):
             return False
         if now < self._alert_until:
-            return self.since_decision_s >= self.deciding.interval_s / _HASTE
+            return self.since_decision_s >= _hasty_interval_s(self.deciding)
         if self.since_decision_s < self.deciding.interval_s:
             return False
         if num_rounds >= self._calm * _MOST_UNDECIDED_ROUNDS:
@@ -78,7 +78,7 @@ class Rhythm:
             is_plain = decision.option.kind == "plain"
             return max(len(newcomers), num_gone) <= (len(index) // _MUCH_THE_SAME if is_plain else 0)
         return is_as_large(len(sequences), len(index)) and not any(
-            one.requested_draft_tokens is not None or one.itl_s is not None for one in newcomers
+            one.requested_draft_tokens or one.itl_s is not None for one in newcomers
         )
 
     def note_decision(self, now: int, *, is_known: bool) -> None:
@@ -104,6 +104,8 @@ class Rhythm:
     def note_round(self, round_s: float) -> None:
         """A round has passed."""
         self.since_decision_s += round_s
+        self.deciding.pass_time(round_s)
+        self.learning.pass_time(round_s)
 
     def hear(self, now: int, round_s: float, *, switched_round: int, is_trial: bool) -> float | None:
         """Return the seconds that a round stands for, if it is to be learnt from; None: it is not.
@@ -121,5 +123,9 @@ class Rhythm:
         if is_trial:
             return True
         if now < self._alert_until or now - switched_round < _EARLY_ROUNDS:
-            return self._unheard_s >= self.learning.interval_s / _HASTE
+            return self._unheard_s >= _hasty_interval_s(self.learning)
         return self._unheard_s >= max(self._calm * _HEARD_EVERY_S, self.learning.interval_s)
+
+
+def _hasty_interval_s(pace: Pace) -> float:
+    return pace.interval_s / (_HASTE if pace.has_saved else 1.0)

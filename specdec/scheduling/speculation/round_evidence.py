@@ -16,6 +16,8 @@ from specdec.scheduling.speculation.evidence import Alarm, Evidence, Lately
 from specdec.scheduling.speculation.goodput import Kind
 
 _FEW_ROUNDS = 5.0
+_LARGEST_SURPRISE, _ENOUGH_PROPOSALS = 2.0, 12
+"""Of what is accepted, and of how many proposals together: of fewer, half or twice as much is chance."""
 
 
 class RoundEvidence:
@@ -25,6 +27,10 @@ class RoundEvidence:
         """Begin without doubts."""
         self._evidence = Evidence()
         self._alarm = Alarm()
+        self._gain_alarm = Alarm(_LARGEST_SURPRISE)
+        self._gain = self._expected_gain = 0.0
+        self._num_proposals = 0
+        """Of proposals since the last look at what is accepted of them."""
         self._lately = Lately()
         self._ratios: list[float] = []
         """What rounds have taken over what was expected, of those as decided, since the decision."""
@@ -44,6 +50,18 @@ class RoundEvidence:
     def goes_off(self, decision: Decision, ratio: float) -> bool:
         """Whether rounds take so much more or less than they did, over what was expected, that it is odd."""
         return self._alarm.goes_off(decision.compares_as, ratio)
+
+    def gain_goes_off(self, decision: Decision, observation: RoundObservation) -> bool:
+        """Whether of what is drafted so much more or less is accepted than lately that it is odd."""
+        self._expected_gain += drafted_gain(decision, observation)
+        self._gain += sum(one.num_accepted for one in observation.outcomes)
+        self._num_proposals += len(observation.outcomes)
+        if self._num_proposals < _ENOUGH_PROPOSALS:
+            return False
+        ratio = (1.0 + self._gain) / (1.0 + self._expected_gain)
+        self._gain = self._expected_gain = 0.0
+        self._num_proposals = 0
+        return self._gain_alarm.goes_off(decision.option.kind, ratio)
 
     def note_time(self, kind: Kind, ratio: float) -> None:
         """A round of a kind took `ratio` times as long as was expected."""

@@ -9,9 +9,15 @@ from specdec.scheduling.speculation.goodput import Kind
 
 _TRANSIENT_ROUNDS: Mapping[Kind, int] = {"plain": 1, "lockstep": 0, "ping_pong": 2, "draft_ahead": 3}
 """Rounds after a change of kind that say nothing of it: drafts are not there yet, or no more under way."""
-ROUNDS_TO_CALM_DOWN = 2
+_ROUNDS_TO_CALM_DOWN = 2
 """After rounds in which the drafter worked beside the target it goes on for a while: the first rounds
 without it are not yet alone."""
+
+
+def num_unsettled(kind: Kind, before: Kind) -> int:
+    """Return how many rounds of a kind say nothing of it, after those of another one."""
+    is_alone, was_alone = (one in ("plain", "lockstep") for one in (kind, before))
+    return max(_TRANSIENT_ROUNDS[kind], _ROUNDS_TO_CALM_DOWN if is_alone and not was_alone else 0)
 
 
 class Settling:
@@ -21,7 +27,7 @@ class Settling:
         """Begin as if there had been plain rounds for long."""
         self._kind: Kind = "plain"
         self._num_alike = 0
-        self._num_since_overlap = ROUNDS_TO_CALM_DOWN
+        self._num_since_overlap = _ROUNDS_TO_CALM_DOWN
 
     def note(self, observation: RoundObservation) -> Kind:
         """Take in a round, and return its kind."""
@@ -40,7 +46,7 @@ class Settling:
     @property
     def is_as_it_seems(self) -> bool:
         """Whether what ran last had the machine for itself, if it should have."""
-        return self._num_since_overlap == 0 or self._num_since_overlap > ROUNDS_TO_CALM_DOWN
+        return self._num_since_overlap == 0 or self._num_since_overlap > _ROUNDS_TO_CALM_DOWN
 
 
 def kind_of(observation: RoundObservation) -> Kind:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
 from specdec.scheduling.speculation.comparison import Comparison
 from specdec.scheduling.speculation.explanation import Reason
-from specdec.scheduling.speculation.goodput import AheadOutlook, Evaluation, Ints, Kind, Option
-from specdec.scheduling.speculation.settling import ROUNDS_TO_CALM_DOWN
+from specdec.scheduling.speculation.goodput import AheadOutlook, Evaluation, Ints, Option
+from specdec.scheduling.speculation.settling import num_unsettled
 from specdec.scheduling.speculation.trials import TrialLength, Trials
 
 _LEAST_PROBED, _MOST_PROBED = 4, 16
@@ -18,18 +17,17 @@ _LEAST_PROBED, _MOST_PROBED = 4, 16
 _PROBE_VERDICTS = 48
 """Proposals that a probe brings, if it may take that long."""
 _PIPELINED_PROBE_ROUNDS = 10
-_FEWEST_AUDIT_ROUNDS, _MOST_AUDIT_ROUNDS = 3, 24
-_CLOSE, _FEWEST_CLOSE_ROUNDS = 0.8, 5
+_FEWEST_AUDIT_ROUNDS, _MOST_AUDIT_ROUNDS = 2, 24
+_CLOSE, _FEWEST_CLOSE_ROUNDS = 0.8, 4
 """Where plain decoding is thought to have this share of the goodput or more, audits take longer at least."""
 _STRETCHES = 1.5, 3.0
 """How much longer the drafts of a stretch are, in turn: somewhat longer ones may be slower where much longer
 ones are faster."""
 _STRETCH_ROUNDS = TrialLength(2, 6)
 """At most as many as it takes to correct a cost that was wrong (`CorrectionGrid`)."""
-
-
-_COMPARISON_ROUNDS: Mapping[Kind, int] = {"lockstep": 6, "ping_pong": 10, "draft_ahead": 10}
-"""Those of the change included."""
+_COMPARED_ROUNDS, _MOST_COMPARISON_ROUNDS = 7, 20
+"""Enough for something to be known of a mode (`RoundEvidence.little_known`), for a while; and where rounds do
+not count, since requests come and go."""
 
 
 def longer_drafts(
@@ -63,14 +61,14 @@ def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer
         trials.begin("stretching", _STRETCH_ROUNDS, _loss_s(longer.tokens, longer.rate * factor, usual_rate))
     other = compared.other_mode()
     if other is not None:
-        num_rounds = _COMPARISON_ROUNDS[other.kind]
+        num_before = num_unsettled(other.kind, usual.kind)
         loss_s = _loss_s(other.tokens, compared.rates[other.kind], usual_rate)
-        trials.begin("comparing", TrialLength(num_rounds, num_rounds), loss_s)
+        length = TrialLength(_COMPARED_ROUNDS, _MOST_COMPARISON_ROUNDS, num_before)
+        trials.begin("comparing", length, loss_s, other.kind)
     if compared.kind != "plain":
         plain_rate = compared.rates["plain"]
         fewest = _FEWEST_CLOSE_ROUNDS if plain_rate >= _CLOSE * usual_rate else _FEWEST_AUDIT_ROUNDS
-        fewest += ROUNDS_TO_CALM_DOWN if compared.kind != "lockstep" else 0
-        length = TrialLength(fewest, _MOST_AUDIT_ROUNDS)
+        length = TrialLength(fewest, _MOST_AUDIT_ROUNDS, num_unsettled("plain", compared.kind))
         trials.begin("auditing", length, _loss_s(compared.plain.tokens, plain_rate, usual_rate))
     tried, _ = compared.in_doubt()
     if tried is not None:
@@ -95,8 +93,8 @@ def tried_or_usual(trials: Trials, compared: Comparison, longer: Option | None) 
         return compared.plain, trial
     if trial == "stretching" and longer is not None:
         return longer, trial
-    other = compared.other_mode()
-    if trial == "comparing" and other is not None:
+    other = None if trials.other_mode is None else compared.options.get(trials.other_mode)
+    if trial == "comparing" and other is not None and other is not compared.usual:
         return other, trial
     trials.cancel()
     return compared.usual, compared.reason

@@ -11,8 +11,9 @@ what it has really lost. After each one that changed nothing, the next one of it
 
 An audit asks whether nobody is worse off than without speculation. What it is expected to lose is just what
 is in doubt, so that the last one's real loss has a say in it; and while it loses nothing, beside what rounds
-have brought just before it, it goes on, because then what is believed is wrong. Its first rounds, before
-things have settled, are paid for but say nothing.
+have brought just before it, it goes on, because then what is believed is wrong. A comparison goes on until
+enough is known of the other mode. The first rounds of both, which are those of a change, are paid for but say
+nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
+
+from specdec.scheduling.speculation.goodput import Kind
 
 Trial = Literal["probing", "auditing", "stretching", "comparing"]
 
@@ -49,12 +52,16 @@ _CLEAR_GAIN = 0.02
 
 
 class TrialLength(NamedTuple):
-    """How many rounds a trial takes: as many as the allowance covers (an audit: as lose nothing), but neither
-    less nor more than these.
+    """How many rounds a trial takes, if the allowance lasts: an audit as many as lose nothing, a comparison
+    as many as tell enough, all others as many as there may be.
     """
 
     fewest: int
+    """Those that count, at least."""
     most: int
+    """In all."""
+    num_before: int = 0
+    """Those of the change, about, which cost something and do not count."""
 
 
 class Trials:
@@ -72,15 +79,17 @@ class Trials:
         self._first = set(_FEWEST_ROUNDS_BEFORE_FIRST)
         """Trials that have not been made yet in it."""
         self._rounds_left = self._fewest = 0
-        self._num_done = self._num_settled = 0
+        self._num_counted = 0
         self._lost_s = self._spent_s = 0.0
-        """By the trial that is on, as the number of its rounds; of settled ones alone."""
+        """By the trial that is on, as the number of its rounds: of those that count."""
         self._audit_loss_s: float | None = None
         """What a round of the last audit has lost."""
         self._num_rounds_since = 0
         self._num_ended: Counter[Trial] = Counter()
         """Trials that have changed nothing."""
         self.current: Trial | None = None
+        self.other_mode: Kind | None = None
+        """The mode that a comparison looks at: until it ends, however soon something is known of it."""
         self.num_rounds: Counter[Trial] = Counter()
 
     def is_due(self, trial: Trial) -> bool:
@@ -92,33 +101,37 @@ class Trials:
         num_doublings = min(self._num_ended[trial], _MOST_DOUBLINGS[trial])
         return self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial] << num_doublings
 
-    def begin(self, trial: Trial, length: TrialLength, loss_s: float) -> None:
-        """Begin a trial for some rounds, if it is time for it, given what each is expected to lose."""
+    def begin(self, trial: Trial, length: TrialLength, loss_s: float, other_mode: Kind | None = None) -> None:
+        """Begin a trial for some rounds, if it is time for it, given what each is expected to lose.
+
+        A comparison looks at `other_mode`.
+        """
         allowance_s = self._allowances.get(_purse(trial))
         if allowance_s is None or not self.is_due(trial):
             return
         if trial == "auditing" and self._audit_loss_s is not None:
             loss_s = min(loss_s, self._audit_loss_s)
-        if allowance_s <= loss_s * length.fewest:
+        if allowance_s <= loss_s * (length.num_before + length.fewest):
             return
         # What these are expected to lose is what is in doubt: they go on until too much is really lost.
         is_in_doubt = loss_s <= 0.0 or trial != "probing"
         affordable = length.most if is_in_doubt else int(allowance_s / loss_s)
-        self.current = trial
+        self.current, self.other_mode = trial, other_mode
         self._first.discard(trial)
         self._rounds_left = min(length.most, affordable)
         self._fewest = length.fewest
-        self._num_done = self._num_settled = 0
+        self._num_counted = 0
         self._lost_s = self._spent_s = 0.0
         self._num_rounds_since = 0
 
-    def note_round(self, round_s: float, lost_s: float, *, is_settled: bool = True) -> bool:
+    def note_round(self, round_s: float, lost_s: float, *, counts: bool = True) -> bool:
         """Count a round that has passed.
 
         Args:
             round_s: how long it took.
             lost_s: in a trial, how much longer than its tokens would have taken as usual.
-            is_settled: whether a trial's round is one as many would be, not one of a change.
+            counts: whether a trial's round is one as many would be, not one of a change; of a comparison,
+                whether it tells of the other mode.
 
         Returns:
             whether a trial has ended with it.
@@ -137,21 +150,25 @@ class Trials:
         allowances[purse] = max(allowances[purse] - max(lost_s, 0.0), -_LARGEST_DEBT * round_s)
         self.num_rounds[self.current] += 1
         self._rounds_left -= 1
-        self._num_done += 1
-        if is_settled:
-            self._num_settled += 1
+        if counts:
+            self._num_counted += 1
             self._lost_s += lost_s
             self._spent_s += round_s
-        loses = self.current == "auditing" and self._num_done >= self._fewest and self._lost_s > 0.0
-        if self._rounds_left > 0 and allowances[purse] > 0.0 and not loses:
+        if self._rounds_left > 0 and allowances[purse] > 0.0 and not self._has_answer():
             return False
         self._end(self.current)
         return True
 
+    def _has_answer(self) -> bool:
+        """Whether the trial that is on need not go on."""
+        if self._num_counted < self._fewest:
+            return False
+        return self.current == "comparing" or (self.current == "auditing" and self._lost_s > 0.0)
+
     def _end(self, trial: Trial) -> None:
         self.current = None
         if trial == "auditing":
-            self._audit_loss_s = self._lost_s / max(1, self._num_settled)
+            self._audit_loss_s = self._lost_s / max(1, self._num_counted)
             if self._lost_s < -_CLEAR_GAIN * self._spent_s:
                 return
         self._num_ended[trial] += 1

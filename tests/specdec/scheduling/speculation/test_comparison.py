@@ -44,3 +44,14 @@ def test_of_other_modes_the_best_is_looked_at_that_little_is_known_of() -> None:
         assert (None if option is None else option.kind) == other
     off = compared("plain", {"plain": 2.0, "lockstep": 1.0}, {})
     assert replace(off, little_known={"lockstep"}).other_mode() is None
+
+
+def test_what_is_known_of_a_mode_that_was_left_says_little_of_another_one() -> None:
+    """Unless none was run: then probes ask, which cost less."""
+    expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 0.9, "draft_ahead": 1.2}
+    off = compared("plain", expected, {"draft_ahead": 0.7})
+    asked = replace(off, little_known={"plain", "lockstep"}).other_mode()
+    assert asked is off.options["lockstep"]
+    assert replace(off, little_known={"lockstep", "draft_ahead"}).other_mode() is None
+    alone = compared("ping_pong", expected, {})
+    assert replace(alone, little_known={"lockstep"}).other_mode() is None, "it takes two"

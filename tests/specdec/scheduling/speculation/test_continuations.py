@@ -39,6 +39,8 @@ def test_what_was_not_foreseen_is_not_owed() -> None:
     missed = observed("draft_ahead", outcome(A, None), outcome(B, 1))
     assert continuations.owed(missed, NOBODY) == {B: 4}
     assert continuations.owed(observed("lockstep"), NOBODY) == {A: 4, B: 4}
+    after = observed("lockstep", outcome(A, None), outcome(B, 1))
+    assert continuations.owed(after, NOBODY) == {B: 4}, "the first round behind it has what was prepared"
 
 
 def test_late_ones_are_remembered_and_forgiven() -> None:

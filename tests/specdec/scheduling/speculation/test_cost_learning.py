@@ -84,6 +84,22 @@ def test_waiting_for_a_busy_drafter_is_not_its_work() -> None:
     assert costs.draft.spread.factors.max() == pytest.approx(3.0, rel=0.02)
 
 
+def test_continuations_of_the_decision_before_say_nothing_of_this_one() -> None:
+    """The first round after draft_ahead was left still waits for them: nobody knows how many there were."""
+    learnt, costs, _ = learning()
+    budgets = {RequestId(f"r{at}"): 4 for at in range(4)}
+    batch = SimpleNamespace(context_tokens=400.0, contexts=None, draft_contexts=None)
+    before = float(costs.draft.by_steps(np.full(4, 16), 100.0, is_overlapped=True)[-1])
+    ahead = replace(PLAIN, mode="draft_ahead", budgets=budgets, draft_ready_s=3.0 * before)
+    for kind, factor in (("lockstep", 1.0), ("draft_ahead", 3.0)):
+        option = SimpleNamespace(num_branches=4, kind=kind)
+        decision: Any = SimpleNamespace(batch=batch, index={}, option=option)
+        for _ in range(20):
+            learnt.note(ahead, decision)
+        after = float(costs.draft.by_steps(np.full(4, 16), 100.0, is_overlapped=True)[-1])
+        assert after == pytest.approx(factor * before, rel=0.05)
+
+
 def test_the_wire_to_a_drafter_takes_as_long_whatever_is_drafted() -> None:
     """Longer than work on one token: long drafts do not take so many times as long as work on them."""
     learnt, costs, _ = learning()

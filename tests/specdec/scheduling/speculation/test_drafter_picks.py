@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from specdec.scheduling.speculation.acceptance import Floats
-from specdec.scheduling.speculation.controller import RoundObservation, bounded_choice
+from specdec.scheduling.speculation.controller import RoundObservation, SpeculationController, bounded_choice
 from specdec.scheduling.speculation.drafter_picks import Ints, best_assignment, worth_of
 from specdec.scheduling.speculation.goodput_controller import GoodputController
-from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settings import ControllerSettings
 from tests.specdec.scheduling.simulation import FakeRequest
 from tests.specdec.scheduling.speculation.world import COSTS, Costs, World, _outcomes, profile_of
@@ -41,7 +40,7 @@ class SeveralWorld(World):
     by_drafter: list[int] = field(default_factory=lambda: [0] * 8)
     """Rounds of requests that each drafter was asked in."""
 
-    def _run_all(self, controller: object, mode: OverlapMode) -> None:
+    def _run_all(self, controller: SpeculationController) -> None:
         assert isinstance(controller, GoodputController)
         pick = controller.pick_drafter
         requests = self.requests

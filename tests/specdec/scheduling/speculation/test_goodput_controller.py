@@ -210,6 +210,48 @@ def test_what_is_slow_beside_others_is_tried_alone(name: str, number: int, chanc
     assert controller.mode == "lockstep"
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "chance", "modes", "lifetime", "compared", "num_rounds"),
+    [
+        ("gpu", 4, 0.8, ("lockstep", "draft_ahead"), 256, "lockstep", 2 + 7),
+        ("cpu", 4, 0.8, MODES, 32, "lockstep", 2 + 7),
+        ("expensive", 16, 0.95, ("lockstep", "ping_pong"), 256, "lockstep", 2 + 2 + 7),
+        ("gpu", 16, 0.8, ("lockstep", "ping_pong"), 32, "ping_pong", 1 + 2 + 7),
+        ("cpu", 16, 0.95, ("lockstep", "ping_pong"), 256, "lockstep", 7),
+    ],
+)
+def test_one_comparison_makes_a_mode_known(
+    name: str,
+    number: int,
+    chance: float,
+    modes: tuple[OverlapMode, ...],
+    lifetime: int,
+    compared: OverlapMode,
+    num_rounds: int,
+) -> None:
+    """Rounds that are still of ping_pong, or before it, say nothing of another mode, nor do those in which
+    the drafter ends what it is at. Behind plain decoding all count.
+    """
+    controller = controller_of(profile_of(COSTS[name]), modes)
+    world = world_of(COSTS[name], number, chance=chance, lifetime=lifetime)
+
+    def is_little_known() -> bool:
+        return bool(controller._evidence.little_known(controller._round, [compared]))
+
+    while controller.state.reason != "comparing":
+        world.run_round(controller)
+        assert world.round_number < 1000
+    assert controller.mode == compared
+    assert is_little_known()
+    while controller.state.reason == "comparing":
+        assert controller.mode == compared, "whatever is known of it by then"
+        world.run_round(controller)
+    assert controller.state.num_comparison_rounds == num_rounds
+    assert not is_little_known()
+    world.run(controller, 600)
+    assert not is_little_known()
+
+
 def test_what_admission_takes_is_not_held_against_drafts() -> None:
     """Requests come in waves, and the first round of each takes long, whatever is drafted in it."""
     costs = COSTS["cpu"]
@@ -599,9 +641,9 @@ def test_costs_that_the_model_does_not_know_are_measured() -> None:
     """Rounds with drafts take 6 ms more than drafting and verifying: only whole rounds show it."""
 
     class Slow(World):
-        def _run_all(self, controller: SpeculationController, mode: OverlapMode) -> None:
+        def _run_all(self, controller: SpeculationController) -> None:
             before = self.booking.seconds
-            super()._run_all(_Delaying(controller, 0.006), mode)
+            super()._run_all(_Delaying(controller, 0.006))
             if self.last_had_drafts:
                 self.booking.seconds += 0.006
             assert self.booking.seconds > before
@@ -811,6 +853,8 @@ def ahead_with(stand_ins: float | None, *, is_told_apart: bool = True) -> tuple[
     if not is_told_apart:
         controller.observe = observe  # type: ignore[method-assign]
     world.run(controller, 1500)
+    while controller.state.reason != "gain":  # not in the middle of a trial
+        world.run_round(controller)
     return controller, world
 
 

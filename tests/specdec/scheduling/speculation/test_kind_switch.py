@@ -52,5 +52,18 @@ def test_what_goes_back_and_forth_waits_longer_until_time_has_passed() -> None:
     assert switch.num_switches == before + 1
 
 
+def test_what_is_far_better_waits_no_longer_for_that() -> None:
+    """What it has changed to last was a mistake: measured, it is far slower than it was thought to be."""
+    switch = switch_at_lockstep()
+    for now in (16, 32, 64):
+        best, other = ("plain", "lockstep") if switch.kind == "lockstep" else ("lockstep", "plain")
+        switch.review(now, {best: 1.5, other: 1.0}, 4)
+    assert switch.kind == "plain"
+    before = switch.switched_round
+    assert not switch.review(before + 16, {"plain": 1.0, "lockstep": 1.12}, 4)
+    assert not switch.review(before + 15, {"plain": 1.0, "lockstep": 1.2}, 4)
+    assert switch.review(before + 16, {"plain": 1.0, "lockstep": 1.2}, 4)
+
+
 def test_alone_nothing_is_changed() -> None:
     assert not switch_at_lockstep().review(100, {"plain": 1.0}, 4)

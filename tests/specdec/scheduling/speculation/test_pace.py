@@ -30,11 +30,33 @@ def test_one_interruption_changes_little() -> None:
     assert pace.interval_s == pytest.approx(0.15)
 
 
+def test_haste_is_paid_for_by_what_was_saved() -> None:
+    clock = ManualClock()
+    pace = Pace(clock, 0.01)
+    num_hasty = 0
+    while pace.has_saved:
+        take(pace, clock, 0.002)
+        pace.pass_time(0.05)  # four times its share
+        num_hasty += 1
+    assert 60 <= num_hasty <= 70
+    pace.pass_time(0.5)
+    assert pace.has_saved
+    take(pace, clock, 10.0)  # it was interrupted: as much as three usual ones
+    assert not pace.has_saved
+    pace.pass_time(1.0)
+    assert pace.has_saved
+    pace.pass_time(1000.0)
+    for _ in range(50):
+        take(pace, clock, 0.002)
+    assert not pace.has_saved, "there is no more to be saved than that"
+
+
 def test_without_a_clock_it_takes_no_time() -> None:
     pace = Pace(None, 0.01)
     with pace.timed():
         pass
     assert pace.interval_s == 0.0
+    assert pace.has_saved
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specdec.core.clock import ManualClock
 from specdec.scheduling.speculation.rhythm import Rhythm
 
 
@@ -51,3 +52,22 @@ def test_short_rounds_are_heard_now_and_then_all_in_a_trial() -> None:
     assert sum(one is not None for one in heard) == 2
     assert rhythm.hear(1010, 0.01, switched_round=0, is_trial=True) is not None
     assert rhythm.hear(1011, 0.01, switched_round=1000, is_trial=False) is not None
+
+
+def test_alarms_all_the_time_do_not_make_thinking_dear() -> None:
+    """Requests come and go and others use the same cores: something always takes longer than it did."""
+    clock = ManualClock()
+    rhythm = Rhythm(8, clock)
+    round_s, thought_s, now = 0.006, 0.0, 1000
+    rhythm.note_decision(now, is_known=False)
+    for now in range(1000, 21_000):
+        if now % 16 == 0:
+            rhythm.note_alarm(now)
+        rhythm.note_round(round_s)
+        if rhythm.is_due(now, 16):
+            with rhythm.deciding.timed():
+                clock.advance(0.002)
+            rhythm.note_decision(now, is_known=True)
+            thought_s += 0.002
+    total_s = 20_000 * round_s
+    assert 0.003 * total_s < thought_s - 0.1 < 0.006 * total_s

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.controller import DraftOutcome
 from specdec.scheduling.speculation.decision import Region
 from specdec.scheduling.speculation.round_evidence import RoundEvidence
 
@@ -49,3 +51,28 @@ def test_an_audit_of_rounds_of_both_kinds_is_believed() -> None:
         evidence.note_time("plain", 1.0)
     evidence.settle(32, ("plain", "lockstep"), DECISION)
     assert evidence.factor(32, "lockstep", REGION) < 0.7
+
+
+def test_drafts_that_are_suddenly_refused_are_odd() -> None:
+    names = [RequestId(str(number)) for number in range(16)]
+    decision: Any = SimpleNamespace(
+        index={name: at for at, name in enumerate(names)},
+        gains_if_drafted=[[0.0, 0.8, 1.4]] * 16,
+        option=SimpleNamespace(kind="lockstep"),
+    )
+
+    def of(number: int, accepted: int) -> Any:
+        drafted = [
+            DraftOutcome(request_id=name, num_drafted=2, num_accepted=accepted)
+            for at, name in enumerate(names)
+        ]
+        return SimpleNamespace(outcomes=drafted[:number])
+
+    evidence = RoundEvidence()
+    assert not any(evidence.gain_goes_off(decision, of(16, accepted)) for accepted in [1] * 40)
+    refused = [evidence.gain_goes_off(decision, of(16, 0)) for _ in range(4)]
+    assert refused == [False, True, False, False]
+    few = RoundEvidence()
+    assert not any(few.gain_goes_off(decision, of(4, 1)) for _ in range(30))
+    refused = [few.gain_goes_off(decision, of(4, 0)) for _ in range(7)]
+    assert refused == [False, False, False, False, False, True, False], "of three rounds together"

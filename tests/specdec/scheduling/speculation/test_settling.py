@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import RoundObservation
+from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.modes import OverlapMode
-from specdec.scheduling.speculation.settling import Settling, kind_of
+from specdec.scheduling.speculation.settling import Settling, kind_of, num_unsettled
 
 
 def round_of(mode: OverlapMode = "lockstep", budget: int = 0) -> RoundObservation:
@@ -35,6 +38,24 @@ def test_the_first_rounds_after_a_change_say_nothing() -> None:
         alike.append(settling.is_alike)
         assert settling.is_as_it_seems
     assert alike == [False, False, False, True, True]
+
+
+def test_how_many_rounds_a_change_takes() -> None:
+    kinds: dict[Kind, RoundObservation] = {
+        "plain": round_of(),
+        "lockstep": round_of(budget=1),
+        "ping_pong": round_of("ping_pong", 1),
+        "draft_ahead": round_of("draft_ahead", 1),
+    }
+    for before, kind in itertools.permutations(kinds, 2):
+        settling = Settling()
+        for _ in range(6):
+            settling.note(kinds[before])
+        settled = []
+        for _ in range(6):
+            settling.note(kinds[kind])
+            settled.append(settling.is_alike and settling.is_as_it_seems)
+        assert settled.index(True) == num_unsettled(kind, before), (before, kind)
 
 
 def test_a_drafter_that_worked_beside_goes_on_for_a_while() -> None:

@@ -38,11 +38,23 @@ def test_another_mode_is_compared_with_what_is_done() -> None:
     begin_trial(trials, on, 4, None)
     assert trials.current == "comparing"
     assert tried_or_usual(trials, on, None) == (on.options["lockstep"], "comparing")
-    has_ended = [trials.note_round(1.0, 0.25) for _ in range(6)]
-    assert has_ended == [False] * 5 + [True]
+    for _ in range(3):  # of the change
+        assert not trials.note_round(1.0, 0.0, counts=False)
+    has_ended = [trials.note_round(1.0, 0.25) for _ in range(7)]
+    assert has_ended == [False] * 6 + [True]
     assert tried_or_usual(trials, on, None) == (on.usual, "gain")
     begin_trial(trials, on, 4, None)
     assert trials.current is None
+
+
+def test_a_comparison_that_nothing_is_told_by_ends() -> None:
+    trials = Trials(0.5)
+    on = compared("draft_ahead", {"plain": 0.1, "lockstep": 1.5, "draft_ahead": 2.0}, {})
+    for _ in range(64):
+        trials.note_round(1.0, 0.0)
+    begin_trial(trials, replace(on, little_known={"lockstep"}), 4, None)
+    has_ended = [trials.note_round(1.0, 0.0, counts=False) for _ in range(20)]
+    assert has_ended == [False] * 19 + [True]
 
 
 def test_what_loses_much_is_not_compared() -> None:

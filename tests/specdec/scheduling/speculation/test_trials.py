@@ -112,7 +112,7 @@ def test_the_first_rounds_of_an_audit_say_nothing_of_the_others() -> None:
     trials = Trials(0.01)
     rounds(trials, 60)
     assert begun(trials, 0.0001)
-    assert not trials.note_round(ROUND_S, 0.005, is_settled=False)
+    assert not trials.note_round(ROUND_S, 0.005, counts=False)
     assert audit(trials, -0.0001) == 23
 
 

@@ -2,14 +2,19 @@
 
 What a controller earns is counted without luck: a round is booked with the tokens and the time that were to
 be expected of it, while the controller sees what noise, outliers and chance made of them.
+
+Modes follow each other as in the engine (`engine.round`): a round is run as it was decided, but ping_pong
+begins with the next one, and one or two rounds behind it, which are on their way, are still of it. Drafts
+that were prepared are used in any mode; where none were, they are waited for, in draft_ahead, too.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -188,6 +193,19 @@ class Booking:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Flight:
+    """A cohort's round between its launch and its landing."""
+
+    requests: Sequence[FakeRequest]
+    accepted: Sequence[int]
+    expected: float
+    lands: float
+    """By the clock of the world, which begins anew whenever nothing overlaps."""
+    luck: float
+    observation: RoundObservation
+
+
 @dataclass
 class World:
     """Runs rounds of requests that come and go, a fixed number at any time."""
@@ -229,11 +247,11 @@ class World:
         self._prompts: dict[RequestId, int] = {}
         self._has_drafts: set[RequestId] = set()
         self._verdicts_ahead: list[AheadOutcome] = []
+        self._was_ahead = False
+        """Whether continuations were prepared in the last round."""
         self._former_mode: OverlapMode = "lockstep"
-        self._cohort = 0
-        self._cohort_of: dict[RequestId, int] = {}
-        self._flight_ready: list[float] = [0.0, 0.0]
-        self._target_free = self._drafter_free = self._last_commit = 0.0
+        self._flights: deque[_Flight] = deque()
+        self._target_free = self._drafter_free = self._landed = 0.0
 
     def run(self, controller: SpeculationController, num_rounds: int) -> Booking:
         """Run so many rounds and return what they have brought."""
@@ -246,9 +264,12 @@ class World:
         self._num_new = self._fill_up()
         mode = controller.mode
         if mode == "ping_pong" and len(self.requests) > 1:
-            self._run_cohort(controller)
+            while len(self._flights) < 2 and self._launch_cohort(controller):
+                pass
+        if self._flights:
+            self._land_cohort(controller)
         else:
-            self._run_all(controller, mode)
+            self._run_all(controller)
         self.round_number += 1
 
     def _fill_up(self) -> int:
@@ -277,31 +298,28 @@ class World:
             wanted.remove(self._prompts[one.request_id])
         return wanted[0]
 
-    def _run_all(self, controller: SpeculationController, mode: OverlapMode) -> None:
+    def _run_all(self, controller: SpeculationController) -> None:
         requests = self.requests
         chosen = bounded_choice(controller, requests)
+        mode: OverlapMode = "lockstep" if controller.mode == "ping_pong" else controller.mode
         if self.picks_budgets:
             assert isinstance(controller, PicksKvBudgets)
             assert controller.pick_kv_budget is not None
             for one in requests:
                 picked = controller.pick_kv_budget(one.request_id, one.class_name)
                 one.kv_budget = picked.tokens(one.committed_len)
-        decided = controller.mode
-        if decided == "ping_pong":  # begins with the next round
-            decided = "lockstep"
+        is_prepared, told_ahead = self._was_ahead, self._verdicts_ahead if self._was_ahead else []
         drafted = list(chosen)
         is_there = self.generator.random(len(requests)) < self.availability
         drafted = [number if there else 0 for number, there in zip(drafted, is_there, strict=True)]
-        if decided == "draft_ahead":
-            if self._former_mode != "draft_ahead":
-                self._has_drafts.clear()
+        stood = [0] * len(requests)
+        if is_prepared:
             drafted = [
                 number if one.request_id in self._has_drafts else 0
                 for one, number in zip(requests, drafted, strict=True)
             ]
-        stood = [0] * len(requests)
-        if decided == "draft_ahead" and self.stand_ins is not None:
-            stood = [0 if there else number for number, there in zip(chosen, drafted, strict=True)]
+            if self.stand_ins is not None:
+                stood = [0 if there else number for number, there in zip(chosen, drafted, strict=True)]
         context = float(sum(one.committed_len for one in requests))
         attended = [float(one.draft_context) for one in requests]
         accepted, expected = self._verdicts(requests, drafted)
@@ -312,38 +330,36 @@ class World:
         contexts = [float(one.committed_len) for one in requests]
         verify_s = self.costs.verifying(contexts, drafted, sum(stood))
         overhead_s = self.costs.overhead(len(requests)) + self._num_new * self.admission_s
-        told_ahead = self._verdicts_ahead if decided == "draft_ahead" else []
-        if decided == "draft_ahead":
+        asked_s = 0.0 if is_prepared else self.costs.drafting(chosen, attended)
+        ahead_s, self._was_ahead = 0.0, False
+        if mode == "draft_ahead":
             fans = [
                 controller.fan_out(one, own + other, self.max_branches, is_foreign=other > 0)
-                for one, own, other in zip(requests, drafted, stood, strict=True)
+                if k
+                else (0,) * (own + other + 1)
+                for one, k, own, other in zip(requests, chosen, drafted, stood, strict=True)
             ]
             pending = [own + other for own, other in zip(drafted, stood, strict=True)]
             foreign = [other > 0 for other in stood]
             self._verdicts_ahead = self._outcomes_ahead(requests, pending, committed, fans, foreign)
             ahead = [one for one in zip(chosen, attended, fans, strict=True) for _ in range(sum(one[2]))]
-            draft_s = self.costs.drafting([one[0] for one in ahead], [one[1] for one in ahead]) * self.beside
+            self._was_ahead = bool(ahead)
+            ahead_s = self.costs.drafting([one[0] for one in ahead], [one[1] for one in ahead]) * self.beside
             verify_s *= self.beside if ahead else 1.0
-            true_s = max(draft_s, verify_s) + overhead_s
-        else:
-            if self._former_mode != "lockstep":  # the drafter ends what it is at
-                verify_s *= self.beside
-            draft_s = self.costs.drafting(chosen, attended)
-            true_s = draft_s + verify_s + overhead_s
+        elif self._former_mode != "lockstep":  # the drafter ends what it is at
+            verify_s *= self.beside
+        true_s = asked_s + max(ahead_s, verify_s) + overhead_s
         budgets = {one.request_id: k for one, k in zip(requests, chosen, strict=True)}
-        if decided == "draft_ahead":  # those that are new have to wait for their first verdict
+        if is_prepared:  # those that are new have to wait for their first verdict
             budgets = {
                 one.request_id: budgets[one.request_id] for one in told_ahead if one.request_id in budgets
             }
-        else:
-            self._verdicts_ahead = []
-        seen_draft_s, seen_verify_s = draft_s * self._luck(), verify_s * self._luck()
-        waited_s = max(0.0, seen_draft_s - seen_verify_s) if decided == "draft_ahead" else seen_draft_s
+        draft_luck, seen_verify_s = self._luck(), verify_s * self._luck()
+        waited_s = asked_s * draft_luck + max(0.0, ahead_s * draft_luck - seen_verify_s)
         self._commit(requests, committed)
         self._book(len(requests) + expected, true_s, any(drafted) or any(chosen))
-        self._former_mode = decided
-        self._last_commit = self._target_free = self._drafter_free = 0.0
-        self._flight_ready = [0.0, 0.0]
+        self._former_mode = mode
+        self._landed = self._target_free = self._drafter_free = 0.0
         controller.observe(
             RoundObservation(
                 num_rows=rows,
@@ -353,75 +369,81 @@ class World:
                 verify_s=seen_verify_s,
                 outcomes=_outcomes(requests, drafted, accepted),
                 stand_ins=_outcomes(requests, stood, accepted_of_stood),
-                mode=decided,
+                mode=mode,
                 round_s=waited_s + seen_verify_s + overhead_s,
                 num_decoding=len(requests),
                 context_tokens=int(context),
                 num_prompt_rows=self._num_new if self.admission_s else 0,
                 budgets={one: k for one, k in budgets.items() if k},
-                draft_ready_s=seen_draft_s if any(chosen) else None,
+                draft_ready_s=(asked_s or ahead_s) * draft_luck if any(chosen) else None,
                 ahead=told_ahead,
             )
         )
 
-    def _run_cohort(self, controller: SpeculationController) -> None:
-        """One cohort's round; the other's is under way. Queues of drafter and target, first come first
-        served.
+    def _launch_cohort(self, controller: SpeculationController) -> bool:
+        """Send off a round of those that are in no other, if there are any, at most half of all.
+
+        Queues of drafter and target, first come first served.
         """
-        which, self._cohort = self._cohort, 1 - self._cohort
-        requests, others = self._cohorts(which)
+        in_flight = {one.request_id for flight in self._flights for one in flight.requests}
+        present = [one for one in self.requests if one.request_id not in in_flight]
+        requests = present[: -(-len(self.requests) // 2)]
+        if not requests:
+            return False
+        here = {one.request_id for one in requests}
+        others = [one for one in self.requests if one.request_id not in here]
         chosen = bounded_choice(controller, requests, others)
         is_there = self.generator.random(len(requests)) < self.availability
         drafted = [number if there else 0 for number, there in zip(chosen, is_there, strict=True)]
-        context = float(sum(one.committed_len for one in requests))
         accepted, expected = self._verdicts(requests, drafted)
-        rows = len(requests) + sum(drafted)
-        verify_s = self.costs.verifying([float(one.committed_len) for one in requests], drafted)
-        overhead_s = self.costs.overhead(len(requests))
         beside = self.beside if any(chosen) else 1.0
+        verify_s = self.costs.verifying([float(one.committed_len) for one in requests], drafted) * beside
         draft_s = self.costs.drafting(chosen, [float(one.draft_context) for one in requests]) * beside
-        verify_s *= beside
-        began = self._last_commit
-        draft_luck, verify_luck = self._luck(), self._luck()
-        self._drafter_free = max(self._flight_ready[which], self._drafter_free) + draft_s
+        self._drafter_free = max(self._landed, self._drafter_free) + draft_s
         start = max(self._drafter_free, self._target_free)
-        self._target_free = start + verify_s + overhead_s
-        self._flight_ready[which] = self._last_commit = self._target_free
-        true_s = self._last_commit - began
-        self._commit(requests, accepted)
-        self._book(len(requests) + expected, true_s, any(chosen))
-        self._former_mode = "ping_pong"
-        luck = max(draft_luck, verify_luck)
-        controller.observe(
-            RoundObservation(
-                num_rows=rows,
-                num_sequences=len(requests),
-                num_committed=len(requests) + sum(accepted),
-                draft_s=0.0,
-                verify_s=verify_s * verify_luck,
-                outcomes=_outcomes(requests, drafted, accepted),
-                mode="ping_pong",
-                round_s=true_s * luck,
-                num_decoding=len(requests),
-                context_tokens=int(context),
-                budgets={one.request_id: k for one, k in zip(requests, chosen, strict=True) if k},
-                draft_ready_s=draft_s * draft_luck if any(chosen) else None,
-                target_s=verify_s * verify_luck,
-                num_elsewhere=len(others),
+        self._target_free = start + verify_s + self.costs.overhead(len(requests))
+        self._was_ahead = False
+        draft_luck, verify_luck = self._luck(), self._luck()
+        observation = RoundObservation(
+            num_rows=len(requests) + sum(drafted),
+            num_sequences=len(requests),
+            num_committed=len(requests) + sum(accepted),
+            draft_s=0.0,
+            verify_s=verify_s * verify_luck,
+            outcomes=_outcomes(requests, drafted, accepted),
+            mode="ping_pong",
+            num_decoding=len(requests),
+            context_tokens=sum(one.committed_len for one in requests),
+            budgets={one.request_id: k for one, k in zip(requests, chosen, strict=True) if k},
+            draft_ready_s=draft_s * draft_luck if any(chosen) else None,
+            target_s=verify_s * verify_luck,
+        )
+        self._flights.append(
+            _Flight(
+                requests=requests,
+                accepted=accepted,
+                expected=expected,
+                lands=self._target_free,
+                luck=max(draft_luck, verify_luck),
+                observation=observation,
             )
         )
+        return True
 
-    def _cohorts(self, which: int) -> tuple[list[FakeRequest], list[FakeRequest]]:
-        """Who is in it and who is not; those that are new go where there are fewer."""
-        present = {one.request_id for one in self.requests}
-        self._cohort_of = {one: cohort for one, cohort in self._cohort_of.items() if one in present}
-        for one in self.requests:
-            if one.request_id not in self._cohort_of:
-                smaller = int(2 * sum(self._cohort_of.values()) < len(self._cohort_of))
-                self._cohort_of[one.request_id] = smaller
-        inside = [one for one in self.requests if self._cohort_of[one.request_id] == which]
-        outside = [one for one in self.requests if self._cohort_of[one.request_id] != which]
-        return (inside, outside) if inside else (outside, inside)
+    def _land_cohort(self, controller: SpeculationController) -> None:
+        flight = self._flights.popleft()
+        true_s, self._landed = flight.lands - self._landed, flight.lands
+        requests = flight.requests
+        self._commit(requests, flight.accepted)
+        self._book(len(requests) + flight.expected, true_s, bool(flight.observation.budgets))
+        self._former_mode = "ping_pong"
+        controller.observe(
+            replace(
+                flight.observation,
+                round_s=true_s * flight.luck,
+                num_elsewhere=sum(len(other.requests) for other in self._flights),
+            )
+        )
 
     def _verdicts(self, requests: Sequence[FakeRequest], drafted: Sequence[int]) -> tuple[list[int], float]:
         """Draw how many tokens stand, and return what was to be expected of all together."""
@@ -461,6 +483,8 @@ class World:
         for one, number, stands, fan, is_foreign in zip(
             requests, pending, accepted, fans, foreign, strict=True
         ):
+            if not any(fan):
+                continue
             rank = 0
             is_behind_first = stands == number or is_foreign  # the first guess is what it would have drafted
             is_first = is_behind_first and self.generator.random() < self.acceptance(self.round_number, one)
