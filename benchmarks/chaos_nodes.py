@@ -45,7 +45,7 @@ class Nodes(Protocol):
         """kill -9 of everything that belongs to a node."""
 
     def end(self) -> None:
-        """End all of them."""
+        """End all of them; of a head with an address of its own, the network's end does."""
 
 
 def can_part() -> bool:
@@ -143,4 +143,5 @@ class _NodesOfNetwork:
 
     def end(self) -> None:
         for host in self._made.hosts:
-            self._made.kill(host)
+            if host != _HEAD:  # there we are ourselves; what runs there ends with the network
+                self._made.kill(host)
