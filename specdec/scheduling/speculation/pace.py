@@ -10,8 +10,8 @@ from specdec.core.clock import Clock
 _DECAY = 0.25
 _LARGEST_RISE = 3.0
 """A time that is longer than this many times the usual one counts as that: something interrupted it."""
-_MOST_SAVED_S = 0.1
-"""So much time may be saved up, and is there at first: some fifty decisions."""
+_MOST_SAVED_S = 0.03
+"""So much time may be saved up, and is there at first: some fifteen decisions."""
 
 
 class Pace:
