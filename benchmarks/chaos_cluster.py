@@ -19,7 +19,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from benchmarks.chaos_nodes import Nodes, can_part, nodes_of_this_machine
+from benchmarks.chaos_nodes import Nodes, nodes_of_this_machine
 from benchmarks.full_disk import can_mount, filled_up, small_disk
 from benchmarks.network import Network
 from benchmarks.starving import can_starve, starve
@@ -326,7 +326,7 @@ class ChaosCluster:
             kinds.append(self.starve_worker)
         if can_mount():
             kinds.append(self.fill_disk)
-        if can_part():
+        if self._nodes is not None and self._nodes.network is not None:
             kinds += [self.cut_off_node, self.cut_off_drafts]
         return {kind.__name__: kind for kind in kinds}
 

@@ -48,11 +48,6 @@ class Nodes(Protocol):
         """End all of them; of a head with an address of its own, the network's end does."""
 
 
-def can_part() -> bool:
-    """Whether nodes can be parted from each other here."""
-    return why_not() is None
-
-
 @contextlib.contextmanager
 def nodes_of_this_machine(folder: Path, num_others: int) -> Iterator[Nodes]:
     """Have a head, and up to so many others at a time.
@@ -60,7 +55,7 @@ def nodes_of_this_machine(folder: Path, num_others: int) -> Iterator[Nodes]:
     Where each has an address of its own, this thread is on the head meanwhile, and with it whatever thread it
     starts.
     """
-    if not can_part():
+    if why_not() is not None:
         yield _NodesAtOneAddress(folder)
         return
     with network(f"dhch{os.getpid()}", 1 + num_others) as made, made.inside(_HEAD):

@@ -143,12 +143,13 @@ def why_not() -> str | None:
         return "makes network namespaces, which needs root"
     if shutil.which("ip") is None:
         return "makes network namespaces, which needs the command ip (Debian: iproute2)"
-    probe = f"dhprobe{os.getpid()}"
+    probe = Network(f"dhprobe{os.getpid()}", 1)
     try:
-        _ip("netns", "add", probe)
-        _ip("netns", "delete", probe)
+        probe.make()
     except subprocess.CalledProcessError as error:
-        return f"network namespaces cannot be made here: {error.stderr.strip()}"
+        return f"networks of namespaces cannot be made here: {error.stderr.strip()}"
+    finally:
+        probe.remove()
     return None
 
 
