@@ -84,6 +84,10 @@ class ExchangedController:
         """Tell the present one."""
         self.current.observe(observation)
 
+    def think(self) -> None:
+        """Have the present one think."""
+        self.current.think()
+
 
 class Deployment(Protocol):
     """An engine over two models, and what may be exchanged of it."""

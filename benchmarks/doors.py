@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
-import psutil
 import typer
 from rich.progress import Progress
 
@@ -88,21 +87,6 @@ async def one_after_the_other(number: int, send: Callable[[], Awaitable[httpx.Re
     return {"p50": statistics.median(taken_ms), "p99": sorted(taken_ms)[int(0.99 * (len(taken_ms) - 1))]}
 
 
-def cpu_seconds(server: ServedProcess) -> dict[str, float]:
-    """Return the CPU time so far of the processes of each part."""
-    seconds = dict.fromkeys(_TITLES, 0.0)
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        try:
-            command, times = process.cmdline(), process.cpu_times()
-        except psutil.Error:
-            continue
-        name = Path(command[0]).name if command and command[0].startswith("/") else "".join(command[:1])
-        for part, titles in _TITLES.items():
-            if name.startswith(titles):
-                seconds[part] += times.user + times.system
-    return seconds
-
-
 async def measure(
     plan: Plan,
     kind: ProxyKind,
@@ -131,9 +115,9 @@ async def measure(
         }
         for name, send in sends.items():
             milliseconds[name] = await one_after_the_other(plan.num_requests, send)
-        before = cpu_seconds(server)
+        before = server.cpu_seconds(_TITLES)
         streams = await stream_all(client, bodies, expected, tick)
-        after = cpu_seconds(server)
+        after = server.cpu_seconds(_TITLES)
     return Turn(
         proxy=kind,
         milliseconds=milliseconds,

@@ -40,6 +40,7 @@ import typer
 from pydantic_core import from_json
 from rich.progress import Progress
 
+from benchmarks.closed_loop import ClosedLoop
 from benchmarks.compile_states import wait_compiled
 from benchmarks.cores import keep_to, part_with_a_core
 from benchmarks.interruption import end_on_sigterm
@@ -168,20 +169,8 @@ class Overload:
 
     async def _keep_asking(self, until_s: float) -> list[Timeline]:
         """As many clients as there are places, each asking again once it has its answer."""
-        loop = asyncio.get_running_loop()
-
-        async def ask() -> list[Timeline]:
-            timelines = []
-            while loop.time() < until_s:
-                timelines += await self._send([PlannedRequest(at_s=0.0, body=self._body(None))])
-            return timelines
-
-        answers = await asyncio.gather(*(ask() for _ in range(self._plan.num_places)))
-        timelines = [timeline for each in answers for timeline in each]
-        failed = [timeline.error for timeline in timelines if timeline.error is not None]
-        if failed:
-            raise RuntimeError(f"without overload, {len(failed)} requests failed: {failed[0]}")
-        return timelines
+        clients = ClosedLoop(self._client, _PATH, lambda: self._body(None), self._tick)
+        return await clients.run(self._plan.num_places, until_s)
 
     async def load(self, share: float, turn: int, capacity_per_s: float, apart_s: float) -> Load:
         """Send a share of capacity, again if others had the cores meanwhile; return what became of it."""

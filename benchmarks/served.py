@@ -54,6 +54,20 @@ class ServedProcess:
             time.sleep(_POLL_S)
         raise RuntimeError("the server did not start:\n" + "\n".join(line for _, line in self.log))
 
+    def cpu_seconds(self, titles: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
+        """Return the CPU time so far of the processes of each part, by how their titles begin."""
+        seconds = dict.fromkeys(titles, 0.0)
+        for process in self._descendants():
+            try:
+                command, times = process.cmdline(), process.cpu_times()
+            except psutil.Error:
+                continue
+            name = Path(command[0]).name if command and command[0].startswith("/") else "".join(command[:1])
+            for part, its in titles.items():
+                if name.startswith(its):
+                    seconds[part] += times.user + times.system
+        return seconds
+
     def stop(self) -> None:
         """As Ctrl-C does; after a minute with force, so that a benchmark comes to its end."""
         descendants = self._descendants()

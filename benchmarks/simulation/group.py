@@ -581,6 +581,7 @@ class Group:
                 ahead=() if its is None else _ahead(flight, its),
             )
         )
+        self.controller.think()
 
 
 def _outcomes(flight: _Flight, its: VerdictRound) -> list[DraftOutcome]:

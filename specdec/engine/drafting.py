@@ -7,7 +7,7 @@ lookup goes before them, it is, and the target drafts for whoever gets nothing o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from specdec.core.errors import ConfigError, TransportError
 from specdec.core.ids import RequestId
@@ -28,6 +28,9 @@ Proposals = dict[RequestId, Proposal]
 _KEPT_UP_TOKENS = 48
 """While nothing is drafted for a request, those who would draft elsewhere are told of so many tokens at a
 time: they read them meanwhile, and can go on at once when they are asked again."""
+_KEPT_UP_TOGETHER = 24
+"""Once somebody has so many that somebody is told of, all are told of whose tokens are so many: one message
+costs as much as many entries of it, and so does one batch of whoever reads."""
 
 
 class Drafting:
@@ -82,8 +85,14 @@ class Drafting:
         """Ask for proposals. Whatever does not fit is dropped: that request goes on with one token."""
         # Prompts that are still being read, and what goes on without drafts, come with a budget of 0: a
         # proposer may read them too.
-        lives = [running[request_id] for request_id in plan.num_tokens]
-        sequences = [live for live in lives if self._is_asked_for(live) and self._is_told(live, plan)]
+        lives = [live for request_id in plan.num_tokens if self._is_asked_for(live := running[request_id])]
+        wanting = {
+            live.request_id
+            for live in lives
+            if live.request_id in plan.num_draft_tokens or live.awaits_drafts
+        }
+        told = wanting | self._kept_up(live for live in lives if live.request_id not in wanting)
+        sequences = [live for live in lives if live.request_id in told]
         if not sequences:
             return {}
         for live in sequences:
@@ -149,10 +158,12 @@ class Drafting:
     def _is_asked_for(self, live: LiveRequest) -> bool:
         return self._looks_first or not self.is_at_target(live)
 
-    def _is_told(self, live: LiveRequest, plan: RoundPlan) -> bool:
-        if live.request_id in plan.num_draft_tokens or live.awaits_drafts:
-            return True
-        return self._keeps_up[live.drafter] and live.num_untold >= _KEPT_UP_TOKENS
+    def _kept_up(self, lives: Iterable[LiveRequest]) -> Set[RequestId]:
+        """Return those that who drafts elsewhere is to be told of, though nothing is drafted for them."""
+        untold = {live.request_id: live.num_untold for live in lives if self._keeps_up[live.drafter]}
+        if max(untold.values(), default=0) < _KEPT_UP_TOKENS:
+            return frozenset()
+        return {request_id for request_id, number in untold.items() if number >= _KEPT_UP_TOGETHER}
 
     def _note_seconds(self, place: int, seconds: float) -> None:
         if place < len(self._counts):

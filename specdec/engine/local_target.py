@@ -168,6 +168,11 @@ class LocalTarget:
         """What runs the model, for measurements of the bare forward."""
         return self._runner
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """No: `collect` runs them."""
+        return False
+
     def submit(self, step: TargetStep) -> None:
         """Queue a round."""
         self._pending.append(step)

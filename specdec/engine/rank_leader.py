@@ -97,6 +97,11 @@ class LeadingTarget:
         """Rank 0's part of the model. A forward needs all ranks: do not call it by itself."""
         return self._target.runner
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """No: `collect` runs this rank's part."""
+        return False
+
     def submit(self, step: TargetStep) -> None:
         """Queue a round."""
         self._pending.append(step)

@@ -93,6 +93,11 @@ class RemoteTarget:
         dropped = {"stale": self.counters["stale_answers"], **self._channel.counters.dropped}
         return dropped_series("target", dropped)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Yes: the worker runs them."""
+        return True
+
     def submit(self, step: TargetStep) -> None:
         """Send a round."""
         message = RunStep(self._incarnation, self._next_sequence, step)

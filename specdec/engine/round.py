@@ -43,6 +43,8 @@ from specdec.verification.registry import capabilities_of
 
 _DEPTHS: Mapping[OverlapMode, int] = {"lockstep": 1, "ping_pong": 2, "draft_ahead": 1}
 """Rounds in flight at a time."""
+_WAITED_S = 5e-5
+"""An answer that took longer was not there yet when it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,8 @@ class RoundLoop:
         self._landed_s: float | None = None
         """When the last round ended, if there has been work since."""
         self._times = RoundTimes(metrics, clock)
+        self._beside_s = 0.0
+        """What was done beside the target since the last landing has taken."""
         self._target_done_s = 0.0
         """About when the target had done the last flight that has landed."""
 
@@ -196,7 +200,8 @@ class RoundLoop:
             return False
         mode = self._decided(mode)
         planned_s = self._clock.now_s()
-        proposals = self._drafting.propose(plan, self._roster.running)
+        is_read_beside = self._is_read_beside(plan)
+        proposals = {} if is_read_beside else self._drafting.propose(plan, self._roster.running)
         proposed_s = self._clock.now_s()
         step = self._pack(plan, proposals)
         lives = [self._roster.running[work.request_id] for work in step.works]
@@ -231,19 +236,44 @@ class RoundLoop:
         self._flights.append(flight)
         if mode == "draft_ahead":
             self._look_ahead(flight)
+        if self._target.is_elsewhere:
+            self._do_beside(plan if is_read_beside else None)
         return True
+
+    def _is_read_beside(self, plan: RoundPlan) -> bool:
+        """Whether whoever drafts elsewhere is told of tokens, to read them, while the target verifies."""
+        if not self._target.is_elsewhere or any(plan.num_draft_tokens.values()):
+            return False
+        capabilities = self._proposer.capabilities
+        return capabilities.remote and not capabilities.hidden_layers
+
+    def _do_beside(self, read: RoundPlan | None) -> None:
+        """Do, while the target is at work, what no round waits for."""
+        started_s = self._clock.now_s()
+        if read is not None:
+            self._drafting.propose(read, self._roster.running)
+            if self._asks is not None:
+                self._asks.take_asking_s()
+        self._controller.think_beside()
+        self._beside_s += self._clock.now_s() - started_s
 
     def _land(self, flight: _Flight) -> list[RequestOutput]:
         """Wait for the answer to a flight and commit it."""
         awaited_s = self._clock.now_s()
         result = self._collect(flight.step)
         verified_s = self._clock.now_s()
-        self._times.waited(verified_s - awaited_s)
+        waited_s, delay_s = verified_s - awaited_s, self._beside_s
+        self._beside_s = 0.0
+        if waited_s >= _WAITED_S:  # all the while the target was at work
+            waited_s, delay_s = waited_s + delay_s, 0.0
+        self._times.waited(waited_s)
         landing = self._commit(flight, result, verified_s)
         for work, answer in zip(flight.step.works, result.results, strict=True):
             if work.beside is not None:
                 self._hear_beside(work.beside, flight.proposals[work.request_id], answer)
-        self._observe(flight, result, landing, verified_s)
+        self._observe(flight, result, landing, verified_s, delay_s)
+        if not self._target.is_elsewhere or not self._has_work:
+            self._controller.think()
         return landing.outputs
 
     def _plan(self, now_s: float, mode: OverlapMode) -> RoundPlan | None:
@@ -526,14 +556,16 @@ class RoundLoop:
         result: TargetResult,
         landing: _Landing,
         verified_s: float,
+        delay_s: float,
     ) -> None:
+        """Count a round, and tell the controller; it is `delay_s` longer by what was done beside."""
         num_committed = sum(len(output.token_ids) for output in landing.outputs)
         draft_s = flight.draft_s + result.draft_s
         target_s = result.forward_s + result.sample_s
         verify_s = verified_s - flight.submitted_s - result.draft_s
         # Who is not heard drafts while the target verifies, or before that where both are in this process.
-        shadow_s = verify_s - max(target_s, verify_s - flight.shadow_s)
-        verify_s -= shadow_s
+        beside_s = verify_s - max(target_s, verify_s - flight.shadow_s - delay_s)
+        verify_s -= beside_s
         works = flight.step.works
         num_rows = sum(map(_num_rows, works, result.results))
         metrics = self._metrics
@@ -572,7 +604,7 @@ class RoundLoop:
                 target_s=target_s or None,
                 round_s=None
                 if self._landed_s is None
-                else verified_s - self._landed_s - thought_s - shadow_s,
+                else verified_s - self._landed_s - thought_s - beside_s,
                 drafters=flight.drafters,
                 drafting_s=self._drafting.with_target_seconds(flight.drafter_s, result.draft_s),
                 num_elsewhere=sum(len(other.lives) for other in self._flights),

@@ -67,6 +67,11 @@ class SyntheticTarget:
         """That of the target."""
         return idle_work_of(self._target)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """As the target is."""
+        return self._target.is_elsewhere
+
     def submit(self, step: TargetStep) -> None:
         """Start a round."""
         for request_id in step.released:

@@ -18,6 +18,11 @@ class Target(Protocol):
         """Constant over the life of the target."""
         ...
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether rounds run while this thread does something else, not in `collect`."""
+        ...
+
     def submit(self, step: TargetStep) -> None:
         """Start a round. Does not wait for it."""
         ...

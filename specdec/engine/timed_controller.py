@@ -58,3 +58,13 @@ class TimedController:
         started_s = self._clock.now_s()
         self._controller.observe(observation)
         self._thought_s += self._clock.now_s() - started_s
+
+    def think(self) -> None:
+        """See `SpeculationController`."""
+        started_s = self._clock.now_s()
+        self._controller.think()
+        self._thought_s += self._clock.now_s() - started_s
+
+    def think_beside(self) -> None:
+        """As `think`, while the target is at work: who calls it knows whether rounds take longer by it."""
+        self._controller.think()

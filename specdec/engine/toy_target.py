@@ -127,6 +127,11 @@ class ToyTarget:
         """Requests that the target keeps state of."""
         return frozenset(self._sequences)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """No: `submit` runs them."""
+        return False
+
     def submit(self, step: TargetStep) -> None:
         """Compute a round."""
         move_toy_slots(self._slots, step.moves)

@@ -116,7 +116,11 @@ class SpeculationController(Protocol):
         ...
 
     def observe(self, observation: RoundObservation) -> None:
-        """Learn from a finished round."""
+        """Take in a finished round, to be learnt from before the next decision is made."""
+        ...
+
+    def think(self) -> None:
+        """Do now what there is to think over: nobody waits for it."""
         ...
 
 
@@ -200,6 +204,9 @@ class FixedController:
         return share_guesses(usual, self._ranks.rates, max_branches)
 
     def observe(self, observation: RoundObservation) -> None:
+        """Nothing to learn."""
+
+    def think(self) -> None:
         """Nothing to learn."""
 
 

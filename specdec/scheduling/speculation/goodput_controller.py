@@ -20,9 +20,10 @@ from specdec.scheduling.speculation.decision import Decision, Region, added_up, 
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.scheduling.speculation.foresight import Foresight
-from specdec.scheduling.speculation.goodput import Batch, Ints, Kind
+from specdec.scheduling.speculation.goodput import Ints, Kind
 from specdec.scheduling.speculation.kind_switch import KindSwitch
 from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.prospects import Prospects
 from specdec.scheduling.speculation.request_facts import RequestFacts
 from specdec.scheduling.speculation.rhythm import Rhythm
 from specdec.scheduling.speculation.round_evidence import RoundEvidence
@@ -37,6 +38,9 @@ _FIRST_ROUNDS = 8
 """Rounds after the start in which the cost model is still corrected: no evidence against it."""
 _SETTLING = ("auditing", "comparing")
 """Trials whose rounds are believed, beside what rounds have taken just before."""
+
+_TOLD_EVERY_S = 1.0
+"""`state` is no older than that."""
 
 
 class GoodputController:
@@ -80,6 +84,11 @@ class GoodputController:
         self._known_regions: set[Region] = set()
         self._decision: Decision | None = None
         self._round = 0
+        self._observed: RoundObservation | None = None
+        """A round that has not been learnt from yet."""
+        self._chosen_for: tuple[tuple[Schedulable, ...], int] = (), 0
+        """All sequences of the last round, and how many of them were in it."""
+        self._prepared: Prospects | None = None
 
     @property
     def mode(self) -> OverlapMode:
@@ -112,8 +121,10 @@ class GoodputController:
         if not decoding:
             return []
         sequences = (*decoding, *elsewhere)
+        self._chosen_for = sequences, len(decoding)
         decision = self._decision
-        if decision is None or self._is_due(decision) or not self._rhythm.still_holds(decision, sequences):
+        if decision is None or self._is_to_be_made_anew(decision, sequences):
+            self._learn_observed()
             with self._rhythm.deciding.timed():
                 decision = self._decide(sequences, len(decoding))
         index, chosen = decision.index, decision.num_draft_tokens
@@ -131,7 +142,25 @@ class GoodputController:
         )
 
     def observe(self, observation: RoundObservation) -> None:
-        """Learn from a finished round."""
+        """Take in a finished round."""
+        self._learn_observed()
+        self._observed = observation
+
+    def think(self) -> None:
+        """Learn from the last round; if it is time for a decision, find out what there is to choose from."""
+        self._learn_observed()
+        sequences, num_here = self._chosen_for
+        decision = self._decision
+        if self._prepared is None and decision is not None and self._is_due(decision):
+            with self._rhythm.deciding.timed(goes_on=True):
+                self._prepared = self._look_at(sequences, num_here)
+
+    def _learn_observed(self) -> None:
+        observation, self._observed = self._observed, None
+        if observation is not None:
+            self._learn(observation)
+
+    def _learn(self, observation: RoundObservation) -> None:
         self._round += 1
         decision = self._decision
         if decision is None:
@@ -143,6 +172,13 @@ class GoodputController:
         self._note_times(observation, decision)
 
     # ------------------------------------------------------------------------------------ deciding
+
+    def _is_to_be_made_anew(self, decision: Decision, sequences: Sequence[Schedulable]) -> bool:
+        if self._is_due(decision) or not self._rhythm.still_holds(decision, sequences):
+            # Where nobody is to be drafted for there is nothing to decide, but to tell what goes on.
+            is_moot = decision.option.kind == "plain" and not any(map(_may_get_drafts, sequences))
+            return not is_moot or self._rhythm.since_decision_s >= _TOLD_EVERY_S
+        return False
 
     def _is_due(self, decision: Decision) -> bool:
         return self._rhythm.is_due(self._round, decision.batch.num_sequences) or self._facts.is_due(
@@ -159,17 +195,12 @@ class GoodputController:
         cap = self._facts.welcome(one)
         return usual if cap is None else min(usual, cap)
 
-    def _decide(self, sequences: tuple[Schedulable, ...], num_here: int) -> Decision:
-        """Decide for all, of which the first `num_here` are to be in the next round."""
+    def _look_at(self, sequences: tuple[Schedulable, ...], num_here: int) -> Prospects:
+        """Find out what these, of which the first `num_here` are in the next round, could be given."""
         self._evidence.take_in(self._round, self._decision)
         is_drafting = self._switch.kind != "plain"
         self._facts.review(self._round, sequences, self._decision, self._costs, is_drafting=is_drafting)
         batch = self._foresight.batch_of(sequences)
-        self._decision = self._decide_for(batch, sequences, num_here)
-        self._facts.take_over(sequences)
-        return self._decision
-
-    def _decide_for(self, batch: Batch, sequences: tuple[Schedulable, ...], num_here: int) -> Decision:
         region = region_of(batch)
         kinds: tuple[Kind, ...] = ("plain", *self._settings.modes)
         time_factors = {kind: self._evidence.time_factor(self._round, kind, region) for kind in kinds}
@@ -180,6 +211,28 @@ class GoodputController:
             by_cohort = self._foresight.by_cohort(batch, num_here, time_factors)
             options = {kind: option for kind, option in options.items() if kind != "ping_pong"}
             options |= {} if by_cohort is None else {"ping_pong": by_cohort}
+        return Prospects(
+            index={one.request_id: at for at, one in enumerate(sequences)},
+            num_here=num_here,
+            batch=batch,
+            region=region,
+            evaluation=evaluation,
+            outlook=outlook,
+            options=options,
+        )
+
+    def _decide(self, sequences: tuple[Schedulable, ...], num_here: int) -> Decision:
+        """Decide for all, of which the first `num_here` are to be in the next round."""
+        prospects, self._prepared = self._prepared, None
+        if prospects is None or not prospects.are_of(sequences, num_here):
+            prospects = self._look_at(sequences, num_here)
+        self._decision = self._decide_among(prospects, sequences)
+        self._facts.take_over(sequences)
+        return self._decision
+
+    def _decide_among(self, prospects: Prospects, sequences: tuple[Schedulable, ...]) -> Decision:
+        batch, region, options = prospects.batch, prospects.region, prospects.options
+        evaluation, outlook = prospects.evaluation, prospects.outlook
         rates = {
             kind: option.rate * self._evidence.factor(self._round, kind, region)
             for kind, option in options.items()
@@ -220,7 +273,7 @@ class GoodputController:
         accepted = batch.estimate.accepted
         return Decision(
             batch=batch,
-            index={one.request_id: at for at, one in enumerate(sequences)},
+            index=prospects.index,
             region=region,
             options=options,
             rates=rates,
@@ -344,3 +397,7 @@ class GoodputController:
             num_stretch_rounds=self._trials.num_rounds["stretching"],
             num_comparison_rounds=self._trials.num_rounds["comparing"],
         )
+
+
+def _may_get_drafts(one: Schedulable) -> bool:
+    return one.requested_draft_tokens != 0

@@ -28,18 +28,22 @@ class Pace:
         self._clock = clock
         self._share = share
         self._usual_s: float | None = None
+        self._begun_s = 0.0
         self._saved_s = _MOST_SAVED_S
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Do it once."""
+    def timed(self, *, goes_on: bool = False) -> Iterator[None]:
+        """Do it once, or (it goes on later) the first part of it."""
         clock = self._clock
         if clock is None:
             yield
             return
         started_s = clock.now_s()
         yield
-        took_s = clock.now_s() - started_s
+        took_s, self._begun_s = self._begun_s + clock.now_s() - started_s, 0.0
+        if goes_on:
+            self._begun_s = took_s
+            return
         usual_s = self._usual_s
         if usual_s is None:
             self._usual_s = took_s

@@ -57,6 +57,23 @@ def test_draft_workers_read_on_while_nothing_is_drafted(requested: int | None, n
     assert len(asked) == num_asked
 
 
+def test_who_has_half_as_many_unread_tokens_is_told_of_in_the_same_message() -> None:
+    cluster, worker, _ = scripted({"token_ids": ()})
+    controller = cluster.engine._parts.controller
+    assert isinstance(controller, FixedController)
+    controller._num_draft_tokens = 0
+    one, other, late = (a_request(name, random.Random(1)) for name in ("a", "b", "c"))
+    params = msgspec.structs.replace(one.params, max_tokens=200, temperature=0.0)
+    tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in (one, other, late)}
+    for request, num_later in ((one, 15), (other, 25), (late, 30)):
+        cluster.engine.add_request(msgspec.structs.replace(request, params=params))
+        for _ in range(num_later):
+            cluster.step(tokens)
+    told = [{entry.request_id: len(entry.token_ids) for entry in message.entries} for message in worker.asked]
+    assert [list(names) for names in told] == [["a"], ["a", "b"]], "of the third there is little to tell yet"
+    assert told[1]["a"] >= 48 > told[1]["b"] >= 24
+
+
 def test_a_short_pause_costs_no_round() -> None:
     cluster = cluster_of(512)
     one = sequence("a")

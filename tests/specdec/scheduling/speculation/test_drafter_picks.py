@@ -96,6 +96,7 @@ class SeveralWorld(World):
                 drafting_s=seen,
             )
         )
+        controller.think()
 
 
 def controller_of(drafters: Sequence[Costs] = DRAFTERS, budgeted: int | None = None) -> GoodputController:

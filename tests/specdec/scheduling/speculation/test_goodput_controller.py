@@ -36,7 +36,7 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.state import Schedulable
 from tests.pairwise import mostly_full
-from tests.specdec.scheduling.simulation import fake_request
+from tests.specdec.scheduling.simulation import FakeRequest, fake_request
 from tests.specdec.scheduling.speculation.world import COSTS, LONG_COSTS, Costs, World, profile_of
 
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
@@ -329,8 +329,92 @@ def test_many_short_rounds_are_learnt_from_now_and_then(monkeypatch: pytest.Monk
                 outcomes=[],
             )
         )
+        controller.think()
     assert 10 < len(heard) < 300
     assert 5 < len(decided) < 40
+
+
+def _plain_round(controller: GoodputController, sequences: Sequence[Schedulable], seconds: float) -> None:
+    controller.observe(
+        RoundObservation(
+            num_rows=len(sequences),
+            num_sequences=len(sequences),
+            num_committed=len(sequences),
+            draft_s=0.0,
+            verify_s=seconds,
+            round_s=seconds,
+            outcomes=[],
+        )
+    )
+
+
+def test_what_there_is_to_choose_from_is_found_out_while_it_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    world_of(COSTS["cpu"], 4, chance=0.1).run(controller, 300)
+    where: list[str] = []
+    now = "choose"
+    evaluate = controller._foresight.evaluate
+    monkeypatch.setattr(controller._foresight, "evaluate", lambda *a: where.append(now) or evaluate(*a))
+    decide = controller._decide_among
+    decided: list[int] = []
+    monkeypatch.setattr(controller, "_decide_among", lambda *a: decided.append(1) or decide(*a))
+    sequences = [fake_request(f"r{at}", 128, generate=100_000, computed=127) for at in range(4)]
+    controller.choose(sequences)
+    assert where == ["choose"], "they are others"
+    for _ in range(2000):
+        _plain_round(controller, sequences, 0.002)
+        now = "think"
+        controller.think()
+        now = "choose"
+        controller.choose(sequences)
+    assert where == ["choose"] + ["think"] * (len(decided) - 1)
+    assert len(decided) > 10
+    _plain_round(controller, sequences, 0.002)
+    controller.choose(sequences[:2])
+    assert where[-1] == "choose", "some have gone: what was found out is not of those who are there"
+
+
+def test_a_round_is_learnt_from_before_the_next_decision_though_nobody_lets_it_think(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    sequences = [fake_request(f"r{at}", 128, generate=100_000, computed=127) for at in range(4)]
+    decide = controller._decide
+    decided: list[int] = []
+    monkeypatch.setattr(controller, "_decide", lambda *a: decided.append(controller._round) or decide(*a))
+    seen: list[int] = []
+    for number in range(400):
+        num_decided = len(decided)
+        controller.choose(sequences)
+        if len(decided) > num_decided:
+            seen.append(number)
+        _plain_round(controller, sequences, 0.002)
+    assert len(seen) > 5
+    assert decided == seen, "of all rounds that there had been"
+
+
+def _without_drafts(name: str) -> FakeRequest:
+    one = fake_request(name, 128, generate=100_000, computed=127)
+    one.requested_draft_tokens = 0
+    return one
+
+
+def test_where_nobody_may_get_drafts_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    world_of(COSTS["cpu"], 4, chance=0.1).run(controller, 300)
+    of_none = [_without_drafts(f"r{at}") for at in range(4)]
+    assert controller.choose(of_none) == [0, 0, 0, 0]
+    decide = controller._decide
+    decided: list[int] = []
+    monkeypatch.setattr(controller, "_decide", lambda *a: decided.append(1) or decide(*a))
+    for number in range(1500):
+        _plain_round(controller, of_none, 0.002)
+        controller.think()
+        assert controller.choose([*of_none[1:], _without_drafts(f"n{number}")]) == [0, 0, 0, 0]
+    assert len(decided) in (2, 3), "once in a second, so that it can be told what goes on"
+    one = fake_request("wants some", 128, generate=100_000, computed=127)
+    controller.choose([*of_none, one, *(fake_request(f"m{at}", 128, generate=9) for at in range(3))])
+    assert len(decided) in (3, 4)
 
 
 def test_long_rounds_are_not_heard_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +439,7 @@ def test_long_rounds_are_not_heard_more_often_than_others(monkeypatch: pytest.Mo
                 outcomes=[],
             )
         )
+        controller.think()
     assert len(heard) > 50
     assert sum(seconds > 0.01 for seconds in heard) < 0.15 * len(heard)
 
@@ -986,6 +1071,7 @@ def test_observations_may_be_poor() -> None:
                 else [],
             )
         )
+        controller.think()
     assert max(chosen[-8:]) >= 4
     assert list(controller.choose([])) == []
 
@@ -1005,4 +1091,5 @@ def test_streams_of_short_requests_leave_little_behind() -> None:
                 outcomes=[outcome],
             )
         )
+        controller.think()
     assert 0 < len(controller._facts.acceptance) < 1200

@@ -22,6 +22,19 @@ def test_what_takes_long_is_done_seldom() -> None:
     assert pace.interval_s == pytest.approx(0.1, rel=0.01)
 
 
+def test_what_is_done_in_two_parts_counts_once() -> None:
+    clock = ManualClock()
+    pace = Pace(clock, 0.01)
+    with pace.timed(goes_on=True):
+        clock.advance(0.003)
+    assert pace.interval_s == 0.0, "it is not done yet"
+    take(pace, clock, 0.001)
+    assert pace.interval_s == pytest.approx(0.4)
+    for _ in range(40):
+        take(pace, clock, 0.001)
+    assert pace.interval_s == pytest.approx(0.1, rel=0.01), "the first part belongs to one alone"
+
+
 def test_one_interruption_changes_little() -> None:
     clock = ManualClock()
     pace = Pace(clock, 0.01)

@@ -379,6 +379,7 @@ class World:
                 ahead=told_ahead,
             )
         )
+        controller.think()
 
     def _launch_cohort(self, controller: SpeculationController) -> bool:
         """Send off a round of those that are in no other, if there are any, at most half of all.
@@ -444,6 +445,7 @@ class World:
                 num_elsewhere=sum(len(other.requests) for other in self._flights),
             )
         )
+        controller.think()
 
     def _verdicts(self, requests: Sequence[FakeRequest], drafted: Sequence[int]) -> tuple[list[int], float]:
         """Draw how many tokens stand, and return what was to be expected of all together."""
