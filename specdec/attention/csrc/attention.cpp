@@ -36,7 +36,10 @@ void run(const dh::Step& step, const dh::Layer& layer, const AttentionCall& call
         }
         dh::write_kv(share, step, layer, op);
       },
-      [&](const dh::Share& share) { dh::paged_attention(share, step, layer, op, shared_plan, shared_partials); });
+      [&](const dh::Share& share) {
+        dh::prefetch_first_step(share, step, layer, shared_plan, sizeof(T));
+        dh::paged_attention(share, step, layer, op, shared_plan, shared_partials);
+      });
 }
 
 }  // namespace

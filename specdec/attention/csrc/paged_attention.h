@@ -86,7 +86,8 @@ struct Operands {
 };
 
 // Rows whose sums are kept in registers at a time.
-constexpr int kScoreRows = kLanes == 16 ? 8 : 4;
+constexpr int kScoreRows = kLanes == 16 ? 6 : 4;
+constexpr int kScoreTiles = kLanes == 16 ? 2 : 1;  // of kLanes keys: numbers of a query are read once for all of them
 constexpr int kValueRows = kLanes == 16 ? 6 : 2;
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -261,13 +262,13 @@ class BlockAttention {
 
   void reset() {
     std::fill(maximum_, maximum_ + block_.count, kMinusInfinity);
-    std::fill(total_, total_ + block_.count, 0.0f);
+    std::fill(totals_, totals_ + block_.count * kLanes, 0.0f);
     std::fill(weighted_, weighted_ + block_.count * padded_dim_, 0.0f);
   }
 
   // Adds keys [first, last), which lie in one chunk and start at a step, to the state. Blocks lie anywhere in
-  // the pool and hardware does not guess where the next ones are: a step's values are asked for while its keys
-  // are looked at, and while they are added up, the keys of the next step, or of what is attended to after this.
+  // the pool and hardware does not guess where the next ones are: while a step's keys are looked at, those of the next
+  // step, or of what is attended to after this, are asked for, and while its weights and sums are found, the values.
   void attend(int first, int last, const Keys& after) {
     locate({block_.sequence, block_.kv_head, first, last}, here_);
     for (int key = first; key < last; key += kStep) {
@@ -281,6 +282,7 @@ class BlockAttention {
       accumulate(count);
       std::swap(here_, next_);
     }
+    for (int r = 0; r < block_.count; ++r) total_[r] = reduce_add(loadv(totals_ + r * kLanes));
   }
 
   // Offsets in the pool of the first step of keys; returns how many these are.
@@ -288,8 +290,13 @@ class BlockAttention {
     return locate_step(step_, layer_, keys, row_bytes_, offsets);
   }
 
-  void prefetch_row(const void* pool, int64_t offset) const {
-    prefetch_bytes(static_cast<const char*>(pool) + offset, row_bytes_);
+  // Asks for the next step's rows that are due with parts [before, after) of `all` of what is done meanwhile. A core
+  // waits for few lines at once, and what is looked at would wait behind many: verifying on Zen 4 takes 0.9 times as
+  // long as with all of them asked for as fast as a loop goes.
+  void ask_next(const void* pool, int before, int after, int all) const {
+    const int last = num_next_ * after / all;
+    for (int t = num_next_ * before / all; t < last; ++t)
+      prefetch_bytes(static_cast<const char*>(pool) + next_[t], row_bytes_);
   }
 
   // Where the numbers of a pool's rows of this step are, in rows_; of packed ones the integers, and in scales_ what
@@ -321,12 +328,20 @@ class BlockAttention {
   // Scores of keys [key, key + count) for every row, masked, in scores_[row][kStep].
   void score(int key, int count) {
     find_rows(layer_.key_pool, count);
-    for (int tile = 0; tile < count; tile += kLanes) {
-      for (int t = tile; t < std::min(count, tile + kLanes); ++t) prefetch_row(layer_.value_pool, here_[t]);
-      load_columns(tile, std::min(kLanes, count - tile));
-      in_tiles<kScoreRows>(block_.count, [&](auto rows, int r) { score_rows<rows.value>(r, tile); });
-    }
     const int padded = round_up(count, kLanes);
+    std::fill(rows_ + count, rows_ + padded, kNoNumbers);
+    for (int tile = 0; tile < padded;) {
+      const int here = std::min(kScoreTiles, (padded - tile) / kLanes);
+      for (int i = 0; i < here; ++i) load_columns(tile + i * kLanes, columns_ + i * kLanes * num_units_);
+      one_of<kScoreTiles>(here, [&](auto tiles) {
+        in_tiles<kScoreRows>(block_.count, [&](auto rows, int r) {
+          const int before = tile * block_.count + r * here * kLanes;
+          ask_next(layer_.key_pool, before, before + rows.value * here * kLanes, padded * block_.count);
+          score_rows<rows.value, tiles.value>(r, tile);
+        });
+      });
+      tile += here * kLanes;
+    }
     for (int r = 0; r < block_.count; ++r) {
       if (layer_.is_packed) scale_row(r, padded);
       if (layer_.softcap != 0.0f) cap(r, padded);
@@ -334,40 +349,62 @@ class BlockAttention {
     }
   }
 
-  // kLanes keys as columns: columns_[unit][lane] is unit `unit` of the step's key `tile + lane`, 0 beyond
-  // `count`.
-  void load_columns(int tile, int count) {
+  // kLanes keys as columns: columns[unit][lane] is unit `unit` of the step's key `tile + lane`.
+  void load_columns(int tile, uint32_t* columns) const {
     const int bytes = layer_.head_dim * int(sizeof(T));
     for (int unit = 0; unit < num_units_; unit += kLanes) {
-      u32v square[kLanes] = {};
+      u32v square[kLanes];
       const int here = std::min(int(sizeof(u32v)), bytes - unit * 4);
-      for (int lane = 0; lane < count; ++lane) {
-        const char* source = reinterpret_cast<const char*>(rows_[tile + lane]) + unit * 4;
-        if (here == int(sizeof(u32v)))
-          square[lane] = load_as<u32v>(source);
-        else
-          std::memcpy(&square[lane], source, here);
+      const auto source = [&](int lane) { return reinterpret_cast<const char*>(rows_[tile + lane]) + unit * 4; };
+      if (here == int(sizeof(u32v))) {
+#pragma GCC unroll 16
+        for (int lane = 0; lane < kLanes; ++lane) square[lane] = load_as<u32v>(source(lane));
+      } else {
+        for (int lane = 0; lane < kLanes; ++lane) {
+          square[lane] = u32v{};
+          std::memcpy(&square[lane], source(lane), here);
+        }
       }
       transpose(square);
-      for (int i = 0; i < kLanes; ++i) store_as(columns_ + (unit + i) * kLanes, square[i]);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store_as(columns + (unit + i) * kLanes, square[i]);
     }
   }
 
-  template <int R>
-  void score_rows(int r, int tile) {
-    f32v even[R] = {}, odd[R] = {};
+  // Of R rows with the keys of K tiles, which are in columns_. Out of line, and its loops taken apart, for the reason
+  // that sums of linear.h are.
+  template <int R, int K>
+  [[gnu::noinline]] void score_rows(int r, int tile) {
+    f32v even[R][K], odd[R][K];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 16
+      for (int k = 0; k < K; ++k) even[i][k] = odd[i][k] = f32v{};
     constexpr int words = Units<T>::words;
     const uint32_t* query = query_ + r * num_words_;
-    for (int unit = 0; unit < num_units_; unit += 2) {
-      const u32v a = load_as<u32v>(columns_ + unit * kLanes);
-      const u32v b = load_as<u32v>(columns_ + (unit + 1) * kLanes);
+    const uint32_t* columns = columns_;
+    for (int unit = 0; unit < num_units_; unit += 2, columns += 2 * kLanes, query += 2 * words) {
+      u32v a[K], b[K];
+#pragma GCC unroll 16
+      for (int k = 0; k < K; ++k) {
+        a[k] = load_as<u32v>(columns + k * kLanes * num_units_);
+        b[k] = load_as<u32v>(columns + k * kLanes * num_units_ + kLanes);
+      }
+#pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
-        const uint32_t* mine = query + i * num_words_ + unit * words;
-        even[i] = Units<T>::multiply_add_spread(even[i], a, mine);
-        odd[i] = Units<T>::multiply_add_spread(odd[i], b, mine + words);
+        const uint32_t* mine = query + i * num_words_;
+#pragma GCC unroll 16
+        for (int k = 0; k < K; ++k) {
+          even[i][k] = Units<T>::multiply_add_spread(even[i][k], a[k], mine);
+          odd[i][k] = Units<T>::multiply_add_spread(odd[i][k], b[k], mine + words);
+        }
       }
     }
-    for (int i = 0; i < R; ++i) storev(scores_ + (r + i) * kStep + tile, (even[i] + odd[i]) * layer_.scaling);
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 16
+      for (int k = 0; k < K; ++k)
+        storev(scores_ + (r + i) * kStep + tile + k * kLanes, (even[i][k] + odd[i][k]) * layer_.scaling);
   }
 
   void cap(int r, int padded) {
@@ -406,74 +443,97 @@ class BlockAttention {
     return step_.node_positions[int64_t(block_.sequence) * step_.mask_width + node];
   }
 
-  // Online softmax: turns scores into weights relative to the new maximum, rescales what came before.
+  // Online softmax: turns scores into weights relative to the new maximum, and finds what is to be multiplied by what
+  // came before. Loop after loop over all rows, so that none waits for the reductions of the one before it.
   void update(int count) {
     const int padded = round_up(count, kLanes);
+    alignas(64) float highest[kRowBlock] = {}, offset[kRowBlock];
     for (int r = 0; r < block_.count; ++r) {
-      float* scores = scores_ + r * kStep;
+      const float* scores = scores_ + r * kStep;
       f32v top = loadv(scores);
       for (int t = kLanes; t < padded; t += kLanes) top = vmax(top, loadv(scores + t));
-      const float highest = std::max(reduce_max(top), maximum_[r]);
-      if (highest > maximum_[r]) {
-        const f32v scale = expv(splat(maximum_[r] - highest));
-        total_[r] *= scale[0];
-        float* weighted = weighted_ + r * padded_dim_;
-        for (int d = 0; d < padded_dim_; d += kLanes) storev(weighted + d, loadv(weighted + d) * scale);
-        maximum_[r] = highest;
-      }
-      const f32v offset = splat(highest == kMinusInfinity ? 0.0f : highest);
+      highest[r] = std::max(reduce_max(top), maximum_[r]);
+    }
+    for (int r = 0; r < block_.count; r += kLanes) {
+      const f32v before = loadv(maximum_ + r), now = loadv(highest + r);
+      const i32v grows = now > before;
+      storev(rescale_ + r, select(grows, expv(before - now), splat(1.0f)));
+      storev(maximum_ + r, select(grows, now, before));
+      storev(offset + r, select(now == splat(kMinusInfinity), f32v{}, now));
+    }
+    for (int r = 0; r < block_.count; ++r) {
+      float* scores = scores_ + r * kStep;
       f32v sum = {};
       for (int t = 0; t < padded; t += kLanes) {
-        const f32v weight = expv(loadv(scores + t) - offset);
+        const f32v weight = Weighted<T>::rounded(expv(loadv(scores + t) - offset[r]));
         storev(scores + t, weight);
         sum += weight;
       }
-      total_[r] += reduce_add(sum);
+      ask_next(layer_.value_pool, r, r + 1, 2 * block_.count);
+      float* totals = totals_ + r * kLanes;
+      storev(totals, multiply_add(loadv(totals), rescale_[r], sum));
     }
   }
 
   void accumulate(int count) {
     find_rows(layer_.value_pool, count);
-    for (int r = 0; layer_.is_packed && r < block_.count; ++r) scale_row(r, round_up(count, kLanes));
-    for (int t = count; t < num_next_; ++t) prefetch_row(layer_.key_pool, next_[t]);
-    num_next_ = std::min(num_next_, count);
+    rows_[count] = kNoNumbers;
+    for (int r = 0; r < block_.count; ++r) {
+      if (layer_.is_packed) scale_row(r, round_up(count, kLanes));
+      Weighted<T>::pack(scores_ + r * kStep, round_up(count, kLanes));
+    }
     int d = 0;
     for (; d + 4 * kLanes <= layer_.head_dim; d += 4 * kLanes) accumulate_columns<4>(d, count);
     for (; d + kLanes <= layer_.head_dim; d += kLanes) accumulate_columns<1>(d, count);
-    if (d < layer_.head_dim) accumulate_tail(d, count);
+    if (d < layer_.head_dim) {
+      ask_next(layer_.value_pool, padded_dim_ + d, 2 * padded_dim_, 2 * padded_dim_);
+      accumulate_tail(d, count);
+    }
   }
 
   template <int V>
   void accumulate_columns(int d, int count) {
-    in_tiles<kValueRows>(block_.count, [&](auto rows, int r) { accumulate_rows<rows.value, V>(r, d, count); });
+    in_tiles<kValueRows>(block_.count, [&](auto rows, int r) {
+      const int all = block_.count * padded_dim_, before = all + block_.count * d + r * V * kLanes;
+      ask_next(layer_.value_pool, before, before + rows.value * V * kLanes, 2 * all);
+      accumulate_rows<rows.value, V>(r, d, count);
+    });
   }
 
+  // Out of line, and its loops taken apart, for the reason that `score_rows` is.
   template <int R, int V>
-  void accumulate_rows(int r, int d, int count) {
+  [[gnu::noinline]] void accumulate_rows(int r, int d, int count) {
     f32v sum[R][V];
     float* weighted = weighted_ + r * padded_dim_ + d;
+#pragma GCC unroll 16
     for (int i = 0; i < R; ++i)
-      for (int v = 0; v < V; ++v) sum[i][v] = loadv(weighted + i * padded_dim_ + v * kLanes);
-    const int num_asked = r == 0 && d == 0 ? num_next_ : 0;
-    for (int t = 0; t < count; ++t) {
-      if (t < num_asked) prefetch_row(layer_.key_pool, next_[t]);
-      f32v value[V];
-      for (int v = 0; v < V; ++v) value[v] = loadv(rows_[t] + d + v * kLanes);
-      for (int i = 0; i < R; ++i) {
-        const float weight = scores_[(r + i) * kStep + t];
-        for (int v = 0; v < V; ++v) sum[i][v] = multiply_add(value[v], weight, sum[i][v]);
-      }
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) sum[i][v] = loadv(weighted + i * padded_dim_ + v * kLanes) * rescale_[r + i];
+    const float* words = scores_ + r * kStep;
+    for (int t = 0; t < count; t += Weighted<T>::tokens, ++words) {
+      f32v values[V];
+      Weighted<T>::load(values, rows_ + t, d);
+#pragma GCC unroll 16
+      for (int i = 0; i < R; ++i)
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) sum[i][v] = Weighted<T>::multiply_add(sum[i][v], values[v], words + i * kStep);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < R; ++i)
+#pragma GCC unroll 16
       for (int v = 0; v < V; ++v) storev(weighted + i * padded_dim_ + v * kLanes, sum[i][v]);
   }
 
   void accumulate_tail(int d, int count) {
     for (int r = 0; r < block_.count; ++r) {
       float* weighted = weighted_ + r * padded_dim_ + d;
-      f32v sum = loadv(weighted);
-      for (int t = 0; t < count; ++t)
-        sum = multiply_add(load_tail(rows_[t] + d, layer_.head_dim - d), scores_[r * kStep + t], sum);
+      const float* words = scores_ + r * kStep;
+      f32v sum = loadv(weighted) * rescale_[r];
+      for (int t = 0; t < count; t += Weighted<T>::tokens, ++words) {
+        f32v values[1];
+        Weighted<T>::load_tail(values, rows_ + t, d, layer_.head_dim - d);
+        sum = Weighted<T>::multiply_add(sum, values[0], words);
+      }
       storev(weighted, sum);
     }
   }
@@ -492,7 +552,8 @@ class BlockAttention {
   int context_ = 0;
   int base_ = 0;  // cached tokens older than this step
   BlockSums* sums_ = nullptr;
-  const T* rows_[kStep];
+  alignas(64) static constexpr T kNoNumbers[kMaxHeadDim] = {};  // a row where there is none
+  const T* rows_[kStep + 1];  // products of values may be of two: of the last one and of none
   int64_t offsets_[2][kStep];
   int64_t* here_ = offsets_[0];  // of the step's keys and values in the pool
   int64_t* next_ = offsets_[1];  // of the next step's
@@ -501,11 +562,13 @@ class BlockAttention {
   alignas(64) T unpacked_[kStep * kMaxHeadDim];
   alignas(64) float scales_[kStep];
   alignas(64) uint32_t query_[kRowBlock * kMaxHeadDim];
-  alignas(64) uint32_t columns_[kMaxHeadDim * kLanes];
+  alignas(64) uint32_t columns_[kScoreTiles * kMaxHeadDim * kLanes];
   alignas(64) float scores_[kRowBlock * kStep];
   alignas(64) float weighted_[kRowBlock * kMaxHeadDim];
-  alignas(64) float maximum_[kRowBlock];
-  alignas(64) float total_[kRowBlock];
+  alignas(64) float maximum_[kRowBlock] = {};
+  alignas(64) float rescale_[kRowBlock];  // what sums of what came before a step are to be multiplied by
+  alignas(64) float totals_[kRowBlock * kLanes];
+  float total_[kRowBlock];
   alignas(64) float merged_weighted_[kRowBlock * kMaxHeadDim];
   float merged_maximum_[kRowBlock];
   float merged_total_[kRowBlock];
@@ -645,15 +708,16 @@ void merge_chunks(BlockAttention<T>& attention, const AttentionPlan& plan, const
   }
 }
 
-// Asks for the keys that `paged_attention` will look at first.
-inline void prefetch_first_keys(const Share& share, const Step& step, const Layer& layer, const AttentionPlan& plan,
+// Asks for the keys and values that `paged_attention` will look at first.
+inline void prefetch_first_step(const Share& share, const Step& step, const Layer& layer, const AttentionPlan& plan,
                                 size_t element_size) {
   const int item = plan.share_start[share.index];
   if (item == plan.share_start[share.index + 1]) return;
   const int64_t bytes = layer.row_bytes(element_size);
   int64_t offsets[kStep];
   const int count = locate_step(step, layer, plan.items[item].keys(), bytes, offsets);
-  for (int t = 0; t < count; ++t) prefetch_bytes(static_cast<const char*>(layer.key_pool) + offsets[t], bytes);
+  for (const void* pool : {layer.key_pool, layer.value_pool})
+    for (int t = 0; t < count; ++t) prefetch_bytes(static_cast<const char*>(pool) + offsets[t], bytes);
 }
 
 // Attends to what `write_kv` has put into the pool, once all of it is there.

@@ -1,7 +1,7 @@
 // As many lanes at a time as a register of the machine has, written with the compilers' vector extensions: of
 // wider vectors GCC keeps the sums of a loop in memory, which is ten times slower. Intrinsics only where
-// compilers miss the instruction: bf16 dot products, and conversions between 8, 16 and 32 bits, which GCC makes
-// of halves.
+// compilers miss the instruction: bf16 dot products, conversions between 8, 16 and 32 bits, which GCC makes
+// of halves, and the larger and the smaller of two.
 #pragma once
 
 #include <cstdint>
@@ -67,7 +67,22 @@ inline f32v multiply_add(f32v a, float b, f32v c) { return multiply_add(a, splat
 
 inline f32v select(i32v mask, f32v yes, f32v no) { return mask ? yes : no; }
 
-inline f32v vmax(f32v a, f32v b) { return select(a > b, a, b); }
+// Of a NaN and anything, what stands second.
+inline f32v vmax(f32v a, f32v b) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+
+inline f32v vmin(f32v a, f32v b) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return select(a < b, a, b);
+#endif
+}
 
 // The numbers of a and b, side by side, at these places.
 template <int... I>
@@ -170,13 +185,15 @@ inline void store_tail(T* p, f32v v, int count) {
   std::memcpy(p, lane, count * sizeof(T));
 }
 
-// exp(x): 0 below -87.3, saturated above 88.3; within 2 units in the last place between
-// (Cody-Waite reduction, degree-6 minimax polynomial as in Cephes expf).
+// exp(x): 0 below -87.3, or where AVX512 scales below -104, saturated above 88.3; within 2 units in the last place
+// between, as far as these are normal numbers (Cody-Waite reduction, degree-6 minimax polynomial as in Cephes expf).
 inline f32v expv(f32v x) {
-  const f32v low = splat(-87.3f), high = splat(88.3f);
-  const i32v vanishes = x < low;
-  f32v y = select(x > high, high, x);
-  y = select(vanishes, low, y);
+#if defined(__AVX512F__)
+  const f32v low = splat(-110.0f);
+#else
+  const f32v low = splat(-87.3f);
+#endif
+  const f32v y = vmax(low, vmin(splat(88.3f), x));
   const f32v magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const f32v shifted = y * 1.44269504088896341f + magic;
   const f32v n = shifted - magic;
@@ -189,8 +206,12 @@ inline f32v expv(f32v x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+  return (f32v)_mm512_scalef_ps((__m512)p, (__m512)n);  // 2^n need not be a number of its own
+#else
   const i32v exponent = ((i32v)shifted - (i32v)magic + 127) << 23;
-  return select(vanishes, f32v{}, p * (f32v)exponent);
+  return select(x < low, f32v{}, p * (f32v)exponent);
+#endif
 }
 
 inline f32v tanhv(f32v x) {
@@ -334,5 +355,77 @@ struct Units<bf16> {
   }
 #endif
 };
+
+// Sums of values over tokens, columns side by side in lanes: acc[lane] += the values of as many neighbouring tokens as
+// a product has, times these tokens' weights, which share a word of 32 bits, the same in all lanes. What is made of
+// values is made once for all rows of a tile.
+template <typename T>
+struct Weighted {
+  static constexpr int tokens = 1;
+  // What products take weights for.
+  static f32v rounded(f32v weights) { return weights; }
+  // Puts words of `count` weights, a multiple of kLanes, where the weights were.
+  static void pack(float*, int) {}
+  // Values of V vectors of columns, which begin at rows[i] + d.
+  template <int V>
+  static void load(f32v (&values)[V], const T* const* rows, int d) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) values[v] = loadv(rows[0] + d + v * kLanes);
+  }
+  static void load_tail(f32v (&values)[1], const T* const* rows, int d, int count) {
+    values[0] = dh::load_tail(rows[0] + d, count);
+  }
+  static f32v multiply_add(f32v acc, f32v values, const float* word) { return dh::multiply_add(values, *word, acc); }
+};
+
+#ifdef DH_BF16_DOT
+// Two tokens to a product, of weights rounded to bf16. An average divides by the sum of the rounded ones: what all
+// values have in common then comes out as it is.
+template <>
+struct Weighted<bf16> {
+  static constexpr int tokens = 2;
+  static f32v rounded(f32v weights) { return widen((u16v)_mm512_cvtneps_pbh((__m512)weights)); }
+  static void pack(float* weights, int count) {
+    char* words = reinterpret_cast<char*>(weights);
+    for (int t = 0; t < count; t += kLanes)
+      store_as(words + t * sizeof(bf16), (u16v)_mm512_cvtneps_pbh((__m512)loadv(weights + t)));
+  }
+  template <int V>
+  static void load(f32v (&values)[V], const bf16* const* rows, int d) {
+#pragma GCC unroll 16
+    for (int v = 0; v + 1 < V; v += 2) {
+      const u16v2 first = load_as<u16v2>(rows[0] + d + v * kLanes), second = load_as<u16v2>(rows[1] + d + v * kLanes);
+      values[v] = pair<0>(first, second, std::make_integer_sequence<int, 2 * kLanes>{});
+      values[v + 1] = pair<kLanes>(first, second, std::make_integer_sequence<int, 2 * kLanes>{});
+    }
+    if constexpr (V % 2 != 0) {
+      const int last = d + (V - 1) * kLanes;
+      values[V - 1] = pair(load_as<u16v>(rows[0] + last), load_as<u16v>(rows[1] + last));
+    }
+  }
+  static void load_tail(f32v (&values)[1], const bf16* const* rows, int d, int count) {
+    u16v both[2] = {};
+    for (int i = 0; i < 2; ++i) std::memcpy(both + i, rows[i] + d, count * sizeof(bf16));
+    values[0] = pair(both[0], both[1]);
+  }
+  static f32v multiply_add(f32v acc, f32v values, const float* word) {
+    return dot_pairs(acc, (u32v)values, load_as<uint32_t>(word));
+  }
+
+ private:
+  typedef uint16_t u16v2 __attribute__((vector_size(4 * kLanes)));
+
+  static f32v pair(u16v first, u16v second) { return (f32v)(extend(first) | extend(second) << 16); }
+  // Columns from `First` on.
+  template <int First, int... I>
+  static f32v pair(u16v2 first, u16v2 second, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+    return (f32v)__builtin_shufflevector(first, second, (First + I / 2 + I % 2 * 2 * kLanes)...);
+#else
+    return (f32v)__builtin_shuffle(first, second, u16v2{(First + I / 2 + I % 2 * 2 * kLanes)...});
+#endif
+  }
+};
+#endif
 
 }  // namespace dh

@@ -419,7 +419,7 @@ class Program : public dh::Phased {
   void write_kv(const Share& share, const Instruction& in) const {
     const dh::Operands<T> op = {{}, heads<const T>(in.a), heads<const T>(in.b), {}};
     dh::write_kv(share, step_, layers_[in.layer], op);
-    dh::prefetch_first_keys(share, step_, layers_[in.layer], plans_[in.plan], sizeof(T));
+    dh::prefetch_first_step(share, step_, layers_[in.layer], plans_[in.plan], sizeof(T));
   }
 
   void attention(const Share& share, const Instruction& in) {
