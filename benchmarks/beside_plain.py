@@ -203,7 +203,7 @@ def turn_of(
         },
         per_round={what: rounds.get(name, 0.0) / num_rounds for what, name in _TOKENS.items()},
         trial_rounds={
-            kind: rounds.get(f"speculation_{kind}_rounds", 0.0) / num_rounds
+            kind: rounds.get(f"speculation_{kind}_rounds_total", 0.0) / num_rounds
             for kind in ("probe", "audit", "stretch", "comparison")
         },
         rounds_by_mode={mode: count / num_rounds for mode, count in modes.items()},

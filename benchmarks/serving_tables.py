@@ -167,6 +167,54 @@ _REQUESTS = {
 }
 
 
+def beside_plain(results: Result) -> str:
+    """Return what a server with a drafter did beside one without."""
+    parts = []
+    for cell in results["cells"]:
+        rows = [_beside_row(name, turns, cell["ratios"].get(name)) for name, turns in cell["turns"].items()]
+        head = ("", f"{cell['batch']} at a time: tokens/s", "over no speculation", *_BESIDE, *_BESIDE_CORES)
+        parts.append(table(head, rows))
+    plan = results["plan"]
+    most_stolen = max(
+        turn["stolen"] for cell in results["cells"] for turns in cell["turns"].values() for turn in turns
+    )
+    return "\n\n".join(
+        [
+            f"Measured on {origin_of(results['environment'])}{_cores(results)}: {plan['num_turns']} turns of "
+            f"{plan['duration_s']:.0f} s of each, requests of {plan['num_tokens']} tokens. Medians; ratios "
+            "turn by turn, with what the true one is between with 95 % confidence; milliseconds of a round, "
+            "tokens drafted in one, and cores that processes kept busy.",
+            *parts,
+            f"Others on the same machine had at most {most_stolen:.0%} of its cores.",
+        ]
+    )
+
+
+_BESIDE = ("coordinator (ms)", "verifying (ms)", "drafted")
+_BESIDE_CORES = ("target (cores)", "draft", "coordinator")
+_BESIDE_NAMES = {
+    "none": "no drafter",
+    "controller": "drafter, controller",
+    "own_k0": "drafter, requests with k = 0",
+}
+
+
+def _beside_row(name: str, turns: Sequence[Result], ratio: Result | None) -> tuple[str, ...]:
+    def of(part: str, what: str) -> float:
+        return statistics.median(float(turn[part][what]) for turn in turns)
+
+    versus = "" if ratio is None else f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})"
+    return (
+        _BESIDE_NAMES[name],
+        f"{statistics.median(float(turn['tokens_per_s']) for turn in turns):.0f}",
+        versus,
+        f"{of('ms_per_round', 'coordinator'):.2f}",
+        f"{of('ms_per_round', 'verifying'):.2f}",
+        f"{of('per_round', 'drafted'):.2f}",
+        *(f"{of('cpu_cores', part):.2f}" for part in ("target", "draft", "coordinator")),
+    )
+
+
 class Part(NamedTuple):
     """A part of a page."""
 
@@ -179,6 +227,7 @@ PARTS = {
     "chaos.json": Part("performance.md", "faults", faults),
     "overload.json": Part("performance.md", "overload", overload),
     "overload_python.json": Part("performance.md", "overload through python", overload),
+    "beside-plain.json": Part("performance.md", "beside no drafter", beside_plain),
     "doors.json": Part("operations.md", "proxies", doors),
 }
 """By file of raw results."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pages import begin_of, end_of, put_into
-from benchmarks.serving_tables import PARTS, SCRIPT, doors, faults, main, overload
+from benchmarks.serving_tables import PARTS, SCRIPT, beside_plain, doors, faults, main, overload
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -102,6 +102,36 @@ def test_overload_is_that_of_the_largest_load() -> None:
     assert "had at most 4% of the server's cores; 4 times a load was sent again" in text
     assert "At 5 times the capacity goodput is 0.91 of its peak" in text
     assert "9 streams at once (8 of them were open together): 7 complete, 6 of 50 bytes lost, in 5 s" in text
+
+
+def test_a_server_with_a_drafter_beside_one_without() -> None:
+    def turn(tokens_per_s: float) -> dict[str, Any]:
+        return {
+            "tokens_per_s": tokens_per_s,
+            "ms_per_round": {"coordinator": 0.5, "verifying": 3.0},
+            "per_round": {"drafted": 0.25},
+            "cpu_cores": {"target": 0.6, "draft": 0.07, "coordinator": 0.2},
+            "stolen": 0.02,
+        }
+
+    turns = {"none": [turn(100.0), turn(110.0), turn(120.0)], "own_k0": [turn(99.0)] * 3}
+    cell = {
+        "batch": 16,
+        "turns": turns,
+        "ratios": {"own_k0": {"median": 0.98, "lower": 0.951, "upper": 1.014}},
+    }
+    results = {
+        "environment": MEASURED,
+        "plan": {"num_turns": 3, "duration_s": 7.0, "num_tokens": 128},
+        "num_cores": {"server": 2, "is_shared_with_sender": True},
+        "cells": [cell],
+    }
+    text = beside_plain(results)
+    assert "| no drafter | 110 |  | 0.50 | 3.00 | 0.25 | 0.60 | 0.07 | 0.20 |" in text
+    assert "| drafter, requests with k = 0 | 99 | 0.98 (0.95-1.01) | 0.50" in text
+    assert "16 at a time: tokens/s" in text
+    assert "on cores that the sender of the load used, too: 3 turns of 7 s of each, requests of 128" in text
+    assert "had at most 2% of its cores" in text
 
 
 def test_proxies_have_medians_side_by_side() -> None:
