@@ -25,10 +25,10 @@ from specdec.scheduling.speculation.kind_switch import KindSwitch
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.prospects import Prospects
 from specdec.scheduling.speculation.request_facts import RequestFacts
-from specdec.scheduling.speculation.rhythm import Rhythm
+from specdec.scheduling.speculation.rhythm import Passed, Rhythm
 from specdec.scheduling.speculation.round_evidence import RoundEvidence
 from specdec.scheduling.speculation.settings import ControllerSettings
-from specdec.scheduling.speculation.settling import Settling
+from specdec.scheduling.speculation.settling import Settling, kind_of
 from specdec.scheduling.speculation.trial_choice import begin_trial, longer_drafts, probed, tried_or_usual
 from specdec.scheduling.speculation.trials import Trials
 from specdec.scheduling.speculation.worth import PoolWorth
@@ -143,8 +143,9 @@ class GoodputController:
 
     def observe(self, observation: RoundObservation) -> None:
         """Take in a finished round."""
-        self._learn_observed()
-        self._observed = observation
+        if not self._is_passed_over(observation):
+            self._learn_observed()
+            self._observed = observation
 
     def think(self) -> None:
         """Learn from the last round; if it is time for a decision, find out what there is to choose from."""
@@ -160,8 +161,25 @@ class GoodputController:
         if observation is not None:
             self._learn(observation)
 
+    def _is_passed_over(self, observation: RoundObservation) -> bool:
+        """Whether a round is as those before, and says nothing new."""
+        decision, round_s = self._decision, observation.round_s
+        if decision is None or decision.option.kind != "plain" or self._trials.current is not None:
+            return False
+        if round_s is None or observation.num_prompt_rows > 0 or not self._settling.is_calm:
+            return False
+        if kind_of(observation) != "plain" or observation.stand_ins or observation.ahead:
+            return False
+        return self._rhythm.passes_over(
+            self._round,
+            round_s,
+            usual_s=decision.expected_s(),
+            switched_round=self._switch.switched_round,
+        )
+
     def _learn(self, observation: RoundObservation) -> None:
-        self._round += 1
+        passed = self._rhythm.take_passed_over()
+        self._round += passed.num_rounds + 1
         decision = self._decision
         if decision is None:
             return
@@ -169,7 +187,7 @@ class GoodputController:
         self._continuations.note(self._round, observation)
         if self._evidence.gain_goes_off(decision, observation):
             self._rhythm.note_alarm(self._round)
-        self._note_times(observation, decision)
+        self._note_times(observation, decision, passed)
 
     # ------------------------------------------------------------------------------------ deciding
 
@@ -301,19 +319,22 @@ class GoodputController:
 
     # ------------------------------------------------------------------------------------ learning
 
-    def _note_times(self, observation: RoundObservation, decision: Decision) -> None:
+    def _note_times(self, observation: RoundObservation, decision: Decision, passed: Passed) -> None:
         """Learn from how long a round took; of many short ones, from some what the parts cost."""
         kind = self._settling.note(observation)
         is_settled = self._settling.is_as_it_seems and self._settling.is_alike
         round_s = observation.round_s
         if round_s is None:
             round_s = observation.draft_s + observation.verify_s
-        self._rhythm.note_round(round_s)
+        self._rhythm.note_round(passed.seconds + round_s)
         if round_s > 0.0 and observation.num_prompt_rows == 0 and self._is_as_decided(decision, kind):
             self._note_ratio(observation, decision, round_s / decision.expected_s())
         trial = self._trials.current
         heard_s = self._rhythm.hear(
-            self._round, round_s, switched_round=self._switch.switched_round, is_trial=trial is not None
+            self._round,
+            passed.seconds + round_s,
+            switched_round=self._switch.switched_round,
+            is_trial=trial is not None,
         )
         lost_s = 0.0
         if heard_s is not None:
@@ -326,7 +347,9 @@ class GoodputController:
         counts = is_settled and observation.mode == self.mode  # the first ones are of the former mode
         if trial == "comparing":
             counts = self._is_as_decided(decision, kind) and self._is_comparable(observation, decision)
-        if round_s > 0.0 and self._trials.note_round(round_s, lost_s, counts=counts):
+        if round_s > 0.0 and self._trials.note_round(
+            round_s, lost_s, counts=counts, num_passed=passed.num_rounds, passed_s=passed.seconds
+        ):
             self._rhythm.note_trial_end()
             if trial == "auditing":
                 self._evidence.settle(self._round, ("plain", self._switch.kind or "plain"), decision)

@@ -6,6 +6,7 @@ Both take time themselves. What has changed is looked at often, what stays as it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specdec.core.clock import Clock
 from specdec.scheduling.speculation.batch_sizes import is_as_large
@@ -14,6 +15,11 @@ from specdec.scheduling.speculation.pace import Pace
 from specdec.scheduling.state import Schedulable
 
 _EARLY_ROUNDS = 32
+_LOOKED_AT_EVERY_S = 0.004
+"""Of plain rounds that are as they were, one in so many seconds is looked at: to look at one takes 0.02 to
+0.04 ms, which is a twentieth of the shortest ones."""
+_LONGEST_PASSED_OVER_S = 0.0015
+"""Of rounds that usually take longer all are looked at."""
 _DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
 """After so many seconds a decision is thought over, if there were enough rounds."""
 _HEARD_EVERY_S = 0.03
@@ -29,6 +35,13 @@ _MOST_UNDECIDED_ROUNDS = 128
 """After so many rounds it is, however short they are, if there is time for it."""
 _MUCH_THE_SAME = 8
 """While nothing is drafted and no more than one in so many sequences has changed, a decision still holds."""
+
+
+class Passed(NamedTuple):
+    """Rounds that nobody has looked at."""
+
+    num_rounds: int = 0
+    seconds: float = 0.0
 
 
 class Rhythm:
@@ -48,6 +61,7 @@ class Rhythm:
         """What rounds have taken since the last decision."""
         self._unheard_s = 0.0
         self._calm = 1.0
+        self._passed_over = Passed()
 
     def is_due(self, now: int, num_sequences: int) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
@@ -101,8 +115,27 @@ class Rhythm:
         """What was tried is not to go on: it is time to decide."""
         self._has_tried = True
 
+    def passes_over(self, now: int, round_s: float, *, usual_s: float, switched_round: int) -> bool:
+        """Whether a plain round, like those before, need not be looked at; it is counted all the same."""
+        if now < self._alert_until or now - switched_round < _EARLY_ROUNDS:
+            return False
+        if usual_s > _LONGEST_PASSED_OVER_S:
+            return False
+        passed = self._passed_over
+        if (
+            passed.seconds >= _LOOKED_AT_EVERY_S
+        ):  # without this one: long ones must not be looked at more often
+            return False
+        self._passed_over = Passed(passed.num_rounds + 1, passed.seconds + round_s)
+        return True
+
+    def take_passed_over(self) -> Passed:
+        """Return what has passed without being looked at since the last call."""
+        passed, self._passed_over = self._passed_over, Passed()
+        return passed
+
     def note_round(self, round_s: float) -> None:
-        """A round has passed."""
+        """A round has passed, or some of so much time together."""
         self.since_decision_s += round_s
         self.deciding.pass_time(round_s)
         self.learning.pass_time(round_s)

@@ -44,6 +44,13 @@ class Settling:
         return self._num_alike >= _TRANSIENT_ROUNDS[self._kind]
 
     @property
+    def is_calm(self) -> bool:
+        """Whether nothing but plain rounds has run for a while."""
+        return (
+            self._kind == "plain" and self._num_alike > 0 and self._num_since_overlap > _ROUNDS_TO_CALM_DOWN
+        )
+
+    @property
     def is_as_it_seems(self) -> bool:
         """Whether what ran last had the machine for itself, if it should have."""
         return self._num_since_overlap == 0 or self._num_since_overlap > _ROUNDS_TO_CALM_DOWN

@@ -124,7 +124,15 @@ class Trials:
         self._lost_s = self._spent_s = 0.0
         self._num_rounds_since = 0
 
-    def note_round(self, round_s: float, lost_s: float, *, counts: bool = True) -> bool:
+    def note_round(
+        self,
+        round_s: float,
+        lost_s: float,
+        *,
+        counts: bool = True,
+        num_passed: int = 0,
+        passed_s: float = 0.0,
+    ) -> bool:
         """Count a round that has passed.
 
         Args:
@@ -132,6 +140,8 @@ class Trials:
             lost_s: in a trial, how much longer than its tokens would have taken as usual.
             counts: whether a trial's round is one as many would be, not one of a change; of a comparison,
                 whether it tells of the other mode.
+            num_passed: rounds before it that were not looked at.
+            passed_s: what those took.
 
         Returns:
             whether a trial has ended with it.
@@ -141,9 +151,10 @@ class Trials:
             before_s = allowances.get(purse, 0.0)
             if self._is_new:
                 before_s = max(before_s, _FIRST_ALLOWANCES[purse] * round_s)
-            allowances[purse] = min(before_s + self._share * share * round_s, _LARGEST_ALLOWANCE * round_s)
+            after_s = before_s + self._share * share * (passed_s + round_s)
+            allowances[purse] = min(after_s, _LARGEST_ALLOWANCE * round_s)
         self._is_new = False
-        self._num_rounds_since += 1
+        self._num_rounds_since += num_passed + 1
         if self.current is None:
             return False
         purse = _purse(self.current)

@@ -348,6 +348,28 @@ def _plain_round(controller: GoodputController, sequences: Sequence[Schedulable]
     )
 
 
+@pytest.mark.parametrize(("round_s", "share"), [(0.0005, 1 / 9), (0.001, 1 / 5), (0.005, 1.0)])
+def test_of_short_plain_rounds_few_are_looked_at_and_all_are_counted(
+    round_s: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    world_of(COSTS["cpu"], 4, chance=0.1).run(controller, 300)
+    sequences = [fake_request(f"r{at}", 128, generate=100_000, computed=127) for at in range(4)]
+    monkeypatch.setattr(Decision, "expected_s", lambda _, beside_prompts=False: round_s)
+    while any(controller.choose(sequences)) or controller.state.reason in ("probing", "auditing"):
+        _plain_round(controller, sequences, round_s)
+    for _ in range(100):
+        _plain_round(controller, sequences, round_s)
+    looked_at: list[int] = []
+    learn = controller._learn
+    monkeypatch.setattr(controller, "_learn", lambda one: looked_at.append(1) or learn(one))
+    first = controller._round
+    for _ in range(900):  # and no decision, with which something may be tried
+        _plain_round(controller, sequences, round_s)
+    assert controller._round - first == pytest.approx(900, abs=9)
+    assert len(looked_at) == pytest.approx(share * 900, rel=0.05)
+
+
 def test_what_there_is_to_choose_from_is_found_out_while_it_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
     world_of(COSTS["cpu"], 4, chance=0.1).run(controller, 300)

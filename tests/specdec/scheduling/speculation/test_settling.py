@@ -66,3 +66,16 @@ def test_a_drafter_that_worked_beside_goes_on_for_a_while() -> None:
         settling.note(round_of(budget=1))
         seems.append(settling.is_as_it_seems)
     assert seems == [False, False, True, True]
+
+
+def test_it_is_calm_once_a_few_plain_rounds_have_run_alone() -> None:
+    settling = Settling()
+    calm = []
+    for one in (round_of(), round_of(), round_of(budget=1), round_of(), round_of(), round_of("ping_pong", 1)):
+        settling.note(one)
+        calm.append(settling.is_calm)
+    assert calm == [True, True, False, False, True, False]
+    for _ in range(4):
+        settling.note(round_of())
+        calm.append(settling.is_calm)
+    assert calm[6:] == [False, False, True, True]

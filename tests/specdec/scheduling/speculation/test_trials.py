@@ -16,6 +16,16 @@ def rounds(trials: Trials, number: int) -> None:
         trials.note_round(ROUND_S, 0.0)
 
 
+def test_rounds_that_were_not_looked_at_pass_all_the_same() -> None:
+    one_by_one, together = Trials(0.5), Trials(0.5)
+    for _ in range(40):
+        one_by_one.note_round(ROUND_S, 0.0)
+    for _ in range(8):
+        together.note_round(ROUND_S, 0.0, num_passed=4, passed_s=4 * ROUND_S)
+    assert together._num_rounds_since == one_by_one._num_rounds_since == 40
+    assert together._allowances == pytest.approx(one_by_one._allowances)
+
+
 def audit(trials: Trials, lost_s: float) -> int:
     """Go through an audit whose rounds lose so much each; return how many there were."""
     assert trials.current == "auditing"
