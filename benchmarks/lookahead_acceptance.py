@@ -88,6 +88,11 @@ class PassCounter:
         self.description = target.description
         self.passes: Counter[RequestId] = Counter()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """As the other one is."""
+        return self._target.is_elsewhere
+
     def submit(self, step: TargetStep) -> None:
         """Hand a step on."""
         self.passes.update(work.request_id for work in step.works if work.num_sampled_rows)
