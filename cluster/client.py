@@ -15,6 +15,7 @@ from cluster.door_account import Collected, DoorAccount
 from cluster.group_metrics import GroupMetrics
 from cluster.handover import Turn, are_others_there
 from cluster.runtime import bind_host, channel_options, new_peer_id
+from cluster.shared_metrics import sound_part
 from cluster.status import service_status
 from cluster.stream_book import StreamBook
 from specdec.core.clock import MonotonicClock
@@ -256,7 +257,11 @@ class ClusterService:
         async with self._asking_for_metrics:
             envelopes = await self._ask(MetricsQuery)
             self._groups.hear(
-                {one.sender: one.message.values for one in envelopes if isinstance(one.message, MetricsReply)}
+                {
+                    one.sender: self._sound(one.message)
+                    for one in envelopes
+                    if isinstance(one.message, MetricsReply)
+                }
             )
         present = self._book.coordinators
         values = {
@@ -265,6 +270,11 @@ class ClusterService:
             **count_workers(self._members),
         }
         return Collected(values, self._groups.has_heard(present))
+
+    def _sound(self, reply: MetricsReply) -> Mapping[str, float]:
+        values = sound_part(reply.values)
+        self._book.counters["unexpected_messages_dropped"] += len(values) < len(reply.values)
+        return values
 
     def _report(self) -> DoorReport:
         own = self._own()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from specdec.core.errors import NotReadyError
 from specdec.transport.base import PeerAddress, PeerId, PeerLost
 from specdec.transport.messages import DoorReport, DoorTotals, Message
 from specdec.transport.pump import ChannelPump
+
+logger = logging.getLogger(__name__)
 
 _REPORT_S = 2.0
 _FIRST_ANSWER_S = 2 * _REPORT_S
@@ -116,12 +119,23 @@ class DoorAccount:
         return self._shared.add_up(self._report(), collected.values, is_complete=collected.is_complete)
 
     async def _report_on(self) -> None:
+        has_failed = False
         while True:
             await asyncio.sleep(_REPORT_S)
-            if not self._shared.keeps:
-                self._pump.send(self._shared.keeper, self._shared.report(self._report()))
-            elif self._shared.listeners:
-                totals = await self._add_up()
-                if totals is not None:
-                    for listener in self._shared.listeners:
-                        self._pump.send(listener, totals)
+            try:
+                await self._report_once()
+            except Exception:  # a border: what fails once must not leave other doors without numbers for good
+                if not has_failed:
+                    logger.exception("what doors have counted could not be told")
+                has_failed = True
+            else:
+                has_failed = False
+
+    async def _report_once(self) -> None:
+        if not self._shared.keeps:
+            self._pump.send(self._shared.keeper, self._shared.report(self._report()))
+        elif self._shared.listeners:
+            totals = await self._add_up()
+            if totals is not None:
+                for listener in self._shared.listeners:
+                    self._pump.send(listener, totals)

@@ -28,13 +28,18 @@ _KEY = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})?")
 def is_sound(message: DoorReport | DoorTotals) -> bool:
     """Whether it has numbers of series and nothing else: what is told is told on, and added up for good."""
     counters = [message.counters, *([message.told] if isinstance(message, DoorReport) else [])]
-    named = all(_KEY.fullmatch(key) for values in (*counters, message.gauges) for key in values)
-    counted = (value for values in counters for value in values.values())
-    return (
-        named
-        and all(math.isfinite(value) and value >= 0 for value in counted)
-        and all(map(math.isfinite, message.gauges.values()))
-    )
+    all_values = (*counters, message.gauges)
+    is_named = all(_is_number_of_series(key, value) for values in all_values for key, value in values.items())
+    return is_named and all(value >= 0.0 for values in counters for value in values.values())
+
+
+def sound_part(values: Mapping[str, float]) -> dict[str, float]:
+    """Return what are numbers of series: one that is not finite would make all that it is added to so."""
+    return {key: value for key, value in values.items() if _is_number_of_series(key, value)}
+
+
+def _is_number_of_series(key: str, value: float) -> bool:
+    return _KEY.fullmatch(key) is not None and math.isfinite(value)
 
 
 class SharedMetrics:

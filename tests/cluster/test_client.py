@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster import client
+from cluster import client, door_account
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
 from specdec.transport.config import ChannelConfig
+from specdec.transport.messages import MetricsReply
 
 
 class Directory:
@@ -53,6 +54,40 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not holds():
             await asyncio.sleep(0.001)
+
+
+def test_what_fails_once_does_not_end_the_account_of_doors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(door_account, "_REPORT_S", 0.001)
+
+    async def run() -> None:
+        async with started() as service:
+            account = service._account
+            num_calls = 0
+
+            async def report_once() -> None:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls in (2, 3):
+                    raise RuntimeError("the channel is gone")
+
+            monkeypatch.setattr(account, "_report_once", report_once)
+            await until(lambda: num_calls > 5)
+
+    asyncio.run(run())
+    assert caplog.text.count("what doors have counted could not be told") == 1, "once, not every time"
+
+
+def test_numbers_of_target_groups_that_make_no_sense_are_dropped_and_counted() -> None:
+    async def run() -> None:
+        async with started() as service:
+            good = MetricsReply(1, {"rounds": 3.0})
+            bad = MetricsReply(1, {"rounds": 3.0, "no series": 1.0, "queue_wait_seconds": float("nan")})
+            assert service._sound(good) == service._sound(bad) == {"rounds": 3.0}
+            assert service._book.counters["unexpected_messages_dropped"] == 1
+
+    asyncio.run(run())
 
 
 def is_healthy(service: ClusterService) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from cluster.directory import Member
-from cluster.shared_metrics import SharedMetrics, is_sound
+from cluster.shared_metrics import SharedMetrics, is_sound, sound_part
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.messages import DoorReport, DoorTotals
 
@@ -84,6 +84,12 @@ def test_only_the_keeper_is_believed() -> None:
 )
 def test_what_is_told_has_to_be_numbers_of_series(message: DoorReport | DoorTotals, sound: bool) -> None:
     assert is_sound(message) == sound
+
+
+def test_of_what_a_target_group_tells_only_numbers_of_series_are_added_up() -> None:
+    told = {**OF_GROUPS, "queue_wait_seconds": math.inf, "a b": 1.0, "kv_cache_usage_perc": math.nan}
+    assert sound_part(told) == OF_GROUPS
+    assert sound_part({"below": -1.0}) == {"below": -1.0}, "a gauge may be"
 
 
 def test_a_door_that_is_gone_leaves_what_it_had_counted_and_nothing_open() -> None:
