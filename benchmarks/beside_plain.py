@@ -31,10 +31,11 @@ from rich.progress import Progress
 from benchmarks.closed_loop import ClosedLoop
 from benchmarks.compile_states import wait_compiled
 from benchmarks.cores import keep_to, part_with_a_core
+from benchmarks.overload import completion
 from benchmarks.report import PairedRatio, progress_bar, report_headlines, to_plain, write_results
 from benchmarks.served import ServedProcess, serving
 from benchmarks.stolen import stolen_seconds
-from benchmarks.workload import read_prompts
+from benchmarks.workload import piece, read_prompts
 from deploy.load.client import load_client
 from deploy.load.generator import Timeline
 
@@ -159,19 +160,7 @@ def bodies_of(
 
     def body() -> dict[str, Any]:
         number = next(numbers)
-        text = prompts[number % len(prompts)]
-        # Where it begins differs each time: the prefix cache would find the same prompts again.
-        start = number // len(prompts) % max(1, len(text) - plan.prompt_characters + 1)
-        request: dict[str, Any] = {
-            "model": _MODEL,
-            "prompt": text[start : start + plan.prompt_characters],
-            "max_tokens": plan.num_tokens,
-            "temperature": float(number % 2),
-            "seed": number,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        request = completion(piece(prompts, number, plan.prompt_characters), plan.num_tokens, number)
         if num_draft_tokens is not None:
             request["speculation"] = {"num_speculative_tokens": num_draft_tokens}
         return request

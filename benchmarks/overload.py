@@ -48,7 +48,7 @@ from benchmarks.kept_cells import KeptCells
 from benchmarks.report import progress_bar, report_headlines, to_plain, write_results
 from benchmarks.served import serving
 from benchmarks.stolen import stolen_seconds
-from benchmarks.workload import read_prompts
+from benchmarks.workload import piece, read_prompts
 from deploy.config_file import parse_config
 from deploy.load.arrivals import RandomArrivals, take
 from deploy.load.client import kind_of, load_client
@@ -221,10 +221,8 @@ class Overload:
     def _body(self, slo: Mapping[str, float] | None) -> dict[str, Any]:
         plan = self._plan
         self._num_sent += 1
-        text = self._prompts[self._num_sent % len(self._prompts)]
-        # Where it begins differs each time: the prefix cache would find the same prompts again.
-        start = self._num_sent // len(self._prompts) % max(1, len(text) - plan.prompt_characters + 1)
-        body = completion(text[start : start + plan.prompt_characters], plan.num_tokens, self._num_sent)
+        prompt = piece(self._prompts, self._num_sent, plan.prompt_characters)
+        body = completion(prompt, plan.num_tokens, self._num_sent)
         return body if slo is None else {**body, "slo": slo}
 
 

@@ -29,6 +29,16 @@ def read_prompts(path: Path) -> list[str]:
     return [json.loads(line)["prompt"] for line in path.read_text().splitlines() if line]
 
 
+def piece(prompts: Sequence[str], number: int, length: int) -> str:
+    """Return piece `number` of some texts, so many characters: of each in turn, from other places each time.
+
+    The prefix cache would find the same prompts again.
+    """
+    text = prompts[number % len(prompts)]
+    start = number // len(prompts) % max(1, len(text) - length + 1)
+    return text[start : start + length]
+
+
 def split_by_looping(
     prompts: Sequence[tuple[int, ...]], continuations: Sequence[Sequence[int]]
 ) -> tuple[Workload, Workload]:

@@ -166,6 +166,7 @@ class RoundLoop:
         """Forget what is in flight: the target is lost."""
         self._flights.clear()
         self._times.rest()
+        self._beside_s = 0.0
 
     def release(self, request_id: RequestId) -> None:
         """Have everybody who drafts forget a request that has left the roster."""

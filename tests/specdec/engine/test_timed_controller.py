@@ -152,3 +152,13 @@ def test_draft_workers_are_told_what_is_only_to_be_read_once_the_target_is_at_wo
         else:
             assert behind, "the step has these drafts"
     assert len(asked) == 3 if num_draft_tokens == 0 else len(asked) > 10
+
+
+def test_what_was_done_beside_a_target_that_is_lost_belongs_to_no_later_round() -> None:
+    cluster, _ = _remote_rounds(0.4 * ROUND_S)
+    rounds = cluster.engine._rounds
+    cluster.engine.add_request(a_request("b", random.Random(3)))
+    assert rounds._launch("lockstep")
+    assert rounds._beside_s == pytest.approx(0.4 * ROUND_S)
+    rounds.abandon()
+    assert rounds._beside_s == 0.0
