@@ -187,7 +187,7 @@ def run_batch(engine: Engine, requests: Sequence[Request]) -> RunRecord:
             tokens[output.request_id].extend(output.token_ids)
         if num_waiting == 0 and prefill_s == 0.0:
             prefill_s = time.perf_counter() - started_s
-            num_prefill_rounds = engine.metrics().num_rounds - int(before[0])
+            num_prefill_rounds = metrics.num_rounds - int(before[0])
     seconds = time.perf_counter() - started_s
     after = _counters(engine)
     rounds, draft_s, verify_s, coordinator_s, drafts, accepted = (

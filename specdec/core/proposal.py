@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.ids import RequestId
@@ -12,8 +13,7 @@ from specdec.core.rows_beside import RowsBeside
 NoiseStream = Literal["target", "accept", "residual", "draft"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """Proposed tokens for one sequence: a chain, or a tree given by parents.
 
     It belongs to exactly one committed prefix, named by (`committed_len`, `prefix_hash`).
@@ -46,8 +46,7 @@ class Proposal:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The accepted path of a proposal plus the token that the target adds to it."""
 
     accepted_nodes: tuple[int, ...]
@@ -61,8 +60,7 @@ class Verdict:
         return len(self.accepted_nodes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AheadOutcome:
+class AheadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the continuations that were prepared for one verdict."""
 
     request_id: RequestId

@@ -74,6 +74,8 @@ def place(workers: Sequence[DraftWorkerView], config: DraftPlacementConfig) -> P
         workers: those that are there.
         config: what is about equal.
     """
+    if len(workers) == 1:
+        return workers[0].worker if workers[0].has_place else None
     open_now = [view for view in _comparable(workers) if view.has_place]
     candidates = [view for view in open_now if view.is_ready] or open_now
     if not candidates:

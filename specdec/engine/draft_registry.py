@@ -161,10 +161,10 @@ class DraftRegistry:
         if len(self.links) > 1:
             self._rebalance(sequences, now_s)
         patience = {worker: link.patience for worker, link in self.links.items()}
-        ready = [worker for worker, its in patience.items() if its.is_waited_for(now_s)]
         silent = {
             w for w, its in patience.items() if its.late_for_s(now_s) > self._deadlines.reassign_after_s
         }
+        has_other = bool(silent) and any(its.is_waited_for(now_s) for its in patience.values())
         groups: dict[PeerId, list[S]] = defaultdict(list)
         for sequence in sequences:
             if sequence.request_id in self._set_aside:
@@ -175,7 +175,7 @@ class DraftRegistry:
                 self._too_long.add(sequence.request_id)
                 continue
             registration = self.registrations.get(sequence.request_id)
-            if registration is None or (registration.worker in silent and ready):
+            if registration is None or (has_other and registration.worker in silent):
                 registration = self._register(sequence.request_id, now_s)
             if registration is not None:
                 groups[registration.worker].append(sequence)

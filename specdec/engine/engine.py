@@ -177,7 +177,11 @@ class Engine:
             clock=clock,
             max_branches=parts.max_branches,
             drafter_names=() if parts.drafters is None else parts.drafters.names,
+            beside=self._note_landed,
         )
+        self._landed: tuple[list[RequestOutput], float, int, bool] | None = None
+        """What the last round has brought, when, how many go on with a first token, whether anybody was left
+        waiting; None once that is learnt from."""
         self._deadlines = Deadlines()
         self._grammars = GrammarCompiler(
             parts.tokenizer.to_json,
@@ -357,13 +361,9 @@ class Engine:
                 self._lose_target(error)
             else:
                 self._is_saturated = len(self._roster.waiting) > 0
-                self._note_first_tokens(outputs)
-                self._rates.note_round(
-                    outputs,
-                    self._clock.now_s(),
-                    num_decoding=self._num_decoding(),
-                    is_saturated=self._is_saturated,
-                )
+                self._landed = outputs, self._clock.now_s(), self._num_decoding(), self._is_saturated
+                if not self._parts.target.is_elsewhere or not self.has_work:
+                    self._note_landed()
                 if len(self._roster) == 0 and len(self._preparation) == 0:
                     self._roster.turns.note_idle()
                 if not self._ended:
@@ -468,6 +468,14 @@ class Engine:
             return num_before + len(waiting) + 1 - num_places
         num_giving_way = sum(live.service_key.priority > key.priority for live in running.values())
         return num_before + waiting.num_before(key) + 1 - num_places - num_giving_way
+
+    def _note_landed(self) -> None:
+        """Learn from the last round how long requests take: of a target elsewhere, while it is at work."""
+        landed, self._landed = self._landed, None
+        if landed is not None:
+            outputs, landed_s, num_decoding, is_saturated = landed
+            self._note_first_tokens(outputs)
+            self._rates.note_round(outputs, landed_s, num_decoding=num_decoding, is_saturated=is_saturated)
 
     def _note_first_tokens(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

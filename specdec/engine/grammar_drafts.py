@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from specdec.core.proposal import Proposal
 from specdec.engine.live_request import LiveRequest

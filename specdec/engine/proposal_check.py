@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from specdec.core.distributions import rows_fault
 from specdec.core.proposal import Proposal
@@ -48,7 +49,7 @@ class ProposalCheck:
         return self._takes_trees and _is_tree(proposal.num_tokens, proposal.parents)
 
     def _are_tokens(self, token_ids: Sequence[int]) -> bool:
-        return all(0 <= token_id < self._vocab_size for token_id in token_ids)
+        return not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size)
 
     def _is_fit_beside(self, beside: RowsBeside | None) -> bool:
         if beside is None:

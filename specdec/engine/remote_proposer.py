@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout
@@ -199,6 +199,8 @@ class RemoteProposer:
         self._ready_s: float | None = None
         self._waited_s = self._asking_s = 0.0
         """Of the last `propose`."""
+        self._sent_s: float | None = None
+        """When the last question was on its way that it has asked."""
         self._drafting_s = 0.0
         """The longest of the answers heard since the last `propose` began."""
         self._next_round = 0
@@ -282,6 +284,7 @@ class RemoteProposer:
         began_s = self._clock.now_s()
         self._follow_membership()
         self._drafting_s = self._waited_s = 0.0
+        self._sent_s = None
         this_round, self._ahead = self._ahead, _Round()
         for worker in this_round.pending.keys() - self._talks.keys():
             this_round.abandon(worker)
@@ -296,11 +299,12 @@ class RemoteProposer:
         for worker, group in self._registry.by_worker(unprepared, self._clock.now_s()).items():
             behind = self._registry.behind(worker, group)
             self._ask(this_round, self._talks[worker], self._wishes(group, num_draft_tokens, behind))
+        sent_s: float | None = self._sent_s
+        asked_s = self._clock.now_s() if sent_s is None else sent_s
         if self._meanwhile is not None:
-            asked_s = self._clock.now_s()
             self._meanwhile()
-            if this_round.pending:
-                self._waited_s += self._clock.now_s() - asked_s
+        if this_round.pending:
+            self._waited_s += self._clock.now_s() - asked_s
         self._wait(this_round)
         self._ready_s = this_round.ready_s
         self._count("draft_wait_seconds", self._waited_s)
@@ -359,6 +363,8 @@ class RemoteProposer:
         self._channel.send(registration.worker, Release(((request_id, registration.epoch),)))
 
     def _follow_membership(self) -> None:
+        if self._wanted is None:  # as nearly always: not worth the lock
+            return
         with self._wanted_lock:
             wanted, self._wanted = self._wanted, None
             if wanted is not None:
@@ -395,46 +401,56 @@ class RemoteProposer:
     def _ask(self, this_round: _Round, talk: _Talk, wishes: Sequence[_Wish | AheadWish]) -> None:
         worker, patience = talk.link.worker, talk.link.patience
         entries: list[SizedEntry] = []
-        num_new = num_awaited_new = 0
+        told: list[tuple[_Wish | AheadWish, Registration]] = []
         for wish in wishes:
-            sequence, budget = wish.view, wish.num_draft_tokens
-            registration = self._registry.registrations[sequence.request_id]
+            registration = self._registry.registrations[wish.view.request_id]
             entry = SizedEntry.of(_entry(wish, registration))
-            if not entry.fits(self._max_message_bytes):
-                self._registry.set_aside(sequence.request_id)
-                continue
-            entries.append(entry)
-            registration.sent_len = sequence.committed_len
-            num_new += sequence.committed_len - registration.read_len
-            if budget > 0:
-                num_awaited_new += sequence.committed_len - registration.read_len
-                key = _PrefixKey(
-                    sequence.request_id, registration.epoch, sequence.committed_len, sequence.prefix_hash
-                )
-                awaited = _Awaited(key, budget)
-                if isinstance(wish, AheadWish):
-                    prepared = self._prepared[sequence.request_id] = _Prepared(
-                        sequence.committed_len, len(wish.pending), wish.is_foreign
-                    )
-                    awaited = _Awaited(key, budget, prepared, sum(wish.fan_out or ()))
-                this_round.pending[worker][sequence.request_id] = awaited
+            if entry.fits(self._max_message_bytes):
+                entries.append(entry)
+                told.append((wish, registration))
             else:
-                self._reading.add(sequence.request_id)
+                self._registry.set_aside(wish.view.request_id)
         if not entries:
             return
-        now_s = self._clock.now_s()
+        asked_s = self._clock.now_s()
         for part in divided(entries, self._max_message_bytes):
             self._channel.send(worker, ProposeRequest(self._next_round, part))
-        if worker in this_round.pending:
+        self._sent_s = self._clock.now_s()
+        # It is at work now.
+        num_new = num_awaited_new = 0
+        for wish, registration in told:
+            sequence, budget = wish.view, wish.num_draft_tokens
+            registration.sent_len = sequence.committed_len
+            num_unread = sequence.committed_len - registration.read_len
+            num_new += num_unread
+            if budget > 0:
+                num_awaited_new += num_unread
+                this_round.pending[worker][sequence.request_id] = self._awaited(wish, registration)
+            else:
+                self._reading.add(sequence.request_id)
+        is_awaited = worker in this_round.pending
+        if is_awaited:
             num_new = num_awaited_new
-        talk.asked = _Asked(self._next_round, now_s, len(entries), num_new, this_round is self._ahead)
+        talk.asked = _Asked(self._next_round, asked_s, len(entries), num_new, this_round is self._ahead)
         self._next_round += 1
-        if worker in this_round.pending and patience.is_waited_for(now_s):
-            this_round.give_up_s[worker] = now_s + patience.deadline_s(len(entries), num_new)
+        if is_awaited and patience.is_waited_for(asked_s):
+            this_round.give_up_s[worker] = asked_s + patience.deadline_s(len(entries), num_new)
         else:
             # Reading ahead, or an attempt to reach a silent worker: the answer is heard in a later round.
             this_round.abandon(worker)
-        patience.asked(now_s)
+        patience.asked(asked_s)
+
+    def _awaited(self, wish: _Wish | AheadWish, registration: Registration) -> _Awaited:
+        """Return what is due behind the committed tokens of a sequence; make room for its continuations."""
+        sequence, budget = wish.view, wish.num_draft_tokens
+        key = _PrefixKey(
+            sequence.request_id, registration.epoch, sequence.committed_len, sequence.prefix_hash
+        )
+        if not isinstance(wish, AheadWish):
+            return _Awaited(key, budget)
+        prepared = _Prepared(sequence.committed_len, len(wish.pending), wish.is_foreign)
+        self._prepared[sequence.request_id] = prepared
+        return _Awaited(key, budget, prepared, sum(wish.fan_out or ()))
 
     def _look_up(
         self,
@@ -587,7 +603,8 @@ class RemoteProposer:
                 prepared.branches[branch.committed_len, branch.prefix_hash] = branch
 
     def _is_valid(self, token_ids: Sequence[int], budget: int) -> bool:
-        if len(token_ids) <= budget and all(0 <= t < self._vocab_size for t in token_ids):
+        has_room = len(token_ids) <= budget
+        if has_room and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size)):
             return True
         self._counters["invalid_drafts_dropped"] += 1
         return False
@@ -635,7 +652,7 @@ def _entry(wish: _Wish | AheadWish, registration: Registration) -> ProposeEntry:
     if base_len == 0:
         opening = DraftOpening(
             # Where the text ends is for the engine to say; these strings may be as long as a body.
-            msgspec.structs.replace(sequence.params, stop=()) if sequence.params.stop else sequence.params,
+            replace(sequence.params, stop=()) if sequence.params.stop else sequence.params,
             sequence.seed,
             sequence.num_prompt_tokens,
             sequence.cache_salt,

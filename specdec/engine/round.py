@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,12 +20,12 @@ from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.rows_beside import RowsBeside
-from specdec.engine.draft_counts import DraftKind
 from specdec.engine.drafting import Drafting, Proposals
 from specdec.engine.grammar_drafts import masked_draft
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import EngineMetrics
 from specdec.engine.roster import Roster
+from specdec.engine.round_counts import FinishedRound, RoundCounts
 from specdec.engine.round_times import RoundTimes
 from specdec.engine.service import GRAMMAR_FAILED
 from specdec.engine.shadows import Shadows
@@ -37,7 +37,6 @@ from specdec.proposers.several.proposer import SeveralProposers
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import RoundPlan
-from specdec.tree.topology import tree
 from specdec.verification.answers import rows_of_verdict, verdict_of
 from specdec.verification.registry import capabilities_of
 
@@ -103,10 +102,12 @@ class RoundLoop:
         clock: Clock,
         max_branches: int,
         drafter_names: tuple[str, ...] = (),
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """Run rounds of these parts; continuations are drafted for `max_branches` verdicts of a request.
 
-        `drafter_names` are those of several drafters.
+        `drafter_names` are those of several drafters. `beside` is called while a target that is elsewhere is
+        at work: for what no round should wait for.
 
         Raises:
             ConfigError: the target verifies by a rule that cannot work with what the proposer gives, or
@@ -119,6 +120,7 @@ class RoundLoop:
         self._metrics = metrics
         self._clock = clock
         self._max_branches = max_branches
+        self._beside = beside
         self._rule = capabilities_of(target.description.rule)
         self._drafting = Drafting(proposer, target.description, self._rule, metrics, drafter_names)
         shadows = proposer.shadows if isinstance(proposer, SeveralProposers) else ()
@@ -135,9 +137,10 @@ class RoundLoop:
         """When the last round ended, if there has been work since."""
         self._times = RoundTimes(metrics, clock)
         self._beside_s = 0.0
-        """What was done beside the target since the last landing has taken."""
-        self._target_done_s = 0.0
-        """About when the target had done the last flight that has landed."""
+        """What was done beside the target since the last landing, that it did not need, has taken."""
+        self._behind_submit_s = 0.0
+        """All that has been done since the last landing while the target was at work, in launching."""
+        self._counts = RoundCounts(metrics)
 
     @property
     def num_in_flight(self) -> int:
@@ -164,9 +167,10 @@ class RoundLoop:
 
     def abandon(self) -> None:
         """Forget what is in flight: the target is lost."""
+        self._counts.count()
         self._flights.clear()
         self._times.rest()
-        self._beside_s = 0.0
+        self._beside_s = self._behind_submit_s = 0.0
 
     def release(self, request_id: RequestId) -> None:
         """Have everybody who drafts forget a request that has left the roster."""
@@ -209,8 +213,8 @@ class RoundLoop:
         for live in lives:
             live.is_in_flight = True
         submitted_s = self._clock.now_s()
-        drafters = self._drafting.drafters_of(plan.num_draft_tokens, self._roster.running)
         self._target.submit(step)
+        sent_s = self._clock.now_s()
         shadow_s = self._shadows.draft(lives)
         draft_s = proposed_s - planned_s
         asking_s = 0.0 if self._asks is None else self._asks.take_asking_s()
@@ -230,7 +234,7 @@ class RoundLoop:
             drafted_s=proposed_s,
             drafting_s=0.0 if self._ahead is None else self._ahead.take_drafting_s(),
             submitted_s=submitted_s,
-            drafters=drafters,
+            drafters=self._drafting.drafters_of(plan.num_draft_tokens, self._roster.running),
             drafter_s=self._drafting.take_seconds(),
             shadow_s=shadow_s,
         )
@@ -239,6 +243,7 @@ class RoundLoop:
             self._look_ahead(flight)
         if self._target.is_elsewhere:
             self._do_beside(plan if is_read_beside else None)
+            self._behind_submit_s += self._clock.now_s() - sent_s
         return True
 
     def _is_read_beside(self, plan: RoundPlan) -> bool:
@@ -255,7 +260,10 @@ class RoundLoop:
             self._drafting.propose(read, self._roster.running)
             if self._asks is not None:
                 self._asks.take_asking_s()
+        self._counts.count()
         self._controller.think_beside()
+        if self._beside is not None:
+            self._beside()
         self._beside_s += self._clock.now_s() - started_s
 
     def _land(self, flight: _Flight) -> list[RequestOutput]:
@@ -263,10 +271,10 @@ class RoundLoop:
         awaited_s = self._clock.now_s()
         result = self._collect(flight.step)
         verified_s = self._clock.now_s()
-        waited_s, delay_s = verified_s - awaited_s, self._beside_s
-        self._beside_s = 0.0
+        waited_s, delay_s, behind_s = verified_s - awaited_s, self._beside_s, self._behind_submit_s
+        self._beside_s = self._behind_submit_s = 0.0
         if waited_s >= _WAITED_S:  # all the while the target was at work
-            waited_s, delay_s = waited_s + delay_s, 0.0
+            waited_s, delay_s = waited_s + behind_s, 0.0
         self._times.waited(waited_s)
         landing = self._commit(flight, result, verified_s)
         for work, answer in zip(flight.step.works, result.results, strict=True):
@@ -274,6 +282,7 @@ class RoundLoop:
                 self._hear_beside(work.beside, flight.proposals[work.request_id], answer)
         self._observe(flight, result, landing, verified_s, delay_s)
         if not self._target.is_elsewhere or not self._has_work:
+            self._counts.count()
             self._controller.think()
         return landing.outputs
 
@@ -505,8 +514,10 @@ class RoundLoop:
         if not self._rule.exact and not live.params.is_greedy:
             self._metrics.num_lossy_tokens += num_kept
             live.stats.speculation.num_lossy_tokens += num_kept
-        kind = DraftKind.of(live.request, first_place - live.num_prompt_tokens)
-        outcome = self._count_draft(live, proposal, verdict.accepted_nodes[:num_kept], kind)
+        accepted_nodes = verdict.accepted_nodes[:num_kept]
+        num_before = first_place - live.num_prompt_tokens
+        self._counts.note_draft(live.request, num_before, proposal, len(accepted_nodes))
+        outcome = _outcome(live, proposal, accepted_nodes)
         if not proposal.is_fallback:
             self._drafting.count(live, drafter, outcome.num_drafted, outcome.num_accepted)
         (landing.stand_ins if proposal.is_fallback else landing.outcomes).append(outcome)
@@ -529,28 +540,6 @@ class RoundLoop:
         self._metrics.finished[output.finish_reason] += 1
         return output
 
-    def _count_draft(
-        self, live: LiveRequest, proposal: Proposal, accepted_nodes: tuple[int, ...], kind: DraftKind
-    ) -> DraftOutcome:
-        num_drafted, num_accepted, parents = proposal.num_tokens, len(accepted_nodes), proposal.parents
-        depth = None if parents is None else tree(parents).max_depth
-        self._metrics.count_draft(num_drafted, num_accepted, depth)
-        self._metrics.by_kind.count(kind, num_drafted, num_accepted)
-        if proposal.method != self._metrics.method:
-            self._metrics.count_other_method(proposal.method, num_drafted, num_accepted)
-        speculation = live.stats.speculation
-        speculation.num_drafts += 1
-        speculation.num_draft_tokens += num_drafted
-        speculation.num_accepted_tokens += num_accepted
-        speculation.per_step_drafted.append(num_drafted)
-        speculation.per_step_accepted.append(num_accepted)
-        return DraftOutcome(
-            request_id=live.request_id,
-            num_drafted=num_drafted,
-            num_accepted=num_accepted,
-            accepted_nodes=None if parents is None else accepted_nodes,
-        )
-
     def _observe(
         self,
         flight: _Flight,
@@ -559,7 +548,7 @@ class RoundLoop:
         verified_s: float,
         delay_s: float,
     ) -> None:
-        """Count a round, and tell the controller; it is `delay_s` longer by what was done beside."""
+        """Tell the controller of a round, and count it; it is `delay_s` longer by what was done beside."""
         num_committed = sum(len(output.token_ids) for output in landing.outputs)
         draft_s = flight.draft_s + result.draft_s
         target_s = result.forward_s + result.sample_s
@@ -569,25 +558,27 @@ class RoundLoop:
         verify_s -= beside_s
         works = flight.step.works
         num_rows = sum(map(_num_rows, works, result.results))
-        metrics = self._metrics
-        metrics.num_rounds += 1
-        metrics.num_verified_requests += len(works)
-        metrics.num_verified_rows += num_rows
-        metrics.num_places += self._roster.max_num_seqs
-        metrics.generation_tokens += num_committed
-        metrics.rounds_by_mode[flight.mode] += 1
-        waited_s = draft_s - flight.asking_s
-        metrics.draft_s += waited_s
-        metrics.verify_s += verify_s
-        metrics.verify_latencies.add(verify_s)
-        if any(flight.budgets.values()):
-            metrics.draft_latencies.add(waited_s)
         thought_s = self._controller.take_thought_s()
         if flight.mode != "lockstep" or self._flights:
             thought_s = 0.0  # it may have thought while it would have waited
-        self._note_overlap(flight, target_s or verify_s)
-        metrics.target_forward_s += result.forward_s
-        metrics.target_sample_s += result.sample_s
+        self._counts.note_round(
+            FinishedRound(
+                mode=flight.mode,
+                num_requests=len(works),
+                num_rows=num_rows,
+                num_places=self._roster.max_num_seqs,
+                num_committed=num_committed,
+                asked_s=flight.drafted_s - flight.draft_s,
+                drafted_s=flight.drafted_s,
+                drafting_s=flight.drafting_s,
+                waited_s=draft_s - flight.asking_s,
+                is_drafted_for=any(flight.budgets.values()),
+                submitted_s=flight.submitted_s,
+                verify_s=verify_s,
+                forward_s=result.forward_s,
+                sample_s=result.sample_s,
+            )
+        )
         self._controller.observe(
             RoundObservation(
                 mode=flight.mode,
@@ -616,18 +607,27 @@ class RoundLoop:
         )
         self._landed_s = verified_s if self._has_work else None
 
-    def _note_overlap(self, flight: _Flight, target_s: float) -> None:
-        """Count how much of the drafting for a flight went on while the target had something to verify."""
-        asked_s = flight.drafted_s - flight.draft_s
-        exposed_s = flight.drafted_s - max(asked_s, min(self._target_done_s, flight.drafted_s))
-        self._metrics.drafting_s += flight.drafting_s
-        self._metrics.hidden_drafting_s += max(0.0, flight.drafting_s - exposed_s)
-        self._target_done_s = max(self._target_done_s, flight.submitted_s) + target_s
-
 
 def _num_rows(work: TargetWork, answer: WorkResult) -> int:
     """Return the rows that the target has run for a work: with drafts of its own, more than it was given."""
     return work.num_rows + len(answer.drafted)
+
+
+def _outcome(live: LiveRequest, proposal: Proposal, accepted_nodes: tuple[int, ...]) -> DraftOutcome:
+    """Return what became of a proposal, and count it for its request."""
+    num_drafted, num_accepted = proposal.num_tokens, len(accepted_nodes)
+    speculation = live.stats.speculation
+    speculation.num_drafts += 1
+    speculation.num_draft_tokens += num_drafted
+    speculation.num_accepted_tokens += num_accepted
+    speculation.per_step_drafted.append(num_drafted)
+    speculation.per_step_accepted.append(num_accepted)
+    return DraftOutcome(
+        request_id=live.request_id,
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
+        accepted_nodes=None if proposal.parents is None else accepted_nodes,
+    )
 
 
 def _num_prompt_rows(step: TargetStep, lives: Sequence[LiveRequest]) -> int:

@@ -9,7 +9,8 @@ always are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import RequestId

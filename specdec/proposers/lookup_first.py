@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
@@ -36,4 +38,4 @@ class LookupFirst(FallbackProposer):
         found = self._fallback.propose(sequences, num_draft_tokens)
         left = {one: budget for one, budget in num_draft_tokens.items() if one not in found}
         proposals = self._primary.propose(sequences, left)
-        return proposals | {one: replace(its, is_fallback=True) for one, its in found.items()}
+        return proposals | {one: msgspec.structs.replace(its, is_fallback=True) for one, its in found.items()}

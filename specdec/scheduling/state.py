@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from specdec.core.ids import RequestId
 
@@ -118,8 +119,7 @@ class BlockSharing(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundLimits:
+class RoundLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one round may use."""
 
     max_num_seqs: int
@@ -137,19 +137,18 @@ class RoundLimits:
     """Tokens and rows of a sequence, at most; needed where there are rows beside."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundPlan:
+class RoundPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Who gets how many rows in a round. Keys of both mappings are in order of service."""
 
     num_tokens: Mapping[RequestId, int]
     """Rows of each scheduled request, draft rows included."""
     num_draft_tokens: Mapping[RequestId, int]
     """Of those, rows kept for draft tokens. Decoding requests only; no entry means 0."""
-    num_rows_beside: Mapping[RequestId, int] = field(default_factory=dict)
+    num_rows_beside: Mapping[RequestId, int] = msgspec.field(default_factory=dict)
     """Of those, rows kept beside drafts. No entry means 0."""
     preempted: tuple[RequestId, ...] = ()
     """Running requests that give all their blocks back, before anything else happens."""
     admitted: tuple[RequestId, ...] = ()
     """Waiting requests that run from now on, in order; they get blocks for all their tokens at once."""
-    num_cached: Mapping[RequestId, int] = field(default_factory=dict)
+    num_cached: Mapping[RequestId, int] = msgspec.field(default_factory=dict)
     """Tokens of admitted requests that need not be computed: `CachedPrefix.num_tokens`, where not 0."""

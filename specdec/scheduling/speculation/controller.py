@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
@@ -15,8 +16,7 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.state import Schedulable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftOutcome:
+class DraftOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one proposal."""
 
     request_id: RequestId
@@ -26,8 +26,7 @@ class DraftOutcome:
     """Of a tree: which of its tokens were accepted, by their place in the proposal; None: the first ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundObservation:
+class RoundObservation(msgspec.Struct, frozen=True, kw_only=True):
     """What one round cost and brought, for a controller to learn from. Times are seconds."""
 
     num_rows: int
@@ -53,7 +52,7 @@ class RoundObservation:
     """Of the rows, those that read prompts."""
     context_tokens: int = 0
     """Committed tokens of all sequences of the round together."""
-    budgets: Mapping[RequestId, int] = field(default_factory=dict)
+    budgets: Mapping[RequestId, int] = msgspec.field(default_factory=dict)
     """Draft tokens that were asked for, by request. With `outcomes` it tells how often there are drafts."""
     draft_ready_s: float | None = None
     """From asking for proposals to the last answer, waited for or not: T_draft with its wire, and with what
@@ -66,9 +65,9 @@ class RoundObservation:
     """Sequences in the other flight of ping_pong."""
     stand_ins: Sequence[DraftOutcome] = ()
     """Of proposals that stood in for missing ones: they tell nothing of the drafter."""
-    drafters: Mapping[RequestId, int] = field(default_factory=dict)
+    drafters: Mapping[RequestId, int] = msgspec.field(default_factory=dict)
     """Which of several drafters was asked, by request; empty where there is one."""
-    drafting_s: Mapping[int, float] = field(default_factory=dict)
+    drafting_s: Mapping[int, float] = msgspec.field(default_factory=dict)
     """What each of several drafters took that was asked; of `draft_s`, their parts."""
     ahead: Sequence[AheadOutcome] = ()
     """What became of the continuations that this round could have had its drafts from: of the verdicts of

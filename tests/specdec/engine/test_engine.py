@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from specdec.core.clock import ManualClock
 from specdec.core.errors import CapacityError, ChannelClosed, ChannelTimeout, InputError, LateError
@@ -58,7 +57,7 @@ class TestEndsOfStreams:
     @pytest.mark.parametrize("proposer", ["none", "oracle"])
     @pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 20])
     def test_max_tokens(self, proposer: str, max_tokens: int) -> None:
-        params = msgspec.structs.replace(SAMPLED, max_tokens=max_tokens, logprobs=1)
+        params = replace(SAMPLED, max_tokens=max_tokens, logprobs=1)
         outputs = self.outputs(params, proposer)
         assert tokens_of(outputs) == self.FULL[:max_tokens]
         assert outputs[-1].finish_reason == "length"
@@ -77,14 +76,14 @@ class TestEndsOfStreams:
         assert text_of(outputs) == letters(self.FULL[: end - 1])
 
     def test_eos_may_be_ignored(self) -> None:
-        params = msgspec.structs.replace(SAMPLED, ignore_eos=True)
+        params = replace(SAMPLED, ignore_eos=True)
         assert tokens_of(self.outputs(params, eos_token_ids=(self.FULL[4],))) == self.FULL[:20]
 
     @pytest.mark.parametrize("included", [False, True])
     def test_stop_token(self, included: bool) -> None:
         stop = self.FULL[5]
         end = self.FULL.index(stop) + 1
-        params = msgspec.structs.replace(SAMPLED, stop_token_ids=(stop,), include_stop_str_in_output=included)
+        params = replace(SAMPLED, stop_token_ids=(stop,), include_stop_str_in_output=included)
         outputs = self.outputs(params)
         assert tokens_of(outputs) == self.FULL[:end]
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
@@ -95,7 +94,7 @@ class TestEndsOfStreams:
     def test_stop_string_over_several_tokens(self, proposer: str, included: bool) -> None:
         stop = letters(self.FULL[3:6])
         end = letters(self.FULL).index(stop) + 3
-        params = msgspec.structs.replace(SAMPLED, stop=("never!", stop), include_stop_str_in_output=included)
+        params = replace(SAMPLED, stop=("never!", stop), include_stop_str_in_output=included)
         outputs = self.outputs(params, proposer)
         assert tokens_of(outputs) == self.FULL[:end]
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
@@ -110,7 +109,7 @@ class TestEndsOfStreams:
         assert text_of(outputs) == letters(self.FULL[:again])
 
     def test_held_back_text_is_released_at_the_end(self) -> None:
-        params = msgspec.structs.replace(SAMPLED, stop=(letters(self.FULL[18:20]) + "!",))
+        params = replace(SAMPLED, stop=(letters(self.FULL[18:20]) + "!",))
         assert text_of(self.outputs(params)) == letters(self.FULL[:20])
 
     @pytest.mark.parametrize("proposer", ["none", "oracle"])
@@ -216,7 +215,7 @@ class TestFailures:
             last = outputs[one.request_id][-1]
             assert (last.finish_reason, last.error_code) == ("error", "target_lost")
             assert partial == expected_tokens(one)[: len(partial)]
-            replay = msgspec.structs.replace(one, delivered_token_ids=tuple(partial))
+            replay = replace(one, delivered_token_ids=tuple(partial))
             rest = run(toy_engine(), replay)[one.request_id]
             assert partial + tokens_of(rest) == expected_tokens(one)
         assert engine.is_lost
@@ -277,11 +276,11 @@ class TestReplay:
     @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     @pytest.mark.parametrize("proposer", ["none", "draft_model"])
     def test_every_cut_continues_the_stream(self, params: SamplingParams, proposer: str) -> None:
-        stop = msgspec.structs.replace(params, stop=("zz",))
+        stop = replace(params, stop=("zz",))
         one = request(params=stop)
         whole = expected_tokens(one)
         for cut in range(1, len(whole)):
-            replay = msgspec.structs.replace(one, delivered_token_ids=tuple(whole[:cut]))
+            replay = replace(one, delivered_token_ids=tuple(whole[:cut]))
             outputs = run(toy_engine(make_proposer(proposer)), replay)["r"]
             assert outputs[0].first_index == cut
             assert whole[:cut] + tokens_of(outputs) == whole
@@ -292,13 +291,13 @@ class TestReplay:
         """A part of a stop string that was held back by the first engine is held back by the second."""
         whole = expected_tokens(request())
         stop = letters(whole[5:7]) + "!"
-        one = request(params=msgspec.structs.replace(GREEDY, stop=(stop,)))
+        one = request(params=replace(GREEDY, stop=(stop,)))
         first = toy_engine()
         first.add_request(one)
         outputs = []
         while sum(len(output.token_ids) for output in outputs) < 6:
             outputs += first.step()
-        replay = msgspec.structs.replace(one, delivered_token_ids=tuple(whole[:6]))
+        replay = replace(one, delivered_token_ids=tuple(whole[:6]))
         assert text_of(outputs) == letters(whole[:5])
         assert text_of(outputs) + text_of(run(toy_engine(), replay)["r"]) == letters(whole)
 
@@ -432,7 +431,7 @@ class TestGenerate:
             assert engine.generate([], GREEDY) == []
 
     def test_choices_have_seeds_of_their_own(self) -> None:
-        params = msgspec.structs.replace(SAMPLED, n=3, seed=11)
+        params = replace(SAMPLED, n=3, seed=11)
         (result,) = toy_engine().generate("bcd", params)
         for index, choice in enumerate(result.choices):
             expected = MODEL.continuation((1, 2, 3), params, choice_seed(11, index), 20)
@@ -441,7 +440,7 @@ class TestGenerate:
         assert len({choice.token_ids for choice in result.choices}) == 3
 
     def test_parameters_for_each(self) -> None:
-        params = [msgspec.structs.replace(GREEDY, max_tokens=length) for length in (1, 5)]
+        params = [replace(GREEDY, max_tokens=length) for length in (1, 5)]
         assert [len(one.token_ids) for one in toy_engine().generate(["b", "c"], params)] == [1, 5]
         with pytest.raises(InputError, match="1 sampling parameters for 2 prompts"):
             toy_engine().generate(["b", "c"], params[:1])
@@ -567,7 +566,7 @@ def test_random_operations(seed: int) -> None:
             assert tokens == expected[: len(tokens)]
         else:
             assert tokens == expected
-    engine.add_request(request("last", (1,), msgspec.structs.replace(GREEDY, max_tokens=1)))
+    engine.add_request(request("last", (1,), replace(GREEDY, max_tokens=1)))
     engine.step()
     assert target.known_requests == {"last"}
     assert engine.metrics().kv_cache_usage == 0.0

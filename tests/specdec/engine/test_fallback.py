@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.ids import RequestId
@@ -42,7 +41,7 @@ def repetitive(name: str, rng: random.Random) -> Request:
     """A request over three tokens: a lookup finds something nearly always."""
     prompt = tuple(rng.choices(range(3), k=rng.randint(4, 24)))
     params = SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), max_tokens=rng.randint(8, 24))
-    return msgspec.structs.replace(a_request(name, rng), prompt_token_ids=prompt, params=params)
+    return replace(a_request(name, rng), prompt_token_ids=prompt, params=params)
 
 
 def run_with(fallback: Proposer, seed: int, mode: OverlapMode) -> EngineMetrics:

@@ -180,7 +180,7 @@ class Boastful(DraftModelProposer):
     ) -> dict[RequestId, Proposal]:
         made = super().propose(sequences, num_draft_tokens)
         return {
-            name: replace(proposal, q_rows=tuple(map(sharper, proposal.q_rows or ())))
+            name: msgspec.structs.replace(proposal, q_rows=tuple(map(sharper, proposal.q_rows or ())))
             for name, proposal in made.items()
         }
 

@@ -239,7 +239,7 @@ def test_proposals_that_do_not_fit_are_dropped_and_counted(bench: Bench) -> None
                 self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
             ) -> dict[RequestId, Proposal]:
                 made = super().propose(sequences, num_draft_tokens)
-                return {name: replace(one, **fields) for name, one in made.items()}  # noqa: B023
+                return {name: msgspec.structs.replace(one, **fields) for name, one in made.items()}  # noqa: B023
 
         engine, drafter = HeadSetting().serving(bench, "llama", Spoilt)
         with engine:

@@ -167,7 +167,7 @@ def test_nothing_is_moved_where_the_path_lies_in_order() -> None:
                 return chain
             other = (chain.token_ids[0] + 1) % VOCAB_SIZE
             parents = (*range(-1, len(chain.token_ids) - 1), -1)
-            return replace(chain, token_ids=(*chain.token_ids, other), parents=parents)
+            return msgspec.structs.replace(chain, token_ids=(*chain.token_ids, other), parents=parents)
 
     target = WatchedTarget()
     engine = toy_engine(Leaning(), target=target, num_draft_tokens=5)

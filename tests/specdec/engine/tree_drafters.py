@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
@@ -64,7 +66,7 @@ class Bushy:
                 parents.append(parent)
         if self._is_malformed:
             parents[0] = 1
-        return replace(chain, token_ids=tuple(tokens), parents=tuple(parents), method="bushy")
+        return msgspec.structs.replace(chain, token_ids=tuple(tokens), parents=tuple(parents), method="bushy")
 
     def _tokens_behind(self, view: SequenceView, path: Sequence[int]) -> Sequence[int]:
         """Any token, or any that the request's grammar allows."""

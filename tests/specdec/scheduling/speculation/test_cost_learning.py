@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation

@@ -765,7 +765,9 @@ def test_costs_that_the_model_does_not_know_are_measured() -> None:
         def observe(self, observation: RoundObservation) -> None:
             world.last_had_drafts = any(observation.budgets.values())
             if world.last_had_drafts and observation.round_s is not None:
-                observation = replace(observation, round_s=observation.round_s + self._delay_s)
+                observation = msgspec.structs.replace(
+                    observation, round_s=observation.round_s + self._delay_s
+                )
             self._inner.observe(observation)
 
     world = Slow(costs=COSTS["cpu"], acceptance=lambda _round, _request: 0.5, num_sequences=4, seed=1)
@@ -911,7 +913,7 @@ def test_a_latency_target_is_kept_where_rounds_take_longer_than_expected() -> No
 
         def observe(self, observation: RoundObservation) -> None:
             if observation.mode == "ping_pong" and observation.round_s is not None:
-                observation = replace(observation, round_s=factor * observation.round_s)
+                observation = msgspec.structs.replace(observation, round_s=factor * observation.round_s)
             self._inner.observe(observation)
 
     costs = COSTS["gpu"]
@@ -955,7 +957,7 @@ def ahead_with(stand_ins: float | None, *, is_told_apart: bool = True) -> tuple[
 
     def observe(observation: RoundObservation) -> None:
         taken = (*observation.outcomes, *observation.stand_ins)
-        inner(replace(observation, outcomes=taken, stand_ins=()))
+        inner(msgspec.structs.replace(observation, outcomes=taken, stand_ins=()))
 
     if not is_told_apart:
         controller.observe = observe  # type: ignore[method-assign]
@@ -1004,8 +1006,10 @@ def test_answers_that_are_always_late_end_drafting_ahead() -> None:
     inner = controller.observe
 
     def observe(observation: RoundObservation) -> None:
-        late = [replace(one, num_prepared=0, rank=None, is_late=True) for one in observation.ahead]
-        inner(replace(observation, ahead=late))
+        late = [
+            msgspec.structs.replace(one, num_prepared=0, rank=None, is_late=True) for one in observation.ahead
+        ]
+        inner(msgspec.structs.replace(observation, ahead=late))
         world._has_drafts.clear()
 
     controller.observe = observe  # type: ignore[method-assign]

@@ -14,9 +14,10 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import (
