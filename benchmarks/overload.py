@@ -70,8 +70,6 @@ _RAMP = 0.25
 _CAPACITY, _STREAMS = "capacity", "streams"
 """What is measured beside loads, as `kept_cells` knows it."""
 _REFUSED = "ray_drafthouse_requests_refused"
-_NICENESS = 5
-"""Of the server: who sends goes first where they share cores, or what was due would be sent late."""
 _FILES_PER_STREAM = 3
 """In the process that has most open: Serve's proxy has a socket to each client, and pipes and logs beside."""
 _TIMEOUT_S = 120.0
@@ -457,7 +455,7 @@ def measure_overload(
                     kept.keep(cell, {"load": to_plain(load)})
 
     if not all(kept.is_kept(cell) for cell in (_CAPACITY, *sent)):
-        with serving(overload_config(plan, family), cores, niceness=_NICENESS) as server:
+        with serving(overload_config(plan, family), cores) as server:
             server.wait_healthy()
             # A worker that was ready before it was compiled goes on with that while it is idle, and is
             # many times as fast afterwards: capacity would not be that of the loads.
@@ -510,7 +508,7 @@ def _open_streams(
         async with load_client(url, connect_s=_STREAMS_TIMEOUT_S, read_s=_STREAMS_TIMEOUT_S) as client:
             return await stream_all(client, bodies, expected, lambda: progress.advance(task))
 
-    with serving(streams_config(plan, family), cores, niceness=_NICENESS) as server:
+    with serving(streams_config(plan, family), cores) as server:
         server.wait_healthy()
         wait_compiled(server.url, _COMPILE_S, {"target"})
         return asyncio.run(run(server.url))

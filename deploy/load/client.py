@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
@@ -25,7 +26,10 @@ def load_client(
 
     def session() -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=httpx.create_ssl_context())
-        return aiohttp.ClientSession(connector=connector, trust_env=True, cookie_jar=aiohttp.DummyCookieJar())
+        # With `trust_env` it would look in the environment, and in a thread in .netrc, for every request.
+        return aiohttp.ClientSession(
+            connector=connector, proxy=proxy_of(url), cookie_jar=aiohttp.DummyCookieJar()
+        )
 
     return httpx.AsyncClient(
         base_url=url,
@@ -33,6 +37,15 @@ def load_client(
         timeout=httpx.Timeout(connect_s, read=read_s, pool=None),
         transport=AiohttpTransport(client=session),
     )
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy that the environment names for a URL (`HTTP_PROXY`, `HTTPS_PROXY`, `NO_PROXY`)."""
+    parts = httpx.URL(url)
+    if proxy_bypass(parts.host):
+        return None
+    proxies = getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")
 
 
 def kind_of(error: httpx.HTTPError) -> str:

@@ -140,10 +140,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with live_server(door.app) as url:
 
         @contextmanager
-        def serving(
-            config: Mapping[str, Any], cores: Sequence[int] | None, *, niceness: int
-        ) -> Iterator[Any]:
-            assert niceness > 0, "who sends goes first"
+        def serving(config: Mapping[str, Any], cores: Sequence[int] | None) -> Iterator[Any]:
             started.append("one for loads" if "speculative_config" in config else "one for streams")
             yield SimpleNamespace(url=url, wait_healthy=lambda: None)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from deploy.load.client import kind_of, load_client
+from deploy.load.client import kind_of, load_client, proxy_of
 from deploy.load.generator import LoadGenerator
 from deploy.load.workload import PlannedRequest
 
@@ -140,3 +140,37 @@ def test_who_is_not_there() -> None:
             return kind_of(raised.value)
 
     assert asyncio.run(ask()) == "ClientConnectorError"
+
+
+def test_the_environment_names_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert proxy_of("http://models.example:8000") is None
+    monkeypatch.setenv("https_proxy", "http://door.example:3128")
+    assert proxy_of("http://models.example:8000") is None
+    assert proxy_of("https://models.example") == "http://door.example:3128"
+    monkeypatch.setenv("no_proxy", "127.0.0.1,models.example")
+    assert proxy_of("https://models.example") is None
+    monkeypatch.setenv("all_proxy", "http://any.example:3128")
+    assert proxy_of("http://127.0.0.1:8000") is None
+    assert proxy_of("http://elsewhere.example") == "http://any.example:3128"
+
+
+def test_a_proxy_is_asked_in_place_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM)
+
+    async def by_proxy() -> tuple[list[str | None], str]:
+        async with served(answer) as (server, url):
+            monkeypatch.setenv("http_proxy", url)
+            async with load_client("http://models.invalid", connect_s=30.0, read_s=30.0) as client:
+                generator = LoadGenerator(client, "/v1/completions")
+                timelines = await generator.run([PlannedRequest(at_s=0.0, body={})], lambda _: None)
+            return [one.error for one in timelines], server.heads[0]
+
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    errors, head = asyncio.run(by_proxy())
+    assert errors == [None]
+    assert head.startswith("post http://models.invalid/v1/completions ")
