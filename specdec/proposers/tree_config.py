@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,13 +11,16 @@ from specdec.core.config import StrictConfig
 from specdec.tree.dynamic import DynamicTree
 from specdec.tree.entropy import EntropyTree
 from specdec.tree.growth import TreeShape
-from specdec.tree.static import StaticTree
+from specdec.tree.static import StaticTree, best_tree
 
+_MAX_NODES = 64
+_USUAL_NODES, _USUAL_DEPTH = 16, 8
 _USUAL_ACCEPTANCE = (0.55, 0.16, 0.08, 0.05, 0.03, 0.02)
 """By rank, of draft models at moderate temperatures: what orders the nodes of `widths`."""
 
 Rank = Annotated[int, Field(ge=0, le=63)]
 Width = Annotated[int, Field(ge=1, le=64)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ChainConfig(StrictConfig):
@@ -27,39 +31,65 @@ class ChainConfig(StrictConfig):
 
 
 class StaticTreeConfig(StrictConfig):
-    """Always the same tree, given by `paths` or by `widths`."""
+    """Always the same tree, given by `paths`, by `widths`, or by what `acceptance` was measured."""
 
     shape: Literal["static"]
     """The same tree each time."""
-    paths: tuple[tuple[Rank, ...], ...] = Field(default=(), max_length=64)
+    paths: tuple[tuple[Rank, ...], ...] = Field(default=(), max_length=_MAX_NODES)
     """Its nodes, as Medusa's lists of choices: [0, 2] is the third likeliest child of the likeliest first
     token. In order of value: where fewer tokens are drafted, they are the first of these. Every path comes
     behind the path without its last step, and behind that to the next likelier sibling."""
-    widths: tuple[Width, ...] = Field(default=(), max_length=64)
+    widths: tuple[Width, ...] = Field(default=(), max_length=_MAX_NODES)
     """Children of each node, by depth: [4, 2, 1] has 4 first tokens, 2 behind each of them, one behind each
     of those. At most 64 nodes."""
+    acceptance: tuple[Share, ...] = Field(default=(), max_length=16)
+    """How often the likeliest child of a node stands where the node does, the second likeliest, and so on:
+    the tree is the one of `num_nodes` from which most tokens are expected (Sequoia)."""
+    num_nodes: int | None = Field(default=None, ge=1, le=_MAX_NODES)
+    """Nodes of the tree that `acceptance` asks for; null: 16."""
+    max_depth: int | None = Field(default=None, ge=1, le=16)
+    """Longest path of that tree: also the forwards of a draft model for it; null: 8."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if bool(self.paths) == bool(self.widths):
-            raise ValueError("shape: static needs either paths or widths")
+        if [bool(self.paths), bool(self.widths), bool(self.acceptance)].count(True) != 1:
+            raise ValueError("shape: static needs one of paths, widths and acceptance")
+        if not self.acceptance:
+            for name in ("num_nodes", "max_depth"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: it goes with acceptance; paths and widths say it themselves")
+        elif sum(self.acceptance) > 1.0 + 1e-6:
+            raise ValueError(
+                f"acceptance: at most one child of a node stands, so these sum to 1 at most, not to "
+                f"{sum(self.acceptance):g}"
+            )
         num_nodes, level = 0, 1
         for width in self.widths:
             level *= width
             num_nodes += level
-            if num_nodes > 64:
-                raise ValueError(f"widths: {list(self.widths)} make more than 64 nodes")
+            if num_nodes > _MAX_NODES:
+                raise ValueError(f"widths: {list(self.widths)} make more than {_MAX_NODES} nodes")
         try:
-            self.make()
+            shape = self.make()
         except ValueError as error:
             raise ValueError(f"paths: {error}") from None
+        if shape.max_nodes == 0:
+            raise ValueError("acceptance: no child ever stands: there is nothing to draft")
         return self
 
     def make(self) -> TreeShape:
         """Return the shape."""
         if self.paths:
             return StaticTree.of_paths(self.paths)
+        if self.acceptance:
+            return _best_tree(self.acceptance, self.num_nodes or _USUAL_NODES, self.max_depth or _USUAL_DEPTH)
         return StaticTree.of_widths(self.widths, _USUAL_ACCEPTANCE)
+
+
+@lru_cache(maxsize=16)
+def _best_tree(acceptance: tuple[float, ...], num_nodes: int, max_depth: int) -> StaticTree:
+    """As `best_tree`, which takes up to a second: a configuration is read several times."""
+    return best_tree(acceptance, num_nodes, max_depth)
 
 
 class DynamicTreeConfig(StrictConfig):

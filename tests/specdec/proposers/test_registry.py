@@ -109,8 +109,8 @@ DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
     ("keys", "message"),
     [
         ({"tree": {"shape": "bush"}}, "(?s)tree.*'chain', 'static', 'dynamic', 'entropy'"),
-        ({"tree": {"shape": "static"}}, "static needs either paths or widths"),
-        ({"tree": {"shape": "static", "widths": [2], "paths": [[0]]}}, "either paths or widths"),
+        ({"tree": {"shape": "static"}}, "static needs one of paths, widths and acceptance"),
+        ({"tree": {"shape": "static", "widths": [2], "paths": [[0]]}}, "one of paths, widths and acceptance"),
         ({"tree": {"shape": "static", "widths": [8, 8]}}, r"widths: \[8, 8\] make more than 64 nodes"),
         (
             {"tree": {"shape": "static", "paths": [[0], [0, 1]]}},
