@@ -172,7 +172,6 @@ class InProcess:
 
 def run_batch(engine: Engine, requests: Sequence[Request]) -> RunRecord:
     """Run requests, all submitted at once, on an engine that has no others."""
-    metrics = engine.metrics()
     before = _counters(engine)
     started_s = time.perf_counter()
     for request in requests:
@@ -180,20 +179,21 @@ def run_batch(engine: Engine, requests: Sequence[Request]) -> RunRecord:
     tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
     num_waiting = len(tokens)
     prefill_s = 0.0
-    num_prefill_rounds = 0
+    num_steps = num_prefill_rounds = 0
     while engine.has_work:
+        num_steps += 1
         for output in engine.step():
             num_waiting -= not tokens[output.request_id] and bool(output.token_ids)
             tokens[output.request_id].extend(output.token_ids)
         if num_waiting == 0 and prefill_s == 0.0:
             prefill_s = time.perf_counter() - started_s
-            num_prefill_rounds = metrics.num_rounds - int(before[0])
+            num_prefill_rounds = num_steps
     seconds = time.perf_counter() - started_s
     after = _counters(engine)
     rounds, draft_s, verify_s, coordinator_s, drafts, accepted = (
         end - start for start, end in zip(before, after, strict=True)
     )
-    assert metrics.num_running == 0
+    assert (engine.metrics().num_running, rounds) == (0, num_steps)
     return RunRecord(
         token_ids=tuple(tuple(tokens[request.request_id]) for request in requests),
         seconds=seconds,

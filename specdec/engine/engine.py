@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -182,6 +183,8 @@ class Engine:
         self._landed: tuple[list[RequestOutput], float, int, bool] | None = None
         """What the last round has brought, when, how many go on with a first token, whether anybody was left
         waiting; None once that is learnt from."""
+        self._thread: int | None = None
+        """Which has run the last step."""
         self._deadlines = Deadlines()
         self._grammars = GrammarCompiler(
             parts.tokenizer.to_json,
@@ -250,7 +253,12 @@ class Engine:
         return counters_of(self._parts.proposer)
 
     def metrics(self) -> EngineMetrics:
-        """Return counters and current gauges; live, not a copy."""
+        """Return counters and current gauges; live, not a copy.
+
+        Rounds and drafts are up to date in the thread that steps. What others see may lack the last round.
+        """
+        if self._thread == threading.get_ident():
+            self._rounds.count()
         self._metrics.speculation = self._parts.controller.state
         self._metrics.num_running = len(self._roster.running)
         if self._parts.kv_budgets is not None:
@@ -350,6 +358,7 @@ class Engine:
         tokens each can go on in another engine. A request whose time is up ends with "request_timeout" before
         the round, whether it waits or runs.
         """
+        self._thread = threading.get_ident()
         if self._deadlines:
             self._end_overdue()
         if len(self._preparation) > 0:
@@ -361,6 +370,7 @@ class Engine:
                 self._lose_target(error)
             else:
                 self._is_saturated = len(self._roster.waiting) > 0
+                self._note_landed()  # of the round before, where none was launched since
                 self._landed = outputs, self._clock.now_s(), self._num_decoding(), self._is_saturated
                 if not self._parts.target.is_elsewhere or not self.has_work:
                     self._note_landed()

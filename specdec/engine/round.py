@@ -165,6 +165,10 @@ class RoundLoop:
         self._times.end(has_work=self._has_work)
         return outputs
 
+    def count(self) -> None:
+        """Count what is to be counted of rounds that have landed."""
+        self._counts.count()
+
     def abandon(self) -> None:
         """Forget what is in flight: the target is lost."""
         self._counts.count()
@@ -177,6 +181,7 @@ class RoundLoop:
         self._proposer.release((request_id,))
         self._shadows.release(request_id)
         if not self._has_work and not self._times.is_in_round:  # the next request may come in an hour
+            self._counts.count()
             self._times.rest()
             self._landed_s = None
 

@@ -23,6 +23,9 @@ def test_the_committed_results_can_be_drawn(tmp_path: Path) -> None:
         "draft_ahead_vs_lockstep",
         "ping_pong_vs_lockstep_b16",
         "vs_colocated_equal_devices",
+        "round_over_max_hit_worst",
         "coordinator_ms_b1",
         "coordinator_ms_b64",
+        "coordinator_goodput_ms_b1",
+        "coordinator_goodput_ms_b64",
     }

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from specdec.core.clock import ManualClock
+from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget
@@ -117,17 +118,22 @@ def test_what_is_done_while_others_draft_is_waiting_for_them() -> None:
     assert proposer.counters["draft_wait_seconds"] == pytest.approx(max(0.5, BUSY_S + 2 * WIRE_S), abs=0.03)
 
 
-@pytest.mark.parametrize("how", ["lost", "done"])
+@pytest.mark.parametrize("how", ["asked", "lost", "aborted", "done"])
 def test_rounds_are_counted_once_the_target_is_at_work_on_the_next(how: str) -> None:
     cluster = Cluster(Faults(delay_s=(WIRE_S, WIRE_S)), num_drafters=1)
     cluster.engine.add_request(a_request("a", random.Random(1)))
-    cluster.engine.step()
-    cluster.engine.step()
     metrics = cluster.engine.metrics()
+    cluster.engine.step()
+    cluster.engine.step()
     assert metrics.num_rounds == 1, "the second waits until the target has something to do"
-    if how == "lost":
+    if how == "asked":
+        assert cluster.engine.metrics().num_rounds == 2, "who asks between two steps knows all"
+    elif how == "lost":
         cluster.engine._rounds.abandon()
         assert metrics.num_rounds == 2
+    elif how == "aborted":
+        cluster.engine.abort(RequestId("a"))
+        assert metrics.num_rounds == 2, "nobody knows when the next round is"
     else:
         num_steps = 2
         while cluster.engine.has_work:
