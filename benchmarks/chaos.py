@@ -267,6 +267,12 @@ class Trouble:
         return None
 
 
+def named_models(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration whose models are named by their folders, wherever these lay."""
+    blocks = {block: config[block] for block in ("target", "speculative_config")}
+    return config | {name: its | {"model": Path(its["model"]).name} for name, its in blocks.items()}
+
+
 def p95(values: Sequence[float]) -> float:
     """Return the value that 95 % do not exceed (nearest rank)."""
     return sorted(values)[math.ceil(0.95 * len(values)) - 1]
@@ -423,7 +429,7 @@ def main(
             stopped_by = str(error)
         except KeyboardInterrupt:
             stopped_by = "interrupted"
-    results = record.results(cluster.config.model_dump(mode="json"), stopped_by)
+    results = record.results(named_models(cluster.config.model_dump(mode="json")), stopped_by)
     write_results(json, results)
     report_headlines(results["headlines"])
     if stopped_by is not None:

@@ -88,7 +88,7 @@ class StaticTreeConfig(StrictConfig):
 
 @lru_cache(maxsize=16)
 def _best_tree(acceptance: tuple[float, ...], num_nodes: int, max_depth: int) -> StaticTree:
-    """As `best_tree`, which takes up to a second: a configuration is read several times."""
+    """As `best_tree`, made once: a configuration is checked and read several times."""
     return best_tree(acceptance, num_nodes, max_depth)
 
 

@@ -280,3 +280,13 @@ def test_an_interrupted_run_writes_what_has_happened(tmp_path: Path, monkeypatch
 def test_a_run_without_any_fault_yet_has_results(tmp_path: Path) -> None:
     record = Record(KeptCells(None, to_plain(QUICK), resume=False), QUICK)
     assert record.results({}, "cut")["headlines"]["faults"] == 0
+
+
+def test_results_name_models_not_where_they_lay() -> None:
+    config: dict[str, Any] = {"target": {"model": "/some/where/target", "dtype": "float32"}}
+    config["cache"] = {"block_size": 16}
+    config["speculative_config"] = {"model": "/some/where/draft", "method": "draft_model"}
+    named = chaos.named_models(config)
+    assert "/some/where" not in json.dumps(named)
+    assert named["target"] == {"model": "target", "dtype": "float32"}
+    assert named["cache"] == config["cache"]
