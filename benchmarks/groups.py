@@ -155,7 +155,9 @@ class TwoGroups:
         for name, group in self.groups.items():
             group.order(channels[name].address)
             group.answer()
-        target = RemoteTarget(channels["target"], addresses["target"], incarnation=1)
+        target = RemoteTarget(
+            channels["target"], addresses["target"], incarnation=1, meanwhile=self._read_texts
+        )
         made_up = config.speculative_config.synthetic_acceptance
         self.target = target
         self.synthetic = None if made_up is None else SyntheticTarget(target, made_up)
@@ -166,6 +168,7 @@ class TwoGroups:
                 name="draft_model", sampled=True, kv="own", remote=True, looks_ahead=True
             ),
             vocab_size=target.description.vocab_size,
+            meanwhile=self._read_texts,
         )
         self.proposer.set_workers([addresses["draft"]])
         self.engine = Engine.from_parts(
@@ -183,6 +186,10 @@ class TwoGroups:
         for role, order in orders.items():
             self.groups[role].order(order)
         return {role: self.groups[role].answer() for role in orders}
+
+    def _read_texts(self) -> None:
+        """Do in the next round what a coordinator does there (`cluster.engine_loop`), but send nothing."""
+        self.engine.read_texts()
 
     def close(self) -> None:
         """End both processes."""

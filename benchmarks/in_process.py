@@ -170,8 +170,11 @@ class InProcess:
         self.engine.close()
 
 
-def run_batch(engine: Engine, requests: Sequence[Request]) -> RunRecord:
-    """Run requests, all submitted at once, on an engine that has no others."""
+def run_batch(engine: Engine, requests: Sequence[Request], *, reads_text: bool = True) -> RunRecord:
+    """Run requests, all submitted at once, on an engine that has no others.
+
+    With `reads_text` false, somebody else has it read text, as in `Engine.step`.
+    """
     before = _counters(engine)
     started_s = time.perf_counter()
     for request in requests:
@@ -182,7 +185,7 @@ def run_batch(engine: Engine, requests: Sequence[Request]) -> RunRecord:
     num_steps = num_prefill_rounds = 0
     while engine.has_work:
         num_steps += 1
-        for output in engine.step():
+        for output in engine.step(reads_text=reads_text):
             num_waiting -= not tokens[output.request_id] and bool(output.token_ids)
             tokens[output.request_id].extend(output.token_ids)
         if num_waiting == 0 and prefill_s == 0.0:

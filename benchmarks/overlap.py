@@ -342,7 +342,8 @@ class Bench:
         self._num_runs += 1
         prompts = window(self._text, cell.batch, prompt_tokens, number)
         params = SamplingParams(temperature=cell.temperature, max_tokens=num_tokens, ignore_eos=True)
-        return run_batch(engine, batch_requests(prompts, params, k, f"run-{self._num_runs}"))
+        requests = batch_requests(prompts, params, k, f"run-{self._num_runs}")
+        return run_batch(engine, requests, reads_text=engine is not self._groups.engine)
 
 
 def _accepted_often(batch: int) -> Cell:

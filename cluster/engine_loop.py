@@ -69,7 +69,7 @@ class EngineLoop:
         self._publish_due_s = 0.0
         self._status: StatusKeeper
         """Of the present engine."""
-        self._held: list[RequestOutput] = []
+        self._held: tuple[Engine, list[RequestOutput]] | None = None
         """Outputs of the last round, for when the workers are busy with the next."""
         self.first_error: BaseException | None = None
         """Why the first engine could not be made, if so; the loop has then ended."""
@@ -156,17 +156,23 @@ class EngineLoop:
 
     def _run_round(self, engine: Engine) -> bool:
         """Run a round; return whether the target is still there."""
-        outputs = engine.step()
+        outputs = engine.step(reads_text=False)
         self._deliver_held()
         if engine.has_work and not engine.is_lost:
-            self._held = outputs
+            self._held = engine, outputs
             return True
+        engine.read_texts()
         return not self._desk.deliver(outputs)
 
     def _deliver_held(self) -> None:
-        """Send on what the last round brought. Called while a worker computes: it wakes other threads."""
-        outputs, self._held = self._held, []
-        if outputs:
+        """Send on what the last round brought.
+
+        Called while a worker computes: it reads text, and wakes other threads.
+        """
+        held, self._held = self._held, None
+        if held is not None:
+            engine, outputs = held
+            engine.read_texts()
             self._desk.deliver(outputs)
 
     def _recover(self) -> Engine | None:

@@ -351,8 +351,11 @@ class Engine:
         if live is not None and (epoch is None or live.request.epoch <= epoch):
             self._end(request_id, ABORTED)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, reads_text: bool = True) -> list[RequestOutput]:
         """Run one round and return what is new, at most one output per request and epoch.
+
+        With `reads_text` false, outputs have their text only after `read_texts`: who delivers them while
+        workers are busy with the next round can read it then.
 
         When the target is lost, every live request ends with error_code "target_lost"; by its delivered
         tokens each can go on in another engine. A request whose time is up ends with "request_timeout" before
@@ -369,6 +372,8 @@ class Engine:
             except TransportError as error:
                 self._lose_target(error)
             else:
+                if reads_text:
+                    self._rounds.read_texts()
                 self._is_saturated = len(self._roster.waiting) > 0
                 self._note_landed()  # of the round before, where none was launched since
                 self._landed = outputs, self._clock.now_s(), self._num_decoding(), self._is_saturated
@@ -381,6 +386,10 @@ class Engine:
                 self._ended.extend(outputs)
         ended, self._ended = self._ended, []
         return ended
+
+    def read_texts(self) -> None:
+        """Let the outputs of the last step have their text, if that is still to be read."""
+        self._rounds.read_texts()
 
     def end_all(self, finish: Finish) -> None:
         """End every live request; the last outputs come with the next step."""
@@ -521,6 +530,7 @@ class Engine:
             if live.stats.first_scheduled_s is None:
                 self._roster.turns.give_back(live.request.owner, live.num_expected_tokens)
             self._rounds.release(request_id)
+            self._rounds.read_texts()
             self._count_finish(live.end(finish, self._clock.now_s()))
 
     def _end_overdue(self) -> None:

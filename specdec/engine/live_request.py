@@ -39,7 +39,6 @@ class LiveRequest:
         "_num_reported",
         "_prompt_logprobs",
         "_text",
-        "_unreported_text",
         "drafted_by",
         "finish",
         "generates",
@@ -120,11 +119,11 @@ class LiveRequest:
         if request.params.prompt_logprobs is not None and not request.delivered_token_ids:
             self._prompt_logprobs = []
         self._logprobs: list[TokenLogprobs] = []
-        self._unreported_text = ""
         self._num_reported = len(request.delivered_token_ids)
         for index, token_id in enumerate(request.delivered_token_ids):
             if text.finish is None:
-                text.read(token_id, index + 1)
+                text.advance(token_id, index + 1)
+        text.take()
         self.finish = text.finish
 
     @property
@@ -296,7 +295,7 @@ class LiveRequest:
         num_kept = 0
         for token_id in token_ids:
             num_kept += 1
-            self._unreported_text += self._text.read(token_id, num_before + num_kept)
+            self._text.advance(token_id, num_before + num_kept)
             if self._text.finish is not None:
                 self.finish = self._text.finish
                 break
@@ -326,15 +325,21 @@ class LiveRequest:
     def end(self, finish: Finish, now_s: float) -> RequestOutput:
         """End the stream from outside (abort, error) and return its last output."""
         self.finish = finish
-        self._unreported_text += self._text.drain()
+        self._text.drain()
         return self.take_output(now_s)
 
-    def take_output(self, now_s: float) -> RequestOutput:
-        """Return what is new since the last call; the last output when the stream has ended."""
+    def take_text(self) -> str:
+        """Return the text that is new since it was taken last, with an output or by itself."""
+        return self._text.take()
+
+    def take_output(self, now_s: float, *, with_text: bool = True) -> RequestOutput:
+        """Return what is new since the last call; the last output when the stream has ended.
+
+        Without text, that is for `take_text`.
+        """
         first_index = self._num_reported
         sequence = self.sequence
         token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + first_index :])
-        text, self._unreported_text = self._unreported_text, ""
         logprobs: tuple[TokenLogprobs, ...] | None = None
         if self.request.params.logprobs is not None:
             logprobs = tuple(self._logprobs)
@@ -351,7 +356,7 @@ class LiveRequest:
             epoch=self.request.epoch,
             first_index=first_index,
             token_ids=token_ids,
-            text=text,
+            text=self._text.take() if with_text else "",
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish.reason if finish else None,

@@ -32,6 +32,7 @@ from specdec.engine.shadows import Shadows
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
 from specdec.engine.timed_controller import TimedController
+from specdec.engine.unread_texts import UnreadTexts
 from specdec.proposers.base import AheadWish, AsksAhead, AsksOthers, HearsBeside, Proposer
 from specdec.proposers.several.proposer import SeveralProposers
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation, SpeculationController
@@ -141,6 +142,7 @@ class RoundLoop:
         self._behind_submit_s = 0.0
         """All that has been done since the last landing while the target was at work, in launching."""
         self._counts = RoundCounts(metrics)
+        self._unread = UnreadTexts()
 
     @property
     def num_in_flight(self) -> int:
@@ -154,6 +156,8 @@ class RoundLoop:
     def run(self) -> list[RequestOutput]:
         """Launch what there is to launch, land the oldest flight and return what it brought.
 
+        The text of that is still to be read: see `read_texts`.
+
         Raises:
             TransportError: the target is lost. No sequence of a flight that has not landed has advanced.
         """
@@ -164,6 +168,10 @@ class RoundLoop:
         outputs = self._land(self._flights.popleft())
         self._times.end(has_work=self._has_work)
         return outputs
+
+    def read_texts(self) -> None:
+        """Let the outputs of the last round have their text: before they leave, or their requests go on."""
+        self._unread.read()
 
     def count(self) -> None:
         """Count what is to be counted of rounds that have landed."""
@@ -437,6 +445,7 @@ class RoundLoop:
             if self._kv_generation is not None:
                 self._roster.drop_cache()
             self._kv_generation = result.kv_generation
+        self._unread.read()
         landing = _Landing()
         outputs = landing.outputs
         for work, live, answer in zip(flight.step.works, flight.lives, result.results, strict=True):
@@ -529,7 +538,8 @@ class RoundLoop:
 
     def _settle(self, live: LiveRequest, now_s: float) -> RequestOutput:
         """Return what is new of a request that has advanced; give back what it does not need any more."""
-        output = live.take_output(now_s)
+        output = live.take_output(now_s, with_text=False)
+        self._unread.add(output, live)
         if output.finish_reason is not None:
             self._retire(live, output)
         elif live.has_outgrown_cache:

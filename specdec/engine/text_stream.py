@@ -35,9 +35,21 @@ class TextStream:
 
     Conditions are looked at in this order: EOS and stop tokens, stop strings, max_tokens and the context
     limit; all but the last not before min_tokens.
+
+    Where there are stop strings, text is read with its token. Otherwise tokens alone say where the stream
+    ends, and their text is read when it is taken: that takes longer than all else that is done with a token.
     """
 
-    __slots__ = ("_detokenizer", "_params", "_scanner", "_stop_ids", "finish", "max_generated")
+    __slots__ = (
+        "_detokenizer",
+        "_params",
+        "_released",
+        "_scanner",
+        "_stop_ids",
+        "_unread",
+        "finish",
+        "max_generated",
+    )
 
     def __init__(self, request: Request, tokenizer: TokenDecoder, limits: StreamLimits) -> None:
         params = request.params
@@ -54,43 +66,66 @@ class TextStream:
         """Generated tokens after which the stream ends by length."""
         self.finish: Finish | None = None
         """Set by the token that ends the stream."""
+        self._unread: list[int] = []
+        """Tokens whose text is still to be read."""
+        self._released = ""
+        """Text that was read and not taken."""
 
-    def read(self, token_id: int, num_generated: int) -> str:
-        """Return the text that a token releases; it is generated token number `num_generated`, from 1."""
+    def advance(self, token_id: int, num_generated: int) -> None:
+        """Go on by a token; it is generated token number `num_generated`, from 1."""
         assert self.finish is None, "the stream has ended"
         looks = num_generated >= self._params.min_tokens
         if looks and token_id in self._stop_ids:
-            return self._read_stop_token(token_id)
+            self._end_by_token(token_id)
+            return
+        self._unread.append(token_id)
         is_last = num_generated >= self.max_generated
-        text = self._detokenizer.feed(token_id)
-        if is_last:
-            text += self._detokenizer.flush()  # whole characters may wait behind a part of one
         if self._scanner is not None:
-            scanned = self._scanner.feed(text, look=looks)
-            if isinstance(scanned, StopMatch):
-                self.finish = Finish(reason="stop", stop_reason=scanned.stop)
-                return scanned.text
-            text = scanned
-        if is_last:
+            self._scan(self._scanner, looks=looks, is_last=is_last)
+        if is_last and self.finish is None:
             self.finish = Finish(reason="length")
-            text += self.drain()
+            if self._scanner is not None:
+                self.drain()
+
+    def take(self) -> str:
+        """Return the text released since the last call; all that is left when the stream has ended."""
+        if self._scanner is None:
+            self._released += self._read()
+            if self.finish is not None:
+                self._released += self._detokenizer.flush()
+        text, self._released = self._released, ""
         return text
 
-    def drain(self) -> str:
-        """Return the text that was held back, at the end of the stream."""
-        return self._drain_after("")
+    def drain(self) -> None:
+        """Release the text that was held back, at the end of the stream."""
+        text = self._read() + self._detokenizer.flush()
+        if self._scanner is not None:
+            scanned = self._scanner.feed(text, look=False)
+            assert isinstance(scanned, str), "nothing is found by a scanner that does not look"
+            text = scanned + self._scanner.flush()
+        self._released += text
 
-    def _read_stop_token(self, token_id: int) -> str:
+    def _end_by_token(self, token_id: int) -> None:
         """End the stream; the token itself shows in the text only where that was asked for."""
         is_asked_for = token_id in self._params.stop_token_ids
         self.finish = Finish(reason="stop", stop_reason=token_id if is_asked_for else None)
-        shown = self._params.include_stop_str_in_output
-        return self._drain_after(self._detokenizer.feed(token_id) if shown else "")
+        if self._params.include_stop_str_in_output:
+            self._unread.append(token_id)
+        if self._scanner is not None:
+            self.drain()
 
-    def _drain_after(self, text: str) -> str:
-        text += self._detokenizer.flush()
-        if self._scanner is None:
-            return text
-        released = self._scanner.feed(text, look=False)
-        assert isinstance(released, str), "nothing is found by a scanner that does not look"
-        return released + self._scanner.flush()
+    def _scan(self, scanner: StopScanner, *, looks: bool, is_last: bool) -> None:
+        """Read what is unread, and look whether a stop string in it ends the stream."""
+        text = self._read()
+        if is_last:
+            text += self._detokenizer.flush()  # whole characters may wait behind a part of one
+        scanned = scanner.feed(text, look=looks)
+        if isinstance(scanned, StopMatch):
+            self.finish = Finish(reason="stop", stop_reason=scanned.stop)
+            scanned = scanned.text
+        self._released += scanned
+
+    def _read(self) -> str:
+        """Return what the unread tokens release."""
+        unread, self._unread = self._unread, []
+        return "".join(map(self._detokenizer.feed, unread))

@@ -76,10 +76,10 @@ class Bug:
                 raise Unforeseen
             add_request(engine, request)
 
-        def stepping() -> list[RequestOutput]:
+        def stepping(*, reads_text: bool = True) -> list[RequestOutput]:
             if self.place == "step" and any(live.request_id == self.request_id for live in engine._roster):
                 raise Unforeseen
-            return step(engine)
+            return step(engine, reads_text=reads_text)
 
         engine.add_request, engine.step = adding, stepping  # type: ignore[method-assign]
 
