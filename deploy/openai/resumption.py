@@ -303,11 +303,12 @@ def _delivered_of(request: Request, tokenizer: DoorTokenizer, description: Targe
         max_sequence_len=description.max_model_len, eos_token_ids=tuple(description.eos_token_ids)
     )
     stream = TextStream(request, tokenizer, limits)
-    text = ""
     for index, token_id in enumerate(request.delivered_token_ids):
         if stream.finish is None:
-            text += stream.read(token_id, index + 1)
-    return Delivered(token_ids=request.delivered_token_ids, text=text, is_complete=stream.finish is not None)
+            stream.advance(token_id, index + 1)
+    return Delivered(
+        token_ids=request.delivered_token_ids, text=stream.take(), is_complete=stream.finish is not None
+    )
 
 
 def _refusal(status: int, message: str, reason: str) -> ApiError:
