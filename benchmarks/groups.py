@@ -155,9 +155,7 @@ class TwoGroups:
         for name, group in self.groups.items():
             group.order(channels[name].address)
             group.answer()
-        target = RemoteTarget(
-            channels["target"], addresses["target"], incarnation=1, meanwhile=self._read_texts
-        )
+        target = RemoteTarget(channels["target"], addresses["target"], incarnation=1)
         made_up = config.speculative_config.synthetic_acceptance
         self.target = target
         self.synthetic = None if made_up is None else SyntheticTarget(target, made_up)
@@ -178,6 +176,7 @@ class TwoGroups:
             scheduler=config.scheduler,
             controller=controller or self.controller,
             max_branches=32,
+            meanwhile=self._read_texts,
             prefix_caching=config.cache.enable_prefix_caching,
         )
 

@@ -476,6 +476,7 @@ def together(draft: DraftPlan, kept: KeptCells) -> dict[str, Any]:
         "cells": by_what["cell"],
         "coordinator_ms": {one["batch"]: one["fixed_ms"] for one in coordinator},
         "coordinator_goodput_ms": {one["batch"]: one["goodput_ms"] for one in coordinator},
+        "coordinator_measured": [one["measured"] for one in coordinator],
     }
 
 

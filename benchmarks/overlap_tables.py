@@ -51,8 +51,10 @@ def tables(results: Result) -> str:
 
 def _environments(results: Result) -> Sequence[Result]:
     """Return where its parts were measured: a run may have been cut, and gone on with."""
-    cells = [cell for draft in results["drafts"] for cell in (*draft["on_hits"], *draft["cells"])]
-    return [cell.get("measured", results["environment"]) for cell in cells]
+    drafts = results["drafts"]
+    cells = [cell for draft in drafts for cell in (*draft["on_hits"], *draft["cells"])]
+    coordinators = [one for draft in drafts for one in draft.get("coordinator_measured", [])]
+    return [*coordinators, *(cell.get("measured", results["environment"]) for cell in cells)]
 
 
 def _rounds(drafts: Sequence[Result]) -> str:

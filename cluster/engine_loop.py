@@ -35,7 +35,7 @@ class EngineSource(Protocol):
     def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
         """Return an engine over a live target, replacing the one before.
 
-        The engine calls `meanwhile` in every round while it waits for a worker.
+        The engine calls `meanwhile` in every round while workers are at work.
         """
         ...
 

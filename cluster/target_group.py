@@ -86,7 +86,7 @@ class TargetGroup:
     def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
         """Start a target worker, replacing the one before, and return an engine over it.
 
-        The engine calls `meanwhile` in every round while it waits for a worker.
+        The engine calls `meanwhile` in every round while workers are at work.
 
         Raises:
             UserError: the model cannot be loaded, or is another one than before.
@@ -97,12 +97,12 @@ class TargetGroup:
         with contextlib.ExitStack() as opened:  # closed here where no engine comes of it, which would do so
             channel = ZmqChannel(self._peer_id, host=self._host, keys=self._keys, options=self._options)
             opened.callback(channel.close)
-            target = self._make_target(channel, meanwhile)
+            target = self._make_target(channel)
             self._target = target
             self._require_same_model(target.description)
             proposer = self._make_proposer(target, meanwhile)
             opened.callback(proposer.close)
-            engine = self._engine_of(target, proposer)
+            engine = self._engine_of(target, proposer, meanwhile)
             opened.pop_all()
         return engine
 
@@ -141,10 +141,10 @@ class TargetGroup:
             self._worker.stop()
             self._worker = None
 
-    def _make_target(self, channel: ZmqChannel, meanwhile: Callable[[], None]) -> RemoteTarget:
+    def _make_target(self, channel: ZmqChannel) -> RemoteTarget:
         """Start a worker and return the target that it holds, reached by this channel."""
         loading = self._start_worker(channel.address)
-        if self._tokenizer is None:  # meanwhile: importing transformers takes seconds
+        if self._tokenizer is None:  # while it loads: importing transformers takes seconds
             self._tokenizer = build_tokenizer(self._config)
         worker = loading.await_address(self._cluster.target_groups.load_timeout_s)
         self._compile_state = loading.compile_state()
@@ -154,15 +154,15 @@ class TargetGroup:
             worker,
             incarnation=next(self._incarnations),
             times=RemoteTargetTimes(step_timeout_s=self._cluster.target_groups.step_timeout_s),
-            meanwhile=meanwhile,
         )
 
-    def _engine_of(self, target: RemoteTarget, proposer: Proposer) -> Engine:
+    def _engine_of(self, target: RemoteTarget, proposer: Proposer, meanwhile: Callable[[], None]) -> Engine:
         assert self._tokenizer is not None, "the target was made first"
         speculative = self._config.speculative_config
         return Engine.from_parts(
             target=target,
             proposer=with_fallback(proposer, speculative),
+            meanwhile=meanwhile,
             tokenizer=self._tokenizer,
             scheduler=self._config.scheduler,
             controller=controller_for(

@@ -24,7 +24,13 @@ from specdec.model.checkpoint import Checkpoint, open_checkpoint
 from specdec.model.config import ModelConfig
 from specdec.model.stated_positions import StatedPositions, stated_positions
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.draft_positions import DraftReach, pool_warning, warnings_about, with_positions
+from specdec.proposers.draft_positions import (
+    DraftReach,
+    pool_warning,
+    require_positions,
+    warnings_about,
+    with_positions,
+)
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -220,10 +226,15 @@ def _unheeded(speculative: SpeculativeConfig) -> Iterator[str]:
 def _draft_reach(
     speculative: SpeculativeConfig, draft: Checkpoint, served: Checkpoint, target: ModelConfig
 ) -> DraftReach | None:
-    """Return how far a draft model reaches, as far as config.json says; None: it does not."""
+    """Return how far a draft model reaches, as far as config.json says; None: it does not.
+
+    Raises:
+        ConfigError: further is asked for than it has positions.
+    """
     stated = _stated(draft)
-    limits = [stated.num_positions, speculative.max_model_len]
-    num_positions = min([limit for limit in limits if limit is not None], default=None)
+    if stated.num_positions is not None:
+        require_positions(draft.path.name, stated.num_positions, speculative.max_model_len)
+    num_positions = speculative.max_model_len or stated.num_positions
     if num_positions is None:
         return None
     return DraftReach(

@@ -20,7 +20,7 @@ from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_proposer, with_fallback
-from specdec.proposers.target_facts import TargetFacts
+from specdec.proposers.target_facts import LEAST_READ_TOKENS, TargetFacts
 from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
@@ -127,6 +127,7 @@ def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer
         max_num_seqs=config.scheduler.max_num_seqs,
         model=config.target.model,
         max_model_len=target.max_model_len,
+        max_read_tokens=max(LEAST_READ_TOKENS, config.scheduler.max_num_batched_tokens),
     )
     return create_proposer(config.speculative_config, facts)
 

@@ -17,7 +17,7 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.profile_plan import ProfilePlan
 from specdec.engine.profiling import ProfileProgress, drafts_anything, measure_profile
 from specdec.engine.target import Target
-from specdec.kv.selection import KvBudget
+from specdec.kv.selection import TokenBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
@@ -170,11 +170,11 @@ def cost_profile_of(
     return profile
 
 
-def _measured_budget(speculative: SpeculativeConfig) -> KvBudget | None:
+def _measured_budget(speculative: SpeculativeConfig) -> TokenBudget | None:
     """Return what drafts attend to that nobody tells how much; None: everything."""
     if speculative.kv.policy == "full":
         return None
-    return speculative.kv.token_budget if speculative.is_self_drafting else speculative.largest_kv_budget
+    return speculative.kv.token_budget if speculative.is_self_drafting else speculative.kv.largest
 
 
 def _profile_key(config: EngineConfig, description: TargetDescription) -> str:

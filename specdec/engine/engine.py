@@ -116,13 +116,14 @@ class Engine:
         max_branches: int = 4,
         kv_budgets: KvBudgets | None = None,
         drafters: DrafterSet | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Self:
         """Make an engine of parts that exist already; it closes target and proposer with itself.
 
         Without a controller, 4 tokens are drafted per sequence and round. `prefix_caching` is the target's
         `cache.enable_prefix_caching`, `max_branches` the drafter's key of that name; `kv_budgets` say how
         much drafts attend to, where there is a selection policy, `drafters` which ones requests may get,
-        where `proposer` is several.
+        where `proposer` is several. `meanwhile` is called in every round while a target elsewhere is at work.
         """
         parts = EngineParts(
             target=target,
@@ -137,10 +138,10 @@ class Engine:
             drafters=drafters,
         )
         engine = cls.__new__(cls)
-        engine._set_up(parts, clock or MonotonicClock())
+        engine._set_up(parts, clock or MonotonicClock(), meanwhile)
         return engine
 
-    def _set_up(self, parts: EngineParts, clock: Clock) -> None:
+    def _set_up(self, parts: EngineParts, clock: Clock, meanwhile: Callable[[], None] | None = None) -> None:
         description = parts.target.description
         self._parts = parts
         if parts.kv_budgets is not None and isinstance(parts.controller, PicksKvBudgets):
@@ -178,8 +179,9 @@ class Engine:
             clock=clock,
             max_branches=parts.max_branches,
             drafter_names=() if parts.drafters is None else parts.drafters.names,
-            beside=self._note_landed,
+            beside=self._do_beside,
         )
+        self._meanwhile = meanwhile
         self._landed: tuple[list[RequestOutput], float, int, bool] | None = None
         """What the last round has brought, when, how many go on with a first token, whether anybody was left
         waiting; None once that is learnt from."""
@@ -487,6 +489,12 @@ class Engine:
             return num_before + len(waiting) + 1 - num_places
         num_giving_way = sum(live.service_key.priority > key.priority for live in running.values())
         return num_before + waiting.num_before(key) + 1 - num_places - num_giving_way
+
+    def _do_beside(self) -> None:
+        """Do what has time until a target elsewhere is at work."""
+        if self._meanwhile is not None:
+            self._meanwhile()
+        self._note_landed()
 
     def _note_landed(self) -> None:
         """Learn from the last round how long requests take: of a target elsewhere, while it is at work."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specdec.core.clock import Clock
-from specdec.kv.selection import KvBudget
+from specdec.kv.selection import TokenBudget
 
 SHORT_CONTEXT = 32
 LONG_CONTEXT = 512
@@ -33,7 +33,7 @@ class ProfilePlan:
     budget_s: float
     num_stepped_rows: int = 0
     """See `CostProfile.num_stepped_rows`."""
-    kv_budget: KvBudget | None = None
+    kv_budget: TokenBudget | None = None
     """What drafts attend to; None: everything."""
 
     @property

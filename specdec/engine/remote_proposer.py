@@ -173,7 +173,7 @@ class RemoteProposer:
             max_message_bytes: longest message that the workers take. Who has more to be told goes without
                 drafts.
             clock: of deadlines and counters.
-            meanwhile: called once the workers have been asked: what may be done while they draft. Quick.
+            meanwhile: called while workers draft, if there is anything to wait for. Quick.
         """
         self._channel = channel
         self._capabilities = capabilities
@@ -301,9 +301,9 @@ class RemoteProposer:
             self._ask(this_round, self._talks[worker], self._wishes(group, num_draft_tokens, behind))
         sent_s: float | None = self._sent_s
         asked_s = self._clock.now_s() if sent_s is None else sent_s
-        if self._meanwhile is not None:
-            self._meanwhile()
         if this_round.pending:
+            if self._meanwhile is not None:
+                self._meanwhile()
             self._waited_s += self._clock.now_s() - asked_s
         self._wait(this_round)
         self._ready_s = this_round.ready_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.core.clock import Clock, MonotonicClock
@@ -51,7 +51,6 @@ class RemoteTarget:
         incarnation: int,
         times: RemoteTargetTimes | None = None,
         clock: Clock | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Connect and attach.
 
@@ -61,7 +60,6 @@ class RemoteTarget:
             incarnation: greater than that of anybody who had the worker before.
             times: how long to wait.
             clock: of these times.
-            meanwhile: called before an answer is waited for: what may be done while a round runs. Quick.
 
         Raises:
             ChannelTimeout: the worker did not answer in time.
@@ -72,7 +70,6 @@ class RemoteTarget:
         self._incarnation = incarnation
         self._times = times or RemoteTargetTimes()
         self._clock = clock or MonotonicClock()
-        self._meanwhile = meanwhile
         self._next_sequence = 0
         self._in_flight: deque[RunStep] = deque()
         self._done: dict[int, TargetResult] = {}
@@ -112,8 +109,6 @@ class RemoteTarget:
             TransportError: the worker died, was taken over, or does not answer.
         """
         assert self._in_flight, "collect without a submitted step"
-        if self._meanwhile is not None:
-            self._meanwhile()
         sequence = self._in_flight[0].sequence
         give_up_s = self._clock.now_s() + self._times.step_timeout_s
         while sequence not in self._done:

@@ -108,7 +108,7 @@ class RoundLoop:
         """Run rounds of these parts; continuations are drafted for `max_branches` verdicts of a request.
 
         `drafter_names` are those of several drafters. `beside` is called while a target that is elsewhere is
-        at work: for what no round should wait for.
+        at work: for what no round should wait for, but others do.
 
         Raises:
             ConfigError: the target verifies by a rule that cannot work with what the proposer gives, or
@@ -163,8 +163,11 @@ class RoundLoop:
         """
         self._times.begin()
         mode = self._mode()
+        is_launched = False
         while len(self._flights) < _DEPTHS[mode] and self._launch(mode):
-            pass
+            is_launched = True
+        if not is_launched and self._target.is_elsewhere:
+            self._behind_submit_s += self._do_beside(None)
         outputs = self._land(self._flights.popleft())
         self._times.end(has_work=self._has_work)
         return outputs
@@ -266,18 +269,20 @@ class RoundLoop:
         capabilities = self._proposer.capabilities
         return capabilities.remote and not capabilities.hidden_layers
 
-    def _do_beside(self, read: RoundPlan | None) -> None:
-        """Do, while the target is at work, what no round waits for."""
+    def _do_beside(self, read: RoundPlan | None) -> float:
+        """Do, while the target is at work, what no round waits for; return how long it took."""
         started_s = self._clock.now_s()
         if read is not None:
             self._drafting.propose(read, self._roster.running)
             if self._asks is not None:
                 self._asks.take_asking_s()
-        self._counts.count()
-        self._controller.think_beside()
         if self._beside is not None:
             self._beside()
-        self._beside_s += self._clock.now_s() - started_s
+        self._counts.count()
+        self._controller.think_beside()
+        took_s = self._clock.now_s() - started_s
+        self._beside_s += took_s
+        return took_s
 
     def _land(self, flight: _Flight) -> list[RequestOutput]:
         """Wait for the answer to a flight and commit it."""

@@ -87,7 +87,7 @@ class StreamingSelection:
     parts are rounded up to whole blocks.
     """
 
-    def __init__(self, budget: KvBudget, *, sink_tokens: int, block_size: int) -> None:
+    def __init__(self, budget: TokenBudget, *, sink_tokens: int, block_size: int) -> None:
         """Select `sink_tokens` tokens and what `budget` leaves for the window."""
         self._budget = budget
         self._sink_tokens = sink_tokens
@@ -166,6 +166,23 @@ _ALL_TOKENS = 1 << 32
 """More than any text has: a larger budget is as good as this, which every message can hold."""
 
 
+class TokenBudget(Protocol):
+    """Says how many tokens of a sequence are selected, by its length."""
+
+    def tokens(self, num_tokens: int) -> int:
+        """Return the budget of a sequence of `num_tokens` tokens, which may be more than that."""
+        ...
+
+    @property
+    def smallest(self) -> int:
+        """Budget of the shortest sequence, tokens."""
+        ...
+
+    def capped(self, most: int | None) -> TokenBudget:
+        """Return the same with shares of at most so many tokens; None: however many."""
+        ...
+
+
 class KvBudget(NamedTuple):
     """How many tokens a draft may attend to."""
 
@@ -187,10 +204,33 @@ class KvBudget(NamedTuple):
         """Budget of the shortest sequence, tokens."""
         return self.amount if isinstance(self.amount, int) else self.floor
 
+    def capped(self, most: int | None) -> KvBudget:
+        """See `TokenBudget`."""
+        return self._replace(most=most)
+
     @property
     def least_setting(self) -> Literal["budget", "floor"]:
         """The setting of `kv` that says so."""
         return "budget" if isinstance(self.amount, int) else "floor"
+
+
+class LargestBudget(NamedTuple):
+    """Of several budgets, whichever is most at a length: tokens for short texts, shares for long ones."""
+
+    budgets: tuple[KvBudget, ...]
+
+    def tokens(self, num_tokens: int) -> int:
+        """See `TokenBudget`."""
+        return max(budget.tokens(num_tokens) for budget in self.budgets)
+
+    @property
+    def smallest(self) -> int:
+        """See `TokenBudget`."""
+        return max(budget.smallest for budget in self.budgets)
+
+    def capped(self, most: int | None) -> LargestBudget:
+        """See `TokenBudget`."""
+        return LargestBudget(tuple(budget.capped(most) for budget in self.budgets))
 
 
 def read_percentage(text: str) -> float:
@@ -220,8 +260,10 @@ def read_budget(value: object) -> BudgetAmount:
     return min(amount, _ALL_TOKENS)
 
 
-def budget_fault(amount: BudgetAmount) -> str | None:
+def budget_fault(amount: object) -> str | None:
     """Say what is wrong with a budget by itself; None: nothing."""
+    if isinstance(amount, bool) or not isinstance(amount, int | float):
+        return f"{amount!r} is not a number of tokens, nor a share such as 0.05"
     if isinstance(amount, float) and not 0.0 < amount <= 1.0:
         return f"{amount} is no share of the length (above 0, at most 1); write an integer for tokens"
     if isinstance(amount, int) and amount < 1:
@@ -317,6 +359,14 @@ class KvSelectionConfig(StrictConfig):
         names = ("budget", "floor", "sink_tokens")
         return tuple(name for name in names if getattr(self, name) != type(self).model_fields[name].default)
 
+    @property
+    def largest(self) -> TokenBudget:
+        """What a sequence keeps at most, whichever of the budgets it gets: what memory is planned for.
+
+        Coordinators tell of every sequence what it may keep (`SequenceView.kv_budget`).
+        """
+        return self.token_budget if len(self.budgets) == 1 else LargestBudget(self.budgets)
+
     def largest_budget(self, num_tokens: int) -> KvBudget:
         """Return the one that is most for a sequence of so many tokens."""
         return max(self.budgets, key=lambda budget: budget.tokens(num_tokens))
@@ -345,7 +395,7 @@ class KvSelectionConfig(StrictConfig):
         )
 
     def make(
-        self, block_size: int, budget: KvBudget | None = None, *, most_tokens: int | None = None
+        self, block_size: int, budget: TokenBudget | None = None, *, most_tokens: int | None = None
     ) -> KvSelection:
         """Return the policy over blocks of `block_size` tokens, with the first budget or another one.
 
@@ -353,7 +403,7 @@ class KvSelectionConfig(StrictConfig):
         """
         if self.policy == "full":
             return FullSelection(block_size)
-        chosen = (budget or self.token_budget)._replace(most=most_tokens)
+        chosen = (budget or self.token_budget).capped(most_tokens)
         streaming = StreamingSelection(chosen, sink_tokens=self.sink_tokens, block_size=block_size)
         if self.policy == "streaming":
             return streaming

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
-from specdec.kv.selection import KvBudget, KvSelectionConfig
+from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookup_config import (
@@ -32,8 +32,6 @@ from specdec.verification.registry import capabilities_of
 
 _CACHE_BYTES = 256 << 20
 _HIDDEN_BYTES = 256 << 20
-_LONG_TEXT = 1 << 15
-"""Tokens."""
 Method = Literal[
     "none",
     "ngram",
@@ -281,14 +279,6 @@ class SpeculativeConfig(StrictConfig):
         drafts come behind them.
         """
         return 2 * self.cache.block_size + self.num_read_behind
-
-    @property
-    def largest_kv_budget(self) -> KvBudget:
-        """The budget of `kv` by which a long sequence keeps most: what a drafter's memory is planned for.
-
-        Coordinators tell of every sequence what it may keep (`SequenceView.kv_budget`).
-        """
-        return self.kv.largest_budget(self.max_model_len or _LONG_TEXT)
 
     @field_validator("cache", mode="after")
     @classmethod

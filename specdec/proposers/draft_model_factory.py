@@ -17,7 +17,13 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.draft_positions import DraftReach, pool_warning, warnings_about, with_positions
+from specdec.proposers.draft_positions import (
+    DraftReach,
+    pool_warning,
+    require_positions,
+    warnings_about,
+    with_positions,
+)
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow, draft_window
@@ -62,6 +68,7 @@ def load_draft_model(
         runner,
         ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
         vocab_size=target.vocab_size,
+        max_read_tokens=target.max_read_tokens,
         max_context=reach.max_context,
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
@@ -114,6 +121,7 @@ def make_draft_model_proposer(
             sampler,
             shape,
             vocab_size=target.vocab_size,
+            max_read_tokens=target.max_read_tokens,
             max_context=reach.max_context,
             eos_token_ids=loaded.eos_token_ids,
             sampling=sampling,
@@ -142,6 +150,7 @@ def make_draft_model_proposer(
         runner,
         sampler,
         vocab_size=target.vocab_size,
+        max_read_tokens=target.max_read_tokens,
         max_context=reach.max_context,
         eos_token_ids=loaded.eos_token_ids,
         prefix_caching=config.cache.enable_prefix_caching,
@@ -179,9 +188,10 @@ def _reach_of(loaded: LoadedModel, config: SpeculativeConfig, target: TargetFact
     """Return how far a draft model reaches; say so where the target reaches further.
 
     Raises:
-        ConfigError: `kv.positions` does not go with the models.
+        ConfigError: `kv.positions` or `max_model_len` does not go with the models.
     """
-    limit = min(loaded.max_model_len, config.max_model_len or loaded.max_model_len)
+    require_positions(loaded.path.name, loaded.max_model_len, config.max_model_len)
+    limit = config.max_model_len or loaded.max_model_len
     reach = DraftReach(
         name=loaded.path.name,
         num_positions=limit,

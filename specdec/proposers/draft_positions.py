@@ -41,6 +41,19 @@ class DraftReach(NamedTuple):
         return min(self.num_positions, self.num_of_one_kind or self.num_positions)
 
 
+def require_positions(name: str, num_positions: int, wanted: int | None) -> None:
+    """Check that a draft model has as many positions as are asked for (`speculative_config.max_model_len`).
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if wanted is not None and wanted > num_positions:
+        raise ConfigError(
+            f"speculative_config.max_model_len: {wanted} is more than the {num_positions} positions that "
+            f"{name} has: write at most {num_positions}, or leave it out"
+        )
+
+
 def with_positions(config: SpeculativeConfig, reach: DraftReach) -> SpeculativeConfig:
     """Return the configuration of a draft model with `kv.positions` as it will be, never `auto`.
 

@@ -179,9 +179,8 @@ class DraftSequences:
         """Hold nothing yet; for the arguments see `DraftModelProposer`."""
         self._rotary = rotary
         self._window = window
-        self._most_budget = 0
-        if window is not None:
-            self._most_budget = window.most_budget(max_context, model.num_blocks - 1, model.block_size)
+        self._most_budgets: dict[int, int] = {}
+        """By number of sequences: the largest budget (tokens) with which all of them have room."""
         self._vocab_size = model.vocab_size
         self._block_size = model.block_size
         self._max_read_tokens = max_read_tokens
@@ -416,8 +415,19 @@ class DraftSequences:
         window.slide(state.table, state.num_read, self._budget(view))
 
     def _budget(self, view: SequenceView) -> int:
-        """Return the budget of a sequence as far as the pool allows; 0: as configured."""
-        return min(view.kv_budget, self._most_budget)
+        """Return the budget of a sequence as far as its share of the pool allows; 0: as configured.
+
+        Whoever asks for more than that would have others go on without drafts.
+        """
+        if self._window is None or view.kv_budget == 0:
+            return 0
+        num_sharing = max(1, len(self._states))
+        most = self._most_budgets.get(num_sharing)
+        if most is None:
+            num_blocks = self._allocator.num_usable // num_sharing
+            most = self._window.most_budget(self._max_context, num_blocks, self._block_size)
+            self._most_budgets[num_sharing] = most
+        return min(view.kv_budget, most)
 
     def _granted(self, owners: list[str], wanted: list[int]) -> list[int]:
         """Return how many tokens of each sequence are read: of its owner's share, of what that leaves."""

@@ -142,7 +142,7 @@ def draft_window(config: SpeculativeConfig, num_positions: int | None = None) ->
         # the rest lasts until the next reading.
         most_tokens = max(*smallest, min(num_positions // 2, num_positions - config.num_beside_budget))
     return DraftWindow(
-        selection=config.kv.make(block_size, config.largest_kv_budget, most_tokens=most_tokens),
+        selection=config.kv.make(block_size, config.kv.largest, most_tokens=most_tokens),
         num_piece_tokens=min(max(block_size, min(smallest) // _PIECES_PER_BUDGET), _LONGEST_PIECE),
         num_draft_tokens=config.num_read_behind,
         num_positions=num_positions,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEAST_READ_TOKENS = 512
+"""So many are read at once wherever it can be."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFacts:
@@ -18,3 +21,5 @@ class TargetFacts:
     """Path of the target's folder, to compare tokenizers with; None: not compared."""
     max_model_len: int | None = None
     """Longest sequence that it serves, in tokens; None: not known."""
+    max_read_tokens: int = LEAST_READ_TOKENS
+    """Most tokens of prompts that who drafts on K/V of its own reads at once: no fewer than the target."""

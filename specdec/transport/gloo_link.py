@@ -71,6 +71,9 @@ class TorchDistOptions:
     """Longest message with tensors."""
     max_queued_messages: int = 10_000
     """Per link and direction; beyond it messages are dropped and counted."""
+    max_queued_bytes: int = 1 << 30
+    """As well: of all messages together, unless it is one alone. A step's states of long prompts are some
+    hundred MB."""
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 4.0
     """A link that is silent for so long counts as broken."""
@@ -78,6 +81,10 @@ class TorchDistOptions:
     """How long two peers may take to meet, once one has knocked."""
     lane_timeout_s: float = 30.0
     """How long they may then take to open a device lane."""
+
+    def has_room(self, num_queued_bytes: int, num_bytes: int) -> bool:
+        """Whether a message may be queued beside what is queued already."""
+        return num_queued_bytes == 0 or num_queued_bytes + num_bytes <= self.max_queued_bytes
 
     def limit_bytes(self, kind: FrameKind) -> int:
         """Return the longest frame of a kind."""
@@ -108,6 +115,8 @@ class GlooLink:
         self._in_flight: deque[_InFlight] = deque()
         self._num_shipped_bytes = 0
         """Of what is in flight, how much goes by the device lane."""
+        self._num_sent_bytes = 0
+        """And how much does not."""
         self._last_sent_s = time.monotonic()
         self._ended = False
         self._closing = False
@@ -127,7 +136,9 @@ class GlooLink:
         with self._state:
             if self._ended:
                 return True
-            if len(self._in_flight) >= self._options.max_queued_messages:
+            if len(self._in_flight) >= self._options.max_queued_messages or not self._options.has_room(
+                self._num_sent_bytes, len(content)
+            ):
                 return False
             self._begin(kind, content)
             if len(self._in_flight) >= _REAP_AT:
@@ -199,6 +210,7 @@ class GlooLink:
         try:
             for piece, tag in pieces:
                 self._in_flight.append(_InFlight(self._group.send([piece], self._peer, tag), piece))
+                self._num_sent_bytes += piece.numel()
         except RuntimeError:  # broken: whoever listens notices it as well
             return
         self._last_sent_s = time.monotonic()
@@ -278,6 +290,8 @@ class GlooLink:
                             self._in_flight.popleft()
                         if one.by_lane:
                             self._num_shipped_bytes -= one.piece.numel()
+                        else:
+                            self._num_sent_bytes -= one.piece.numel()
             except RuntimeError:  # of the link: the wait of whoever listens fails as well
                 in_flight = ()
                 if one.by_lane and self.lane is not None:

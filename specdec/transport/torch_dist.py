@@ -79,6 +79,8 @@ class TorchDistChannel:
         self._inbox: deque[Envelope] = deque()
         self._num_waiting: Counter[PeerId] = Counter()
         """Of the arrivals in the inbox, how many are whose."""
+        self._bytes_waiting: Counter[PeerId] = Counter()
+        """And how long they are."""
         self._woken = False
         self._closed = False
         self._admitted: dict[PeerId, str] = {}
@@ -159,6 +161,7 @@ class TorchDistChannel:
                 self._counters.received += 1
                 envelope = self._inbox.popleft()
                 self._num_waiting[envelope.sender] -= 1
+                self._bytes_waiting[envelope.sender] -= envelope.num_bytes
                 return envelope
             self._woken = False
             raise ChannelTimeout(f"nothing arrived at {self._address.peer_id} within {timeout_s} s")
@@ -329,10 +332,15 @@ class TorchDistChannel:
                 return
             if not self._inbox:
                 self._num_waiting.clear()
-            if self._num_waiting[envelope.sender] >= self._options.max_queued_messages:
+                self._bytes_waiting.clear()
+            sender, options = envelope.sender, self._options
+            if self._num_waiting[sender] >= options.max_queued_messages or not options.has_room(
+                self._bytes_waiting[sender], envelope.num_bytes
+            ):
                 self._counters.dropped["full"] += 1
                 return
-            self._num_waiting[envelope.sender] += 1
+            self._num_waiting[sender] += 1
+            self._bytes_waiting[sender] += envelope.num_bytes
             self._inbox.append(envelope)
             self._changed.notify_all()
 
@@ -346,6 +354,7 @@ class _Dialled:
         self._channel = channel
         self._changed = threading.Condition()
         self._unsent: deque[tuple[FrameKind, memoryview]] = deque()
+        self._num_unsent_bytes = 0
         self._closed = False
 
     def run(self) -> None:
@@ -363,7 +372,9 @@ class _Dialled:
     def _use(self, link: GlooLink) -> None:
         with self._changed:
             while self._unsent and not self._closed:
-                link.send(*self._unsent.popleft())
+                kind, content = self._unsent.popleft()
+                self._num_unsent_bytes -= len(content)
+                link.send(kind, content)
             self.link = link
             self._changed.notify_all()
             if self._closed:
@@ -380,9 +391,13 @@ class _Dialled:
         with self._changed:
             if self.link is not None:
                 return self.link.send(kind, content)
-            if len(self._unsent) >= self._channel._options.max_queued_messages:
+            options = self._channel._options
+            if len(self._unsent) >= options.max_queued_messages or not options.has_room(
+                self._num_unsent_bytes, len(content)
+            ):
                 return False
             self._unsent.append((kind, content))
+            self._num_unsent_bytes += len(content)
             return True
 
     def close(self, flush_s: float = 0.0) -> None:

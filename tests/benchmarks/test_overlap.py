@@ -134,6 +134,7 @@ def test_a_run_that_was_cut_goes_on(tmp_path: Path) -> None:
     assert found["coordinator_ms"] == {1: 0.1, 64: pytest.approx(6.4)}
     assert headlines_of([found])["coordinator_goodput_ms_b64"] == pytest.approx(12.8)
     assert all(one["measured"]["date"] for one in (*found["on_hits"], *found["cells"]))
+    assert len(found["coordinator_measured"]) == 2
     assert cell.keys() - found["cells"][0].keys() == set()
 
 

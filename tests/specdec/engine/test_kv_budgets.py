@@ -368,17 +368,31 @@ def test_memory_of_windows_is_planned_for_the_largest() -> None:
     its = draft_window(speculative)
     assert its is not None
     assert its.selection.select(100_000).num_dropped <= 100_000 - 1024
-    assert speculative.largest_kv_budget.amount == 1024
+    assert [speculative.kv.largest.tokens(length) for length in (100, 100_000, 200_000)] == [1024, 1024, 2000]
+
+
+def test_memory_of_windows_is_planned_for_the_largest_at_the_length_of_texts() -> None:
+    """A share that is most of a long text is not of a short one."""
+    speculative = SpeculativeConfig.model_validate(
+        {"method": "draft_model", "model": "m", "kv": {"policy": "streaming", "budget": [1024, "5%"]}}
+    )
+    its = draft_window(speculative)
+    assert its is not None
+    for length, most in ((512, 512), (4096, 1024), (16_384, 1024), (100_000, 5000)):
+        assert its.max_held_tokens(length, speculative.cache.block_size) >= most
 
 
 # --------------------------------------------------------------------------------- a draft model's window
 
 
+def toy_window() -> DraftWindow:
+    return DraftWindow(selection=STREAMING.make(BLOCK_SIZE), num_piece_tokens=8, num_draft_tokens=2 * K + 1)
+
+
 def toy_drafter(num_blocks: int) -> DraftModelProposer:
     similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
-    its = DraftWindow(selection=STREAMING.make(BLOCK_SIZE), num_piece_tokens=8, num_draft_tokens=2 * K + 1)
     runner = ToyRunner(similar, num_blocks=num_blocks)
-    return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, window=its)
+    return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, window=toy_window())
 
 
 @pytest.mark.parametrize("params", [PARAMS["greedy"], PARAMS["sampled"]], ids=["greedy", "sampled"])
@@ -483,3 +497,29 @@ def test_a_budget_never_asks_for_more_than_the_pool_has() -> None:
         drafter.check_integrity()
     assert got == MODEL.continuation(prompt, one.params, one.seed, 20)
     assert engine.metrics().num_draft_tokens > 10
+
+
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_a_budget_that_was_raised_leaves_nobody_without_drafts(budget: int) -> None:
+    """A pool of windows as configured is divided among those who are there, whatever they ask for."""
+    num_requests = 8
+    per_sequence = toy_window().max_blocks(200, BLOCK_SIZE)
+    drafter = toy_drafter(1 + num_requests * per_sequence)
+    engine = toy_engine(drafter, num_draft_tokens=K, kv_budgets=budgets_of(STREAMING, K))
+    generator = random.Random(8)
+    prompts = [generator.choices(range(VOCAB_SIZE), k=90) for _ in range(num_requests)]
+    params = msgspec.structs.replace(PARAMS["greedy"], max_tokens=60)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(request(f"r{index}", prompt, params, seed=index))
+    got: dict[str, list[int]] = {}
+    number = 0
+    while engine.has_work:
+        number += 1
+        if number == 8:
+            engine.set_kv_budget(budget)
+        for output in engine.step():
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+        drafter.check_integrity()
+        assert not drafter.sequences._crowded_out
+    for index, prompt in enumerate(prompts):
+        assert got[f"r{index}"] == MODEL.continuation(prompt, params, index, 60)

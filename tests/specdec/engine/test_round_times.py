@@ -10,14 +10,21 @@ from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.toy_target import ToyTarget, ToyTokenizer
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults, MemoryChannel
 from specdec.transport.messages import Message, ProposeRequest
 from tests.specdec.engine.remote_cluster import Cluster, a_request
 from tests.specdec.engine.test_remote_proposer import budgets, sequence
-from tests.specdec.engine.toy_engines import GREEDY, MODEL, OracleProposer, request, toy_engine
+from tests.specdec.engine.toy_engines import (
+    GREEDY,
+    MODEL,
+    VOCAB_SIZE,
+    OracleProposer,
+    request,
+    toy_engine,
+)
 
 VERIFY_S, BETWEEN_S = 0.010, 0.002
 
@@ -116,9 +123,64 @@ def test_what_is_done_while_others_draft_is_waiting_for_them() -> None:
     assert proposer.propose([one], budgets(one))
     assert proposer.take_asking_s() == pytest.approx(0.0)
     assert proposer.propose([], {}) == {}
-    assert proposer.take_asking_s() == pytest.approx(0.5), "nobody drafts, nobody is waited for"
-    assert proposer.take_asking_s() == 0.0
+    assert proposer.take_asking_s() == 0.0, "nobody drafts: the target comes first"
     assert proposer.counters["draft_wait_seconds"] == pytest.approx(max(0.5, BUSY_S + 2 * WIRE_S), abs=0.03)
+
+
+class _TargetElsewhere(_SlowTarget):
+    """Takes `verify_s` beside what is done meanwhile."""
+
+    def __init__(self, clock: ManualClock, verify_s: float) -> None:
+        super().__init__(clock)
+        self._verify_s = verify_s
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return True
+
+    def collect(self) -> TargetResult:
+        self._clock.advance(self._verify_s)
+        return ToyTarget.collect(self)
+
+
+@pytest.mark.parametrize("verify_s", [0.0, VERIFY_S], ids=["quick", "slow"])
+def test_what_is_done_beside_the_target_is_hidden_while_that_is_waited_for(verify_s: float) -> None:
+    clock = ManualClock()
+    calls: list[float] = []
+
+    def meanwhile() -> None:
+        calls.append(clock.now_s())
+        clock.advance(BETWEEN_S)
+
+    engine = Engine.from_parts(
+        target=_TargetElsewhere(clock, verify_s),
+        proposer=OracleProposer(),
+        tokenizer=ToyTokenizer.of_letters(VOCAB_SIZE),
+        clock=clock,
+        meanwhile=meanwhile,
+    )
+    engine.add_request(request("a", (1, 2, 3), GREEDY, seed=1))
+    while engine.has_work:
+        engine.step()
+    metrics = engine.metrics()
+    assert len(calls) == metrics.num_rounds > 2
+    shown_s = 0.0 if verify_s else metrics.num_rounds * BETWEEN_S
+    assert metrics.coordinator_s == pytest.approx(shown_s)
+    assert metrics.round_s == pytest.approx(metrics.num_rounds * (verify_s + BETWEEN_S))
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "ping_pong", "draft_ahead"])
+def test_every_round_has_time_for_what_others_wait_for(mode: OverlapMode) -> None:
+    cluster = Cluster(Faults(delay_s=(WIRE_S, WIRE_S)), num_drafters=1, mode=mode)
+    calls: list[int] = []
+    cluster.engine._meanwhile = lambda: calls.append(cluster.engine._rounds.num_in_flight)
+    for index in range(3):
+        cluster.engine.add_request(a_request(f"r{index}", random.Random(index)))
+    while cluster.engine.has_work:
+        calls.clear()
+        cluster.engine.step()
+        assert calls
+        assert min(calls) > 0, "the target is at work"
 
 
 @pytest.mark.parametrize("how", ["asked", "lost", "aborted", "done"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,28 @@ def test_bounded_draft_model_is_loaded(tmp_path: Path) -> None:
         assert proposer.capabilities.max_context == 256
         per_sequence = (32 + 2 * 4 + 8 + 9) // 4 + 1
         assert 4 * (32 // 4) <= proposer.runner.num_blocks - 1 <= 4 * per_sequence
+
+
+@pytest.mark.parametrize("most", [None, 40])
+def test_a_prompt_is_read_as_fast_as_the_target_reads_it(tmp_path: Path, most: int | None) -> None:
+    save_model(tmp_path)
+    keys = {"method": "draft_model", "model": str(tmp_path), "cache": {"num_blocks": 100, "block_size": 4}}
+    facts = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4)
+    if most is not None:
+        facts = replace(facts, max_read_tokens=most)
+    with closing(create_proposer(SpeculativeConfig.model_validate(keys), facts)) as proposer:
+        assert isinstance(proposer, DraftModelProposer)
+        one = view("a", [5 + index % 100 for index in range(100)])
+        proposer.propose([one], {})
+        assert proposer.num_unread(one) == (0 if most is None else 99 - most)
+
+
+def test_more_positions_than_a_draft_model_has_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    keys = {"method": "draft_model", "model": str(tmp_path), "max_model_len": 257}
+    facts = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4)
+    with pytest.raises(ConfigError, match=r"speculative_config.max_model_len: 257 is more than the 256 pos"):
+        create_proposer(SpeculativeConfig.model_validate(keys), facts)
 
 
 def test_draft_model_for_longer_texts_is_loaded(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -105,6 +106,42 @@ def test_who_sends_more_than_may_be_queued_takes_nobody_elses_place() -> None:
         assert [one.message for one in heard if one.sender == quiet.address.peer_id] == [
             Ping(nonce) for nonce in range(8)
         ]
+
+
+def test_what_waits_for_a_link_that_never_comes_up_is_bounded() -> None:
+    with channels("client", options=TorchDistOptions(max_queued_bytes=100_000)) as (client,):
+        with channels("server") as (server,):
+            gone = server.address
+        client.connect(gone)
+        for _ in range(20):
+            client.send_tensors(gone.peer_id, Ping(1), {"x": torch.zeros(2_500)})
+        assert client.counters.dropped["full"] >= 10
+        assert client._links[gone.peer_id]._num_unsent_bytes <= 100_000
+
+
+def test_a_long_message_alone_is_taken_and_what_waits_in_the_inbox_is_bounded() -> None:
+    with channels("server", "client", options=TorchDistOptions(max_queued_bytes=50_000)) as opened:
+        server, client = opened
+        server.admit([client.address])
+        client.connect(server.address)
+        client.send_tensors(SERVER, Ping(0), {"x": torch.zeros(50_000)})
+        assert server.receive(10).message == Ping(0)
+        give_up_s = time.monotonic() + 10
+        num_sent = 0
+        while not server.counters.dropped["full"]:
+            assert time.monotonic() < give_up_s
+            client.send_tensors(SERVER, Ping(1), {"x": torch.zeros(2_500)})
+            num_sent += 1
+            time.sleep(0.001)
+        assert num_sent > 3
+        num_heard = 0
+        with contextlib.suppress(ChannelTimeout):
+            while True:
+                assert server.receive(0.5).message == Ping(1)
+                num_heard += 1
+        assert 0 < num_heard < num_sent
+        client.send_tensors(SERVER, Ping(2), {"x": torch.zeros(2_500)})
+        assert server.receive(10).message == Ping(2), "there is room again"
 
 
 def test_a_member_that_sends_rubbish_is_counted_and_harms_nobody() -> None:
