@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _ANSWER_TIMEOUT_S = 2.0
+_WAKE_AGAIN_S = 5.0
+"""A call that has brought nobody is made anew after so long at the earliest."""
 _MAX_FAILED_TICKS = 10
 """In a row. One may be the fault of one stream; after so many, nobody is pinged or placed any more."""
 
@@ -68,7 +71,8 @@ class ClusterService:
         """Open the channel. Ray must be connected; `cluster` must be resolved (`application.resolve`).
 
         Only coordinators of that generation are used; of any, if it is empty. `wake` makes a first
-        coordinator start and waits for it; with it, requests wait where there is none.
+        coordinator start and waits for it; with it, requests wait where there is none. It is called for
+        requests that wait, and by a door that finds nobody there and has yet to learn what the model is.
         """
         self._generation = generation
         self._peer_id = new_peer_id("ingress")
@@ -87,6 +91,7 @@ class ClusterService:
         )
         self._wake = wake
         self._waking: asyncio.Task[None] | None = None
+        self._woken_s = -math.inf
         self._connected: dict[PeerId, Member] = {}
         self._members: tuple[Member, ...] = ()
         self._waiters: dict[int, asyncio.Queue[Envelope]] = {}
@@ -339,10 +344,22 @@ class ClusterService:
         self._has_seen_members.set()
 
     def _wake_if_needed(self) -> None:
-        if self._wake is None or not self._book.has_homeless or not self._book.is_deserted:
+        if self._wake is None or not self._book.is_deserted:
             return
-        if self._waking is None or self._waking.done():
+        if not (self._book.has_homeless or self._is_without_model):
+            return
+        now_s = time.monotonic()
+        if (self._waking is None or self._waking.done()) and now_s >= self._woken_s + _WAKE_AGAIN_S:
+            self._woken_s = now_s
             self._waking = asyncio.ensure_future(self._wake())
+
+    @property
+    def _is_without_model(self) -> bool:
+        """Whether nobody is there, nor has been, to say what the model is.
+
+        Every request is refused then, so that none would ever wait for a group to be started.
+        """
+        return self._has_seen_members.is_set() and self._book.description is None
 
     async def _tick(self) -> None:
         while True:

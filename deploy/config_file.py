@@ -19,11 +19,17 @@ from deploy.config import DrafthouseConfig
 from specdec.core.errors import ConfigError
 
 Location = tuple[int | str, ...]
-_PATH_KEYS = (
+_DRAFTER_PATH_KEYS: tuple[Location, ...] = (
+    ("model",),
+    ("compile", "cache_dir"),
+    ("retrieval", "path"),
+    ("retrieval", "cache_dir"),
+)
+_PATH_KEYS: tuple[Location, ...] = (
     ("target", "model"),
     ("target", "compile", "cache_dir"),
-    ("speculative_config", "model"),
-    ("speculative_config", "compile", "cache_dir"),
+    *(("speculative_config", *keys) for keys in _DRAFTER_PATH_KEYS),
+    ("speculative_config", "profile_dir"),
     ("http", "api_keys_file"),
     ("http", "tls", "certificate_file"),
     ("http", "tls", "key_file"),
@@ -90,8 +96,7 @@ def _drafter_path_keys(values: dict[str, Any], model: Location) -> Iterator[Loca
     drafters = (*model, "speculative_config", "drafters")
     listed = _at(values, drafters)
     for index in range(len(listed)) if isinstance(listed, list) else ():
-        yield (*drafters, index, "model")
-        yield (*drafters, index, "compile", "cache_dir")
+        yield from ((*drafters, index, *keys) for keys in _DRAFTER_PATH_KEYS)
 
 
 def _at(values: dict[str, Any], keys: Location) -> Any:

@@ -43,7 +43,7 @@ def make_optimizers(
     weight_decay: float,
     vocabulary_sizes: frozenset[int] = frozenset(),
 ) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for embeddings and norms.
+    """Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for embeddings, experts and norms.
 
     Matrices with as many rows as ``vocabulary_sizes`` are LM heads, whatever their names: AdamW's too.
     Each group remembers its peak rate in ``peak_lr`` and its pace; `set_learning_rates` scales it.
@@ -55,18 +55,23 @@ def make_optimizers(
     for_adamw: list[dict[str, Any]] = []
     for pace, members in by_pace.items():
         matrices, others = _matrices_and_others(members, vocabulary_sizes)
-        embeddings = [parameter for parameter in others if parameter.ndim == 2]
+        # Experts of a mixture are stacked to one tensor, which Muon does not take.
+        decayed = [parameter for parameter in others if parameter.ndim >= 2]
         vectors = [parameter for parameter in others if parameter.ndim < 2]
         paced = {"share": pace.share, "first_step": pace.first_step}
         if matrices:
             for_muon.append({"params": matrices, **paced})
-        for_adamw.append({"params": embeddings, "weight_decay": weight_decay, **paced})
+        for_adamw.append({"params": decayed, "weight_decay": weight_decay, **paced})
         for_adamw.append({"params": vectors, "weight_decay": 0.0, **paced})
     muon = new_muon(for_muon, lr=muon_lr, weight_decay=weight_decay)
     adamw = torch.optim.AdamW(for_adamw, lr=adamw_lr, betas=(0.9, 0.95), fused=True)
+    moving: set[int] = set()
     for optimizer in (muon, adamw):
         for group in optimizer.param_groups:
             group["peak_lr"] = group["share"] * group["lr"]
+            moving.update(map(id, group["params"]))
+    every = (parameter for members in by_pace.values() for one in members for parameter in one.parameters())
+    assert all(id(parameter) in moving for parameter in every if parameter.requires_grad)
     return [muon, adamw]
 
 

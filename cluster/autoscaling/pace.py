@@ -34,6 +34,7 @@ class Pace:
     up_since_s: float | None = None
     """Since when more have been wanted."""
     down_since_s: float | None = None
+    """Since when fewer have been wanted than serve."""
     idle_since_s: float | None = None
     changed_s: float | None = None
 
@@ -42,19 +43,22 @@ def decide(wish: Wish, fleet: Fleet, pace: Pace, config: PaceConfig, now_s: floa
     """Return how many to ask for, and what to remember.
 
     Up: after `up_after_s` of wanting more, and not while those asked for before are still starting (a model
-    that loads for minutes would else be asked for again and again). Down: after `down_after_s`, and not
-    within `cooldown_s` of a change. To zero: only from idleness, for `scale_to_zero_after_s`. From zero: at
-    once.
+    that loads for minutes would else be asked for again and again). Down: after `down_after_s` in which fewer
+    than those that serve were wanted, and not within `cooldown_s` of a change. To zero: only from idleness of
+    those that serve, for `scale_to_zero_after_s`; what is still starting then is given up first. From zero:
+    at once.
     """
     number = fleet.num_asked_for
     # Zero is for idleness alone, and idleness alone for zero.
     wanted = min(max(wish.number, fleet.low, 0 if wish.is_idle and number == 0 else 1), fleet.high)
     is_starting = fleet.num_ready < number
+    # A wish knows of those that serve alone: that they are enough is no reason to give up others that load.
+    is_less_wanted = wanted < min(number, fleet.num_ready)
     pace = replace(
         pace,
         up_since_s=_since(wanted > number, pace.up_since_s, now_s),
-        down_since_s=_since(wanted < number, pace.down_since_s, now_s),
-        idle_since_s=_since(wish.is_idle and not is_starting, pace.idle_since_s, now_s),
+        down_since_s=_since(is_less_wanted, pace.down_since_s, now_s),
+        idle_since_s=_since(wish.is_idle and fleet.num_ready > 0, pace.idle_since_s, now_s),
     )
     decided = number
     if wanted > number:
@@ -67,8 +71,11 @@ def decide(wish: Wish, fleet: Fleet, pace: Pace, config: PaceConfig, now_s: floa
         is_calm = pace.changed_s is None or now_s - pace.changed_s >= config.cooldown_s
         if _lasts(pace.down_since_s, config.down_after_s, now_s) and is_calm:
             decided = wanted
-    if fleet.low == 0 and 0 < decided <= 1 and _lasts(pace.idle_since_s, config.scale_to_zero_after_s, now_s):
-        decided = 0
+    if fleet.low == 0 and _lasts(pace.idle_since_s, config.scale_to_zero_after_s, now_s):
+        if 0 < decided <= 1:
+            decided = 0
+        elif is_starting:
+            decided = 1  # one that finds no place may be starting for good: it must not keep the others
     if decided == number:
         return number, pace
     return decided, Pace(idle_since_s=pace.idle_since_s, changed_s=now_s)

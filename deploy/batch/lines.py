@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def read_lines(file: Path) -> Iterator[NumberedRequest | BadLine]:
 
 def _parsed(number: int, line: bytes) -> NumberedRequest | BadLine:
     try:
-        values = from_json(line)
+        values = from_json(line, allow_inf_nan=False)
     except ValueError as error:
         return _bad(number, None, f"is not JSON: {error}")
     if not isinstance(values, dict):
@@ -87,11 +88,20 @@ def _parsed(number: int, line: bytes) -> NumberedRequest | BadLine:
         request = BatchRequest.model_validate(values)
         if request.body.get("stream"):
             raise InputError("body.stream: a batch has no streams; leave it out", param="body.stream")
+        _require_sendable(request.body)
     except ValidationError as error:
         return _bad(number, custom_id, str(input_error_of(error)))
     except InputError as error:
         return _bad(number, custom_id, str(error))
     return NumberedRequest(number=number, request=request)
+
+
+def _require_sendable(body: dict[str, Any]) -> None:
+    """Raise InputError for what reads as JSON, and cannot be written: 1e999 is infinite."""
+    try:
+        json.dumps(body, allow_nan=False)
+    except ValueError:
+        raise InputError("body: holds a number that is too large", param="body") from None
 
 
 def _bad(number: int, custom_id: object, reason: str) -> BadLine:

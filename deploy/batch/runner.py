@@ -34,7 +34,8 @@ class BatchOptions:
     concurrency: int
     """Requests at once."""
     patience_s: float
-    """Longest time to wait for a server that is away or full before the batch ends."""
+    """Longest time to wait for a server that is away or full, and answers no request of the batch meanwhile,
+    before the batch ends."""
 
 
 class BatchRunner:
@@ -53,6 +54,8 @@ class BatchRunner:
         self._results = results
         self._options = options
         self._sleep = sleep
+        self._num_answered = 0
+        """Requests that the server has not put off."""
         self.num_completion_tokens = 0
 
     async def run(
@@ -86,6 +89,7 @@ class BatchRunner:
 
     async def _answer(self, item: NumberedRequest) -> BatchResult:
         waited_s, next_wait_s = 0.0, _FIRST_WAIT_S
+        num_answered = self._num_answered
         while True:
             wait_s = next_wait_s
             try:
@@ -96,9 +100,12 @@ class BatchRunner:
                 reason = str(error) or type(error).__name__
             else:
                 if response.status_code not in _TRANSIENT:
+                    self._num_answered += 1
                     return self._result(item, response)
                 reason = f"status {response.status_code}"
                 wait_s = _retry_after_s(response) or next_wait_s
+            if self._num_answered > num_answered:  # the server is there: others got the room
+                num_answered, waited_s = self._num_answered, 0.0
             if waited_s + wait_s > self._options.patience_s:
                 raise BatchInterrupted(
                     f"line {item.number}: no answer for {waited_s:.0f} s ({reason}); the batch goes on from "

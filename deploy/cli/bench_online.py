@@ -85,7 +85,8 @@ def extra_fields(text: str | None) -> dict[str, Any]:
     """
     try:
         fields = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
+        json.dumps(fields, allow_nan=False)  # NaN and Infinity are read, and could not be sent
+    except ValueError as error:
         raise ConfigError(f"--extra-body: is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError('--extra-body: must be a JSON object, such as {"temperature": 0}')

@@ -129,6 +129,10 @@ def status(
         str | None,
         typer.Option(envvar="DRAFTHOUSE_API_KEY", help="Where the server has keys (http.api_keys_file)."),
     ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Take a certificate that cannot be verified, as at a port-forward."),
+    ] = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what a running server is doing, and why.
@@ -143,11 +147,21 @@ def status(
 
         drafthouse status http://127.0.0.1:8123 --watch
 
+        drafthouse status https://127.0.0.1:8000 --insecure
+
         drafthouse status --json | jq .target_groups[].choice
     """
     from deploy.cli.status import StatusOptions, show_status
 
-    show_status(StatusOptions(url=url, api_key=api_key, as_json=json, interval_s=interval if watch else None))
+    show_status(
+        StatusOptions(
+            url=url,
+            api_key=api_key,
+            is_any_certificate_taken=insecure,
+            as_json=json,
+            interval_s=interval if watch else None,
+        )
+    )
 
 
 @app.command()

@@ -20,6 +20,7 @@ from specdec.core.errors import DrafthouseError, UserError
 
 _TIMEOUT_S = 10.0
 _PIPE_WIDTH = 120
+_NOT_VERIFIED = "CERTIFICATE_VERIFY_FAILED"
 
 
 class StatusUnavailable(DrafthouseError):
@@ -32,6 +33,7 @@ class StatusOptions:
 
     url: str
     api_key: str | None
+    is_any_certificate_taken: bool
     as_json: bool
     interval_s: float | None
     """Seconds between two looks; None: one look."""
@@ -45,7 +47,11 @@ def show_status(options: StatusOptions) -> None:
         StatusUnavailable: the server cannot answer now.
     """
     url = base_url(options.url)
-    with httpx.Client(headers=authorization(options.api_key), timeout=_TIMEOUT_S) as client:
+    with httpx.Client(
+        headers=authorization(options.api_key),
+        timeout=_TIMEOUT_S,
+        verify=not options.is_any_certificate_taken,
+    ) as client:
         if options.interval_s is None:
             _print(fetch(client, url), url, as_json=options.as_json)
         elif options.as_json:
@@ -69,6 +75,11 @@ def fetch(client: httpx.Client, url: str) -> Status:
     except httpx.TimeoutException as error:
         raise StatusUnavailable(f"{url} did not answer within {_TIMEOUT_S:g} s") from error
     except httpx.TransportError as error:
+        if _NOT_VERIFIED in str(error):
+            raise UserError(
+                f"the certificate of {url} cannot be verified ({error}): give --insecure where you know who "
+                "answers there"
+            ) from error
         raise UserError(
             f"nothing answers at {url} ({error}): start a server with `drafthouse serve`, or give the URL of "
             "one that runs"

@@ -26,9 +26,10 @@ def view_of(status: Status, url: str) -> RenderableType:
     """Return what a terminal shows of a status."""
     parts: list[RenderableType] = [_application(status.application, status.now, url), Text()]
     parts.append(_target_groups(status.target_groups, status.now))
+    alone, has_pool = len(status.target_groups) == 1, bool(status.draft_workers)
     for group in status.target_groups:
         if group.choice is not None:
-            parts += [Text(), _speculation(group, group.choice, alone=len(status.target_groups) == 1)]
+            parts += [Text(), _speculation(group, group.choice, alone=alone, has_pool=has_pool)]
     if status.draft_workers:
         parts += [Text(), _draft_workers(status.draft_workers, status.now)]
         parts += [
@@ -148,7 +149,9 @@ def _draft_state(worker: DraftWorkerStatus) -> Text:
     return _colored("in time", "green")
 
 
-def _speculation(group: TargetGroupStatus, choice: ChoiceStatus, *, alone: bool) -> RenderableType:
+def _speculation(
+    group: TargetGroupStatus, choice: ChoiceStatus, *, alone: bool, has_pool: bool
+) -> RenderableType:
     title = "Speculation" if alone else f"Speculation of {group.id}"
     lines = Table.grid(padding=(0, 2))
     lines.add_column(no_wrap=True)
@@ -172,7 +175,7 @@ def _speculation(group: TargetGroupStatus, choice: ChoiceStatus, *, alone: bool)
         )
     for drafter in group.drafters:
         lines.add_row("shadow" if drafter.is_shadow else "drafter", _drafter(drafter))
-    lines.add_row("pool worth", _pool_worth(choice.pool_worth))
+    lines.add_row("pool worth" if has_pool else "worth", _worth(choice.pool_worth, has_pool=has_pool))
     return Group(Text(title, style="bold"), lines)
 
 
@@ -244,14 +247,17 @@ def _expected_measured(expected_s: float | None, measured_s: float | None) -> st
     return ", ".join(parts) or "-"
 
 
-def _pool_worth(worth: float | None) -> Text:
+def _worth(worth: float | None, *, has_pool: bool) -> Text:
+    """What speculation is worth, and with it the draft workers, where there are any."""
     if worth is None:
         return Text("not known: the controller compares nothing")
     text = Text(f"{worth:.2f} of plain decoding over the last minutes: ")
-    verdict = (
-        ("worth its devices", "green") if worth > 1.0 else ("the draft pool is not worth its devices", "red")
-    )
-    text.append(*verdict)
+    if worth > 1.0:
+        text.append("worth its devices" if has_pool else "drafting pays", "green")
+    elif has_pool:
+        text.append("the draft pool is not worth its devices", "red")
+    else:
+        text.append("drafting does not pay", "yellow")
     return text
 
 

@@ -97,9 +97,8 @@ def latency_alerts(objectives: Objectives) -> tuple[Alert, ...]:
             lasting="10m",
             severity="warning",
             summary="{{ $labels.job }}: first tokens come late",
-            description=f"Of the first tokens of {{{{ $labels.job }}}} only {{{{ $value | "
-            "humanizePercentage }}}} came within "
-            f"{objectives.first_token_s:g} s.",
+            description="Of the first tokens of {{ $labels.job }} only {{ $value | humanizePercentage }} "
+            f"came within {objectives.first_token_s:g} s.",
         ),
         Alert(
             name="DrafthouseTokensSlow",
@@ -107,9 +106,8 @@ def latency_alerts(objectives: Objectives) -> tuple[Alert, ...]:
             lasting="10m",
             severity="warning",
             summary="{{ $labels.job }}: tokens come slowly",
-            description=f"Of the deliveries of {{{{ $labels.job }}}} only {{{{ $value | humanizePercentage "
-            "}}}} followed within "
-            f"{objectives.next_tokens_s:g} s of the one before.",
+            description="Of the deliveries of {{ $labels.job }} only {{ $value | humanizePercentage }} "
+            f"followed within {objectives.next_tokens_s:g} s of the one before.",
         ),
         Alert(
             name="DrafthouseQueueLong",
@@ -163,7 +161,7 @@ def speculation_alerts() -> tuple[Alert, ...]:
         ),
         Alert(
             name="DrafthouseDraftPoolNotWorth",
-            expression=f"{_5M.gauge('speculation_pool_worth')} <= 1",
+            expression=f"{_5M.gauge('speculation_pool_worth')} <= 1 and {_5M.gauge('draft_workers')} > 0",
             lasting="1h",
             severity="info",
             summary="{{ $labels.job }}: draft workers are not worth their devices",

@@ -1,5 +1,5 @@
-"""What alerts compare, recorded once: dividing counters of many series anew for each alert would cost "
-"more."""
+"""What alerts compare, recorded once: dividing counters of many series anew for each alert would cost
+more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def recordings(objectives: Objectives) -> tuple[Recording, ...]:
         ),
         Recording(
             name=ACCEPTANCE,
-            expression=accepted_share(_30M),
+            # 0 / 0 while nothing is drafted is not stored: no mean over a time with one NaN is a number.
+            expression=f"{accepted_share(_30M)} >= 0",
         ),
         Recording(
             name="job:drafthouse_tokens_per_proposal:ratio_rate5m",

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.attention.base import LayerAttention
 from specdec.drafters.attention import Attends
+from specdec.drafters.logits import LogitScaling
 from specdec.drafters.vocabulary import DraftVocabulary
 from specdec.model.layer_map import LayerMap
 
@@ -41,6 +42,8 @@ class TargetParts:
     embeddings: nn.Module
     final_norm: nn.Module
     head: nn.Module
+    """Its products alone: what the target says are `logits`."""
+    logit_scaling: LogitScaling
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TargetParts:
@@ -66,7 +69,19 @@ class TargetParts:
             embeddings=embeddings,
             final_norm=norm,
             head=head,
+            logit_scaling=LogitScaling.of(config),
         )
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what the target says, [..., V], of states behind its final norm [..., H]."""
+        return self.logit_scaling(self.head(states))
+
+    def head_to_start_from(self) -> torch.Tensor:
+        """Return the weight [V, H] of a linear layer that says what the target does, but for a cap."""
+        weight = self.head.weight
+        assert isinstance(weight, torch.Tensor)
+        slope = self.logit_scaling.slope
+        return weight if slope == 1.0 else weight * slope
 
 
 Borrowed = Literal["embeddings", "head"]

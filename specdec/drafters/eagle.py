@@ -71,5 +71,4 @@ class Eagle(FeatureDrafter):
         return FeatureStep(hidden, hidden)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.target.head(outputs)
-        return logits
+        return self.target.logits(outputs)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from specdec.attention.base import LayerAttention
+from specdec.core.errors import CheckpointError
 from specdec.drafters.attention import Attends
 from specdec.drafters.base import Borrowed, FeatureDrafter, FeatureStep, TargetParts
 from specdec.drafters.blocks import BlockFamily, block_family, probe_layers
@@ -52,17 +53,28 @@ class FusedLayer(nn.Module):
     """A decoder layer whose queries, keys and values read embedding and feature side by side."""
 
     def __init__(self, family: BlockFamily, *, norm_before_residual: bool, attention_bias: bool) -> None:
+        """Take a layer of `family` apart.
+
+        Raises:
+            CheckpointError: it is not made of what a layer of Llama is made of.
+        """
         super().__init__()
         block: Any = family.make_layer(0)
         size = int(family.config.hidden_size)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(block.self_attn, name)
-            setattr(block.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=attention_bias))
-        self.self_attn = block.self_attn
-        self.mlp = block.mlp
-        self.hidden_norm = family.make_norm()
-        self.input_layernorm = block.input_layernorm
-        self.post_attention_layernorm = block.post_attention_layernorm
+        try:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                narrow = getattr(block.self_attn, name)
+                setattr(block.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=attention_bias))
+            self.self_attn = block.self_attn
+            self.mlp = block.mlp
+            self.hidden_norm = family.make_norm()
+            self.input_layernorm = block.input_layernorm
+            self.post_attention_layernorm = block.post_attention_layernorm
+        except AttributeError as error:
+            raise CheckpointError(
+                f"no EAGLE-3 head can be made of layers of model type {family.config.model_type!r}: {error}; "
+                "those of models like llama, mistral, qwen2 and qwen3 can be used"
+            ) from error
         self.norm_before_residual = norm_before_residual
 
     def forward(self, inputs: torch.Tensor, **keywords: Any) -> torch.Tensor:
@@ -135,13 +147,20 @@ class Eagle3(FeatureDrafter):
     def start_from_target(self) -> None:
         """Start with the target's final norm, and with the rows of its LM head for the ids that are known.
 
-        What tokens look like is then not to be learnt again. The sizes must be the target's.
+        What tokens look like is then not to be learnt again. The sizes must be the target's. A norm that is
+        no RMS norm is not taken: there is none like it here.
         """
-        weight = self.target.head.weight
-        assert isinstance(weight, torch.Tensor)
+        weight = self.target.head_to_start_from()
         ids = slice(None) if self._vocabulary is None else self._vocabulary.target_ids
         self.lm_head.weight.copy_(weight[ids])
-        self.norm.load_state_dict(self.target.final_norm.state_dict())
+        norm = self.target.final_norm
+        if type(norm) is type(self.norm):
+            self.norm.load_state_dict(norm.state_dict())
+        elif "RMSNorm" in type(norm).__name__:
+            # Some are stored less one (Gemma's): what becomes of ones are the factors, however stored.
+            own = self.norm.weight
+            assert isinstance(own, torch.Tensor)
+            own.copy_(norm(weight.new_ones(1, len(own)))[0])
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.input_norm is not None:

@@ -100,8 +100,7 @@ class Hydra(SequentialHeads):
     @torch.no_grad()
     def start_from_target(self) -> None:
         """Start as Medusa does: the state passes through, into the target's LM head."""
-        weight = self.target.head.weight
-        assert isinstance(weight, torch.Tensor)
+        weight = self.target.head_to_start_from()
         size = self.target.hidden_size
         for mlp, head in zip(self.mlps, self.lm_heads, strict=True):
             head.weight.copy_(weight)  # type: ignore[operator]

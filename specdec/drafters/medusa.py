@@ -56,8 +56,7 @@ class Medusa(IndependentHeads):
     @torch.no_grad()
     def start_from_target(self) -> None:
         """Give every head the target's LM head, so that training starts from what predicts x_{t+1}."""
-        weight = self.target.head.weight
-        assert isinstance(weight, torch.Tensor)
+        weight = self.target.head_to_start_from()
         for head in self.heads:
             last = head[-1]  # type: ignore[index]
             last.weight.copy_(weight)

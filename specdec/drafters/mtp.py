@@ -101,5 +101,4 @@ class Mtp(FeatureDrafter):
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         head = self.target.head if self.head is None else self.head
-        logits: torch.Tensor = head(outputs)
-        return logits
+        return self.target.logit_scaling(head(outputs))

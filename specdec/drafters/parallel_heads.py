@@ -58,5 +58,4 @@ class ParallelHeads(IndependentHeads):
 
     def head(self, depth: int, inputs: torch.Tensor) -> torch.Tensor:
         part = inputs.chunk(len(self.extra_heads), dim=-1)[depth]
-        logits: torch.Tensor = self.target.head(self.target.final_norm(part))
-        return logits
+        return self.target.logits(self.target.final_norm(part))

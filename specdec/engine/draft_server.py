@@ -148,6 +148,8 @@ class _Client:
         """Those asked about last come last."""
         self.wishes: dict[RequestId, _Wish] = {}
         """The newest of each sequence, in the order in which they began to wait."""
+        self.refusals: list[ProposeAnswer] = []
+        """To wishes whose sequences gave way to others, not sent yet."""
         self.was_first = [0, 0]
         """The last batch that it was the first of, among those for what is quick, and for what is not."""
 
@@ -266,6 +268,7 @@ class DraftServer:
         for coordinator, client in self._clients.items():
             if client.unread:
                 self._read(coordinator, client, now_s)
+        self._refuse_displaced()
         while self._before_next:
             self._before_next.popleft()()
         self._serve()
@@ -438,8 +441,23 @@ class DraftServer:
         return True
 
     def _displace(self, client: _Client) -> None:
+        """Have a coordinator's sequence not asked about for longest give way."""
         self.counters["displaced_sequences"] += 1
-        self._forget(client, next(iter(client.mirrors)))
+        name = next(iter(client.mirrors))
+        wish = client.wishes.get(name)
+        if wish is not None:
+            client.refusals.append(answer_to(wish.entry, is_full=True))
+        self._forget(client, name)
+
+    def _refuse_displaced(self) -> None:
+        """Answer what was asked of sequences that gave way: whole rounds wait for it.
+
+        It comes after all openings, since answers say how many places are left.
+        """
+        for coordinator, client in self._clients.items():
+            if client.refusals:
+                self._send(coordinator, client.round_id, client.refusals)
+                client.refusals = []
 
     def _draft(self, wishes: Sequence[_Wish]) -> None:
         started_s = self._clock.now_s()

@@ -73,13 +73,17 @@ def open_corpus(config: RetrievalConfig, model: str) -> Corpus:
 def _files_of(config: RetrievalConfig) -> list[Path]:
     path = Path(config.path).expanduser()
     if path.is_dir():
-        files = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
+        files = sorted(one for one in path.rglob("*") if one.is_file() and not _is_hidden(one, path))
         if not files:
             raise ConfigError(f"speculative_config.retrieval.path: there is no file in the folder {path}")
         return files
     if not path.is_file():
         raise ConfigError(f"speculative_config.retrieval.path: there is no file or folder {path}")
     return [path]
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _digest(tokenizer_file: Path, files: Sequence[Path], config: RetrievalConfig) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,23 @@ import pytest
 from cluster import client, door_account
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
+from cluster.directory import Member
+from specdec.core.description import TargetDescription
+from specdec.transport.base import Envelope, PeerAddress, PeerId
 from specdec.transport.config import ChannelConfig
-from specdec.transport.messages import MetricsReply
+from specdec.transport.messages import MetricsReply, Welcome
+from tests.cluster.test_failover_schedules import a_request
+
+DESCRIPTION = TargetDescription(
+    model_id="toy",
+    revision="0123456789abcdef",
+    dtype="float32",
+    vocab_size=16,
+    max_model_len=256,
+    eos_token_ids=(0,),
+    num_blocks=64,
+    block_size=16,
+)
 
 
 class Directory:
@@ -41,8 +57,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def started() -> AsyncIterator[ClusterService]:
-    service = ClusterService(ClusterConfig(channels=ChannelConfig(bind="loopback")))
+async def started(wake: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[ClusterService]:
+    service = ClusterService(ClusterConfig(channels=ChannelConfig(bind="loopback")), wake=wake)
     await service.start()
     try:
         yield service
@@ -54,6 +70,90 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not holds():
             await asyncio.sleep(0.001)
+
+
+async def ticks(service: ClusterService, number: int) -> None:
+    """Wait for so many whole ticks."""
+    nonce = service._book._next_nonce + number
+    await until(lambda: service._book._next_nonce > nonce)
+
+
+class Groups:
+    """The target groups' deployment: its calls wait until a group is there."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.is_there = asyncio.Event()
+
+    async def wake(self) -> None:
+        self.num_calls += 1
+        await self.is_there.wait()
+
+    def come(self, service: ClusterService) -> None:
+        """One starts, and introduces itself to a door."""
+        address = PeerAddress(
+            peer_id=PeerId("coordinator"), endpoint="tcp://127.0.0.1:9", public_key="nobody's"
+        )
+        service._book.set_coordinators([Member(address=address, role="coordinator")])
+        service._book.hear(Envelope(address.peer_id, Welcome(1, DESCRIPTION)))
+        self.is_there.set()
+
+    def go(self, service: ClusterService) -> None:
+        """It is stopped."""
+        service._book.set_coordinators([])
+        self.is_there.clear()
+
+
+def test_a_door_that_is_opened_where_there_is_no_group_has_one_started_to_know_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until it knows, it refuses every request, so that none could wait for one. Then only requests count."""
+    monkeypatch.setattr(client, "_WAKE_AGAIN_S", 0.0)
+
+    async def run() -> None:
+        groups = Groups()
+        async with started(groups.wake) as service:
+            await ticks(service, 5)
+            assert groups.num_calls == 0, "the directory has not said who is there"
+            service._follow(())
+            await until(lambda: groups.num_calls == 1)
+            await ticks(service, 5)
+            assert groups.num_calls == 1, "this call waits for one that loads"
+            groups.come(service)
+            await ticks(service, 5)
+            groups.go(service)
+            assert service.description() == DESCRIPTION
+            await ticks(service, 20)
+            assert groups.num_calls == 1, "nobody asks for anything, and the model is known"
+            request = asyncio.create_task(first_output(service))
+            await until(lambda: groups.num_calls == 2)
+            request.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await request
+
+    async def first_output(service: ClusterService) -> None:
+        async for _ in service.generate(a_request("r", random.Random(1))):
+            return
+
+    asyncio.run(run())
+
+
+def test_calls_for_a_group_that_bring_none_are_not_made_in_every_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serve may have nothing to start, or say so at once."""
+
+    async def run() -> None:
+        groups = Groups()
+        groups.is_there.set()
+        async with started(groups.wake) as service:
+            service._follow(())
+            await ticks(service, 20)
+            assert groups.num_calls == 1
+            monkeypatch.setattr(client, "_WAKE_AGAIN_S", 0.0)
+            await until(lambda: groups.num_calls > 2)
+
+    asyncio.run(run())
 
 
 def test_what_fails_once_does_not_end_the_account_of_doors(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy.config import DrafthouseConfig
-from deploy.config_file import load_config
+from deploy.config_file import load_config, parse_config
 from specdec.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,6 +46,59 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
     assert config.http.api_keys_file == str(folder / "keys")
     absolute = write(folder, "target: {model: /srv/model}\nspeculative_config: {method: none}\n")
     assert load_config(absolute).target.model == "/srv/model"
+
+
+CORPUS = """\
+target: {model: m}
+speculative_config: {method: retrieval, retrieval: {path: corpus, cache_dir: kept}, profile_dir: costs}
+models:
+  b:
+    target: {model: m}
+    speculative_config:
+      method: several
+      drafters:
+      - {name: code, method: retrieval, retrieval: {path: ../code}}
+      - {name: text, method: retrieval, retrieval: {path: ~/text, cache_dir: /kept}}
+"""
+
+
+def test_so_are_those_of_corpora_and_of_what_is_kept_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first, second = load_config(write(tmp_path, CORPUS)).served_models()
+    alone = first.engine.speculative_config
+    assert alone.retrieval is not None
+    assert alone.retrieval.path == str(tmp_path / "corpus")
+    assert alone.retrieval.cache_dir == str(tmp_path / "kept")
+    assert alone.profile_dir == str(tmp_path / "costs")
+    drafters = second.engine.speculative_config.drafters
+    corpora = [one.retrieval for one in drafters if one.method == "retrieval"]
+    assert [(one.path, one.cache_dir) for one in corpora] == [
+        (str(tmp_path.parent / "code"), None),
+        (str(tmp_path / "text"), "/kept"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speculative", "key"),
+    [
+        ({"method": "retrieval", "retrieval": {"path": "corpus"}}, "retrieval.path"),
+        ({"method": "retrieval", "retrieval": {"path": "/c", "cache_dir": "kept"}}, "retrieval.cache_dir"),
+        ({"profile_dir": "costs"}, "profile_dir"),
+        (
+            {
+                "method": "several",
+                "drafters": [{"name": "a", "method": "retrieval", "retrieval": {"path": "corpus"}}],
+            },
+            "drafters[0].retrieval.path",
+        ),
+    ],
+)
+def test_values_have_no_folder_that_paths_could_be_relative_to(speculative: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"target": {"model": "/m"}, "speculative_config": speculative})
+    assert f"speculative_config.{key}: must be absolute here, got " in str(caught.value)
 
 
 @pytest.mark.parametrize(

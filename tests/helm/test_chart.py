@@ -660,6 +660,7 @@ def test_the_command_in_the_notes_is_one(values: Values) -> None:
     assert isinstance(commands, TyperGroup)
     context = commands.commands["status"].make_context("status", arguments.split())
     assert context.params["url"] == f"{'https' if values.get('tls') else 'http'}://127.0.0.1:8000"
+    assert context.params["insecure"] == bool(values.get("tls")), "no certificate is of 127.0.0.1"
     assert ("DRAFTHOUSE_API_KEY" in variables) == ("Authorization: Bearer" in notes)
 
 
@@ -691,6 +692,10 @@ def test_notes_say_what_an_update_costs(values: Values, told: str | None) -> Non
         (
             "models.download",
             {"models": {"download": [{"repository": "a/b", "revision": "c", "folder": "target"}]}},
+        ),
+        (
+            "config.http.tracing",
+            {"config": {"http": {"tracing": {"endpoint": "http://collector:4318/v1/traces"}}}},
         ),
     ],
 )

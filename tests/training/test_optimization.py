@@ -16,6 +16,30 @@ def rates(optimizers: list[torch.optim.Optimizer]) -> dict[float, set[float]]:
     return found
 
 
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.Parameter(torch.ones(2, 3, 4))
+
+
+def test_stacked_experts_are_adamws() -> None:
+    """They decay as other matrices do, move, and their gradients are cleared."""
+    module = Mixture()
+    optimizers = make_optimizers([(module, ORDINARY)], muon_lr=0.1, adamw_lr=0.1, weight_decay=0.5)
+    groups = [group for one in optimizers for group in one.param_groups]
+    (own,) = [group for group in groups if any(one is module.experts for one in group["params"])]
+    assert own["weight_decay"] == 0.5
+    grouped = {id(one) for group in groups for one in group["params"]}
+    assert grouped == {id(one) for one in module.parameters()}
+    module.experts.square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bool((module.experts != 1.0).all())
+    assert module.experts.grad is None
+
+
 def test_modules_move_at_their_own_paces() -> None:
     heads, target = nn.Linear(2, 3), nn.Linear(2, 3)
     for module, value in ((heads, 1.0), (target, 2.0)):

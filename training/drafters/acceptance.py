@@ -38,11 +38,13 @@ def evaluate_acceptance(
     """Acceptance by position, per temperature; ``prompts`` int64 [N, P]."""
     limit = drafter.max_depth
     k = num_drafted if limit is None else min(num_drafted, limit)
-    dtype = next(drafter.parameters()).dtype
+    # As in training: weights are float32, and those of the target's that they compute with may not be.
+    is_mixed = next(drafter.parameters()).dtype != capture.model.dtype
 
     def drafts(text: torch.Tensor, choose: Choose) -> torch.Tensor:
-        hidden = capture.hidden(capture.states(text))[:, :-1].to(dtype)
-        return draft_everywhere(drafter, hidden, text, k, choose)
+        hidden = capture.hidden(capture.states(text))[:, :-1]
+        with torch.autocast(text.device.type, torch.bfloat16, enabled=is_mixed):
+            return draft_everywhere(drafter, hidden, text, k, choose)
 
     return measure_acceptance(
         capture.model, drafts, prompts, num_generated=num_generated, k=k, seed=seed, temperatures=temperatures

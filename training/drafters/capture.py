@@ -60,8 +60,7 @@ class Capture:
     @torch.no_grad()
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's own, [B, T, V], of what ``states`` returned."""
-        logits: torch.Tensor = self.parts.head(self.final(states).to(self.model.dtype))
-        return logits
+        return self.parts.logits(self.final(states).to(self.model.dtype))
 
 
 class KeptStates:

@@ -78,7 +78,7 @@ class EarlyExits:
         """Cross entropies to int64 [B, T] behind ``early_layer`` and the last; ``kept`` bool [L, B]."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._is_mixed):
             final, early = self._run(tokens, _Pass(early_layer, kept))
-            return text_loss(self._logits(early), tokens), text_loss(self.parts.head(final), tokens)
+            return text_loss(self._logits(early), tokens), text_loss(self.parts.logits(final), tokens)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, num_layers: int) -> torch.Tensor:
@@ -86,8 +86,7 @@ class EarlyExits:
         return self._logits(self._run(tokens, _Pass(num_layers - 1))[1])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.parts.head(self.parts.final_norm(hidden))
-        return logits
+        return self.parts.logits(self.parts.final_norm(hidden))
 
     def _run(self, tokens: torch.Tensor, this: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
         base: Any = self.model.base_model

@@ -88,12 +88,12 @@ class JointTraining:
         return final
 
     def _target_loss(self, final: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.heads.target.head(final)
+        logits = self.heads.target.logits(final)
         if self._recipe.target_loss == "text":
             return text_loss(logits, tokens)
         assert self.additions is not None, "the recipe has seen to it"
         with torch.no_grad(), self.additions.left_out():
-            before = self.heads.target.head(self._final(tokens))
+            before = self.heads.target.logits(self._final(tokens))
         return divergence("forward_kl", before.float().flatten(0, 1), logits.float().flatten(0, 1)).mean()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +24,7 @@ from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.parallel_heads import ParallelHeads
 from specdec.drafters.vocabulary import DraftVocabulary
+from training.drafters.layers import draw_what_is_unset, llama_layers
 from training.drafters.objectives import (
     TargetRows,
     decayed_mean,
@@ -98,9 +98,7 @@ class EagleTraining:
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
         self._recipe = recipe
-        config = copy.deepcopy(target.config)
-        config.num_hidden_layers = recipe.num_layers
-        self.drafter = Eagle(target, config)
+        self.drafter = Eagle(target, llama_layers(target, recipe.num_layers))
 
     def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
         regression, classification = eagle_losses(
@@ -118,8 +116,6 @@ class Eagle3Training:
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
         self._recipe = recipe
-        config = copy.deepcopy(target.config)
-        config.num_hidden_layers = 1
         layers = recipe.fused_layers or default_fused_layers(target.num_layers)
         if min(layers) < 0 or max(layers) >= target.num_layers or layers[0] == 1:
             raise ConfigError(
@@ -127,7 +123,10 @@ class Eagle3Training:
                 f"states are those after 0 to {target.num_layers - 1} layers, and 1 cannot be the first"
             )
         settings = Eagle3Settings(
-            config=config, fused_layers=layers, fc_norm=recipe.is_v31, norm_output=recipe.is_v31
+            config=llama_layers(target, 1),
+            fused_layers=layers,
+            fc_norm=recipe.is_v31,
+            norm_output=recipe.is_v31,
         )
         self.drafter = Eagle3(target, settings, _vocabulary(recipe, target, counts))
         self.drafter.start_from_target()
@@ -191,9 +190,12 @@ def make_training(recipe: DrafterRecipe, target: TargetParts, counts: torch.Tens
     """The drafter of a recipe, as it starts; ``counts`` int64 [V]: how often each token id is in the data.
 
     Raises:
-        ConfigError: the recipe asks for what the target does not have.
+        ConfigError: the recipe asks for what the target does not have, or does not go with its sizes.
+        CheckpointError: decoder layers like the target's cannot be used one by one.
     """
-    return _METHODS[recipe.method](recipe, target, counts)
+    training = _METHODS[recipe.method](recipe, target, counts)
+    draw_what_is_unset(training.drafter, target.config)
+    return training
 
 
 def _vocabulary(recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> DraftVocabulary | None:

@@ -62,7 +62,9 @@ def fit(
     loaded = {name: tensors[stored] for name, stored in names.items()}
     drafter.load_state_dict(state | loaded, assign=True)
     if dtype is not None:
-        drafter.to(dtype)
+        # Tables of rotary frequencies are no weights: rounded, they turn far positions by other angles.
+        for parameter in drafter.parameters():
+            parameter.data = parameter.data.to(dtype)
     return drafter.eval()
 
 

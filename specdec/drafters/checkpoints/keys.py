@@ -15,6 +15,8 @@ from specdec.drafters.base import TargetParts
 from specdec.model.checkpoint import CONFIG_FILE
 
 _AUTO_CONFIG: Any = AutoConfig
+_BY_LAYER = ("layer_types", "mlp_layer_types")
+"""Keys with an entry for each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,13 @@ class Keys:
         kind = self.content.get("model_type", "llama")
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             self.positive(name)
+        described = {name: value for name, value in self.content.items() if name != "model_type"}
+        for name in _BY_LAYER:
+            # Heads were written with the kinds of all of their target's layers.
+            if isinstance(kinds := described.get(name), list):
+                described[name] = kinds[: self.positive("num_hidden_layers", len(kinds))]
         try:
-            config: PretrainedConfig = _AUTO_CONFIG.for_model(
-                kind, **{name: value for name, value in self.content.items() if name != "model_type"}
-            )
+            config: PretrainedConfig = _AUTO_CONFIG.for_model(kind, **described)
         except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
             width, heads = self.content["hidden_size"], self.content["num_attention_heads"]
             if isinstance(error, StrictDataclassClassValidationError) and width % heads:

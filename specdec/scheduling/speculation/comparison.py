@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+import numpy as np
+
 from specdec.scheduling.speculation.explanation import Reason
 from specdec.scheduling.speculation.goodput import Kind, Option
 
@@ -23,6 +25,8 @@ class Comparison:
     """How much better something has to be to count as better, as a share."""
     little_known: Set[Kind] = frozenset()
     """Kinds of which few rounds have been seen, if any, or long ago."""
+    has_choice: bool = True
+    """Whether there is anybody without a k of its own."""
 
     @property
     def plain(self) -> Option:
@@ -40,8 +44,16 @@ class Comparison:
         return self.rates[self.usual.kind]
 
     @property
+    def is_as_asked(self) -> bool:
+        """Whether there are drafts, and none but those that requests ask for."""
+        asked = self.plain.num_draft_tokens
+        return bool(asked.any()) and np.array_equal(self.usual.num_draft_tokens, asked)
+
+    @property
     def reason(self) -> Reason:
         """Why that is done."""
+        if self.is_as_asked:
+            return "requested"
         if self.usual.kind != "plain":
             return "gain"
         best = max((option.rate for kind, option in self.options.items() if kind != "plain"), default=0.0)
@@ -63,10 +75,12 @@ class Comparison:
         """Return what a probe does, and whether it only asks for verdicts; None: there is nothing to look at.
 
         That is what should be better than what is done, but was measured not to be. While speculation is off
-        it may also be lockstep, which tells most of acceptance in few rounds.
+        it may also be lockstep, which tells most of acceptance in few rounds; not where everybody has a k of
+        its own, for then there is nothing more to draft.
         """
         others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
         best = max(others, key=lambda option: option.rate, default=None)
         if best is not None and best.rate > self.usual_rate * (1.0 + self.margin):
             return best, False
-        return (self.options.get("lockstep", best), True) if self.kind == "plain" else (None, False)
+        is_off = self.kind == "plain" and self.has_choice
+        return (self.options.get("lockstep", best), True) if is_off else (None, False)

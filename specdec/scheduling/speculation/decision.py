@@ -16,6 +16,7 @@ from specdec.scheduling.speculation.batch_sizes import size_class
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.explanation import Reason
 from specdec.scheduling.speculation.goodput import Batch, Kind, Option
+from specdec.scheduling.speculation.modes import OverlapMode
 
 NUM_LEVELS = 24
 """Levels of acceptance that continuations are shared out by: shares that were worked out are used again."""
@@ -38,6 +39,8 @@ class Decision:
     options: Mapping[Kind, Option]
     rates: Mapping[Kind, float]
     """Tokens per second of each option, measured rounds taken into account."""
+    undrafted_rate: float
+    """The same without any drafts, those that requests ask for left out: `plain` has these."""
     option: Option
     """What is done."""
     reason: Reason
@@ -66,6 +69,16 @@ class Decision:
     def is_of_all(self, observation: RoundObservation) -> bool:
         """Whether as many sequences were in a round, and elsewhere meanwhile, as were decided for."""
         return observation.num_elsewhere + num_decoding_of(observation) == len(self.index)
+
+    @cached_property
+    def rates_by_mode(self) -> Mapping[OverlapMode, float]:
+        """Tokens per second of the best choice with drafts in each mode; rounds of `plain` that have some,
+        since requests ask for them, are in lockstep.
+        """
+        rates: dict[OverlapMode, float] = {kind: rate for kind, rate in self.rates.items() if kind != "plain"}
+        if self.options["plain"].num_draft_tokens.any():
+            rates["lockstep"] = max(rates.get("lockstep", 0.0), self.rates["plain"])
+        return rates
 
     @property
     def best_drafting(self) -> Option | None:

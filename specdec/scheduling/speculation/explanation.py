@@ -14,6 +14,7 @@ Reason = Literal[
     "no_gain",
     "measured_slower",
     "latency_target",
+    "requested",
     "probing",
     "auditing",
     "stretching",
@@ -22,10 +23,10 @@ Reason = Literal[
 ]
 """Why speculation is as it is. configured: it is fixed; gain / no_gain: it is expected to make rounds worth
 more / less; measured_slower: expected to gain, but measured rounds say otherwise; latency_target: somebody's
-`slo` forbids longer rounds; probing: off, and trying for a few rounds whether that is still right; auditing:
-on, and looking for a few rounds how fast it goes without; stretching: on, with longer drafts for a few rounds
-than are thought best; comparing: looking for a few rounds how fast another mode goes; idle: nothing has been
-decided yet."""
+`slo` forbids longer rounds; requested: on for requests that have a k of their own, and for no others;
+probing: off, and trying for a few rounds whether that is still right; auditing: on, and looking for a few
+rounds how fast it goes without; stretching: on, with longer drafts for a few rounds than are thought best;
+comparing: looking for a few rounds how fast another mode goes; idle: nothing has been decided yet."""
 
 IN_WORDS: Mapping[Reason, str] = {
     "configured": "k is fixed by the configuration",
@@ -33,6 +34,7 @@ IN_WORDS: Mapping[Reason, str] = {
     "no_gain": "drafting is expected to bring no more tokens per second than plain decoding",
     "measured_slower": "drafting was expected to gain, but rounds with it have been slower",
     "latency_target": "every round with drafts would be longer than somebody's slo.itl_ms",
+    "requested": "drafting only for requests that ask for it themselves",
     "probing": "off, but tried for a few rounds to see whether that is still right",
     "auditing": "on, but left out for a few rounds to see how fast it goes without",
     "stretching": "on, with longer drafts for a few rounds to see whether they are worth it",
@@ -55,7 +57,7 @@ class ControllerState:
     goodput_on: float = 0.0
     """Expected tokens per second with speculation, in its best mode."""
     goodput_off: float = 0.0
-    """Expected tokens per second without."""
+    """Expected tokens per second without, whatever requests ask for."""
     goodput_by_mode: tuple[tuple[OverlapMode, float], ...] = ()
     """Expected tokens per second in each mode that may be chosen."""
     draft_s: float = 0.0

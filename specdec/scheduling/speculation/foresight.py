@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -60,14 +59,17 @@ class Foresight:
             context_tokens=float(contexts.sum()),
             contexts=contexts,
             draft_contexts=np.array([self._facts.draft_context(one) for one in sequences], dtype=np.float64),
-            itl_s=min((one.itl_s for one in sequences if one.itl_s is not None), default=math.inf),
+            itl_s=tuple(sorted({one.itl_s for one in sequences if one.itl_s is not None})),
             drafters=drafters,
         )
 
-    def evaluate(self, batch: Batch, time_factors: Mapping[Kind, float]) -> Evaluation:
+    def evaluate(
+        self, batch: Batch, time_factors: Mapping[Kind, float], plain_s: float | None = None
+    ) -> Evaluation:
         """Return what rounds of each kind would take and bring.
 
-        `time_factors` say how many times as long as expected they have taken lately.
+        `time_factors` say how many times as long as expected they have taken lately, `plain_s` how long a
+        round without drafts takes where it is not one of this batch alone.
         """
         number, of = batch.num_sequences, self._overheads.of
         overhead_s = of(number, has_drafts=True)
@@ -85,16 +87,20 @@ class Foresight:
             num_rows_beside=self._settings.num_rows_beside,
             prompts=self._learning.prompts,
             time_factors=time_factors,
+            plain_s=plain_s,
         )
 
-    def by_cohort(self, batch: Batch, num_here: int, time_factors: Mapping[Kind, float]) -> Option | None:
+    def by_cohort(
+        self, batch: Batch, num_here: int, time_factors: Mapping[Kind, float], plain_s: float
+    ) -> Option | None:
         """Return the best choice for ping_pong, where the first `num_here` sequences are in one cohort.
 
-        Rows and steps are those of a cohort: what is best for all together need not suit either. None: there
-        is none with drafts.
+        Rows and steps are those of a cohort: what is best for all together need not suit either. `plain_s` is
+        what a round of all takes without drafts, which says what latency targets can be kept. None: there is
+        no choice with drafts.
         """
         cohorts = batch.part(0, num_here), batch.part(num_here, batch.num_sequences)
-        each = [self._of_cohort(one, time_factors) for one in cohorts]
+        each = [self._of_cohort(one, time_factors, plain_s) for one in cohorts]
         if all(one.kind == "plain" for one in each):
             return None
         return Option(
@@ -110,7 +116,7 @@ class Foresight:
             ),
         )
 
-    def _of_cohort(self, cohort: Batch, time_factors: Mapping[Kind, float]) -> Option:
-        evaluation = self.evaluate(cohort, time_factors)
+    def _of_cohort(self, cohort: Batch, time_factors: Mapping[Kind, float], plain_s: float) -> Option:
+        evaluation = self.evaluate(cohort, time_factors, plain_s)
         found = evaluation.cohort()
         return evaluation.plain if found is None else found.shortened(0.5)

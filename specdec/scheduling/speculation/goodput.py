@@ -20,11 +20,12 @@ same whatever is done.
 In draft_ahead only hits have drafts in the next round: with h_k the chance that a verdict on k tokens was
 prepared for, the share of requests with drafts settles at h_0 / (1 - h_k + h_0).
 
-A latency target bounds rounds: where a round as such is not longer than the least `itl_ms` of the batch,
-rounds with drafts must not be either (in ping_pong a stream waits for both cohorts), given how much longer
-than expected rounds of their kind were lately. Where even a round
-without drafts is, no k can keep the promise, and goodput alone counts: it is what brings every stream's mean
-time per token down.
+A latency target bounds rounds: of all `itl_ms` of the batch, the least that a round as such is not longer
+than. Rounds with drafts must not be longer either (in ping_pong a stream waits for both cohorts), given how
+much longer than expected rounds of their kind were lately; nor those that read prompts, too, than what such
+rounds keep without drafts. Targets that even a round without drafts is longer than no k can keep: they bound
+nothing, and where there are no others goodput alone counts, which is what brings every stream's mean time
+per token down.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ _LEAST_ROW_SHARE = 0.02
 """Of a step of the target for one sequence, what a row is thought to cost at least, beside its context."""
 _NUM_FINE_SIZES = 32
 """Up to so many draft tokens of all requests together, every number of them is looked at."""
+_LEAST_PROMPT_ROUNDS = 0.01
+"""Rounds that read prompts are bounded by targets where they are this share of all or more: what was read
+once makes no drafts shorter for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +80,8 @@ class Batch:
     """[N]: committed tokens of each; None: all have as many."""
     draft_contexts: Floats | None = None
     """[N]: tokens that a draft of each attends to; None: all that are committed."""
-    itl_s: float = math.inf
-    """Longest round that somebody wants, in seconds."""
+    itl_s: tuple[float, ...] = ()
+    """Longest rounds that somebody wants, in seconds: each once, the shortest first."""
     drafters: Ints | None = None
     """[N]: who drafts for each, by its place in `CostModel.drafts`; None: the first for all."""
 
@@ -189,6 +193,7 @@ class Evaluation:
         num_rows_beside: int = 0,
         prompts: PromptLoad = NO_PROMPTS,
         time_factors: Mapping[Kind, float] = MappingProxyType({}),
+        plain_s: float | None = None,
     ) -> None:
         """Look at a batch.
 
@@ -201,6 +206,7 @@ class Evaluation:
             prompts: what is read of them in the same rounds.
             time_factors: how many times as long as expected rounds take, by kind; 1 where nothing is said.
                 They bound rounds; what they mean for rates is for others to say.
+            plain_s: seconds of a round without drafts, of all whom a stream waits for; None: of this batch.
         """
         self._batch = batch
         self._costs = costs
@@ -209,6 +215,7 @@ class Evaluation:
         self._num_rows_beside = num_rows_beside
         self._prompts = prompts
         self._time_factors = time_factors
+        self._plain_s = plain_s
         self._mean_context = batch.context_tokens / batch.num_sequences
         self._draft_context: Floats | float = float(self._draft_contexts.mean())
         """Mean tokens that those who take part in a step of the drafter attend to: [S, K], or of all."""
@@ -359,10 +366,31 @@ class Evaluation:
         return each[0] if len(each) == 1 else np.mean(each, axis=0)
 
     @cached_property
-    def _itl_s(self) -> float:
-        """The bound on rounds; none where a round without drafts is longer already."""
-        plain_s = self.plain.round_s * self._time_factor("plain")
-        return math.inf if plain_s > self._batch.itl_s else self._batch.itl_s
+    def plain_s(self) -> float:
+        """Seconds of a round without drafts, given how long such rounds lately took."""
+        if self._plain_s is not None:
+            return self._plain_s
+        return self.plain.round_s * self._time_factor("plain")
+
+    @cached_property
+    def bound_s(self) -> float:
+        """The bound on rounds that read no prompts; inf: nobody has a target that can be kept."""
+        return self._least_target_s(self.plain_s)
+
+    def _least_target_s(self, plain_s: float) -> float:
+        """Return the least target that a round of so many seconds keeps; inf: it keeps none."""
+        return min((one for one in self._batch.itl_s if one >= plain_s), default=math.inf)
+
+    @cached_property
+    def _reads_prompts(self) -> bool:
+        return self._prompts.rounds_per_token * self.plain.tokens >= _LEAST_PROMPT_ROUNDS
+
+    @cached_property
+    def undrafted_rate(self) -> float:
+        """Expected tokens per second without any drafts, those that requests ask for left out."""
+        num_sequences = self._batch.num_sequences
+        verify_s = float(_at_rows(self._verify_table, num_sequences))
+        return num_sequences / (verify_s + self._overhead("plain"))
 
     @cached_property
     def plain(self) -> Option:
@@ -519,7 +547,8 @@ class Evaluation:
             rates[self._taking_part[:, least_draft_tokens - 1] < 0.5 * self._taking_part[:, 0]] = 0.0
         rates[: self._asked_at] = 0.0
         rates[:, : self._least_depth] = 0.0
-        rates[round_s.alone * self._time_factor(kind) > self._itl_s] = 0.0
+        if self._batch.itl_s:
+            rates[self._is_too_long(kind, round_s)] = 0.0
         rates[0] = 0.0
         at, depth = divmod(int(rates.argmax()), rates.shape[1])
         if rates[at, depth] <= 0.0:
@@ -540,6 +569,18 @@ class Evaluation:
             alone_s=float(round_s.alone[at, depth]),
             beside_prompts_s=float(round_s.beside_prompts[at, depth]),
         )
+
+    def _is_too_long(self, kind: Kind, round_s: _RoundTimes) -> NDArray[np.bool_]:
+        """Return which rounds break a target that they would keep without drafts: [S, K]."""
+        factor = self._time_factor(kind)
+        too_long: NDArray[np.bool_] = factor * round_s.alone > self.bound_s
+        if self._reads_prompts:
+            prompts_s = self._prompts.seconds
+            # A stream waits for both cohorts of ping_pong, and each may read some.
+            own_prompts_s = prompts_s * (2.0 if kind == "ping_pong" else 1.0)
+            beside_s = factor * round_s.beside_prompts + own_prompts_s
+            too_long |= beside_s > self._least_target_s(self.plain_s + prompts_s)
+        return too_long
 
     def options(self, modes: Sequence[OverlapMode], outlook: AheadOutlook) -> dict[Kind, Option]:
         """Return the best choice of every kind that is possible: plain always, and these modes."""

@@ -226,7 +226,7 @@ class GoodputController:
         outlook = self._continuations.outlook
         options = evaluation.options(self._settings.modes, outlook)
         if "ping_pong" in options and num_here < len(sequences):
-            by_cohort = self._foresight.by_cohort(batch, num_here, time_factors)
+            by_cohort = self._foresight.by_cohort(batch, num_here, time_factors, evaluation.plain_s)
             options = {kind: option for kind, option in options.items() if kind != "ping_pong"}
             options |= {} if by_cohort is None else {"ping_pong": by_cohort}
         return Prospects(
@@ -270,6 +270,7 @@ class GoodputController:
             kind=kind,
             margin=self._settings.margin,
             little_known=self._evidence.little_known(self._round, options),
+            has_choice=bool((batch.requested < 0).any()),
         )
         longer = longer_drafts(
             self._trials, compared, evaluation, outlook, self._facts.acceptance.num_positions
@@ -279,12 +280,12 @@ class GoodputController:
         option, reason = tried_or_usual(self._trials, compared, longer)
         if before is None and reason in _SETTLING:
             self._evidence.forget_lately(option.kind)
-        if reason == "no_gain" and len(options) == 1 and math.isfinite(batch.itl_s):
+        if reason == "no_gain" and len(options) == 1 and math.isfinite(evaluation.bound_s):
             reason = "latency_target"
         chosen: Ints = option.num_draft_tokens
         is_partial = reason == "probing" and option.kind == "lockstep" and compared.in_doubt()[1]
         if is_partial:
-            chosen = probed(chosen)
+            chosen = np.where(batch.requested < 0, probed(chosen), chosen)
         elif self._facts.has_trial and kind == "lockstep" and reason != "auditing":
             chosen = np.maximum(chosen, self._facts.least_tried(sequences))
             is_partial = True
@@ -295,6 +296,7 @@ class GoodputController:
             region=region,
             options=options,
             rates=rates,
+            undrafted_rate=evaluation.undrafted_rate * self._evidence.factor(self._round, "plain", region),
             option=option,
             reason=reason,
             num_draft_tokens=chosen.tolist(),
@@ -398,17 +400,17 @@ class GoodputController:
 
     def _explain(self, decision: Decision) -> ControllerState:
         option = decision.option
-        best = decision.best_drafting
+        by_mode = decision.rates_by_mode
         by_k = np.bincount(decision.num_draft_tokens)
         return ControllerState(
             mode=self.mode,
-            is_speculating=option.kind != "plain",
+            is_speculating=any(decision.num_draft_tokens),
             reason=decision.reason,
             mean_num_draft_tokens=float(np.mean(decision.num_draft_tokens)),
             num_requests_by_k=tuple(by_k.tolist()),
-            goodput_on=0.0 if best is None else decision.rates[best.kind],
-            goodput_off=decision.rates["plain"],
-            goodput_by_mode=tuple((kind, rate) for kind, rate in decision.rates.items() if kind != "plain"),
+            goodput_on=max(by_mode.values(), default=0.0),
+            goodput_off=decision.undrafted_rate,
+            goodput_by_mode=tuple(by_mode.items()),
             draft_s=option.draft_s,
             verify_s=option.verify_s,
             round_s=option.round_s,

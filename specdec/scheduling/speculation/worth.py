@@ -20,7 +20,6 @@ class PoolWorth:
 
     def note(self, decision: Decision, seconds: float) -> None:
         """Rounds of a decision have passed, for so long."""
-        best = decision.best_drafting
-        ratio = 0.0 if best is None else decision.rates[best.kind] / decision.rates["plain"]
+        ratio = max(decision.rates_by_mode.values(), default=0.0) / decision.undrafted_rate
         weight = -math.expm1(-min(seconds, _LONGEST_S) / _WORTH_WINDOW_S)
         self.ratio += weight * (ratio - self.ratio)

@@ -164,6 +164,29 @@ class TestPace:
         assert max(run.seconds(40, Wish(number=4))) == 2
         assert run.seconds(30, Wish(number=4))[-1] == 4
 
+    def test_what_is_still_starting_is_not_given_up_however_long_it_takes(self) -> None:
+        """Longer than `down_after_s`: that those that serve are enough now says nothing against it."""
+        run = Run(start_s=300)
+        assert run.seconds(11, Wish(number=2))[-1] == 2
+        assert set(run.seconds(299, Wish(number=1))) == {2}
+        assert set(run.seconds(60, Wish(number=1))) == {2}, "it serves: now it may be one too many"
+        assert run.seconds(1, Wish(number=1)) == [1]
+
+    def test_one_that_never_starts_does_not_keep_the_others(self) -> None:
+        run = Run(number=2, start_s=100_000)
+        assert run.seconds(11, Wish(number=3))[-1] == 3
+        assert run.seconds(600, Wish(number=2))[-1] == 3
+        assert run.seconds(61, Wish(number=1))[-1] == 1
+        idle = Run(low=0, start_s=100_000)
+        assert idle.seconds(11, Wish(number=2))[-1] == 2
+        assert idle.seconds(120, Wish(number=1, is_idle=True))[-1] == 2
+        assert idle.seconds(2, Wish(number=1, is_idle=True)) == [1, 0]
+
+    def test_nobody_is_idle_who_does_not_serve_yet(self) -> None:
+        run = Run(low=0)
+        run.ready_s = [5000.0]
+        assert set(run.seconds(1000, Wish(number=0, is_idle=True))) == {1}
+
     def test_down_after_calm_and_never_back_and_forth(self) -> None:
         run = Run(number=4)
         assert run.seconds(60, Wish(number=2))[-1] == 4
@@ -279,6 +302,32 @@ class TestInServe:
         for second in range(500, 529):  # a call waited for a replica: Serve has asked for one
             number, state = policy(context(idle, target=1, now_s=second, state=state, bounds=(0, 4)))
             assert number == 1
+
+    def test_a_group_that_is_loaded_anew_is_not_given_up_where_both_are_needed(self) -> None:
+        """One of two has died. The other runs 70 % of what it can, more than it should have for good."""
+        config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, down_after_s=20, cooldown_s=0)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        left = group_stats({"num_requests_running": 7.0}, round_s=0.01)
+        half = group_stats({"num_requests_running": 3.5}, round_s=0.01)
+        number, state = 2, {}
+        for second in range(200):
+            reports = {"a": left} if second < 100 else {"a": half, "b": half}
+            at_s = 5000.0 + second
+            number, state = policy(context(reports, target=number, now_s=at_s, state=state, bounds=(1, 4)))
+            assert number == 2
+
+    def test_a_draft_worker_that_loads_for_long_is_not_given_up(self) -> None:
+        config = DraftScalingConfig(min_workers=1, max_workers=3, up_after_s=0, down_after_s=10, cooldown_s=0)
+        policy = DraftPoolPolicy(config.model_dump())
+        report = {"usage": 0.9, "num_requests": 9.0, "utilization": 0.9, "wait_share": 0.4, "worth": 1.5}
+        number, state = policy(context({"a": report}, target=1, now_s=1.0, state={}, bounds=(1, 3)))
+        assert number == 2
+        report |= {"usage": 0.1, "utilization": 0.5}
+        for second in range(2, 100):
+            number, state = policy(
+                context({"a": report}, target=number, now_s=float(second), state=state, bounds=(1, 3))
+            )
+            assert number == 2
 
     def test_draft_workers_follow_their_coordinators(self) -> None:
         config = DraftScalingConfig(min_workers=1, max_workers=3, up_after_s=0, down_after_s=0, cooldown_s=0)

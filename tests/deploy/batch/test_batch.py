@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,9 @@ def test_openai_results_come_out(tmp_path: Path) -> None:
         ({**request("a"), "priority": 1}, "line 2: unknown field priority"),
         (request("a", stream=True), "line 2: body.stream"),
         (request("first"), "line 2: custom_id: is that of line 1, too"),
+        (request("a", temperature=math.nan), "line 2: is not JSON"),
+        (request("a", logit_bias={"5": [-math.inf]}), "line 2: is not JSON"),
+        (json.dumps(request("a", temperature=7)).replace("7", "1e999"), "line 2: body: holds a number"),
     ],
 )
 def test_a_bad_line_is_named_and_does_not_stop_the_others(tmp_path: Path, line: Any, message: str) -> None:
@@ -200,6 +204,29 @@ def test_what_passes_is_waited_for_as_long_as_the_server_says(tmp_path: Path) ->
     assert waits.seconds == [7.0, 1.0, 2.0]
     (result,) = results_of(tmp_path / "out")
     assert result["response"]["status_code"] == 200
+
+
+def test_a_line_that_is_put_off_while_others_are_answered_is_waited_for(tmp_path: Path) -> None:
+    """In a queue that is always full its turn may come last."""
+    num_answered = 0
+
+    async def answer(sent: httpx.Request) -> httpx.Response:
+        nonlocal num_answered
+        await asyncio.sleep(0)
+        if b'"late"' in sent.content and num_answered < 40:
+            return httpx.Response(429, headers={"Retry-After": "7"}, json={})
+        num_answered += 1
+        return GOOD
+
+    requests = write(
+        tmp_path / "in",
+        request("late", prompt="late"),
+        *(request(str(number)) for number in range(40)),
+    )
+    options = BatchOptions(concurrency=2, patience_s=20.0)
+    waits = run(httpx.MockTransport(answer), requests, tmp_path / "out", options=options)
+    assert sum(waits.seconds) > 2 * options.patience_s
+    assert [result["response"]["status_code"] for result in results_of(tmp_path / "out")] == [200] * 41
 
 
 def test_what_does_not_pass_ends_the_batch_and_is_no_result(tmp_path: Path) -> None:

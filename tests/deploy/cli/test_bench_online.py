@@ -98,6 +98,8 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--prompt-length", "long"), "--prompt-length"),
         (("--trace", tmp_path / "none"), "--trace"),
         (("--extra-body", "[]"), "--extra-body"),
+        (("--extra-body", '{"temperature": NaN}'), "--extra-body: is not JSON"),
+        (("--extra-body", '{"temperature": 1e999}'), "--extra-body: is not JSON"),
         (("--json", tmp_path / "no" / "run.json"), "--json"),
         (("--duration", 0.001, "--rate", 0.001), "no request arrives"),
         (("--vocab-size", 100, "--endpoint", "chat"), "--vocab-size"),

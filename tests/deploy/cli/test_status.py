@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,6 +33,7 @@ from specdec.transport.status import (
     ServiceStatus,
     TargetGroupStatus,
 )
+from tests.deploy.certificates import make_certificate
 from tests.deploy.openai.fakes import Door, ScriptedService
 from tests.deploy.openai.live import live_server
 
@@ -206,6 +208,17 @@ def test_everything_is_shown_of_every_target_group() -> None:
     assert lines_with(stdout, "all", "4 of 96", "4 %")
 
 
+def test_where_there_are_no_draft_workers_nothing_is_said_of_a_pool() -> None:
+    """Methods that draft at the target are compared with plain decoding, too."""
+    alone = msgspec.structs.replace(SERVICE, draft_workers=())
+    with live_server(Door(ScriptedService(service_status=alone)).app) as url:
+        code, stdout, _ = invoke(url)
+    assert code == 0
+    assert lines_with(stdout, "worth", "1.34 of plain decoding", ": drafting pays")
+    assert lines_with(stdout, "worth", "0.81 of plain decoding", ": drafting does not pay")
+    assert "pool" not in stdout.lower()
+
+
 def test_json_is_the_body_of_the_route() -> None:
     with served() as url:
         code, stdout, _ = invoke(f"{url}/v1", "--json")  # as `serve` prints it
@@ -252,6 +265,22 @@ def test_nothing_runs_there() -> None:
     assert code == 2
     assert f"nothing answers at http://127.0.0.1:{port}" in stderr
     assert "drafthouse serve" in stderr
+
+
+def test_a_certificate_that_cannot_be_verified_is_taken_when_that_is_asked_for(tmp_path: Path) -> None:
+    """As behind a port-forward, whose address no certificate names."""
+    tls = make_certificate(tmp_path)
+    door = Door(ScriptedService(service_status=SERVICE))
+    files = {"ssl_certfile": tls.certificate_file, "ssl_keyfile": tls.key_file}
+    with live_server(door.app, **files) as url:
+        code, stdout, stderr = invoke(url)
+        assert code == 2
+        assert f"the certificate of {url} cannot be verified" in stderr
+        assert "--insecure" in stderr
+        assert not stdout
+        code, stdout, _ = invoke(url, "--insecure")
+    assert code == 0
+    assert "model scripted" in stdout
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://127.0.0.1:port"])

@@ -205,6 +205,27 @@ def test_a_door_that_counts_no_failed_streams_is_judged_by_its_answers(tmp_path:
 
 
 @needs_promtool
+def test_a_time_without_drafts_does_not_hide_that_fewer_are_accepted(tmp_path: Path) -> None:
+    """Nothing is drafted for 40 minutes; of what is drafted then, most is accepted for half an hour."""
+    idle = {
+        series("spec_decode_num_draft_tokens"): f"0x39 0+60x{MINUTES - 40}",
+        series("spec_decode_num_accepted_tokens"): f"0x39 0+50x30 1500+10x{MINUTES - 71}",
+    }
+    run_scenarios(tmp_path, [scenario(well() | idle, {"DrafthouseAcceptanceFell"})])
+
+
+@needs_promtool
+def test_there_are_no_draft_workers_to_be_worth_anything(tmp_path: Path) -> None:
+    """Methods that draft at the target export no series of a pool, and are compared with plain decoding."""
+    slower = {**well(), series("speculation_pool_worth"): gauge(0.9)}
+    without_pool = {name: values for name, values in slower.items() if name != series("draft_workers")}
+    empty_pool = {**slower, series("draft_workers"): gauge(0)}
+    run_scenarios(
+        tmp_path, [scenario(without_pool, set()), scenario(empty_pool, {"DrafthouseDraftPoolEmpty"})]
+    )
+
+
+@needs_promtool
 def test_an_alert_is_about_one_of_several_models(tmp_path: Path) -> None:
     """Of two, one has lost its groups, and its drafter is worth nothing. Both have the same door."""
     of_models = {series(name) for name in CLUSTER_SERIES} | {workers("ready")}
@@ -252,6 +273,12 @@ def test_an_operator_can_look_it_up(alert: Alert) -> None:
     assert section is not None, f"docs/operations.md has no section {alert.name}"
     assert len(section[1].split()) > 15
     assert f"#{alert.name.lower()}\n" in rules_yaml()
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_what_it_says_has_no_braces_but_those_of_templates(alert: Alert) -> None:
+    for text in (alert.summary, alert.description):
+        assert not re.search(r"[{}]", re.sub(r"\{\{ [^{}]* \}\}", "", text))
 
 
 def test_links_go_where_the_documentation_is_published() -> None:

@@ -353,6 +353,16 @@ def test_drafters_of_blocks_are_told_apart_from_eagle(folder: Path, target: Targ
         load_drafter(folder, target.parts)
 
 
+@pytest.mark.parametrize(("kind", "lacks"), [("olmo2", "input_layernorm"), ("phi3", "q_proj")])
+def test_eagle3_of_layers_that_are_made_of_other_parts(
+    folder: Path, target: Target, kind: str, lacks: str
+) -> None:
+    config, tensors = published.eagle3()
+    published.write(folder, {**config, "model_type": kind, "pad_token_id": 0}, tensors, MODEL)
+    with pytest.raises(CheckpointError, match=f"no EAGLE-3 head .* of model type '{kind}': .*'{lacks}'"):
+        load_drafter(folder, target.parts)
+
+
 @pytest.mark.parametrize("file", ["hydra_lm_head.pt", "hydra_lm_head.safetensors"])
 def test_hydra_with_tensors_of_eagles_names_is_told_apart(folder: Path, target: Target, file: str) -> None:
     published.write(folder, *published.hydra_eagle_attention(), file)

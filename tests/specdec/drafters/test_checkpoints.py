@@ -419,6 +419,29 @@ def test_weights_take_the_dtype_asked_for(folder: Path, target: Target) -> None:
     assert not head.training
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "parallel_heads"])
+def test_rotary_tables_are_no_weights(folder: Path, target: Target, name: str) -> None:
+    """They stay as they are computed, whatever dtype the weights take."""
+    published.write(folder, *getattr(published, name)(), MODEL)
+    exact, rounded = (load_drafter(folder, target.parts, dtype) for dtype in (None, torch.bfloat16))
+    for table in ("inv_freq", "original_inv_freq"):
+        assert same(getattr(rounded.rotary, table), getattr(exact.rotary, table))
+        assert getattr(rounded.rotary, table).dtype == torch.float32
+
+
+def test_kinds_of_all_of_the_targets_layers_beside_one_layer(folder: Path, target: Target) -> None:
+    """Heads were once written so."""
+    config, tensors = published.eagle()
+    kinds = ["sliding_attention", *["full_attention"] * 3]
+    config |= {"model_type": "qwen3", "layer_types": kinds, "use_sliding_window": True, "sliding_window": 7}
+    tensors |= {f"layers.0.self_attn.{name}_norm.weight": torch.ones(published.HEAD_DIM) for name in "qk"}
+    published.write(folder, config, tensors, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle)
+    assert head.config.layer_types == ["sliding_attention"]
+    assert [layer.sliding_window for layer in head.attention_layers] == [7]
+
+
 def test_formats_are_told_apart_by_their_tensors(folder: Path, target: Target) -> None:
     found = {}
     for name, content, file in (

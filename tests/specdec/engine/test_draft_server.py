@@ -14,6 +14,7 @@ from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_server import DraftServer
+from specdec.engine.draft_shares import DraftShareConfig
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel
 from specdec.kv.selection import KvSelectionConfig
@@ -48,10 +49,12 @@ def draft_model(runner: ToyRunner | None = None) -> DraftModelProposer:
 class Bench:
     """A draft server, and coordinators played by the test."""
 
-    def __init__(self, proposer: Proposer, num_coordinators: int = 2) -> None:
+    def __init__(
+        self, proposer: Proposer, num_coordinators: int = 2, shares: DraftShareConfig | None = None
+    ) -> None:
         self.network = MemoryNetwork(seed=0, clock=ManualClock())
         channel = self.network.open(PeerId("draft"))
-        self.server = DraftServer(channel, proposer, clock=self.network.clock)
+        self.server = DraftServer(channel, proposer, shares=shares, clock=self.network.clock)
         self.channels = [self.network.open(PeerId(f"c{index}")) for index in range(num_coordinators)]
         channel.admit([one.address for one in self.channels])
         for one in self.channels:
@@ -205,6 +208,23 @@ def test_a_sequence_that_is_not_known_is_asked_for() -> None:
     ((answer,), _) = bench.serve()
     assert answer.needs_start
     assert answer.branches == ()
+
+
+def test_who_waits_for_a_sequence_that_gives_way_is_told_so() -> None:
+    """A whole round waits for each of its drafts: up to its deadline for one that nobody will make."""
+    bench = Bench(draft_model(), shares=DraftShareConfig(max_sequences=3))
+    asked = entry("a")
+    bench.send(0, asked, entry("b"), entry("c"))
+    bench.network.run_for(0.01)
+    bench.send(1, entry("other"))
+    first, second = bench.serve()
+    assert {answer.request_id: answer.is_full for answer in first} == {"a": True, "b": False, "c": False}
+    (refused,) = [answer for answer in first if answer.is_full]
+    assert (refused.committed_len, refused.prefix_hash) == (asked.committed_len, asked.prefix_hash)
+    assert refused.token_ids == ()
+    assert [answer.token_ids != () for answer in second] == [True]
+    assert bench.server.counters["displaced_sequences"] == 1
+    assert bench.server.num_sequences == 3
 
 
 def test_only_the_newest_wish_of_a_sequence_is_granted() -> None:

@@ -82,6 +82,19 @@ def test_every_method_learns_and_writes_what_loads(
     assert sum(parameter.numel() for parameter in drafter.parameters()) == report["parameters"]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_acceptance_is_measured_in_mixed_precision(
+    method: Method, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    """The target is in bfloat16 where it stays as it is, the drafter in float32."""
+    recipe = DrafterRecipe(method=method, **(TINY | {"steps": 1}))
+    report = train_drafter(recipe, options(target_folder, texts, tmp_path, dtype="bfloat16"))
+    for temperature in ("0.0", "0.7"):
+        reached = report["acceptance"][temperature]["reached"]
+        assert len(reached) == 3
+        assert reached == sorted(reached, reverse=True)
+
+
 def test_an_interrupted_run_ends_with_the_same_weights(
     target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:

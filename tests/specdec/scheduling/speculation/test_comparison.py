@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from specdec.scheduling.speculation.comparison import Comparison
 from specdec.scheduling.speculation.goodput import Kind, Option
@@ -24,6 +25,31 @@ def test_why_what_is_done_is_done() -> None:
     slower = compared("plain", {"plain": 1.0, "lockstep": 2.0}, {"lockstep": 0.5})
     assert slower.reason == "measured_slower"
     assert slower.in_doubt() == (slower.options["lockstep"], False)
+
+
+def asking(compared: Comparison, *asked: int) -> Comparison:
+    """The same where requests ask for so many draft tokens, and other options draft 4 for everyone."""
+    options = {
+        kind: option._replace(num_draft_tokens=np.array(asked if kind == "plain" else [4] * len(asked)))
+        for kind, option in compared.options.items()
+    }
+    return replace(compared, options=options)
+
+
+@pytest.mark.parametrize("kind", ["plain", "lockstep"])
+def test_what_requests_ask_for_is_a_reason_of_its_own(kind: Kind) -> None:
+    """Whatever it brings, and whichever of two names it goes by."""
+    alike = asking(compared(kind, {"plain": 2.0, "lockstep": 2.0}, {}), 4, 4)
+    assert alike.reason == "requested"
+
+
+def test_drafting_for_others_too_has_its_own_reason() -> None:
+    off = asking(compared("plain", {"plain": 2.0, "lockstep": 1.0}, {}), 4, 0)
+    assert off.reason == "requested"
+    assert off.in_doubt() == (off.options["lockstep"], True)
+    assert replace(off, has_choice=False).in_doubt() == (None, False), "all others have a k of 0"
+    assert asking(compared("lockstep", {"plain": 1.0, "lockstep": 2.0}, {}), 4, 0).reason == "gain"
+    assert asking(compared("plain", {"plain": 2.0, "lockstep": 1.0}, {}), 0, 0).reason == "no_gain"
 
 
 def test_a_kind_that_is_not_there_is_plain_meanwhile() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from specdec.scheduling.speculation.cost import CostModel
@@ -35,15 +33,25 @@ def test_bounds_and_wishes_of_a_batch() -> None:
     batch = foresight_of().batch_of(requests())
     assert batch.caps.tolist() == [5, 3]
     assert batch.requested.tolist() == [8, -1]
-    assert (batch.context_tokens, batch.itl_s) == (400.0, 0.02)
+    assert (batch.context_tokens, batch.itl_s) == (400.0, (0.02,))
     assert batch.drafters is None
-    assert foresight_of().batch_of([fake_request("c", 50)]).itl_s == math.inf
+    assert foresight_of().batch_of([fake_request("c", 50)]).itl_s == ()
+
+
+def test_every_target_of_a_batch_counts_once() -> None:
+    sequences = [fake_request(name, 100) for name in "abcd"]
+    for one, itl_s in zip(sequences, (0.03, None, 0.001, 0.03), strict=True):
+        one.itl_s = itl_s
+    batch = foresight_of().batch_of(sequences)
+    assert batch.itl_s == batch.part(0, 2).itl_s == (0.001, 0.03), "a stream waits for both cohorts"
 
 
 def test_cohorts_are_asked_apart() -> None:
     foresight = foresight_of()
     sequences = [fake_request(str(number), 100) for number in range(4)]
-    found = foresight.by_cohort(foresight.batch_of(sequences), 1, {})
+    batch = foresight.batch_of(sequences)
+    plain_s = foresight.evaluate(batch, {}).plain_s
+    found = foresight.by_cohort(batch, 1, {}, plain_s)
     assert found is not None
     chosen = found.num_draft_tokens
     assert chosen.shape == (4,)
@@ -51,10 +59,25 @@ def test_cohorts_are_asked_apart() -> None:
     # What is expected is what is chosen, of both: nobody else's tokens, nobody else's rows.
     assert 4.0 < found.tokens <= 4.0 + chosen.sum()
     alone = [
-        foresight.by_cohort(foresight.batch_of(sequences[:2]), 1, {}),
-        foresight.evaluate(foresight.batch_of(sequences), {}).ping_pong(),
+        foresight.by_cohort(foresight.batch_of(sequences[:2]), 1, {}, plain_s),
+        foresight.evaluate(batch, {}).ping_pong(),
     ]
     assert alone[0] is not None
     assert alone[1] is not None
     assert found.round_s == pytest.approx(alone[1].round_s, rel=0.5)
     assert found.round_s > alone[0].round_s
+
+
+def test_cohorts_are_not_bound_by_what_a_round_of_all_cannot_keep() -> None:
+    foresight = foresight_of()
+    sequences = [fake_request(str(number), 20_000) for number in range(4)]
+    free = foresight.batch_of(sequences)
+    half_s, whole_s = (foresight.evaluate(one, {}).plain_s for one in (free.part(0, 2), free))
+    assert half_s < whole_s
+    sequences[0].itl_s = 0.5 * (half_s + whole_s)
+    bound = foresight.batch_of(sequences)
+    expected, found = (foresight.by_cohort(one, 2, {}, whole_s) for one in (free, bound))
+    assert expected is not None
+    assert found is not None
+    assert found.num_draft_tokens.tolist() == expected.num_draft_tokens.tolist()
+    assert foresight.by_cohort(bound, 2, {}, half_s) is None, "control: as if a cohort was all"

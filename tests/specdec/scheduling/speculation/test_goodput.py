@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +30,7 @@ def batch_of(
     requested: Sequence[int] | None = None,
     present: float = 1.0,
     context: int = 500,
-    itl_s: float = math.inf,
+    itl_s: Sequence[float] = (),
     contexts: Sequence[int] | None = None,
     draft_contexts: Sequence[int] | None = None,
 ) -> Batch:
@@ -42,7 +41,7 @@ def batch_of(
         caps=np.array([depth] * number if caps is None else caps),
         requested=np.array([-1] * number if requested is None else requested),
         context_tokens=float(number * context if contexts is None else sum(contexts)),
-        itl_s=itl_s,
+        itl_s=tuple(itl_s),
         contexts=None if contexts is None else np.array(contexts, dtype=np.float64),
         draft_contexts=None if draft_contexts is None else np.array(draft_contexts, dtype=np.float64),
     )
@@ -290,10 +289,10 @@ def test_a_latency_target_bounds_rounds() -> None:
     unbound = free.lockstep()
     assert unbound is not None
     limit = 0.5 * (free.plain.round_s + unbound.round_s)
-    bound = evaluate(batch_of([[0.95] * 8] * 4, itl_s=limit), "expensive")
+    bound = evaluate(batch_of([[0.95] * 8] * 4, itl_s=[limit]), "expensive")
     for option in options_of(bound):
         assert option.round_s <= limit
-    tight = evaluate(batch_of([[0.95] * 8] * 4, itl_s=1.001 * free.plain.round_s), "expensive")
+    tight = evaluate(batch_of([[0.95] * 8] * 4, itl_s=[1.001 * free.plain.round_s]), "expensive")
     assert [option.kind for option in options_of(tight)] == ["plain"]
 
 
@@ -303,7 +302,7 @@ def test_a_latency_target_bounds_what_rounds_really_take() -> None:
     unbound = free.lockstep()
     assert unbound is not None
     limit = 0.25 * free.plain.round_s + 0.75 * unbound.round_s
-    batch = batch_of([[0.95] * 8] * 4, itl_s=limit)
+    batch = batch_of([[0.95] * 8] * 4, itl_s=[limit])
 
     def bound(**factors: float) -> dict[str, Option]:
         evaluation = Evaluation(batch, costs_of("cpu"), OVERHEADS, max_rows=640, time_factors=factors)  # type: ignore[arg-type]
@@ -319,11 +318,67 @@ def test_a_latency_target_bounds_what_rounds_really_take() -> None:
 
 def test_a_latency_target_that_no_round_can_keep_is_left_to_goodput() -> None:
     free = evaluate(batch_of([[0.95] * 8] * 4), "expensive")
-    hopeless = evaluate(batch_of([[0.95] * 8] * 4, itl_s=0.5 * free.plain.round_s), "expensive").lockstep()
+    hopeless = evaluate(batch_of([[0.95] * 8] * 4, itl_s=[0.5 * free.plain.round_s]), "expensive").lockstep()
     unbound = free.lockstep()
     assert hopeless is not None
     assert unbound is not None
     assert hopeless.num_draft_tokens.tolist() == unbound.num_draft_tokens.tolist()
+
+
+def test_a_latency_target_that_no_round_can_keep_leaves_the_others_theirs() -> None:
+    accepted = [[0.95] * 8] * 4
+    free = evaluate(batch_of(accepted), "expensive")
+    unbound = free.lockstep()
+    assert unbound is not None
+    limit = 0.5 * (free.plain.round_s + unbound.round_s)
+    targets = (0.5 * free.plain.round_s, limit, 2.0 * unbound.round_s)
+    alone, among_others = (
+        {one.kind: one for one in options_of(evaluate(batch_of(accepted, itl_s=bounds), "expensive"))}
+        for bounds in ([limit], targets)
+    )
+    assert among_others.keys() == alone.keys() >= {"plain", "lockstep"}
+    for kind, option in among_others.items():
+        assert option.round_s <= limit
+        assert option.num_draft_tokens.tolist() == alone[kind].num_draft_tokens.tolist()
+
+
+def test_a_latency_target_bounds_rounds_that_read_prompts() -> None:
+    """Drafts fit beside it in other rounds; rounds with prompts keep it without them."""
+    accepted = [[0.95] * 8] * 4
+    free = evaluate(batch_of(accepted), "expensive")
+    unbound = free.lockstep()
+    assert unbound is not None
+    plain_s, draft_s = free.plain.round_s, unbound.round_s - free.plain.round_s
+    limit = plain_s + 1.5 * draft_s
+
+    def options(prompts: PromptLoad, *bounds: float) -> dict[str, Option]:
+        batch = batch_of(accepted, itl_s=bounds)
+        evaluation = Evaluation(batch, costs_of("expensive"), OVERHEADS, max_rows=640, prompts=prompts)  # type: ignore[arg-type]
+        return {one.kind: one for one in options_of(evaluation)}
+
+    def lockstep_s(prompts: PromptLoad, *bounds: float) -> float:
+        return options(prompts, *bounds)["lockstep"].round_s
+
+    beside = PromptLoad(rounds_per_token=0.05, seconds=draft_s)
+    found = options(beside, limit)
+    assert found.keys() >= {"plain", "lockstep"}
+    for kind, option in found.items():
+        if option.beside_prompts_s is not None:
+            num_steps = 2 if kind == "ping_pong" else 1
+            assert option.beside_prompts_s + num_steps * beside.seconds <= limit
+    assert lockstep_s(NO_PROMPTS, limit) == unbound.round_s
+    assert lockstep_s(PromptLoad(0.0001, draft_s), limit) == unbound.round_s, "hardly ever"
+    long = PromptLoad(0.05, 3.0 * draft_s)
+    assert lockstep_s(long, limit) == unbound.round_s, "such rounds break it without drafts, too"
+    longer_limit = plain_s + 3.5 * draft_s
+    assert lockstep_s(long, limit, longer_limit) + long.seconds <= longer_limit, "but not the other one"
+
+
+def test_what_goes_without_drafts_is_known_whatever_requests_ask_for() -> None:
+    asking = evaluate(batch_of([[0.9] * 8] * 4, requested=[4] * 4))
+    free = evaluate(batch_of([[0.9] * 8] * 4))
+    assert asking.undrafted_rate == free.undrafted_rate == pytest.approx(free.plain.rate)
+    assert asking.plain.rate > 1.5 * asking.undrafted_rate
 
 
 def test_drafts_that_are_late_now_and_then_are_shorter() -> None:

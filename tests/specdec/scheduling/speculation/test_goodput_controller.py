@@ -870,6 +870,60 @@ def test_what_requests_ask_for_wins() -> None:
     assert controller.fan_out(requests[2], 3, 4) != ()
 
 
+def asking_world(costs: Costs, chance: float, asked: Sequence[int | None]) -> World:
+    """A world of requests that do not end, and ask for so many draft tokens each."""
+    world = world_of(costs, len(asked), chance=chance)
+    world._fill_up()
+    for one, num_draft_tokens in zip(world.requests, asked, strict=True):
+        one.requested_draft_tokens, one.num_to_generate = num_draft_tokens, 1_000_000
+    return world
+
+
+@pytest.mark.parametrize("modes", [("lockstep",), ("ping_pong",)])
+def test_drafting_what_all_requests_ask_for_is_speculation(modes: Sequence[OverlapMode]) -> None:
+    """It is worth what it brings over no drafts at all, not over itself."""
+    controller = controller_of(profile_of(COSTS["gpu"]), modes)
+    world = asking_world(COSTS["gpu"], 0.9, [4, 4])
+    for _ in range(40):
+        world.run_round(controller)
+    state = controller.state
+    assert (state.is_speculating, state.reason) == (True, "requested")
+    assert state.num_requests_by_k == (0, 0, 0, 0, 2)
+    assert state.goodput_on > 1.5 * state.goodput_off > 0.0
+    assert state.goodput_off == pytest.approx(2 / COSTS["gpu"].verify(2, 256, 2), rel=0.15)
+    assert dict(state.goodput_by_mode)[state.mode] > 1.5 * state.goodput_off
+    assert state.pool_worth is not None
+    assert state.pool_worth > 1.0
+
+
+def test_drafts_that_are_asked_for_without_gain_are_worth_nothing() -> None:
+    controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
+    world = asking_world(COSTS["expensive"], 0.02, [4, 4])
+    for _ in range(40):
+        world.run_round(controller)
+    state = controller.state
+    assert (state.is_speculating, state.reason) == (True, "requested")
+    assert state.goodput_on < 0.8 * state.goodput_off
+    assert state.pool_worth is not None
+    assert state.pool_worth < 1.0
+
+
+def test_where_only_some_ask_for_drafts_the_others_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for goes on meanwhile, and is told."""
+    controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
+    monkeypatch.setattr(controller, "_kind_for", lambda rates, num_sequences: "plain")
+    world = asking_world(COSTS["expensive"], 0.02, [3, 3, None, 3, 3, None])
+    reasons = set()
+    while controller.state.reason != "probing":
+        world.run_round(controller)
+        reasons.add(controller.state.reason)
+        assert world.round_number < 400
+    assert "requested" in reasons
+    state = controller.state
+    assert state.is_speculating
+    assert state.num_requests_by_k == (0, 2, 0, 4)
+
+
 def test_caps_by_batch() -> None:
     settings = ControllerSettings(max_draft_tokens=8, caps_by_batch=((1, 2, 3), (3, 64, 1)))
     assert [settings.cap_for(number) for number in (1, 2, 3, 64, 65)] == [3, 3, 1, 1, 8]

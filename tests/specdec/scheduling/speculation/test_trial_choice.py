@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.trial_choice import begin_trial, probed, tried_or_usual
 from specdec.scheduling.speculation.trials import Trials
-from tests.specdec.scheduling.speculation.test_comparison import compared
+from tests.specdec.scheduling.speculation.test_comparison import asking, compared
 
 
 def test_an_audit_leaves_drafts_out_and_a_trial_of_nothing_ends() -> None:
@@ -23,6 +25,17 @@ def test_an_audit_leaves_drafts_out_and_a_trial_of_nothing_ends() -> None:
     off = compared("plain", {"plain": 2.0, "lockstep": 1.0}, {})
     assert tried_or_usual(trials, off, None) == (off.plain, "no_gain")
     assert trials.current is None
+
+
+@pytest.mark.parametrize("kind", ["lockstep", "draft_ahead"])
+def test_drafts_that_requests_ask_for_are_not_left_out(kind: Kind) -> None:
+    """Plain rounds have them, too: they are another way to run them where drafts are made ahead."""
+    on = asking(compared(kind, {"plain": 1.9, kind: 2.0}, {}), 4, 4)
+    trials = Trials(0.5)
+    for _ in range(64):
+        trials.note_round(1.0, 0.0)
+    begin_trial(trials, on, 2, None)
+    assert trials.current == (None if kind == "lockstep" else "auditing")
 
 
 def test_probes_draft_for_the_youngest() -> None:

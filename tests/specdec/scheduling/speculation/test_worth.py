@@ -11,8 +11,7 @@ from specdec.scheduling.speculation.worth import PoolWorth
 
 
 def test_it_follows_the_ratio_of_goodputs_slowly() -> None:
-    best: Any = SimpleNamespace(kind="lockstep")
-    decision: Any = SimpleNamespace(best_drafting=best, rates={"plain": 2.0, "lockstep": 6.0})
+    decision: Any = SimpleNamespace(rates_by_mode={"lockstep": 6.0, "ping_pong": 3.0}, undrafted_rate=2.0)
     worth = PoolWorth()
     worth.note(decision, 1.0)
     assert 1.0 < worth.ratio < 1.05
@@ -26,7 +25,7 @@ def test_it_follows_the_ratio_of_goodputs_slowly() -> None:
 
 
 def test_without_anything_to_draft_with_it_goes_to_nothing() -> None:
-    decision: Any = SimpleNamespace(best_drafting=None, rates={"plain": 2.0})
+    decision: Any = SimpleNamespace(rates_by_mode={}, undrafted_rate=2.0)
     worth = PoolWorth()
     for _ in range(1200):
         worth.note(decision, 1.0)
