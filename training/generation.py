@@ -27,15 +27,19 @@ def grouped_decode_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention contract: returns ([B, T, heads, D], None).
 
     One-token steps multiply each KV head once with all its query heads; torch's CPU kernel with a mask takes
-    eight times as long. Longer inputs (the prompts) go to that kernel.
+    eight times as long. Longer inputs (the prompts) go to that kernel, unless scores are capped (``softcap``,
+    Gemma 2), which it does not do.
     """
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
+    if softcap is not None:
+        return _capped(query * scaling, key, value, attention_mask, softcap), None
     if length > 1 or attention_mask is None:
         groups = heads // kv_heads
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -48,6 +52,26 @@ def grouped_decode_attention(
     scores = torch.matmul(grouped, key.transpose(2, 3)).masked_fill(~attention_mask, float("-inf"))
     output = torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype), value)
     return output.reshape(batch, 1, heads, size), None
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention [B, T, heads, D] of scaled queries [B, heads, T, D] with scores of at most ``softcap``."""
+    batch, heads, length, size = query.shape
+    kv_heads, num_keys = key.shape[1:3]
+    if attention_mask is None:
+        whole = torch.ones((length, num_keys), dtype=torch.bool, device=query.device)
+        attention_mask = whole.tril(num_keys - length)[None, None]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, length, size)
+    scores = softcap * torch.tanh(grouped @ key[:, :, None].transpose(3, 4) / softcap)
+    scores = scores.masked_fill(~attention_mask[:, :, None], float("-inf"))
+    output = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value[:, :, None]
+    return output.reshape(batch, heads, length, size).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(_ATTENTION, grouped_decode_attention)

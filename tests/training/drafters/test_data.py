@@ -31,6 +31,8 @@ class TestTexts:
         (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
         (tmp_path / "a.txt").write_text("xyz")
         (tmp_path / "ignored.bin").write_bytes(b"\xff")
+        (tmp_path / ".venv").mkdir()
+        (tmp_path / ".venv" / "hidden.py").write_text("no")
         documents = read_documents([tmp_path], tokenizer)
         assert [tokenizer.decode(document) for document in documents] == ["xyz", "abc", "def", "[g][h]"]
 
