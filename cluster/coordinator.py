@@ -55,18 +55,15 @@ class CoordinatorReplica:
         self._has_drafters = False
         self._demand_due_s = 0.0
         keys = KeyPair.generate()
-        channel = ZmqChannel(
-            self._peer_id,
-            host=bind_host(cluster.channels),
-            keys=keys,
-            options=channel_options(cluster.channels),
-        )
+        options = channel_options(cluster.channels)
+        channel = ZmqChannel(self._peer_id, host=bind_host(cluster.channels), keys=keys, options=options)
         self._pump = ChannelPump(channel, name="front")
         self._desk = RequestDesk(
             self._pump.send,
             MonotonicClock(),
             lease_s=cluster.membership.lease_s,
             most_without_target=engine.scheduler.max_num_seqs + engine.scheduler.max_num_waiting,
+            max_message_bytes=options.max_message_bytes,
         )
         self._group = TargetGroup(engine, cluster, self._peer_id, keys)
         self._loop = EngineLoop(self._desk, self._group, channel.counters)

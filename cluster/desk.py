@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,8 +22,9 @@ from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
+from specdec.core.sampling_params import MAX_LOGPROBS
 from specdec.engine.service import SHUTTING_DOWN, TIMED_OUT
-from specdec.transport.base import Envelope, PeerId, PeerLost
+from specdec.transport.base import MAX_MESSAGE_BYTES, Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
     Admitted,
@@ -60,11 +61,20 @@ MAX_CRASHES = 2
 FAILED_REPEATEDLY = "request_failed_repeatedly"
 """Error code of a request that was in flight alone when the target, or the coordinator, was lost again."""
 
+OUTPUT_TOO_LARGE = "output_too_large"
+"""Error code of a request with an output that no message can hold."""
+
 PROBATION_OUTPUTS = 8
 """Outputs after which a request that runs alone is cleared of the suspicion."""
 
 _RELOADED_AFTER_S = 10.0
 """What who is refused is told to wait while a target is loaded: nobody knows how long that takes."""
+_HEAD_BYTES = 64
+"""Of a frame, before its outputs, and of an output's lists of log-probabilities."""
+_SCORE_BYTES = 18
+"""Log-probabilities at one position, but for the alternatives, at most: a token id, a float and two lists."""
+_ALTERNATIVE_BYTES = 15
+"""A pair of token id and log-probability, at most."""
 
 
 class StreamEngine(Protocol):
@@ -110,12 +120,15 @@ class RequestDesk:
         *,
         lease_s: float,
         most_without_target: float = math.inf,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """`send` may be called from either thread; an ingress that is silent for `lease_s` is gone.
 
         While there is no engine, whose queue has its bound, `most_without_target` streams are taken in.
+        `max_message_bytes` is the longest message that can be sent.
         """
         self._send = send
+        self._max_output_bytes = max_message_bytes - _HEAD_BYTES
         self._most_without_target = most_without_target
         self._clock = clock
         self._lease_s = lease_s
@@ -258,7 +271,11 @@ class RequestDesk:
             self._submitted.popleft()
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> bool:
-        """Send outputs on, one frame per ingress; return whether they say that the target is lost."""
+        """Send outputs on, one frame per ingress, or as many as it takes where log-probabilities are long.
+
+        Returns:
+            Whether they say that the target is lost.
+        """
         frames: dict[PeerId, list[RequestOutput]] = defaultdict(list)
         is_lost = False
         with self._lock:
@@ -269,6 +286,11 @@ class RequestDesk:
                     continue
                 stream = self._streams.get(output.request_id)
                 if stream is None or stream.epoch != output.epoch:
+                    continue
+                if self._is_too_large(output):
+                    # Sent by itself it would be lost; its door would ask for it again, and again.
+                    frames[stream.ingress].append(_failure(stream, _too_large(output), OUTPUT_TOO_LARGE))
+                    self._drop(output.request_id)
                     continue
                 stream.generated.extend(output.token_ids)
                 if stream is self._alone:
@@ -281,7 +303,8 @@ class RequestDesk:
                 frames[stream.ingress].append(output)
             # Under the lock: a Pong that no longer lists a stream must not overtake its last output.
             for ingress, its_outputs in frames.items():
-                self._send(ingress, OutputFrame(tuple(its_outputs)))
+                for part in _divided(its_outputs, self._max_output_bytes):
+                    self._send(ingress, OutputFrame(part))
         return is_lost
 
     def begin_replay(self) -> None:
@@ -399,6 +422,14 @@ class RequestDesk:
             num_continued=sum(stream.epoch > 0 for stream in self._streams.values()),
         )
 
+    def _is_too_large(self, output: RequestOutput) -> bool:
+        most_bytes = self._max_output_bytes
+        return (
+            _are_long((output,), most_bytes)
+            and _num_bytes(output) > most_bytes
+            and len(msgspec.msgpack.encode(output)) > most_bytes
+        )
+
     def _note_crash(self, output: RequestOutput, frames: dict[PeerId, list[RequestOutput]]) -> None:
         """A stream was in flight when the target was lost: it is replayed, unless it is to blame."""
         stream = self._streams.get(output.request_id)
@@ -511,4 +542,49 @@ def _failure(stream: _Stream, message: str, code: str) -> RequestOutput:
         error_code=code,
         num_prompt_tokens=len(request.prompt_token_ids),
         num_generated_tokens=len(stream.generated),
+    )
+
+
+def _too_large(output: RequestOutput) -> str:
+    num_scored = len(output.prompt_logprobs or ())
+    return (
+        f"the log-probabilities of {num_scored} prompt tokens are too long to be sent: ask for fewer "
+        f"alternatives (prompt_logprobs, or logprobs with echo), or send a shorter prompt"
+    )
+
+
+def _divided(outputs: Sequence[RequestOutput], most_bytes: int) -> Iterator[tuple[RequestOutput, ...]]:
+    """Yield the outputs of one frame after the other."""
+    if not _are_long(outputs, most_bytes):
+        yield tuple(outputs)
+        return
+    part: list[RequestOutput] = []
+    num_bytes = 0
+    for output in outputs:
+        its_bytes = _num_bytes(output)
+        if part and num_bytes + its_bytes > most_bytes:
+            yield tuple(part)
+            part, num_bytes = [], 0
+        part.append(output)
+        num_bytes += its_bytes
+    if part:
+        yield tuple(part)
+
+
+def _are_long(outputs: Iterable[RequestOutput], most_bytes: int) -> bool:
+    """Return whether log-probabilities may take half of a frame; nothing else is long."""
+    num_scores = sum(len(output.prompt_logprobs or ()) + len(output.logprobs or ()) for output in outputs)
+    return num_scores * (_SCORE_BYTES + MAX_LOGPROBS * _ALTERNATIVE_BYTES) > most_bytes // 2
+
+
+def _num_bytes(output: RequestOutput) -> int:
+    """Return how long an output is when it is encoded, or a little more."""
+    rest = msgspec.structs.replace(output, logprobs=None, prompt_logprobs=None)
+    return (
+        len(msgspec.msgpack.encode(rest))
+        + _HEAD_BYTES
+        + sum(
+            _SCORE_BYTES + _ALTERNATIVE_BYTES * len(scores.top)
+            for scores in (*(output.prompt_logprobs or ()), *(output.logprobs or ()))
+        )
     )

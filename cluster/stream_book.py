@@ -259,7 +259,7 @@ class StreamBook:
         if stream is None or stream.coordinator != sender or output.first_index < len(stream.delivered):
             self.counters["stale_frames_dropped"] += 1
         elif output.first_index > len(stream.delivered) or output.error_code == COORDINATOR_FAILED:
-            self._evict(stream)
+            self._evict_lost(stream)
         elif output.error_code == COORDINATOR_CRASHED:
             self._note_crash(stream)
         elif output.error_code == DISPLACED:
@@ -333,7 +333,7 @@ class StreamBook:
                 and stream.submitted_before <= pong.nonce
                 and active.get(request_id) != stream.epoch
             ):
-                self._evict(stream)
+                self._evict_lost(stream)
         if pong.without_target:
             self._leave(coordinator)
 
@@ -365,6 +365,12 @@ class StreamBook:
             self._finish(stream, _last_output(stream, "error", message, FAILED_REPEATEDLY))
             return
         stream.num_crashes += stream.is_in_flight
+        self._evict_lost(stream)
+
+    def _evict_lost(self, stream: _Stream) -> None:
+        """Its coordinator has lost it: once admitted, it may go where there was no room for it, too."""
+        if stream.was_admitted:
+            stream.refused_by.clear()
         self._evict(stream)
 
     def _evict(self, stream: _Stream) -> None:

@@ -37,6 +37,10 @@ _HOW = (
 logger = logging.getLogger(__name__)
 
 
+class _UnreadableFile(ConfigError):
+    """What is in the file is not known."""
+
+
 def new_api_key(
     name: str, *, max_concurrency: int | None, tokens_per_minute: int | None
 ) -> tuple[str, ApiKey]:
@@ -74,9 +78,10 @@ def read_api_keys(file: str | Path) -> tuple[ApiKey, ...]:
     """
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"http.api_keys_file: {file} cannot be read: {reason}") from None
+    except OSError as error:
+        raise _UnreadableFile(f"http.api_keys_file: {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"http.api_keys_file: {file} cannot be read: not UTF-8 text") from None
     keys: list[ApiKey] = []
     problems = []
     for number, line in enumerate(lines, 1):
@@ -142,23 +147,36 @@ class ApiKeysFile:
 
     def __init__(self, file: str | Path) -> None:
         self._file = Path(file)
-        self._seen: tuple[int, int, int] | str | None = None
+        self._seen: tuple[int, int, int, int] | None = None
+        self._unreadable: str | None = None
+        """What was said last, while the file cannot be read."""
 
     def changed(self) -> tuple[ApiKey, ...] | None:
         """Return the keys if the file is another one than at the call before, else None.
 
         Raises:
-            ConfigError: it is another one, and wrong. Said once per change.
+            ConfigError: it is another one, and wrong, or it cannot be read. Said once per change.
         """
-        try:
-            stat = os.stat(self._file)
-            seen: tuple[int, int, int] | str = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        except OSError as error:
-            seen = f"cannot be read: {error.strerror}"
-        if seen == self._seen:
+        seen = self._look()
+        if seen is not None and seen == self._seen:
             return None
         self._seen = seen
-        return read_api_keys(self._file)
+        unreadable, self._unreadable = self._unreadable, None
+        try:
+            return read_api_keys(self._file)
+        except _UnreadableFile as error:
+            # That may pass without the file looking any different: it is tried again each time.
+            self._seen, self._unreadable = None, str(error)
+            if self._unreadable == unreadable:
+                return None
+            raise
+
+    def _look(self) -> tuple[int, int, int, int] | None:
+        try:
+            stat = os.stat(self._file)
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
 
 
 async def follow_api_keys(file: str | Path, ring: KeyRing, *, interval_s: float = _FOLLOW_S) -> None:

@@ -175,8 +175,11 @@ def _mixtral() -> PretrainedConfig:
 
 
 def _qwen2_moe() -> PretrainedConfig:
+    # transformers has the window of these layers in their masks alone.
     return transformers.Qwen2MoeConfig(
         **_COMMON,
+        use_sliding_window=True,
+        sliding_window=12,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,

@@ -99,10 +99,12 @@ class BatchRunner:
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
             else:
-                if response.status_code not in _TRANSIENT:
+                is_routed = _is_routed(response)
+                if is_routed and response.status_code not in _TRANSIENT:
                     self._num_answered += 1
                     return self._result(item, response)
-                reason = f"status {response.status_code}"
+                hint = "" if is_routed else ", not from the server itself; is the URL right?"
+                reason = f"status {response.status_code}{hint}"
                 wait_s = _retry_after_s(response) or next_wait_s
             if self._num_answered > num_answered:  # the server is there: others got the room
                 num_answered, waited_s = self._num_answered, 0.0
@@ -157,6 +159,20 @@ def _unanswered(item: NumberedRequest, code: str, reason: str) -> BatchResult:
 
 def _id(item: NumberedRequest) -> str:
     return f"batch_req_{item.number}"
+
+
+def _is_routed(response: httpx.Response) -> bool:
+    """Whether the server itself has answered.
+
+    Ray's proxy answers in its place, 404 in plain text, while it has no route to it: as long as it restarts.
+    """
+    if response.status_code != httpx.codes.NOT_FOUND:
+        return True
+    try:
+        body = from_json(response.content)
+    except ValueError:
+        return False
+    return isinstance(body, dict) and "error" in body
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:

@@ -15,7 +15,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from cluster.desk import FAILED_REPEATEDLY
+from cluster.desk import FAILED_REPEATEDLY, OUTPUT_TOO_LARGE
 from specdec.core.errors import (
     CapacityError,
     InputError,
@@ -34,7 +34,7 @@ _MAX_SHOWN_INPUT = 80
 _MAX_SHOWN_PARAM = 200
 _MAX_MESSAGE = 2000
 """Characters. Names of fields and models are the client's, and may be as long as a body."""
-_ASKED_FOR_TOO_MUCH = frozenset({"no_token_allowed", GRAMMAR_FAILED, INVALID_GRAMMAR})
+_ASKED_FOR_TOO_MUCH = frozenset({"no_token_allowed", GRAMMAR_FAILED, INVALID_GRAMMAR, OUTPUT_TOO_LARGE})
 """Codes of failures that lie in what the client asked for, though they show only on the way."""
 _WORDS = {"model_type": "must be a JSON object", "dict_type": "must be a JSON object"}
 """Where pydantic's own words are about Python."""

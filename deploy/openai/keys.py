@@ -16,7 +16,7 @@ from typing import Protocol, Self
 from deploy.openai.errors import ApiError
 from deploy.openai.metrics import DoorMetrics
 from specdec.core.clock import Clock, MonotonicClock
-from specdec.core.errors import CapacityError
+from specdec.core.errors import CapacityError, InputError, NotReadyError
 
 _SECONDS_OF_RATE = 60.0
 _FIRST_GUESS_S = 1.0
@@ -25,6 +25,8 @@ _WEIGHT_OF_NEW = 0.2
 _MAX_RETRY_AFTER_S = 60.0
 _ROUNDING = 1e-6
 """Tokens."""
+_REFUSALS = (CapacityError, NotReadyError, InputError)
+"""What a request fails with that is not begun."""
 
 
 def digest_api_key(key: str) -> bytes:
@@ -97,10 +99,16 @@ class _Meter:
         self._drain(tokens_per_minute)
         self._num_used += num_tokens
 
-    def ended(self, num_choices: int, seconds: float) -> None:
-        """Count the end of a request."""
+    def give_back(self, num_tokens: int, tokens_per_minute: int) -> None:
+        """Count tokens no more that were not used after all."""
+        self._drain(tokens_per_minute)
+        self._num_used = max(0.0, self._num_used - num_tokens)
+
+    def ended(self, num_choices: int, seconds: float | None) -> None:
+        """Count the end of a request; None: it was refused, which says nothing of how long one takes."""
         self.num_running -= num_choices
-        self._mean_choice_s += _WEIGHT_OF_NEW * (seconds - self._mean_choice_s)
+        if seconds is not None:
+            self._mean_choice_s += _WEIGHT_OF_NEW * (seconds - self._mean_choice_s)
 
     def _drain(self, tokens_per_minute: int) -> None:
         now_s = self._clock.now_s()
@@ -167,6 +175,8 @@ class _KeyUsage(Usage):
         self._num_tokens = metrics.api_key_tokens.labels(key.name)
         self._clock = clock
         self._start_s = 0.0
+        self._is_prompt_counted = False
+        """In the metric, which cannot give it back: once it is clear that the request is not refused."""
 
     def __enter__(self) -> Self:
         """Take a place."""
@@ -174,20 +184,36 @@ class _KeyUsage(Usage):
         self._check_rate()
         self._start_s = self._clock.now_s()
         self._meter.num_running += self._num_choices
-        self.charge(self._num_prompt_tokens)
+        self._use(self._num_prompt_tokens)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the place back."""
+        """Give the place back; of a request that was refused, the tokens of its prompt, too."""
+        if isinstance(error, _REFUSALS) and not self._is_prompt_counted:
+            self._meter.ended(self._num_choices, None)
+            if self._key.tokens_per_minute is not None:
+                self._meter.give_back(self._num_prompt_tokens, self._key.tokens_per_minute)
+            return
         self._meter.ended(self._num_choices, self._clock.now_s() - self._start_s)
+        self._count_prompt()
 
     def charge(self, num_tokens: int) -> None:
-        """Count tokens."""
-        self._num_tokens.inc(num_tokens)
+        """Count generated tokens."""
+        if num_tokens:
+            self._count_prompt()
+            self._num_tokens.inc(num_tokens)
+            self._use(num_tokens)
+
+    def _use(self, num_tokens: int) -> None:
         if self._key.tokens_per_minute is not None:
             self._meter.use(num_tokens, self._key.tokens_per_minute)
+
+    def _count_prompt(self) -> None:
+        if not self._is_prompt_counted:
+            self._is_prompt_counted = True
+            self._num_tokens.inc(self._num_prompt_tokens)
 
     def _check_concurrency(self) -> None:
         limit = self._key.max_concurrency

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from deploy.openai.bodies import (
@@ -19,15 +20,41 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
 
+class TextCursor:
+    """Says where tokens begin in a text, one behind the other; what does not show there takes no room."""
+
+    def __init__(self, tokenizer: DoorTokenizer, text: str = "", offset: int = 0) -> None:
+        """Begin at an offset. Special tokens show where `text` has their names (a prompt that names them)."""
+        self._tokenizer = tokenizer
+        self._text = text
+        self._offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def advance(self, token_id: int) -> int:
+        """Return the offset of the next token, and go on behind the characters that it completes."""
+        offset, token = self._offset, self._tokenizer.token_text(token_id)
+        if token_id not in self._tokenizer.special_ids:
+            shown = self._decoder.decode(bytes(token.data))
+            # SentencePiece puts a space before a prompt, which its text lacks.
+            is_put_before = offset == 0 and shown.startswith(" ") and self._text[:1] not in ("", " ")
+            self._offset += len(shown) - is_put_before
+        elif self._text.startswith(token.text, offset):
+            self._offset += len(token.text)
+        return offset
+
+
 def completion_logprobs(
-    positions: Sequence[TokenLogprobs], tokenizer: DoorTokenizer, text_offset: int, num_top: int | None = None
+    positions: Sequence[TokenLogprobs],
+    tokenizer: DoorTokenizer,
+    cursor: TextCursor,
+    num_top: int | None = None,
 ) -> CompletionLogprobs:
     """Return the parallel lists of /v1/completions.
 
     Args:
         positions: one per token.
         tokenizer: says what tokens look like.
-        text_offset: that of the first token.
+        cursor: stands at the first token; it is moved behind the last one.
         num_top: most alternatives to show; None: all there are.
     """
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
@@ -39,8 +66,7 @@ def completion_logprobs(
         listed = position.top[:num_top]
         top = {tokenizer.token_text(token_id).text: _finite(logprob) for token_id, logprob in listed}
         shaped.top_logprobs.append(top | {token: _finite(position.logprob)})
-        shaped.text_offset.append(text_offset)
-        text_offset += len(token)
+        shaped.text_offset.append(cursor.advance(position.token_id))
     return shaped
 
 
@@ -48,16 +74,21 @@ def echoed_logprobs(
     prompt_token_ids: Sequence[int],
     positions: Sequence[TokenLogprobs],
     tokenizer: DoorTokenizer,
+    text: str,
     num_top: int,
 ) -> CompletionLogprobs:
-    """Return the lists for an echoed prompt; `positions` are those of its second token and all behind it."""
-    first = tokenizer.token_text(prompt_token_ids[0]).text
-    shaped = completion_logprobs(positions, tokenizer, len(first), num_top)
-    shaped.tokens.insert(0, first)
-    shaped.token_logprobs.insert(0, None)
-    shaped.top_logprobs.insert(0, None)
-    shaped.text_offset.insert(0, 0)
-    return shaped
+    """Return the lists for a prompt that is echoed as `text`.
+
+    `positions` are those of its second token and all behind it.
+    """
+    cursor = TextCursor(tokenizer, text)
+    first = CompletionLogprobs(
+        tokens=[tokenizer.token_text(prompt_token_ids[0]).text],
+        token_logprobs=[None],
+        top_logprobs=[None],
+        text_offset=[cursor.advance(prompt_token_ids[0])],
+    )
+    return joined(first, completion_logprobs(positions, tokenizer, cursor, num_top))
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

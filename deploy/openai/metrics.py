@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from cluster.desk import FAILED_REPEATEDLY
+from cluster.desk import FAILED_REPEATEDLY, OUTPUT_TOO_LARGE
 from cluster.series import CLUSTER_SERIES
 from specdec.core.outputs import RequestOutput, RequestStats
 from specdec.core.series import as_label, name_of
@@ -49,6 +49,7 @@ STREAM_FAILURES = (
     "non_finite_logits",
     "replay_failed",
     FAILED_REPEATEDLY,
+    OUTPUT_TOO_LARGE,
     TIMED_OUT,
     SHUTTING_DOWN,
     "unavailable",

@@ -24,6 +24,8 @@ SLOW_READER = "slow_reader"
 _RETRY_AFTER_S = 1.0
 _GRACE_S = 0.5
 """The engine ends a request whose time is up and says how far it came; this long the door waits for that."""
+_MAX_TURNS = 20
+"""Of the event loop, in which a reader that waits for nobody is back, also from the first delivery."""
 
 
 class ChoiceOutputs:
@@ -141,7 +143,7 @@ class ChoiceOutputs:
             async for output in outputs:
                 timer.observe(output)
                 self._usage.charge(len(output.token_ids))
-                if self._queue.qsize() >= self._max_unread:
+                if self._queue.qsize() >= self._max_unread and not await self._makes_room():
                     self._put(self._not_read(), is_last=True)
                     return
                 is_finished = output.finish_reason is not None
@@ -160,6 +162,17 @@ class ChoiceOutputs:
             if not is_finished:
                 self._metrics.aborted.inc()
                 await self._service.abort(request.request_id)
+
+    async def _makes_room(self) -> bool:
+        """Whether the reader takes something, once it has its turn.
+
+        After a stall, more than may wait is there at once, and it has had no turn to take any of it.
+        """
+        for _ in range(_MAX_TURNS):
+            await asyncio.sleep(0)
+            if self._queue.qsize() < self._max_unread:
+                return True
+        return False
 
     def _not_read(self) -> RequestFailed:
         self._metrics.slow_readers.inc()

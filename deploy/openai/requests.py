@@ -326,6 +326,10 @@ def _requests(
         class_name = OTHER_CLASS
     slo = None if body.slo is None else LatencyTarget(ttft_ms=body.slo.ttft_ms, itl_ms=body.slo.itl_ms)
     speculation = body.speculation
+    # A prompt is scored for its first choice. In a stream each choice echoes with the scores of its own:
+    # none waits for another. (Without tokens to generate there is nothing to do but to score.)
+    is_scored_once = not body.stream and params.max_tokens != 0
+    unscored = msgspec.structs.replace(params, prompt_logprobs=None) if is_scored_once else params
     requests: list[Request] = []
     for prompt_index, prompt in enumerate(prompts):
         # With a seed a prompt gives the same tokens alone and in a list; without one, each prompt its own.
@@ -335,7 +339,7 @@ def _requests(
                 Request(
                     request_id=RequestId(f"{identity.response_id}-{len(requests)}"),
                     prompt_token_ids=prompt,
-                    params=params,
+                    params=params if choice == 0 else unscored,
                     seed=choice_seed(seed, choice),
                     epoch=Epoch(0),
                     num_draft_tokens=None if speculation is None else speculation.num_speculative_tokens,

@@ -30,6 +30,7 @@ from deploy.openai.bodies import (
     Usage,
 )
 from deploy.openai.logprobs import (
+    TextCursor,
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
@@ -141,7 +142,7 @@ def complete_body(prepared: PreparedRequest, results: list[ChoiceResult], tokeni
             ],
             usage=usage,
             metrics=metrics,
-            prompt_logprobs=_prompt_logprobs(prepared, results[0], tokenizer),
+            prompt_logprobs=_prompt_logprobs(prepared, results[0].prompt_logprobs, tokenizer),
         )
     else:
         response = CompletionResponse(
@@ -151,7 +152,7 @@ def complete_body(prepared: PreparedRequest, results: list[ChoiceResult], tokeni
             system_fingerprint=prepared.system_fingerprint,
             lossy=prepared.lossy,
             choices=[
-                _completion_choice(prepared, index, stream, results[stream], tokenizer)
+                _completion_choice(prepared, index, stream, results, tokenizer)
                 for index, stream in enumerate(_chosen(prepared, results))
             ],
             usage=usage,
@@ -169,12 +170,20 @@ def _chosen(prepared: PreparedRequest, results: list[ChoiceResult]) -> Iterator[
 
 
 def _completion_choice(
-    prepared: PreparedRequest, index: int, stream: int, result: ChoiceResult, tokenizer: DoorTokenizer
+    prepared: PreparedRequest,
+    index: int,
+    stream: int,
+    results: Sequence[ChoiceResult],
+    tokenizer: DoorTokenizer,
 ) -> CompletionChoice:
     wants_ids = prepared.body.return_token_ids
+    result = results[stream]
+    # Those of a prompt are with its first choice (see `requests`).
+    prompt = results[stream - stream % prepared.body.num_streams].prompt_logprobs
     logprobs = None
     if prepared.body.num_logprobs is not None:
-        logprobs = _text_logprobs(prepared, stream, result.prompt_logprobs, result.logprobs, tokenizer)
+        cursor = TextCursor(tokenizer, offset=len(prepared.prompt_text(stream)))
+        logprobs = _text_logprobs(prepared, stream, prompt, result.logprobs, tokenizer, cursor)
     return CompletionChoice(
         index=index,
         text=prepared.prompt_text(stream) + result.text,
@@ -183,7 +192,7 @@ def _completion_choice(
         stop_reason=result.stop_reason,
         token_ids=tuple(result.token_ids) if wants_ids else UNSET,
         prompt_token_ids=prepared.requests[stream].prompt_token_ids if wants_ids else UNSET,
-        prompt_logprobs=_prompt_logprobs(prepared, result, tokenizer),
+        prompt_logprobs=_prompt_logprobs(prepared, prompt, tokenizer),
     )
 
 
@@ -193,21 +202,27 @@ def _text_logprobs(
     prompt: Sequence[TokenLogprobs],
     generated: Sequence[TokenLogprobs],
     tokenizer: DoorTokenizer,
+    cursor: TextCursor,
 ) -> CompletionLogprobs:
-    """Return what the beginning of a text is made of, the prompt included where it is echoed."""
+    """Return what the beginning of a text is made of, the prompt included where it is echoed.
+
+    `cursor` stands at the first generated token.
+    """
     num_top = prepared.body.num_logprobs or 0
+    shaped = completion_logprobs(generated, tokenizer, cursor)
     if not prepared.prompt_texts:
-        return completion_logprobs(generated, tokenizer, 0)
+        return shaped
     token_ids = prepared.requests[stream].prompt_token_ids
-    echoed = echoed_logprobs(token_ids, prompt, tokenizer, num_top)
-    return joined(echoed, completion_logprobs(generated, tokenizer, sum(map(len, echoed.tokens))))
+    return joined(
+        echoed_logprobs(token_ids, prompt, tokenizer, prepared.prompt_text(stream), num_top), shaped
+    )
 
 
 def _prompt_logprobs(
-    prepared: PreparedRequest, result: ChoiceResult, tokenizer: DoorTokenizer
+    prepared: PreparedRequest, positions: Sequence[TokenLogprobs], tokenizer: DoorTokenizer
 ) -> PromptLogprobs | UnsetType:
     num_top = prepared.body.prompt_logprobs
-    return UNSET if num_top is None else prompt_logprobs(result.prompt_logprobs, tokenizer, num_top)
+    return UNSET if num_top is None else prompt_logprobs(positions, tokenizer, num_top)
 
 
 def _chat_choice(
@@ -257,7 +272,10 @@ class CompletionChunks:
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._wants_ids = prepared.body.return_token_ids
-        self._text_offsets = [0] * len(prepared.requests)
+        self._cursors = [
+            TextCursor(tokenizer, offset=len(prepared.prompt_text(index)))
+            for index in range(len(prepared.requests))
+        ]
         self._unechoed = set(range(len(prepared.requests))) if prepared.prompt_texts else set()
 
     def opening(self, index: int) -> bytes | None:
@@ -266,13 +284,13 @@ class CompletionChunks:
 
     def skip(self, index: int, token_ids: Sequence[int], text: str, *, is_complete: bool) -> None:
         """Go on as if these tokens had been delivered by `pieces`."""
-        is_echo = index in self._unechoed
+        has_logprobs = self._prepared.body.num_logprobs is not None
+        if not (text or self._wants_ids or has_logprobs):
+            return  # there was nothing to see yet: the prompt is still to be echoed
         self._unechoed.discard(index)
-        if self._prepared.body.num_logprobs is not None:
-            echoed = self._prepared.requests[index].prompt_token_ids if is_echo else ()
-            self._text_offsets[index] += sum(
-                len(self._tokenizer.token_text(token_id).text) for token_id in (*echoed, *token_ids)
-            )
+        if has_logprobs:
+            for token_id in token_ids:
+                self._cursors[index].advance(token_id)
 
     def pieces(self, index: int, output: RequestOutput) -> list[bytes]:
         """Return the chunks that deliver one output: one, or none when there is nothing to see yet."""
@@ -285,12 +303,15 @@ class CompletionChunks:
         logprobs = None
         if is_echo and self._prepared.body.num_logprobs is not None:
             logprobs = _text_logprobs(
-                self._prepared, index, output.prompt_logprobs or (), output.logprobs or (), self._tokenizer
+                self._prepared,
+                index,
+                output.prompt_logprobs or (),
+                output.logprobs or (),
+                self._tokenizer,
+                self._cursors[index],
             )
         elif output.logprobs:
-            logprobs = completion_logprobs(output.logprobs, self._tokenizer, self._text_offsets[index])
-        if logprobs is not None:
-            self._text_offsets[index] += sum(map(len, logprobs.tokens))
+            logprobs = completion_logprobs(output.logprobs, self._tokenizer, self._cursors[index])
         choice = CompletionChoice(
             index=index,
             text=(self._prepared.prompt_text(index) if is_echo else "") + output.text,

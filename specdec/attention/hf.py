@@ -33,6 +33,16 @@ class _Attends(Protocol):
     ) -> torch.Tensor: ...
 
 
+def _window_of_mask(module: torch.nn.Module, layer_idx: int) -> int | None:
+    """Return the window of a layer that has it in its mask alone (Qwen 2 MoE): there are no masks here."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or layer_idx >= len(kinds) or kinds[layer_idx] != "sliding_attention":
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -67,6 +77,8 @@ def paged_attention(
         [1, T, H, D], contiguous (models view it as [1, T, H * D]), and no attention weights.
     """
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    if sliding_window is None:
+        sliding_window = _window_of_mask(module, layer_idx)
     if paged is None:
         raise UnsupportedAttention(f"layer {layer_idx} is not handed the keywords of the model's forward")
     if isinstance(paged, AttentionProbe):

@@ -283,8 +283,8 @@ class KvSelectionConfig(StrictConfig):
     """full: everything; streaming: the first tokens and a window of the last ones; snapkv and verified: the
     first tokens, a small window, and the blocks to which the latest tokens attend most. snapkv scores blocks
     now and then, over the last tokens before that; verified keeps a running mean of what verification
-    sees. Both need `method: self`: a draft model, or heads with K/V of their own, drop what they do not
-    attend to."""
+    sees. Both need a target that drafts for itself (self, layerskip, quantized): a draft model, or heads with
+    K/V of their own, drop what they do not attend to."""
     budget: Annotated[BudgetAmount | tuple[BudgetAmount, ...], WithJsonSchema(_BUDGET_SCHEMA)] = 0.05
     """Tokens that a draft attends to. An integer: tokens; a number below 1 (write 0.05 or "5%"): share of the
     sequence's length, at least `floor`. A list of these: the goodput controller picks one for each request,

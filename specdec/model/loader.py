@@ -608,7 +608,9 @@ def _quiet_transformers() -> Iterator[None]:
 def _eos_token_ids(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tuple[int, ...]:
     """Sorted ids that end a text, from generation_config.json and config.json."""
     found: set[int] = set()
-    sources: list[tuple[str, Any]] = [("config.json", hf_config.get_text_config().eos_token_id)]
+    # A model of text and images may say at the top alone what ends a turn (Gemma 3).
+    configs: tuple[Any, ...] = (hf_config, hf_config.get_text_config())
+    sources = [("config.json", getattr(config, "eos_token_id", None)) for config in configs]
     generation_file = checkpoint.path / "generation_config.json"
     if generation_file.is_file():
         try:

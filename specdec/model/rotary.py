@@ -30,6 +30,9 @@ from specdec.core.kv_variants import KvVariants
 from specdec.model.batch import PositionShift
 from specdec.model.stated_positions import StatedPositions, stated_positions
 
+_AGREED = 1e-2
+"""Of cosines and sines: roundings of bf16 are less, other factors and other pairs much more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryRule:
@@ -80,15 +83,40 @@ def _stated(config: PretrainedConfig) -> StatedPositions:
 
 
 def install(model: PreTrainedModel, rule: RotaryRule) -> bool:
-    """Let a loaded model's rotary embedding follow `rule`; return whether it has one that can."""
+    """Let a loaded model's rotary embedding follow `rule`; return whether it has one that can.
+
+    One that says something else than what takes its place, at lengths of either kind, cannot: its pairs may
+    lie side by side, or its numbers have factors of their own.
+    """
     found = False
     for module in model.modules():
         anything: Any = module
         if getattr(anything, "rope_type", None) == rule.kind and hasattr(anything, "inv_freq"):
             rows = _LongRows(anything, rule) if rule.kind == "longrope" else _DynamicRows(anything, rule)
-            anything.forward = _forward(anything, rows, rule.stride)
+            x = torch.zeros(1, dtype=model.dtype, device=anything.inv_freq.device)
+            own_dtype = anything.forward(x, torch.zeros((1, 1), dtype=torch.long, device=x.device))[0].dtype
+            dtype = None if own_dtype == x.dtype else own_dtype
+            forward = _forward(anything, rows, rule.stride, dtype)
+            if not _agree(anything.forward, forward, rule, x):
+                return False
+            anything.forward = forward
             found = True
     return found
+
+
+@torch.no_grad()
+def _agree(own: Any, ours: Any, rule: RotaryRule, x: torch.Tensor) -> bool:
+    """Whether transformers' own rotary embedding and ours say the same of short texts, and of a long one."""
+    original_len = rule.variants.original_len
+    short = min(4, original_len)
+    lengths = (short, original_len + 1, short)  # own ones forget the long one at last
+    for length in lengths if original_len < rule.stride else (short,):
+        positions = torch.tensor([[0, 1, length // 2, length - 1]], device=x.device)
+        table = rule.variants.of(num_prompt_tokens=length, num_tokens=length)
+        for own_part, part in zip(own(x, positions), ours(x, positions + table * rule.stride), strict=True):
+            if own_part.shape != part.shape or not torch.allclose(own_part, part, rtol=0.0, atol=_AGREED):
+                return False
+    return True
 
 
 class _LongRows:
@@ -123,10 +151,13 @@ class _DynamicRows:
         return frequencies
 
 
-def _forward(module: Any, frequencies: _LongRows | _DynamicRows, stride: int) -> Any:
+def _forward(
+    module: Any, frequencies: _LongRows | _DynamicRows, stride: int, dtype: torch.dtype | None
+) -> Any:
     """As transformers' own rotary embeddings, with the frequencies of each row.
 
-    x: any tensor of the model's dtype; position_ids [1, T]. Returns cos and sin, [1, T, head size].
+    x: any tensor of the model's dtype; position_ids [1, T]. Returns cos and sin, [1, T, head size], of
+    `dtype` (None: that of x).
     """
 
     @torch.no_grad()
@@ -137,6 +168,6 @@ def _forward(module: Any, frequencies: _LongRows | _DynamicRows, stride: int) ->
         angles = torch.cat((angles, angles), dim=-1)
         cosines = angles.cos() * module.attention_scaling
         sines = angles.sin() * module.attention_scaling
-        return cosines.to(x.dtype), sines.to(x.dtype)
+        return cosines.to(dtype or x.dtype), sines.to(dtype or x.dtype)
 
     return forward

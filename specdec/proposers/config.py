@@ -96,9 +96,9 @@ class SpeculativeConfig(StrictConfig):
     num_speculative_tokens: int = Field(default=4, ge=1, le=MOST_DRAFT_TOKENS)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     tree: TreeConfig = ChainConfig()
-    """draft_model, and what drafts from hidden states (medusa, eagle, ...): which trees it drafts, of
-    `num_speculative_tokens` nodes at most; self, layerskip, quantized: which static ones. `shape: chain`:
-    none."""
+    """draft_model, what drafts from hidden states (medusa, eagle, ...), and self, layerskip, quantized: which
+    trees are drafted, of `num_speculative_tokens` nodes at most; of the last three, over ranks, static ones
+    alone. `shape: chain`: none."""
     controller: Literal["goodput", "fixed"] = "goodput"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
     what rounds cost and bring, so that speculation costs nobody anything; fixed: always

@@ -89,15 +89,20 @@ class GrammarState:
         if self.failure is not None:
             return Constrained((), tuple(masks))
         walker = self._matcher.deep_copy()
+        is_ahead = False
         for token_id in drafted:
-            if not self._extend(walker, token_id, kept, masks, is_sampled=is_sampled):
+            if not self._walk(walker, token_id):
+                break
+            is_ahead = not self._keep(walker, token_id, kept, masks, is_sampled=is_sampled)
+            if is_ahead:
                 break
         if is_sampled:
             if len(kept) == len(drafted):
                 return Constrained(tuple(kept), tuple(masks))
             anything = b"\xff" * self._num_mask_bytes
             return Constrained((*kept, drafted[len(kept)]), (*masks, anything))
-        for token_id in walker.compute_ff_tokens() if len(kept) < room else ():
+        # What is forced behind a token that was not kept is not forced here.
+        for token_id in walker.compute_ff_tokens() if len(kept) < room and not is_ahead else ():
             if len(kept) == room or not self._extend(walker, token_id, kept, masks):
                 break
         return Constrained(tuple(kept), tuple(masks))
@@ -153,8 +158,20 @@ class GrammarState:
         is_sampled: bool = False,
     ) -> bool:
         """Keep a draft token and the mask behind it, if it is allowed and that mask is to be had."""
-        if not self._walk(walker, token_id):
-            return False
+        return self._walk(walker, token_id) and self._keep(
+            walker, token_id, kept, masks, is_sampled=is_sampled
+        )
+
+    def _keep(
+        self,
+        walker: LLMatcher,
+        token_id: int,
+        kept: list[int],
+        masks: list[bytes],
+        *,
+        is_sampled: bool,
+    ) -> bool:
+        """Keep a token that `walker` stands behind, if the mask there is to be had."""
         mask, failure = self._mask(walker)
         if mask is None:
             if is_sampled:  # what was drawn must not be left out for what lies behind it

@@ -23,6 +23,8 @@ _TAGS = {stream: as_signed(tag) for stream, tag in STREAM_TAGS.items()}
 
 _NUMBERS_AT_ONCE = 1 << 15
 """Intermediate int64 and float64 values of so many stay in a core's cache."""
+_NUMBERS_AT_ONCE_ELSEWHERE = 1 << 23
+"""On devices they take 32 bytes each, which no pool leaves room for but in pieces: so many, 256 MiB."""
 
 
 def row_keys(seeds_R: torch.Tensor, positions_R: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
@@ -50,7 +52,8 @@ def gumbels_from_hash(hash_bits: torch.Tensor) -> torch.Tensor:
 def gumbel_rows(row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int = 0) -> torch.Tensor:
     """Return g in fp32 [R, vocab_size]."""
     num_rows = row_keys_R.shape[0]
-    rows_at_once = max(1, _NUMBERS_AT_ONCE // vocab_size if row_keys_R.is_cpu else num_rows)
+    numbers_at_once = _NUMBERS_AT_ONCE if row_keys_R.is_cpu else _NUMBERS_AT_ONCE_ELSEWHERE
+    rows_at_once = max(1, numbers_at_once // vocab_size)
     noise_RV = torch.empty(num_rows, vocab_size, device=row_keys_R.device)
     for first in range(0, num_rows, rows_at_once):
         piece = slice(first, first + rows_at_once)

@@ -214,7 +214,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=32):
 
 
 class OutputFrame(msgspec.Struct, frozen=True, array_like=True, tag=33):
-    """All outputs of one round for one ingress."""
+    """Outputs of one round for one ingress: all of them, or as many as a message holds."""
 
     outputs: tuple[RequestOutput, ...]
 

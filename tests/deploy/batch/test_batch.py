@@ -206,6 +206,32 @@ def test_what_passes_is_waited_for_as_long_as_the_server_says(tmp_path: Path) ->
     assert result["response"]["status_code"] == 200
 
 
+NO_ROUTE = httpx.Response(404, text="Path '/v1/completions' not found. Ping http://.../-/routes for routes.")
+"""What Ray's proxy answers while the server restarts."""
+
+
+def test_a_server_without_route_is_waited_for(tmp_path: Path) -> None:
+    waits = run(answers(NO_ROUTE, NO_ROUTE, GOOD), write(tmp_path / "in", request("a")), tmp_path / "out")
+    assert waits.seconds == [0.5, 1.0]
+    (result,) = results_of(tmp_path / "out")
+    assert result["response"]["status_code"] == 200
+
+
+def test_a_server_that_never_has_a_route_ends_the_batch(tmp_path: Path) -> None:
+    with pytest.raises(BatchInterrupted, match=r"status 404, .* is the URL right"):
+        run(answers(NO_ROUTE), write(tmp_path / "in", request("a")), tmp_path / "out")
+    assert not results_of(tmp_path / "out")
+
+
+def test_a_model_that_the_server_does_not_know_is_an_error_of_that_line(tmp_path: Path) -> None:
+    door = Door()
+    requests = write(tmp_path / "in", request("a", model="another"))
+    assert not run(httpx.ASGITransport(door.app), requests, tmp_path / "out").seconds
+    (result,) = results_of(tmp_path / "out")
+    assert result["response"]["status_code"] == 404
+    assert result["error"]["code"] == "model_not_found"
+
+
 def test_a_line_that_is_put_off_while_others_are_answered_is_waited_for(tmp_path: Path) -> None:
     """In a queue that is always full its turn may come last."""
     num_answered = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -27,7 +28,7 @@ from deploy.openai.middleware import ApiKeys
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.clock import ManualClock
-from specdec.core.errors import CapacityError, ConfigError
+from specdec.core.errors import CapacityError, ConfigError, InputError, NotReadyError
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService, error_of
 from tests.deploy.openai.live import live_server
 
@@ -117,6 +118,52 @@ def test_what_waits_as_long_as_it_is_told_is_let_in() -> None:
     clock.advance(refused.value.retry_after_s)
     with again:
         pass
+
+
+REFUSALS = [
+    (CapacityError("full", retry_after_s=1), 429),
+    (NotReadyError("no model"), 503),
+    (InputError("too long", param="prompt"), 400),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("refusal", "status"), REFUSALS, ids=["full", "not ready", "wrong"])
+def test_what_is_refused_is_not_charged(refusal: Exception, status: int, stream: bool) -> None:
+    door = LimitedDoor(key_of("key", tokens_per_minute=PROMPT_TOKENS))
+    door.service.refuse_with = refusal
+    assert [door.ask("key", stream=stream).status_code for _ in range(3)] == [status] * 3
+    door.service.refuse_with = None
+    assert door.ask("key", stream=stream).status_code == 200
+    text = door.get("/metrics").text
+    assert f'ray_drafthouse_api_key_tokens_total{{key="of-key"}} {float(TOKENS)}' in text
+
+
+def test_what_is_refused_says_nothing_of_how_long_a_choice_takes() -> None:
+    key = key_of("a", max_concurrency=1)
+    ring, metrics = KeyRing([key], ManualClock()), DoorMetrics()
+    for _ in range(50):
+        usage = ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=metrics)
+        with contextlib.suppress(CapacityError), usage:
+            usage.charge(0)  # an output without tokens says that it had to leave the queue
+            raise CapacityError("full", retry_after_s=1)
+    with ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=metrics):
+        again = ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=metrics)
+        with pytest.raises(CapacityError) as refused:
+            again.__enter__()
+    assert refused.value.retry_after_s == 1.0
+
+
+def test_what_has_begun_is_charged_however_it_ends() -> None:
+    key = key_of("a", tokens_per_minute=10)
+    ring, metrics = KeyRing([key], ManualClock()), DoorMetrics()
+    usage = ring.usage(key, num_choices=2, num_prompt_tokens=8, metrics=metrics)
+    with contextlib.suppress(CapacityError), usage:
+        usage.charge(2)
+        raise CapacityError("full", retry_after_s=1)  # of the other choice
+    assert metrics.api_key_tokens.labels(key.name)._value.get() == 10
+    with pytest.raises(CapacityError, match="10 tokens per minute"):
+        ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=metrics).__enter__()
 
 
 def test_concurrency() -> None:
@@ -264,6 +311,42 @@ def test_a_file_is_read_when_it_changes_and_only_then(tmp_path: Path) -> None:
         keys.changed()
     assert keys.changed() is None
     write(file, digest_api_key("b").hex())
+    assert [key.digest for key in keys.changed() or ()] == [digest_api_key("b")]
+
+
+def test_a_file_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    write(file, digest_api_key("a").hex())
+    keys = ApiKeysFile(file)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+            keys.changed()
+        assert keys.changed() is None, "said once"
+    assert keys.changed() == read_api_keys(file)
+    assert keys.changed() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        file.touch()
+        with pytest.raises(ConfigError, match="Permission denied"):
+            keys.changed()
+
+
+def test_a_change_that_leaves_size_and_time_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(digest_api_key("a").hex())
+    before = file.stat()
+    keys = ApiKeysFile(file)
+    assert keys.changed() == read_api_keys(file)
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of file systems is coarse
+        file.write_text(digest_api_key("b").hex())
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert [key.digest for key in keys.changed() or ()] == [digest_api_key("b")]
 
 

@@ -210,6 +210,18 @@ def test_a_prompt_alone_can_be_scored(served: Served) -> None:
     assert served.complete(max_tokens=0, echo=True).choices[0].text == "def f(x):"
 
 
+def test_every_choice_has_the_scores_of_its_prompt(served: Served) -> None:
+    wanted = {"prompt": [[5, 6, 7, 8], [9, 10]], "max_tokens": 2}
+    alone = [choice.prompt_logprobs for choice in served.complete(prompt_logprobs=2, **wanted).choices]
+    both = served.complete(prompt_logprobs=2, n=2, seed=1, temperature=1, **wanted)
+    assert [len(scores) for scores in alone] == [4, 2]
+    for index, choice in enumerate(both.choices):
+        expected = alone[index // 2]
+        assert [position and set(position) for position in choice.prompt_logprobs] == [
+            position and set(position) for position in expected
+        ]
+
+
 def test_prompt_logprobs_in_their_users_shape(served: Served) -> None:
     choice = served.complete(prompt=[[5, 6, 7, 8]], max_tokens=1, prompt_logprobs=2).choices[0]
     first, *rest = choice.prompt_logprobs

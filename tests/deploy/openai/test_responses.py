@@ -126,6 +126,25 @@ def test_without_a_seed_every_choice_has_its_own(door: Door) -> None:
     assert len({request.seed for request in door.service.requests}) == 4
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"prompt_logprobs": 1}, [1, None, 1, None]),
+        ({"echo": True, "logprobs": 2}, [2, None, 2, None]),
+        # Each choice of a stream echoes by itself.
+        ({"echo": True, "logprobs": 2, "stream": True}, [2, 2, 2, 2]),
+        # There is nothing else to be done.
+        ({"echo": True, "logprobs": 2, "max_tokens": 0}, [2, 2, 2, 2]),
+    ],
+)
+def test_a_prompt_is_scored_for_its_first_choice(
+    door: Door, fields: dict[str, object], expected: list[int | None]
+) -> None:
+    door.complete(prompt=["a", "b"], n=2, **fields)
+    requests = sorted(door.service.requests, key=lambda request: request.request_id)
+    assert [request.params.prompt_logprobs for request in requests] == expected
+
+
 @pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7]]])
 def test_token_id_prompts(door: Door, prompt: list[int]) -> None:
     assert door.complete(prompt=prompt).status_code == 200

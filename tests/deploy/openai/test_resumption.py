@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -16,7 +16,7 @@ from deploy.openai.app import create_app
 from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
-from specdec.core.outputs import RequestOutput
+from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.config import EngineConfig
@@ -190,6 +190,34 @@ def test_a_replay_that_brings_other_tokens_is_no_continuation(served: Served) ->
         assert error_of(response)["code"] == "resume_lost"
 
     asyncio.run(scenario())
+
+
+class HoldingBack(ScriptedService):
+    """The first token of second choices has no text yet. What was delivered does not come again."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        async for output in super().generate(request):
+            if output.first_index >= len(request.delivered_token_ids):
+                yield output
+
+    def _output(
+        self, request: Request, index: int, text: str, finish_reason: FinishReason | None
+    ) -> RequestOutput:
+        is_second = str(request.request_id).partition("~")[0].endswith("-1")
+        return super()._output(request, index, "" if is_second and not index else text, finish_reason)
+
+
+def test_a_prompt_is_echoed_though_tokens_without_text_came_before_it() -> None:
+    door = Door(HoldingBack(), DoorSettings(resume_window_s=900))
+    held_back = door.tokenizer.decode([5])
+    fields: dict[str, Any] = {"echo": True, "n": 2, "stop": [f"{held_back}{held_back}{held_back}"]}
+    events = events_of(door.complete(stream=True, **fields))
+    whole = collected(events)
+    number = next(number for number, (_, data) in enumerate(events) if data["choices"][0]["index"] == 1)
+    event_id = str(events[number - 1][0])
+    assert ":2,1:" in event_id, "a token of the second choice counts as delivered"
+    rest = events_of(resume(door, event_id, **fields))
+    assert collected([*events[:number], *rest]) == whole
 
 
 # ---- who may come back, and when -----------------------------------------------------------------

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 from starlette.types import Message, Scope
@@ -15,8 +15,10 @@ from deploy.openai.app import create_app
 from deploy.openai.settings import DoorSettings
 from deploy.openai.slow_readers import WRITE_TIMEOUT_HEADER, SlowReaders, proxy_middlewares
 from deploy.openai.tokenization import HuggingFaceTokenizer
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
 from tests.architectures import make_tokenizer
-from tests.deploy.openai.fakes import ScriptedService
+from tests.deploy.openai.fakes import Door, ScriptedService, events_of
 from tests.deploy.openai.live import live_server
 
 BODY = {"model": "scripted", "prompt": "x", "stream": True, "max_tokens": 100}
@@ -87,6 +89,30 @@ def test_a_reader_that_keeps_up_gets_everything() -> None:
     assert f"{WRITE_TIMEOUT_HEADER}: 5".lower().encode() in text.lower()
     assert text.count(PIECE.encode()) == 200
     assert b"data: [DONE]" in text
+
+
+class Backlog(ScriptedService):
+    """All that it answers is there at once, as after a stall of the door."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        for index, text in enumerate(self.pieces):
+            is_last = index == len(self.pieces) - 1
+            yield self._output(request, index, text, "stop" if is_last else None)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_than_may_wait_at_once_is_read_all_the_same(stream: bool, n: int) -> None:
+    pieces = tuple(f"{number} " for number in range(100))
+    door = Door(Backlog(pieces=pieces), DoorSettings(max_unread_outputs=16))
+    response = door.complete(stream=stream, n=n, max_tokens=100)
+    assert response.status_code == 200
+    bodies = [data for _, data in events_of(response)[:-1]] if stream else [response.json()]
+    texts = [""] * n
+    for body in bodies:
+        for choice in body["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["".join(pieces)] * n
 
 
 @pytest.mark.parametrize(("header", "is_given_up"), [("0.05", True), ("soon", False), (None, False)])

@@ -340,6 +340,42 @@ def test_a_busy_machine_ends_no_request() -> None:
     assert state.failure is None
 
 
+def test_nothing_is_forced_behind_a_token_that_was_not_kept() -> None:
+    """The mask behind the second token cannot be had: what is forced behind it is not behind the first."""
+
+    class Walker:
+        def __init__(self, num_walked: int = 0) -> None:
+            self.num_walked = num_walked
+
+        def deep_copy(self) -> Walker:
+            return Walker(self.num_walked)
+
+        def try_consume_tokens(self, token_ids: list[int]) -> int:
+            self.num_walked += len(token_ids)
+            return len(token_ids)
+
+        def compute_bitmask(self) -> bytes:
+            return b"\xff"
+
+        def compute_ff_tokens(self) -> list[int]:
+            return [self.num_walked]
+
+        def is_error(self) -> bool:
+            return self.num_walked == 2
+
+        def get_error(self) -> str:
+            return "too slow" if self.is_error() else ""
+
+        def is_accepting(self) -> bool:
+            return True
+
+    matcher: Any = Walker()
+    state = GrammarState(Grammar("choice", '["a"]'), matcher, (), 1, mask_timeout_s=10.0)
+    assert state.constrain([7, 6, 5], 5).token_ids == (7,)
+    assert state.constrain([7], 5).token_ids == (7,), "the second cannot be kept, forced or drafted"
+    assert state.failure is None
+
+
 def test_masks_are_not_those_of_a_draft_that_was_left(models: GrammarModels) -> None:
     """As many tokens ago another draft was walked: its last mask must not be taken for that of this one."""
     none_or_full = {"type": "array", "prefixItems": [{"type": "null"}], "items": False, "minItems": 1}

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from specdec.core.kv_variants import KvVariants
 from specdec.model.batch import PositionShift, SequenceSlice
 from specdec.model.config import CompileConfig
 from specdec.model.graphs import CompiledForward
-from specdec.model.rotary import RotaryRule
+from specdec.model.rotary import RotaryRule, install, rule_of
 from specdec.model.runner import ModelRunner
 from tests.architectures import ORIGINAL_POSITIONS, VOCAB_SIZE, make_model
 from tests.specdec.model.conftest import Pair
@@ -121,3 +122,46 @@ def test_shifts() -> None:
     assert dynamic.variants.of(num_prompt_tokens=32, num_tokens=60) == 0
     assert dynamic.variants.of(num_prompt_tokens=40, num_tokens=60) == 40
     assert dynamic.shift(40, 40) == PositionShift(4000, 40)
+
+
+def rotary_module(model: torch.nn.Module) -> Any:
+    (found,) = (module for module in model.modules() if hasattr(module, "inv_freq"))
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("how", ["as it is", "factors", "pairs side by side", "never long"])
+def test_an_embedding_that_says_something_else_is_not_replaced(architecture: str, how: str) -> None:
+    model = make_model(architecture)
+    rule = rule_of(model.config, 4 * ORIGINAL_POSITIONS)
+    assert rule is not None
+    module = rotary_module(model)
+    own = module.forward
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if how == "never long":
+            position_ids = position_ids.clamp(max=ORIGINAL_POSITIONS - 1)
+        cosines, sines = own(x, position_ids)
+        if how == "factors":
+            return 1.05 * cosines, 1.05 * sines
+        half = cosines.shape[-1] // 2
+        if how == "pairs side by side":
+            return tuple(one[..., :half].repeat_interleave(2, -1) for one in (cosines, sines))  # type: ignore[return-value]
+        return cosines, sines
+
+    module.forward = forward
+    assert install(model, rule) == (how == "as it is")
+    assert (module.forward is forward) == (how != "as it is")
+
+
+def test_tables_are_as_exact_as_the_models_own() -> None:
+    """OLMo 2 turns in float32, whatever the model's dtype is."""
+    model = make_model("llama_dynamic_ntk").bfloat16()
+    rule = rule_of(model.config, 4 * ORIGINAL_POSITIONS)
+    assert rule is not None
+    module = rotary_module(model)
+    own = module.forward
+    module.forward = lambda x, position_ids: own(x.float(), position_ids)
+    assert install(model, rule)
+    cosines, sines = module.forward(torch.zeros(1, dtype=torch.bfloat16), torch.arange(5)[None])
+    assert cosines.dtype == sines.dtype == torch.float32
