@@ -16,7 +16,7 @@ from specdec.engine.engine import Engine
 from specdec.sampling.noise import choice_seed
 
 Prompts = Sequence[tuple[int, ...]]
-_numbers = itertools.count()
+_plays = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,11 @@ class StepPlan:
 
 
 def play(engine: Engine, plan: StepPlan, prompts: Prompts) -> list[float]:
-    """Return tokens per second by bin. When the load falls, those that are too many are aborted."""
+    """Return tokens per second by bin. When the load falls, those that are too many are aborted.
+
+    Every play has the same requests in the same order, and finds nothing of another one's in the cache.
+    """
+    name, numbers = f"step-{next(_plays)}", itertools.count()
     tokens = [0] * (plan.num_bins + 1)
     running: dict[RequestId, int] = {}
     started_s = time.perf_counter()
@@ -58,7 +62,7 @@ def play(engine: Engine, plan: StepPlan, prompts: Prompts) -> list[float]:
     while after_s < plan.total_s:
         wanted = plan.wanted(after_s)
         while len(running) < wanted:
-            request = _request(plan, prompts)
+            request = _request(plan, prompts, name, next(numbers))
             running[request.request_id] = 0
             engine.add_request(request)
         for request_id in list(running)[wanted:]:
@@ -77,10 +81,10 @@ def play(engine: Engine, plan: StepPlan, prompts: Prompts) -> list[float]:
     return [count / plan.bin_s for count in tokens[: plan.num_bins]]
 
 
-def _request(plan: StepPlan, prompts: Prompts) -> Request:
-    number = next(_numbers)
+def _request(plan: StepPlan, prompts: Prompts, play_name: str, number: int) -> Request:
     return Request(
-        request_id=RequestId(f"step-{number}"),
+        request_id=RequestId(f"{play_name}-{number}"),
+        cache_salt=play_name,
         prompt_token_ids=prompts[number % len(prompts)],
         params=SamplingParams(temperature=0.0, max_tokens=plan.num_tokens, ignore_eos=True),
         seed=choice_seed(number, 0),

@@ -1,7 +1,7 @@
 """The controller beside plain decoding and fixed settings, as tables for docs/performance.md.
 
 python -m benchmarks.never_slower_tables docs/performance.md benchmarks/results/never-slower.json \
-    benchmarks/results/never-slower-colocated.json    # cells of the second instead of those of the first
+    benchmarks/results/never-slower-steps.json    # what the second has instead of that of the first
 """
 
 from __future__ import annotations

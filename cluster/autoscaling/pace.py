@@ -58,7 +58,7 @@ def decide(wish: Wish, fleet: Fleet, pace: Pace, config: PaceConfig, now_s: floa
         pace,
         up_since_s=_since(wanted > number, pace.up_since_s, now_s),
         down_since_s=_since(is_less_wanted, pace.down_since_s, now_s),
-        idle_since_s=_since(wish.is_idle and fleet.num_ready > 0, pace.idle_since_s, now_s),
+        idle_since_s=_since(wish.is_idle and (fleet.num_ready > 0 or number == 0), pace.idle_since_s, now_s),
     )
     decided = number
     if wanted > number:

@@ -94,10 +94,14 @@ def install(model: PreTrainedModel, rule: RotaryRule) -> bool:
         if getattr(anything, "rope_type", None) == rule.kind and hasattr(anything, "inv_freq"):
             rows = _LongRows(anything, rule) if rule.kind == "longrope" else _DynamicRows(anything, rule)
             x = torch.zeros(1, dtype=model.dtype, device=anything.inv_freq.device)
-            own_dtype = anything.forward(x, torch.zeros((1, 1), dtype=torch.long, device=x.device))[0].dtype
-            dtype = None if own_dtype == x.dtype else own_dtype
+            dtype: torch.dtype | None = None
+            if not x.is_meta:  # there are no numbers on paper
+                own_dtype = anything.forward(x, torch.zeros((1, 1), dtype=torch.long, device=x.device))[
+                    0
+                ].dtype
+                dtype = None if own_dtype == x.dtype else own_dtype
             forward = _forward(anything, rows, rule.stride, dtype)
-            if not _agree(anything.forward, forward, rule, x):
+            if not x.is_meta and not _agree(anything.forward, forward, rule, x):
                 return False
             anything.forward = forward
             found = True

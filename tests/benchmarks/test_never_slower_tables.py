@@ -12,16 +12,7 @@ from benchmarks.pages import put_into
 ROOT = Path(__file__).parents[2]
 RESULTS = [
     json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-    for name in (
-        "never-slower.json",
-        "never-slower-colocated.json",
-        "never-slower-colocated-again.json",
-        "never-slower-apart.json",
-        "never-slower-apart-again.json",
-        "never-slower-apart-long.json",
-        "never-slower-apart-4k.json",
-        "never-slower-apart-64x4k.json",
-    )
+    for name in ("never-slower.json", "never-slower-steps.json")
 ]
 
 

@@ -95,7 +95,7 @@ class Groups:
             peer_id=PeerId("coordinator"), endpoint="tcp://127.0.0.1:9", public_key="nobody's"
         )
         service._book.set_coordinators([Member(address=address, role="coordinator")])
-        service._book.hear(Envelope(address.peer_id, Welcome(1, DESCRIPTION)))
+        service._book.hear(Envelope(sender=address.peer_id, message=Welcome(1, DESCRIPTION)))
         self.is_there.set()
 
     def go(self, service: ClusterService) -> None:
