@@ -44,6 +44,7 @@ from specdec.transport.messages import (
     SubmitRequest,
     Welcome,
 )
+from specdec.transport.parts import in_parts
 from specdec.transport.status import TargetGroupStatus
 
 TARGET_LOST = "target_lost"
@@ -554,21 +555,10 @@ def _too_large(output: RequestOutput) -> str:
 
 
 def _divided(outputs: Sequence[RequestOutput], most_bytes: int) -> Iterator[tuple[RequestOutput, ...]]:
-    """Yield the outputs of one frame after the other."""
+    """Return the outputs of one frame after the other."""
     if not _are_long(outputs, most_bytes):
-        yield tuple(outputs)
-        return
-    part: list[RequestOutput] = []
-    num_bytes = 0
-    for output in outputs:
-        its_bytes = _num_bytes(output)
-        if part and num_bytes + its_bytes > most_bytes:
-            yield tuple(part)
-            part, num_bytes = [], 0
-        part.append(output)
-        num_bytes += its_bytes
-    if part:
-        yield tuple(part)
+        return iter((tuple(outputs),))
+    return in_parts(((output, _num_bytes(output)) for output in outputs), most_bytes)
 
 
 def _are_long(outputs: Iterable[RequestOutput], most_bytes: int) -> bool:

@@ -15,6 +15,7 @@ from specdec.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX
 from specdec.engine.draft_entries import MAX_PENDING
 from specdec.transport.inbox import TURN_BYTES
 from specdec.transport.messages import ProposeEntry
+from specdec.transport.parts import in_parts
 
 _TOKEN_BYTES = 5
 """A token id in msgpack, at most."""
@@ -69,14 +70,4 @@ class SizedEntry(NamedTuple):
 
 def divided(entries: Iterable[SizedEntry], max_message_bytes: int) -> Iterator[tuple[ProposeEntry, ...]]:
     """Yield the entries of one message after the other: a turn's worth, or what is longer alone."""
-    most_bytes = min(TURN_BYTES, max_message_bytes) - _HEAD_BYTES
-    part: list[ProposeEntry] = []
-    num_bytes = 0
-    for entry, its_bytes in entries:
-        if part and num_bytes + its_bytes > most_bytes:
-            yield tuple(part)
-            part, num_bytes = [], 0
-        part.append(entry)
-        num_bytes += its_bytes
-    if part:
-        yield tuple(part)
+    return in_parts(entries, min(TURN_BYTES, max_message_bytes) - _HEAD_BYTES)

@@ -252,18 +252,17 @@ def read_budget(value: object) -> BudgetAmount:
         ValueError: it is none.
     """
     amount = read_percentage(value) if isinstance(value, str) else value
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
-        raise ValueError('must be a number of tokens, or a share such as "5%" or 0.05')
     fault = budget_fault(amount)
     if fault is not None:
         raise ValueError(fault)
+    assert isinstance(amount, int | float)
     return min(amount, _ALL_TOKENS)
 
 
 def budget_fault(amount: object) -> str | None:
     """Say what is wrong with a budget by itself; None: nothing."""
     if isinstance(amount, bool) or not isinstance(amount, int | float):
-        return f"{amount!r} is not a number of tokens, nor a share such as 0.05"
+        return 'must be a number of tokens, or a share such as "5%" or 0.05'
     if isinstance(amount, float) and not 0.0 < amount <= 1.0:
         return f"{amount} is no share of the length (above 0, at most 1); write an integer for tokens"
     if isinstance(amount, int) and amount < 1:

@@ -94,23 +94,32 @@ def install(model: PreTrainedModel, rule: RotaryRule) -> bool:
         if getattr(anything, "rope_type", None) == rule.kind and hasattr(anything, "inv_freq"):
             rows = _LongRows(anything, rule) if rule.kind == "longrope" else _DynamicRows(anything, rule)
             x = torch.zeros(1, dtype=model.dtype, device=anything.inv_freq.device)
-            dtype: torch.dtype | None = None
-            if not x.is_meta:  # there are no numbers on paper
-                own_dtype = anything.forward(x, torch.zeros((1, 1), dtype=torch.long, device=x.device))[
-                    0
-                ].dtype
-                dtype = None if own_dtype == x.dtype else own_dtype
-            forward = _forward(anything, rows, rule.stride, dtype)
-            if not x.is_meta and not _agree(anything.forward, forward, rule, x):
+            forward = _forward(anything, rows, rule.stride, _own_dtype(anything, x))
+            if not _agree(anything.forward, forward, rule, x):
                 return False
             anything.forward = forward
             found = True
     return found
 
 
+def _own_dtype(module: Any, x: torch.Tensor) -> torch.dtype | None:
+    """Return what a rotary embedding gives for a model of the dtype of `x`; None: the same dtype."""
+    if x.is_meta:
+        return None
+    own_dtype: torch.dtype = module.forward(x, torch.zeros((1, 1), dtype=torch.long, device=x.device))[
+        0
+    ].dtype
+    return None if own_dtype == x.dtype else own_dtype
+
+
 @torch.no_grad()
 def _agree(own: Any, ours: Any, rule: RotaryRule, x: torch.Tensor) -> bool:
-    """Whether transformers' own rotary embedding and ours say the same of short texts, and of a long one."""
+    """Whether transformers' own rotary embedding and ours say the same of short texts, and of a long one.
+
+    On paper there are no numbers that could differ.
+    """
+    if x.is_meta:
+        return True
     original_len = rule.variants.original_len
     short = min(4, original_len)
     lengths = (short, original_len + 1, short)  # own ones forget the long one at last

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from specdec.core.errors import ConfigError
+from specdec.core.files import is_hidden
 from specdec.proposers.lookup_config import MOST_DRAFT_TOKENS, RetrievalConfig
 from specdec.proposers.suffix_array import IntArray, sorted_suffixes
 from specdec.proposers.suffix_automaton import NO_TOKEN
@@ -73,17 +74,13 @@ def open_corpus(config: RetrievalConfig, model: str) -> Corpus:
 def _files_of(config: RetrievalConfig) -> list[Path]:
     path = Path(config.path).expanduser()
     if path.is_dir():
-        files = sorted(one for one in path.rglob("*") if one.is_file() and not _is_hidden(one, path))
+        files = sorted(one for one in path.rglob("*") if one.is_file() and not is_hidden(one, path))
         if not files:
             raise ConfigError(f"speculative_config.retrieval.path: there is no file in the folder {path}")
         return files
     if not path.is_file():
         raise ConfigError(f"speculative_config.retrieval.path: there is no file or folder {path}")
     return [path]
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _digest(tokenizer_file: Path, files: Sequence[Path], config: RetrievalConfig) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core.errors import ConfigError
+from specdec.core.files import is_hidden
 
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 HELD_OUT_SHARE = 0.05
@@ -59,17 +60,15 @@ def split(documents: Iterable[np.ndarray]) -> tuple[list[np.ndarray], list[np.nd
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from (file for file in sorted(path.rglob("*")) if _is_text(file, path))
+            yield from (
+                file
+                for file in sorted(path.rglob("*"))
+                if file.suffix in _TEXT_SUFFIXES and not is_hidden(file, path)
+            )
         elif path.is_file():
             yield path
         else:
             raise ConfigError(f"--data: {path} does not exist")
-
-
-def _is_text(file: Path, folder: Path) -> bool:
-    """Whether a file of a folder is read: nothing hidden is, such as what lies in `.git` or `.venv`."""
-    is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.suffix in _TEXT_SUFFIXES and not is_hidden
 
 
 def _encoded(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
