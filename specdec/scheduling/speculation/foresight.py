@@ -9,7 +9,7 @@ import numpy as np
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
-from specdec.scheduling.speculation.goodput import Batch, Evaluation, Kind, Option
+from specdec.scheduling.speculation.goodput import Batch, Evaluation, Kind, Option, at_rows
 from specdec.scheduling.speculation.request_facts import RequestFacts
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.state import Schedulable
@@ -115,6 +115,33 @@ class Foresight:
                 one.round_s if one.beside_prompts_s is None else one.beside_prompts_s for one in each
             ),
         )
+
+    def price_s(self, batch: Batch, option: Option) -> float:
+        """Return the seconds of a round, by the costs as they are at present.
+
+        Roughly: it tells by how much the costs that an option was chosen by have changed since.
+        """
+        chosen, parts = option.num_draft_tokens, 2 if option.kind == "ping_pong" else 1
+        is_overlapped = option.kind in ("ping_pong", "draft_ahead")
+        number = -(-batch.num_sequences // parts)
+        has_drafts = bool(chosen.any())
+        overhead_s = self._overheads.of(number, has_drafts=has_drafts)
+        table = self._costs.verify.table(number, batch.context_tokens / parts, is_overlapped=is_overlapped)
+        rows = (batch.num_sequences + int(chosen.sum())) / parts
+        verify_s = float(at_rows(table, rows)) + overhead_s
+        if not has_drafts:
+            return verify_s * parts
+        contexts = batch.draft_contexts
+        context = batch.context_tokens / batch.num_sequences if contexts is None else float(contexts.mean())
+        draft_s = 0.0
+        for place, costs in enumerate(self._costs.drafts):
+            own = chosen if batch.drafters is None else chosen[batch.drafters == place]
+            taking_part = (own[:, None] > np.arange(int(chosen.max()))).sum(0) * option.num_branches
+            steps_s = costs.by_steps(np.ceil(taking_part / parts), context, is_overlapped=is_overlapped)
+            draft_s += float(steps_s[-1])
+            if batch.drafters is None:
+                break
+        return parts * (max(draft_s, verify_s) if is_overlapped else draft_s + verify_s)
 
     def _of_cohort(self, cohort: Batch, time_factors: Mapping[Kind, float], plain_s: float) -> Option:
         evaluation = self.evaluate(cohort, time_factors, plain_s)

@@ -389,7 +389,7 @@ class Evaluation:
     def undrafted_rate(self) -> float:
         """Expected tokens per second without any drafts, those that requests ask for left out."""
         num_sequences = self._batch.num_sequences
-        verify_s = float(_at_rows(self._verify_table, num_sequences))
+        verify_s = float(at_rows(self._verify_table, num_sequences))
         return num_sequences / (verify_s + self._overhead("plain"))
 
     @cached_property
@@ -401,10 +401,10 @@ class Evaluation:
         rows = num_sequences + float(self._draft_rows[taken, depth])
         if self._num_asked:
             rows += self._num_rows_beside * float(self._taking_part[taken, 0])
-        verify_s = float(_at_rows(self._verify_table, rows))
+        verify_s = float(at_rows(self._verify_table, rows))
         if self._own_context_s is not None:
             verify_s += float(self._own_contexts_s(self._verify_table, num_sequences, rows)[taken, depth])
-            verify_s = max(verify_s, float(_at_rows(self._verify_table, num_sequences)))
+            verify_s = max(verify_s, float(at_rows(self._verify_table, num_sequences)))
         return Option(
             kind="plain",
             num_draft_tokens=np.maximum(self._batch.requested, 0),
@@ -513,11 +513,11 @@ class Evaluation:
         fewer = np.maximum(rows - spread, 0.0)
         more = np.minimum(rows + spread, asked)
         plain = num_sequences + other_rows + self._num_rows_beside * share * self._taking_part[:, :1]
-        seconds: Floats = 0.5 * (_at_rows(table, plain + fewer) + _at_rows(table, plain + more))
+        seconds: Floats = 0.5 * (at_rows(table, plain + fewer) + at_rows(table, plain + more))
         if self._own_context_s is not None:
             longer_s = self._own_contexts_s(table, num_sequences, plain + rows) * (share * has_drafts)
             # However short the contexts of those who draft, their rows do not make a step shorter.
-            seconds = np.maximum(seconds + longer_s, _at_rows(table, num_sequences))
+            seconds = np.maximum(seconds + longer_s, at_rows(table, num_sequences))
         return seconds
 
     def _own_contexts_s(self, table: Floats, num_sequences: int, rows: Floats | float) -> Floats:
@@ -527,7 +527,7 @@ class Evaluation:
         assert self._own_context_s is not None
         mean_context = num_sequences * self._mean_context
         corrections = self._costs.verify.corrections_of(table, num_sequences, mean_context)
-        return _at_rows(corrections, rows) * self._own_context_s
+        return at_rows(corrections, rows) * self._own_context_s
 
     def _best(
         self,
@@ -618,7 +618,7 @@ def _branch_counts(max_branches: int) -> list[int]:
     return [*counts, max_branches]
 
 
-def _at_rows(table: Floats, rows: Floats | float) -> Floats:
+def at_rows(table: Floats, rows: Floats | float) -> Floats:
     """Return the expected time of a step whose expected number of rows need not be whole."""
     last = len(table) - 1
     below = np.minimum(np.floor(np.asarray(rows) + 1e-9).astype(np.int64), last)

@@ -75,7 +75,7 @@ class GoodputController:
         )
         self._foresight = Foresight(settings, self._facts, self._costs, overheads, self._learning)
         self._continuations = Continuations(settings.max_branches, num_steps)
-        self._evidence = RoundEvidence()
+        self._evidence = RoundEvidence(lambda of: self._foresight.price_s(of.batch, of.option))
         self._settling = Settling()
         self._rhythm = Rhythm(settings.decide_every, clock)
         self._switch = KindSwitch(margin=settings.margin, dwell_rounds=settings.dwell_rounds)
@@ -302,6 +302,7 @@ class GoodputController:
             num_draft_tokens=chosen.tolist(),
             is_partial=is_partial,
             acceptance_levels=levels_of(accepted),
+            price_s=self._foresight.price_s(batch, option),
             gains=added_up(batch.estimate.reached)[np.arange(len(sequences)), chosen].tolist(),
             gains_if_drafted=added_up(np.cumprod(accepted, axis=1, dtype=np.float64)).tolist(),
         )
@@ -376,7 +377,7 @@ class GoodputController:
             self._rhythm.note_alarm(self._round)
             self._trials.note_alarm()
         if self._is_comparable(observation, decision):
-            self._evidence.note_time(decision.option.kind, ratio)
+            self._evidence.note_time(decision, ratio)
 
     def _note_goodput(
         self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float

@@ -238,6 +238,10 @@ class World:
     """Drafter and target both take so many times as long where they work at the same time."""
     admission_s: float = 0.0
     """What rounds take longer for each request that comes, and reads its prompt in them."""
+    slowness: Callable[[float], float] = lambda _now_s: 1.0
+    """How many times as long everything takes at a time: others use the machine, too. Rounds are booked as if
+    they did not. Not in ping_pong."""
+    now_s: float = 0.0
     requests: list[FakeRequest] = field(default_factory=list)
     round_number: int = 0
     booking: Booking = field(default_factory=Booking)
@@ -350,12 +354,15 @@ class World:
         elif self._former_mode != "lockstep":  # the drafter ends what it is at
             verify_s *= self.beside
         true_s = asked_s + max(ahead_s, verify_s) + overhead_s
+        slowness = self.slowness(self.now_s)
+        self.now_s += true_s * slowness
         budgets = {one.request_id: k for one, k in zip(requests, chosen, strict=True)}
         if is_prepared:  # those that are new have to wait for their first verdict
             budgets = {
                 one.request_id: budgets[one.request_id] for one in told_ahead if one.request_id in budgets
             }
-        draft_luck, seen_verify_s = self._luck(), verify_s * self._luck()
+        draft_luck, seen_verify_s = slowness * self._luck(), slowness * verify_s * self._luck()
+        overhead_s *= slowness
         waited_s = asked_s * draft_luck + max(0.0, ahead_s * draft_luck - seen_verify_s)
         self._commit(requests, committed)
         self._book(len(requests) + expected, true_s, any(drafted) or any(chosen))
