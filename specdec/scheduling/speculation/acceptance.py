@@ -46,7 +46,7 @@ _SURPRISE = 3.0
 _AVAILABILITY_DECAY = 1.0 / 32.0
 _AVAILABILITY_TRIALS = 4.0
 _CLASS_STALE_ROUNDS = 512.0
-_MOST_UNREAD_ROUNDS = 24
+_MOST_UNREAD_ROUNDS = 64
 """Rounds whose verdicts may lie unread: learning from a few at a time costs as much as from many."""
 _STALE_ROUNDS = 256.0
 """After so many rounds without a verdict a request is known half as well."""

@@ -18,7 +18,7 @@ from specdec.scheduling.speculation.time_spread import TimeSpread
 
 Floats = NDArray[np.float64]
 
-_NUM_RECENT = 9
+_NUM_RECENT = 21
 """Observations of a region that its correction is the median of."""
 _NUM_KEPT = 2
 """Observations that those before a pause count as."""
@@ -32,6 +32,9 @@ _OTHERS = 0.5
 _NEIGHBOUR = 0.25
 """Weight of the next region beside a region's own."""
 _LARGEST_LOG = 4.0
+_PACE_GAIN, _PACE_KNOWN, _LARGEST_PACE_STEP = 0.35, 4.0, 0.25
+"""Of what an observation is off, so much is thought to be everything's; of a region that is known of as many
+observations as `_PACE_KNOWN`, half of it. By an observation at most `_LARGEST_PACE_STEP` (a logarithm)."""
 _MEASURED_WITHIN = 0.02
 """About how far, as a share, two measurements of one thing are apart."""
 _SMALLEST_SHARE = 0.1
@@ -48,15 +51,32 @@ class VerifyShape(NamedTuple):
     """By how much contexts of draft rows are longer than the mean, all of them together."""
 
 
+class Slowness:
+    """How much longer everything takes than it did: others use the machine, too, or it has become hot.
+
+    What is known of regions that were not seen since then would be of another machine: those that were would
+    look worse than they are beside them, and each change of what is done would be for the worse.
+    """
+
+    def __init__(self) -> None:
+        self.log = 0.0
+
+    def follow(self, surprise: float, num_known: int) -> None:
+        """Learn that something took longer by `surprise`, a logarithm, where so much is known of it."""
+        gain = _PACE_GAIN * num_known / (num_known + _PACE_KNOWN)
+        self.log += gain * min(max(surprise, -_LARGEST_PACE_STEP), _LARGEST_PACE_STEP)
+
+
 class CorrectionGrid:
     """Factors by region, [A, B], each the median of what was lately seen there, in the light of its
-    neighbours.
+    neighbours; and by how slow everything is.
 
     One observation moves nothing: half of the last nine have to agree, beside two that say what the
     neighbours say. A region that was never seen follows those that were.
     """
 
-    def __init__(self, num_a: int, num_b: int) -> None:
+    def __init__(self, num_a: int, num_b: int, slowness: Slowness | None = None) -> None:
+        self._slowness = Slowness() if slowness is None else slowness
         self._recent: dict[tuple[int, int], deque[float]] = {}
         self._num_recent = np.zeros((num_a, num_b))
         self._last_round = np.zeros((num_a, num_b))
@@ -81,7 +101,10 @@ class CorrectionGrid:
             # Whatever else the machine did then, it may have stopped: what comes now must be heard.
             recent.clear()
             recent.extend([float(self._median[here])] * _NUM_KEPT)
-        recent.append(min(max(math.log(ratio), -_LARGEST_LOG), _LARGEST_LOG))
+        seen = min(max(math.log(ratio), -_LARGEST_LOG), _LARGEST_LOG)
+        slowness = self._slowness
+        slowness.follow(seen - slowness.log - float(self._median[here]), len(recent))
+        recent.append(seen - slowness.log)
         doubts = [float(self._log_factors[here])] * min(_NUM_DOUBTS, _NUM_RECENT - len(recent))
         self._num_recent[here] = len(recent)
         self._last_round[here] = self._round
@@ -95,7 +118,7 @@ class CorrectionGrid:
         if not self._is_current:
             self._log_factors = self.smoothed(self.weights, self._median)
             self._is_current = True
-        factors: Floats = np.exp(self._log_factors)
+        factors: Floats = np.exp(self._log_factors + self._slowness.log)
         return factors
 
     @property
@@ -105,7 +128,7 @@ class CorrectionGrid:
 
     @property
     def medians(self) -> Floats:
-        """[A, B]: logarithms of what was lately seen; 0 where nothing was."""
+        """[A, B]: logarithms of what was lately seen, but for how slow everything is; 0 where nothing was."""
         return self._median
 
     @property
@@ -143,8 +166,9 @@ class Corrections:
     """
 
     def __init__(self, num_a: int, num_b: int) -> None:
-        self._alone = CorrectionGrid(num_a, num_b)
-        self._beside = CorrectionGrid(num_a, num_b)
+        self._slowness = Slowness()
+        self._alone = CorrectionGrid(num_a, num_b, self._slowness)
+        self._beside = CorrectionGrid(num_a, num_b, self._slowness)
         self._kept: dict[bool, Floats] = {}
 
     def factors(self, *, is_overlapped: bool) -> Floats:
@@ -176,7 +200,8 @@ class Corrections:
         longer /= float(in_both.sum()) + num_elsewhere + _NUM_DOUBTS
         weights = own_weights + _OTHERS * other_weights
         weighted = own_weights * own.medians + _OTHERS * other_weights * (other.medians + longer)
-        factors: Floats = np.exp(own.smoothed(weights, weighted / np.maximum(weights, 1e-9)))
+        log_factors = own.smoothed(weights, weighted / np.maximum(weights, 1e-9))
+        factors: Floats = np.exp(log_factors + self._slowness.log)
         return factors
 
     def _own_first(self, *, is_overlapped: bool) -> tuple[CorrectionGrid, CorrectionGrid]:

@@ -63,6 +63,10 @@ class Rhythm:
         self._calm = 1.0
         self._passed_over = Passed()
 
+    def is_alert(self, now: int) -> bool:
+        """Return whether much is new: every round tells something."""
+        return now < self._alert_until
+
     def is_due(self, now: int, num_sequences: int) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
 
@@ -73,7 +77,7 @@ class Rhythm:
         num_rounds = now - self._decided_round
         if num_rounds < min(self._decide_every, 1 + now // 4):
             return False
-        if now < self._alert_until:
+        if self.is_alert(now):
             return self.since_decision_s >= _hasty_interval_s(self.deciding)
         if self.since_decision_s < self.deciding.interval_s:
             return False
@@ -117,7 +121,7 @@ class Rhythm:
 
     def passes_over(self, now: int, round_s: float, *, usual_s: float, switched_round: int) -> bool:
         """Whether a plain round, like those before, need not be looked at; it is counted all the same."""
-        if now < self._alert_until or now - switched_round < _EARLY_ROUNDS:
+        if self.is_alert(now) or now - switched_round < _EARLY_ROUNDS:
             return False
         if usual_s > _LONGEST_PASSED_OVER_S:
             return False
@@ -155,7 +159,7 @@ class Rhythm:
     def _is_to_be_heard(self, now: int, switched_round: int, is_trial: bool) -> bool:
         if is_trial:
             return True
-        if now < self._alert_until or now - switched_round < _EARLY_ROUNDS:
+        if self.is_alert(now) or now - switched_round < _EARLY_ROUNDS:
             return self._unheard_s >= _hasty_interval_s(self.learning)
         return self._unheard_s >= max(self._calm * _HEARD_EVERY_S, self.learning.interval_s)
 
