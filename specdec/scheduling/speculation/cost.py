@@ -32,9 +32,11 @@ _OTHERS = 0.5
 _NEIGHBOUR = 0.25
 """Weight of the next region beside a region's own."""
 _LARGEST_LOG = 4.0
-_PACE_GAIN, _PACE_KNOWN, _LARGEST_PACE_STEP = 0.35, 4.0, 0.25
-"""Of what an observation is off, so much is thought to be everything's; of a region that is known of as many
-observations as `_PACE_KNOWN`, half of it. By an observation at most `_LARGEST_PACE_STEP` (a logarithm)."""
+_SLOWNESS_GAIN, _WELL_KNOWN = 0.3, 5
+"""Of what observations are off, so much is thought to be everything's, where as many as `_WELL_KNOWN` are known
+of a region: what is off of others is their own."""
+_NUM_AGREEING = 3
+"""Observations whose median says how slow everything is: a pause alone says nothing."""
 _MEASURED_WITHIN = 0.02
 """About how far, as a share, two measurements of one thing are apart."""
 _SMALLEST_SHARE = 0.1
@@ -59,12 +61,14 @@ class Slowness:
     """
 
     def __init__(self) -> None:
+        self._recent: deque[float] = deque([0.0], maxlen=_NUM_AGREEING)
         self.log = 0.0
 
-    def follow(self, surprise: float, num_known: int) -> None:
-        """Learn that something took longer by `surprise`, a logarithm, where so much is known of it."""
-        gain = _PACE_GAIN * num_known / (num_known + _PACE_KNOWN)
-        self.log += gain * min(max(surprise, -_LARGEST_PACE_STEP), _LARGEST_PACE_STEP)
+    def follow(self, log: float, num_known: int) -> None:
+        """Learn how much longer something took, a logarithm, than so many others of its region."""
+        if num_known >= _WELL_KNOWN:
+            self._recent.append(log)
+            self.log += _SLOWNESS_GAIN * (_median(list(self._recent)) - self.log)
 
 
 class CorrectionGrid:
@@ -103,7 +107,7 @@ class CorrectionGrid:
             recent.extend([float(self._median[here])] * _NUM_KEPT)
         seen = min(max(math.log(ratio), -_LARGEST_LOG), _LARGEST_LOG)
         slowness = self._slowness
-        slowness.follow(seen - slowness.log - float(self._median[here]), len(recent))
+        slowness.follow(seen - float(self._median[here]), len(recent))
         recent.append(seen - slowness.log)
         doubts = [float(self._log_factors[here])] * min(_NUM_DOUBTS, _NUM_RECENT - len(recent))
         self._num_recent[here] = len(recent)
