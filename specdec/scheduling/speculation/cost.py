@@ -33,8 +33,8 @@ _NEIGHBOUR = 0.25
 """Weight of the next region beside a region's own."""
 _LARGEST_LOG = 4.0
 _SLOWNESS_GAIN, _WELL_KNOWN = 0.3, 5
-"""Of what observations are off, so much is thought to be everything's, where as many as `_WELL_KNOWN` are known
-of a region: what is off of others is their own."""
+"""Of what observations are off, so much is thought to be everything's, where as many as `_WELL_KNOWN` are
+known of a region: what is off of others is their own."""
 _NUM_AGREEING = 3
 """Observations whose median says how slow everything is: a pause alone says nothing."""
 _MEASURED_WITHIN = 0.02

@@ -87,8 +87,8 @@ class GoodputController:
         self._known_regions: set[Region] = set()
         self._decision: Decision | None = None
         self._round = 0
-        self._unlearnt: list[RoundObservation] = []
-        """Rounds that have not been learnt from yet."""
+        self._unlearnt: list[tuple[RoundObservation, Passed]] = []
+        """Rounds that have not been learnt from yet, and those before each that were passed over."""
         self._unlearnt_s = 0.0
         self._chosen_for: tuple[tuple[Schedulable, ...], int] = (), 0
         """All sequences of the last round, and how many of them were in it."""
@@ -149,8 +149,9 @@ class GoodputController:
         """Take in a finished round."""
         if not self._is_passed_over(observation):
             self._learn_some()
-            self._unlearnt.append(observation)
-            self._unlearnt_s += _round_s(observation)
+            passed = self._rhythm.take_passed_over()
+            self._unlearnt.append((observation, passed))
+            self._unlearnt_s += passed.seconds + _round_s(observation)
 
     def think(self) -> None:
         """Learn from the last rounds; if it is time for a decision, find out what there is to choose from."""
@@ -169,8 +170,8 @@ class GoodputController:
 
     def _learn_observed(self) -> None:
         observed, self._unlearnt, self._unlearnt_s = self._unlearnt, [], 0.0
-        for observation in observed:
-            self._learn(observation)
+        for observation, passed in observed:
+            self._learn(observation, passed)
 
     def _is_passed_over(self, observation: RoundObservation) -> bool:
         """Whether a round is as those before, and says nothing new."""
@@ -188,8 +189,7 @@ class GoodputController:
             switched_round=self._switch.switched_round,
         )
 
-    def _learn(self, observation: RoundObservation) -> None:
-        passed = self._rhythm.take_passed_over()
+    def _learn(self, observation: RoundObservation, passed: Passed) -> None:
         self._round += passed.num_rounds + 1
         decision = self._decision
         if decision is None:

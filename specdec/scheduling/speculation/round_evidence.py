@@ -60,10 +60,13 @@ class RoundEvidence:
         return self._alarm.goes_off(decision.compares_as, ratio)
 
     def gain_goes_off(self, decision: Decision, observation: RoundObservation) -> bool:
-        """Whether of what is drafted so much more or less is accepted than lately that it is odd."""
+        """Whether of what is drafted so much more or less is accepted than lately that it is odd: of those
+        that something was expected of, not of newcomers.
+        """
+        known = [one for one in observation.outcomes if one.request_id in decision.index]
         self._expected_gain += drafted_gain(decision, observation)
-        self._gain += sum(one.num_accepted for one in observation.outcomes)
-        self._num_proposals += len(observation.outcomes)
+        self._gain += sum(one.num_accepted for one in known)
+        self._num_proposals += len(known)
         if self._num_proposals < _ENOUGH_PROPOSALS:
             return False
         ratio = (1.0 + self._gain) / (1.0 + self._expected_gain)

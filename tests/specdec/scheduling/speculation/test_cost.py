@@ -140,6 +140,33 @@ def test_pauses_move_nothing() -> None:
     assert model.verify.table(4, 512) == pytest.approx(before, rel=1e-6)
 
 
+@pytest.mark.parametrize("slower", [1.4, 0.7])
+def test_a_machine_that_changes_changes_what_was_seen_before(slower: float) -> None:
+    """Nothing of other numbers of rows is seen since: they would look better, or worse, than they are."""
+    model = model_of("cpu")
+    before = model.verify.table(4, 512)
+    for _ in range(20):
+        for rows, own in ((4, 1.0), (12, 1.2), (24, 1.5)):
+            model.verify.note(VerifyShape(4, 512, rows), own * float(before[rows]))
+    for _ in range(12):
+        model.verify.note(VerifyShape(4, 512, 12), slower * 1.2 * float(before[12]))
+    after = model.verify.table(4, 512)
+    for rows, own in ((4, 1.0), (12, 1.2), (24, 1.5)):
+        assert after[rows] == pytest.approx(slower * own * before[rows], rel=0.08)
+
+
+def test_what_is_new_of_a_region_says_nothing_of_others() -> None:
+    """Steps of 24 rows were never seen, and are slower than thought: those of 4 rows are not."""
+    model = model_of("cpu")
+    before = model.verify.table(4, 512)
+    for rows, own in ((4, 1.0), (24, 2.0)):
+        for _ in range(20):
+            model.verify.note(VerifyShape(4, 512, rows), own * float(before[rows]))
+    after = model.verify.table(4, 512)
+    assert after[4] == pytest.approx(before[4], rel=0.05)
+    assert after[24] == pytest.approx(2.0 * before[24], rel=0.05)
+
+
 def test_the_first_observation_of_a_region_moves_nothing_if_it_is_alone() -> None:
     grid = CorrectionGrid(6, 3)
     grid.note(2, 1, 50.0)

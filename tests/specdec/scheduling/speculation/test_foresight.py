@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
-from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.foresight import Foresight
+from specdec.scheduling.speculation.goodput import AheadOutlook, Kind, Option
 from specdec.scheduling.speculation.request_facts import RequestFacts
 from specdec.scheduling.speculation.settings import ControllerSettings
 from tests.specdec.scheduling.simulation import FakeRequest, fake_request
 from tests.specdec.scheduling.speculation.world import COSTS, profile_of
 
+OUTLOOK = AheadOutlook(rates=np.array([0.5, 0.3, 0.2, 0.1]), max_branches=4)
 SETTINGS = ControllerSettings(max_draft_tokens=8, caps_by_batch=((2, 4, 5),))
 
 
@@ -81,3 +86,27 @@ def test_cohorts_are_not_bound_by_what_a_round_of_all_cannot_keep() -> None:
     assert found is not None
     assert found.num_draft_tokens.tolist() == expected.num_draft_tokens.tolist()
     assert foresight.by_cohort(bound, 2, {}, half_s) is None, "control: as if a cohort was all"
+
+
+@pytest.mark.parametrize("kind", ["plain", "lockstep", "ping_pong", "draft_ahead"])
+def test_prices_follow_costs(kind: Kind) -> None:
+    """What an option was chosen by is about its price, and stays so when everything becomes slower."""
+    foresight = foresight_of()
+    batch = foresight.batch_of([fake_request(str(number), 100) for number in range(4)])
+
+    def options() -> dict[Kind, Option]:
+        evaluation = foresight.evaluate(batch, {})
+        return evaluation.options(("lockstep", "ping_pong", "draft_ahead"), OUTLOOK)
+
+    option = options()[kind]
+    before_s = foresight.price_s(batch, option)
+    assert before_s == pytest.approx(option.round_s, rel=0.15)
+    number, context = (2, 200.0) if kind == "ping_pong" else (4, 400.0)
+    table = foresight._costs.verify.table(number, context)
+    for rows, is_overlapped in itertools.product(range(2, 40), (False, True)):
+        shape = VerifyShape(number, context, rows)
+        for _ in range(9):
+            foresight._costs.verify.note(shape, 3.0 * float(table[rows]), is_overlapped=is_overlapped)
+    slower_s = foresight.price_s(batch, option) - before_s
+    parts = 2 if kind == "ping_pong" else 1
+    assert slower_s == pytest.approx(2.0 * parts * option.verify_s, rel=0.2)

@@ -33,6 +33,7 @@ from specdec.scheduling.speculation.decision import Decision
 from specdec.scheduling.speculation.explanation import Reason
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.pace import Pace
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.state import Schedulable
 from tests.pairwise import mostly_full
@@ -217,7 +218,7 @@ def test_what_is_slow_beside_others_is_tried_alone(name: str, number: int, chanc
         ("cpu", 4, 0.8, MODES, 32, "lockstep", 2 + 7),
         ("expensive", 16, 0.95, ("lockstep", "ping_pong"), 256, "lockstep", 2 + 2 + 7),
         ("gpu", 16, 0.8, ("lockstep", "ping_pong"), 32, "ping_pong", 1 + 2 + 7),
-        ("cpu", 16, 0.95, ("lockstep", "ping_pong"), 256, "lockstep", 7),
+        ("cpu", 16, 0.8, ("lockstep", "ping_pong"), 256, "lockstep", 7),
     ],
 )
 def test_one_comparison_makes_a_mode_known(
@@ -361,11 +362,13 @@ def test_of_short_plain_rounds_few_are_looked_at_and_all_are_counted(
     for _ in range(100):
         _plain_round(controller, sequences, round_s)
     looked_at: list[int] = []
+    controller._learn_observed()
     learn = controller._learn
-    monkeypatch.setattr(controller, "_learn", lambda one: looked_at.append(1) or learn(one))
+    monkeypatch.setattr(controller, "_learn", lambda *round_: looked_at.append(1) or learn(*round_))
     first = controller._round
     for _ in range(900):  # and no decision, with which something may be tried
         _plain_round(controller, sequences, round_s)
+    controller._learn_observed()
     assert controller._round - first == pytest.approx(900, abs=9)
     assert len(looked_at) == pytest.approx(share * 900, rel=0.05)
 
@@ -777,6 +780,102 @@ def test_costs_that_the_model_does_not_know_are_measured() -> None:
     world.run(controller, 150)
     assert world.run(controller, 900).rate >= FLOOR * plain
     assert controller.state.reason in ("measured_slower", "no_gain", "probing")
+
+
+class _Thinking(ManualClock):
+    """Whatever is timed takes so long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def now_s(self) -> float:
+        self.advance(self._seconds)
+        return super().now_s()
+
+
+def _slower_profile(name: str, factor: float) -> CostProfile:
+    """Return what was measured on a machine that was faster."""
+    profile = profile_of(COSTS[name])
+    verify, draft = (
+        tuple(msgspec.structs.replace(point, seconds=factor * point.seconds) for point in points)
+        for points in (profile.verify, profile.draft)
+    )
+    return msgspec.structs.replace(profile, verify=verify, draft=draft)
+
+
+@pytest.mark.parametrize(("name", "number", "chance"), [("cpu", 1, 0.6), ("cpu", 4, 0.8), ("gpu", 4, 0.8)])
+def test_a_start_on_a_slower_machine_is_no_case_against_drafts(name: str, number: int, chance: float) -> None:
+    """Rounds take twice as long as was measured, all of them. Thinking takes time, so that the first decision
+    stays for a while: what its rounds take, costs and evidence learn at the same time.
+    """
+    best = max(fixed_rates(name, number, 128, chance, ("lockstep",)).values())
+    reached = []
+    for seed in (1, 2, 3):
+        controller = GoodputController(
+            ControllerSettings(max_draft_tokens=8, modes=("lockstep",), max_rows=640, max_sequences=64),
+            _slower_profile(name, 0.5),
+            _Thinking(0.002),
+        )
+        controller._rhythm.learning = Pace(_Thinking(0.0002), 0.004)
+        world = world_of(COSTS[name], number, 128, chance, seed=seed)
+        reached.append(world.run(controller, 250).rate)
+    assert sorted(reached)[1] >= 0.95 * best, reached
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "chance"), [("cpu", 4, 0.9), ("cpu", 16, 0.8), ("expensive", 1, 0.9)]
+)
+def test_a_machine_that_others_use_now_and_then_makes_no_difference(
+    name: str, number: int, chance: float
+) -> None:
+    """For half a second, again and again, everything takes a third longer."""
+    best = max(fixed_rates(name, number, 128, chance, ("lockstep",)).values())
+    reached = []
+    for seed in (1, 2, 3):
+        ends = np.random.default_rng(seed).exponential(0.5, size=200).cumsum()
+        world = world_of(
+            COSTS[name],
+            number,
+            128,
+            chance,
+            seed=seed,
+            slowness=lambda now_s, ends=ends: 1.35 if np.searchsorted(ends, now_s) % 2 else 1.0,
+        )
+        controller = controller_of(profile_of(COSTS[name]), ("lockstep",))
+        world.run(controller, WARM_UP)
+        reached.append(world.run(controller, 1500).rate)
+    assert sorted(reached)[1] >= 0.96 * best, reached
+
+
+def test_short_rounds_are_learnt_from_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of them before a decision; in a trial each at once."""
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    world = world_of(COSTS["cpu"], 4, chance=0.9)
+    world.run(controller, 300)
+    together: list[int] = []
+    learn_observed, decide = controller._learn_observed, controller._decide
+
+    def learn() -> None:
+        number = len(controller._unlearnt)
+        if number:
+            is_trial = controller._trials.current is not None
+            together.append(number)
+            assert number == 1 or not is_trial
+        learn_observed()
+
+    def decides(*args: Any) -> Decision:
+        assert not controller._unlearnt
+        return decide(*args)
+
+    monkeypatch.setattr(controller, "_learn_observed", learn)
+    monkeypatch.setattr(controller, "_decide", decides)
+    first, observed = controller._round, world.round_number
+    world.run(controller, 600)
+    assert controller._round - first + len(controller._unlearnt) == pytest.approx(600, abs=4)
+    assert world.round_number - observed == 600
+    assert np.median(together) >= 2
+    assert max(together) <= 8
 
 
 # ------------------------------------------------------------------------------------- negative controls
