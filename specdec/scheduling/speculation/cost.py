@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,31 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.corrections import Corrections
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
 from specdec.scheduling.speculation.draft_wire import DraftWire
 from specdec.scheduling.speculation.time_spread import TimeSpread
 
 Floats = NDArray[np.float64]
 
-_NUM_RECENT = 21
-"""Observations of a region that its correction is the median of."""
-_NUM_KEPT = 2
-"""Observations that those before a pause count as."""
-_PAUSE_ROUNDS = 100
-_NUM_DOUBTS = 2
-"""Observations that a region is thought to have had before the first, all as its neighbours say."""
-_STALE_ROUNDS = 1500.0
-"""After so many rounds an observation weighs half."""
-_OTHERS = 0.5
-"""Weight of an observation beside the other side's work for steps that are alone, and the other way round."""
-_NEIGHBOUR = 0.25
-"""Weight of the next region beside a region's own."""
-_LARGEST_LOG = 4.0
-_SLOWNESS_GAIN, _WELL_KNOWN = 0.3, 5
-"""Of what observations are off, so much is thought to be everything's, where as many as `_WELL_KNOWN` are
-known of a region: what is off of others is their own."""
-_NUM_AGREEING = 3
-"""Observations whose median says how slow everything is: a pause alone says nothing."""
 _MEASURED_WITHIN = 0.02
 """About how far, as a share, two measurements of one thing are apart."""
 _SMALLEST_SHARE = 0.1
@@ -51,171 +32,6 @@ class VerifyShape(NamedTuple):
     num_rows: int
     longer_context: float = 0.0
     """By how much contexts of draft rows are longer than the mean, all of them together."""
-
-
-class Slowness:
-    """How much longer everything takes than it did: others use the machine, too, or it has become hot.
-
-    What is known of regions that were not seen since then would be of another machine: those that were would
-    look worse than they are beside them, and each change of what is done would be for the worse.
-    """
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque([0.0], maxlen=_NUM_AGREEING)
-        self.log = 0.0
-
-    def follow(self, log: float, num_known: int) -> None:
-        """Learn how much longer something took, a logarithm, than so many others of its region."""
-        if num_known >= _WELL_KNOWN:
-            self._recent.append(log)
-            self.log += _SLOWNESS_GAIN * (_median(list(self._recent)) - self.log)
-
-
-class CorrectionGrid:
-    """Factors by region, [A, B], each the median of what was lately seen there, in the light of its
-    neighbours; and by how slow everything is.
-
-    One observation moves nothing: half of the last nine have to agree, beside two that say what the
-    neighbours say. A region that was never seen follows those that were.
-    """
-
-    def __init__(self, num_a: int, num_b: int, slowness: Slowness | None = None) -> None:
-        self._slowness = Slowness() if slowness is None else slowness
-        self._recent: dict[tuple[int, int], deque[float]] = {}
-        self._num_recent = np.zeros((num_a, num_b))
-        self._last_round = np.zeros((num_a, num_b))
-        self._median = np.zeros((num_a, num_b))
-        self._near_a, self._near_b = _nearness(num_a), _nearness(num_b)
-        self._log_factors = np.zeros((num_a, num_b))
-        self._is_current = True
-        self._round = 0
-
-    def note(self, a: int, b: int, ratio: float) -> float:
-        """Learn that something in region (a, b) took `ratio` times as long as it should.
-
-        Returns:
-            how many times as long it took as it lately does there.
-        """
-        self._round += 1
-        here = a, b
-        recent = self._recent.get(here)
-        if recent is None:
-            recent = self._recent[here] = deque(maxlen=_NUM_RECENT)
-        elif len(recent) > _NUM_KEPT and self._round - self._last_round[here] > _PAUSE_ROUNDS:
-            # Whatever else the machine did then, it may have stopped: what comes now must be heard.
-            recent.clear()
-            recent.extend([float(self._median[here])] * _NUM_KEPT)
-        seen = min(max(math.log(ratio), -_LARGEST_LOG), _LARGEST_LOG)
-        slowness = self._slowness
-        slowness.follow(seen - float(self._median[here]), len(recent))
-        recent.append(seen - slowness.log)
-        doubts = [float(self._log_factors[here])] * min(_NUM_DOUBTS, _NUM_RECENT - len(recent))
-        self._num_recent[here] = len(recent)
-        self._last_round[here] = self._round
-        self._median[here] = _median([*recent, *doubts])
-        self._is_current = False
-        return math.exp(recent[-1] - float(self._median[here]))
-
-    @property
-    def factors(self) -> Floats:
-        """[A, B], all positive; 1 where nothing is known at all."""
-        if not self._is_current:
-            self._log_factors = self.smoothed(self.weights, self._median)
-            self._is_current = True
-        factors: Floats = np.exp(self._log_factors + self._slowness.log)
-        return factors
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is known at all."""
-        return self._round == 0
-
-    @property
-    def medians(self) -> Floats:
-        """[A, B]: logarithms of what was lately seen, but for how slow everything is; 0 where nothing was."""
-        return self._median
-
-    @property
-    def weights(self) -> Floats:
-        """[A, B]: how many recent observations there are."""
-        age = self._round - self._last_round
-        weights: Floats = self._num_recent * 0.5 ** (age / _STALE_ROUNDS)
-        return weights
-
-    @property
-    def mean(self) -> float:
-        """The mean of `medians` over all that was lately seen; 0 where nothing was."""
-        weights = self.weights
-        return float((weights * self._median).sum() / max(weights.sum(), 1e-9))
-
-    def smoothed(self, weights: Floats, log_factors: Floats) -> Floats:
-        """Return logarithms of factors, [A, B], in the light of their neighbours."""
-        weighted = weights * log_factors
-        around = self._near_a @ weights @ self._near_b - weights
-        value_around = self._near_a @ weighted @ self._near_b - weighted
-        # A few regions far away count as one observation, so that nobody is without neighbours.
-        overall = float(weighted.sum() / max(weights.sum(), 1e-9))
-        value_around = (value_around + 1e-3 * overall) / (around + 1e-3)
-        smoothed: Floats = (weighted + value_around) / (weights + 1.0)
-        return smoothed
-
-
-class Corrections:
-    """Factors of steps that have the machine for themselves, and of those beside which the other side works.
-
-    Two devices may share more than one would think: memory bandwidth, caches, a power budget. What steps
-    take beside others must not be taken for what they take alone, or plain decoding, which is alone, looks
-    slower than it is. How much slower the others make them is found where both were seen lately; by that,
-    what is seen of one says something of the other too.
-    """
-
-    def __init__(self, num_a: int, num_b: int) -> None:
-        self._slowness = Slowness()
-        self._alone = CorrectionGrid(num_a, num_b, self._slowness)
-        self._beside = CorrectionGrid(num_a, num_b, self._slowness)
-        self._kept: dict[bool, Floats] = {}
-
-    def factors(self, *, is_overlapped: bool) -> Floats:
-        """[A, B], all positive; 1 where nothing is known at all."""
-        if self._beside.is_empty:
-            return self._alone.factors
-        kept = self._kept.get(is_overlapped)
-        if kept is None:
-            kept = self._kept[is_overlapped] = self._combined(is_overlapped=is_overlapped)
-        return kept
-
-    def weights(self, *, is_overlapped: bool) -> Floats:
-        """[A, B]: how many recent observations there are."""
-        own, other = self._own_first(is_overlapped=is_overlapped)
-        return own.weights if other.is_empty else own.weights + _OTHERS * other.weights
-
-    def note(self, a: int, b: int, ratio: float, *, is_overlapped: bool) -> float:
-        """Learn and return as `CorrectionGrid.note`."""
-        self._kept.clear()
-        return (self._beside if is_overlapped else self._alone).note(a, b, ratio)
-
-    def _combined(self, *, is_overlapped: bool) -> Floats:
-        own, other = self._own_first(is_overlapped=is_overlapped)
-        own_weights, other_weights = own.weights, other.weights
-        in_both = np.minimum(own_weights, other_weights)
-        longer = float((in_both * (own.medians - other.medians)).sum())
-        num_elsewhere = min(own_weights.sum(), other_weights.sum()) - float(in_both.sum())
-        longer += num_elsewhere * (own.mean - other.mean)
-        longer /= float(in_both.sum()) + num_elsewhere + _NUM_DOUBTS
-        weights = own_weights + _OTHERS * other_weights
-        weighted = own_weights * own.medians + _OTHERS * other_weights * (other.medians + longer)
-        log_factors = own.smoothed(weights, weighted / np.maximum(weights, 1e-9))
-        factors: Floats = np.exp(log_factors + self._slowness.log)
-        return factors
-
-    def _own_first(self, *, is_overlapped: bool) -> tuple[CorrectionGrid, CorrectionGrid]:
-        return (self._beside, self._alone) if is_overlapped else (self._alone, self._beside)
-
-
-def _nearness(size: int) -> Floats:
-    index = np.arange(size)
-    nearness: Floats = _NEIGHBOUR ** np.abs(index[:, None] - index[None, :]).astype(np.float64)
-    return nearness
 
 
 def _median(values: list[float]) -> float:
@@ -274,6 +90,11 @@ class VerifyCost:
         width = np.maximum(self._knots[self._right] - self._knots[self._left], 1)
         self._share = np.clip((lookup - self._knots[self._left]) / width, 0.0, 1.0)
         self._nearest = np.where(self._share < 0.5, self._left, self._right)
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long steps take as they did when they were measured, whatever their shape."""
+        return self._corrections.slowness
 
     def table(self, num_sequences: int, context_tokens: float, *, is_overlapped: bool = False) -> Floats:
         """Return seconds by number of rows, [max_rows + 1]; positive, and never falling.

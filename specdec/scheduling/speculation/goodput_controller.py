@@ -315,6 +315,7 @@ class GoodputController:
             is_partial=is_partial,
             acceptance_levels=levels_of(accepted),
             price_s=self._foresight.price_s(batch, option),
+            slowness=self._foresight.slowness,
             gains=added_up(batch.estimate.reached)[np.arange(len(sequences)), chosen].tolist(),
             gains_if_drafted=added_up(np.cumprod(accepted, axis=1, dtype=np.float64)).tolist(),
         )
@@ -340,8 +341,6 @@ class GoodputController:
         is_settled = self._settling.is_as_it_seems and self._settling.is_alike
         round_s = _round_s(observation)
         self._rhythm.note_round(passed.seconds + round_s)
-        if round_s > 0.0 and observation.num_prompt_rows == 0 and self._is_as_decided(decision, kind):
-            self._note_ratio(observation, decision, round_s / decision.expected_s())
         trial = self._trials.current
         heard_s = self._rhythm.hear(
             self._round,
@@ -350,6 +349,7 @@ class GoodputController:
             is_trial=trial is not None,
         )
         lost_s = 0.0
+        is_as_decided = observation.num_prompt_rows == 0 and self._is_as_decided(decision, kind)
         if heard_s is not None:
             with self._rhythm.learning.timed():
                 if is_settled:
@@ -357,6 +357,8 @@ class GoodputController:
                 if round_s > 0.0:
                     lost_s = self._note_goodput(observation, decision, kind, round_s)
                     self._worth.note(decision, heard_s)
+        if round_s > 0.0 and is_as_decided:
+            self._note_ratio(observation, decision, round_s / decision.expected_s())
         counts = is_settled and observation.mode == self.mode  # the first ones are of the former mode
         if trial == "comparing":
             counts = self._is_as_decided(decision, kind) and self._is_comparable(observation, decision)
@@ -387,7 +389,11 @@ class GoodputController:
             self._rhythm.note_alarm(self._round)
             self._trials.note_alarm()
         if self._is_comparable(observation, decision):
-            self._evidence.note_time(decision, ratio)
+            self._evidence.note_time(decision, ratio * self._sped_up(decision))
+
+    def _sped_up(self, decision: Decision) -> float:
+        """Return how many times as fast everything is as it was when that was decided."""
+        return decision.slowness / self._foresight.slowness
 
     def _note_goodput(
         self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
@@ -404,6 +410,7 @@ class GoodputController:
         usual_rate = decision.rates.get(usual or option.kind, option.rate)
         if self._trials.current in _SETTLING:
             usual_rate = self._evidence.rate_lately(self._round, usual, decision) or usual_rate
+        usual_rate *= self._sped_up(decision)
         expected_s = decision.expected_s(beside_prompts=observation.num_prompt_rows > 0)
         return min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
 

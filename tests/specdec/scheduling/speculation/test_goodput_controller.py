@@ -824,28 +824,28 @@ def test_a_start_on_a_slower_machine_is_no_case_against_drafts(name: str, number
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "chance"), [("cpu", 4, 0.9), ("cpu", 16, 0.8), ("expensive", 1, 0.9)]
+    ("name", "number", "chance"), [("cpu", 4, 0.8), ("cpu", 4, 0.9), ("expensive", 1, 0.9)]
 )
 def test_a_machine_that_others_use_now_and_then_makes_no_difference(
     name: str, number: int, chance: float
 ) -> None:
-    """For half a second, again and again, everything takes a third longer."""
+    """For half a second, again and again, everything takes half as long again."""
     best = max(fixed_rates(name, number, 128, chance, ("lockstep",)).values())
     reached = []
     for seed in (1, 2, 3):
-        ends = np.random.default_rng(seed).exponential(0.5, size=200).cumsum()
+        ends = np.random.default_rng(seed).exponential(0.5, size=400).cumsum()
         world = world_of(
             COSTS[name],
             number,
             128,
             chance,
             seed=seed,
-            slowness=lambda now_s, ends=ends: 1.35 if np.searchsorted(ends, now_s) % 2 else 1.0,
+            slowness=lambda now_s, ends=ends: 1.5 if np.searchsorted(ends, now_s) % 2 else 1.0,
         )
         controller = controller_of(profile_of(COSTS[name]), ("lockstep",))
         world.run(controller, WARM_UP)
         reached.append(world.run(controller, 1500).rate)
-    assert sorted(reached)[1] >= 0.96 * best, reached
+    assert np.mean(reached) >= 0.985 * best, reached
 
 
 def test_short_rounds_are_learnt_from_together(monkeypatch: pytest.MonkeyPatch) -> None:

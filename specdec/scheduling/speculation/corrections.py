@@ -1,0 +1,260 @@
+"""By what factors rounds take longer than was measured: of everything, and of regions of a grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+_NOISE = 0.06**2
+"""Variance of an observation, as all here of logarithms."""
+_FIRST_SLOWNESS, _SLOWNESS_DRIFT = 0.5**2, 0.045**2
+"""Variance of how slow everything is, at the start, and by how much it grows with each observation. A machine
+may be half as fast as when it was measured, and others come and go."""
+_OWN, _OWN_DRIFT = 0.15**2, 0.004**2
+"""The same of how much slower a region is than everything."""
+_LARGEST_LOG = 4.0
+_ODD, _LARGEST_STEP = 0.25, 1.0
+"""An observation that is off by more is believed once the next one is, too, in the same direction; then by no
+more than so much at a time."""
+_MOST_CELLS = 96
+"""Regions that are kept: those that were not seen for longest are forgotten."""
+_MOST_SEEN, _STALE_ROUNDS = 9.0, 300.0
+"""Observations that count in the light of neighbours; after so many rounds each counts half."""
+_OTHERS = 0.5
+"""Weight of an observation beside the other side's work for steps that are alone, and the other way round."""
+_NEIGHBOUR = 0.25
+"""Weight of the next region beside a region's own."""
+_DOUBTS = 2.0
+"""Observations that say that both sides do not disturb each other."""
+
+
+Cell = tuple[Hashable, int, int]
+"""A region of a grid: whose, and where."""
+
+
+class Slowness:
+    """How much longer everything takes than it was measured, and how much longer each region beside that.
+
+    A Kalman filter of logarithms: an observation is that of a region, and of everything. Others use the
+    machine, too, or it is hot: what is known of regions that were not seen since then would be of another
+    machine, and those that were would look worse than they are beside them. Which of both it was is told
+    when another region is seen.
+    """
+
+    def __init__(self) -> None:
+        """Begin with what was measured, in doubt."""
+        self._places: dict[Cell, int] = {}
+        """Of regions, those that were seen last at the end; everything is at 0."""
+        self._mean = np.zeros(1)
+        self._covariance = np.array([[_FIRST_SLOWNESS]])
+        self._drift = np.array([_SLOWNESS_DRIFT])
+        self._odd: dict[Cell, float] = {}
+        """Surprises that were the last of their regions."""
+
+    @property
+    def of_all(self) -> float:
+        """How much longer everything takes."""
+        return float(self._mean[0])
+
+    def knows(self, cell: Cell) -> bool:
+        """Whether a region was ever seen."""
+        return cell in self._places
+
+    def note(self, cell: Cell, seen: float, guess: float) -> float:
+        """Learn that a region took longer by `seen`. Of one that was never seen, `guess` was thought so far.
+
+        Returns:
+            by how much it took longer than was to be expected.
+        """
+        place = self._places.pop(cell, None)
+        if place is None:
+            place = self._add(guess)
+        self._places[cell] = place
+        mean, covariance = self._mean, self._covariance
+        np.einsum("ii->i", covariance)[:] += self._drift
+        surprise = seen - float(mean[0] + mean[place])
+        believed = self._believed(cell, surprise)
+        if believed is not None:
+            with_seen = covariance[:, 0] + covariance[:, place]
+            gain = with_seen / (with_seen[0] + with_seen[place] + _NOISE)
+            mean += gain * believed
+            covariance -= np.outer(gain, with_seen)
+        return surprise
+
+    def of_grid(self, grid: Hashable) -> tuple[list[tuple[int, int]], Floats]:
+        """Return the regions of a grid that were seen, and how much longer each takes beside everything."""
+        places = {(a, b): place for (whose, a, b), place in self._places.items() if whose == grid}
+        return list(places), self._mean[list(places.values())]
+
+    def _add(self, guess: float) -> int:
+        if len(self._places) >= _MOST_CELLS:
+            place = self._places.pop(next(iter(self._places)))
+            self._covariance[place] = self._covariance[:, place] = 0.0
+        else:
+            place = len(self._mean)
+            self._mean = np.append(self._mean, 0.0)
+            self._drift = np.append(self._drift, _OWN_DRIFT)
+            self._covariance = np.pad(self._covariance, (0, 1))
+        self._mean[place] = guess
+        self._covariance[place, place] = _OWN
+        return place
+
+    def _believed(self, cell: Cell, surprise: float) -> float | None:
+        """Return what to learn from an observation that is off by `surprise`; None: it may be a pause."""
+        before = self._odd.pop(cell, 0.0)
+        if abs(surprise) > _ODD:
+            self._odd[cell] = surprise
+            if surprise * before <= 0.0:
+                return None
+        return min(max(surprise, -_LARGEST_STEP), _LARGEST_STEP)
+
+
+class CorrectionGrid:
+    """Factors by region, [A, B]: of everything, times what regions have shown of their own, in the light of
+    their neighbours.
+
+    A region that was never seen follows those that were. A single pause moves nothing.
+    """
+
+    def __init__(self, num_a: int, num_b: int, slowness: Slowness | None = None, name: Hashable = 0) -> None:
+        """Begin with 1 everywhere. `slowness` is shared with grids of other names."""
+        self._slowness = Slowness() if slowness is None else slowness
+        self._name = name
+        self._near_a, self._near_b = _nearness(num_a), _nearness(num_b)
+        self._num_seen = np.zeros((num_a, num_b))
+        self._last_round = np.zeros((num_a, num_b))
+        self._round = 0
+
+    def note(self, a: int, b: int, ratio: float) -> float:
+        """Learn that something in region (a, b) took `ratio` times as long as it should.
+
+        Returns:
+            how many times as long it took as it lately does there.
+        """
+        cell, guess = (self._name, a, b), 0.0
+        if not self.is_empty and not self._slowness.knows(cell):
+            guess = float(self.smoothed()[a, b])
+            self._num_seen[a, b] = 0.0
+        self._round += 1
+        self._num_seen[a, b] += 1.0
+        self._last_round[a, b] = self._round
+        seen = min(max(math.log(ratio), -_LARGEST_LOG), _LARGEST_LOG)
+        return math.exp(self._slowness.note(cell, seen, guess))
+
+    @property
+    def factors(self) -> Floats:
+        """[A, B], all positive; 1 where nothing is known at all."""
+        factors: Floats = np.exp(self.smoothed() + self._slowness.of_all)
+        return factors
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known at all."""
+        return self._round == 0
+
+    @property
+    def own(self) -> Floats:
+        """[A, B]: logarithms of what regions have shown, beside everything; 0 where nothing."""
+        return self._known()[0]
+
+    @property
+    def weights(self) -> Floats:
+        """[A, B]: how many observations there are; those of long ago count less."""
+        return self._known()[1]
+
+    def _known(self) -> tuple[Floats, Floats]:
+        own, weights = np.zeros(self._num_seen.shape), np.zeros(self._num_seen.shape)
+        cells, means = self._slowness.of_grid(self._name)
+        if cells:
+            at = tuple(np.array(cells).T)
+            own[at] = means
+            age = self._round - self._last_round[at]
+            weights[at] = np.minimum(self._num_seen[at], _MOST_SEEN) * 0.5 ** (age / _STALE_ROUNDS)
+        return own, weights
+
+    @property
+    def mean(self) -> float:
+        """The mean of `own` over all that was lately seen; 0 where nothing was."""
+        own, weights = self._known()
+        return float((weights * own).sum() / max(weights.sum(), 1e-9))
+
+    def smoothed(self, known: tuple[Floats, Floats] | None = None) -> Floats:
+        """Return `own` in the light of neighbours, [A, B]; or others, `known` with their weights."""
+        log_factors, weights = self._known() if known is None else known
+        weighted = weights * log_factors
+        around = self._near_a @ weights @ self._near_b - weights
+        value_around = self._near_a @ weighted @ self._near_b - weighted
+        # A few regions far away count as one observation, so that nobody is without neighbours.
+        overall = float(weighted.sum() / max(weights.sum(), 1e-9))
+        value_around = (value_around + 1e-3 * overall) / (around + 1e-3)
+        smoothed: Floats = (weighted + value_around) / (weights + 1.0)
+        return smoothed
+
+
+class Corrections:
+    """Factors of steps that have the machine for themselves, and of those beside which the other side works.
+
+    Two devices may share more than one would think: memory bandwidth, caches, a power budget. What steps
+    take beside others must not be taken for what they take alone, or plain decoding, which is alone, looks
+    slower than it is. How much slower the others make them is found where both were seen lately; by that,
+    what is seen of one says something of the other too.
+    """
+
+    def __init__(self, num_a: int, num_b: int) -> None:
+        """Begin with 1 everywhere."""
+        self._slowness = Slowness()
+        self._alone = CorrectionGrid(num_a, num_b, self._slowness, "alone")
+        self._beside = CorrectionGrid(num_a, num_b, self._slowness, "beside")
+        self._kept: dict[bool, Floats] = {}
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long everything takes as it did."""
+        return math.exp(self._slowness.of_all)
+
+    def factors(self, *, is_overlapped: bool) -> Floats:
+        """[A, B], all positive; 1 where nothing is known at all."""
+        if self._beside.is_empty:
+            return self._alone.factors
+        kept = self._kept.get(is_overlapped)
+        if kept is None:
+            kept = self._kept[is_overlapped] = self._combined(is_overlapped=is_overlapped)
+        return kept
+
+    def weights(self, *, is_overlapped: bool) -> Floats:
+        """[A, B]: how many recent observations there are."""
+        own, other = self._own_first(is_overlapped=is_overlapped)
+        return own.weights if other.is_empty else own.weights + _OTHERS * other.weights
+
+    def note(self, a: int, b: int, ratio: float, *, is_overlapped: bool) -> float:
+        """Learn and return as `CorrectionGrid.note`."""
+        self._kept.clear()
+        return (self._beside if is_overlapped else self._alone).note(a, b, ratio)
+
+    def _combined(self, *, is_overlapped: bool) -> Floats:
+        own, other = self._own_first(is_overlapped=is_overlapped)
+        own_weights, other_weights = own.weights, other.weights
+        in_both = np.minimum(own_weights, other_weights)
+        longer = float((in_both * (own.own - other.own)).sum())
+        num_elsewhere = min(own_weights.sum(), other_weights.sum()) - float(in_both.sum())
+        longer += num_elsewhere * (own.mean - other.mean)
+        longer /= float(in_both.sum()) + num_elsewhere + _DOUBTS
+        weights = own_weights + _OTHERS * other_weights
+        weighted = own_weights * own.own + _OTHERS * other_weights * (other.own + longer)
+        log_factors = own.smoothed((weighted / np.maximum(weights, 1e-9), weights))
+        factors: Floats = np.exp(log_factors + self._slowness.of_all)
+        return factors
+
+    def _own_first(self, *, is_overlapped: bool) -> tuple[CorrectionGrid, CorrectionGrid]:
+        return (self._beside, self._alone) if is_overlapped else (self._alone, self._beside)
+
+
+def _nearness(size: int) -> Floats:
+    index = np.arange(size)
+    nearness: Floats = _NEIGHBOUR ** np.abs(index[:, None] - index[None, :]).astype(np.float64)
+    return nearness

@@ -1,0 +1,79 @@
+"""How slow everything is, and how much slower some regions are beside that."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from specdec.scheduling.speculation import corrections
+from specdec.scheduling.speculation.corrections import CorrectionGrid, Corrections, Slowness
+
+
+def test_who_was_it_is_told_when_another_region_is_seen() -> None:
+    """First it seems that everything has become slower; then the other region says that it has not."""
+    grid = CorrectionGrid(9, 1)
+    for _ in range(30):
+        grid.note(2, 0, 1.0)
+        grid.note(6, 0, 1.0)
+    for _ in range(5):
+        grid.note(6, 0, 1.3)
+    assert grid.factors[2, 0] > 1.15
+    for _ in range(30):
+        grid.note(2, 0, 1.0)
+        grid.note(6, 0, 1.3)
+    assert grid.factors[2, 0] == pytest.approx(1.0, rel=0.06)
+    assert grid.factors[6, 0] == pytest.approx(1.3, rel=0.06)
+
+
+def test_nothing_drifts_where_one_region_alone_is_seen() -> None:
+    """A machine that is slow again and again: each time all of it is everything's, and nothing is left."""
+    grid = CorrectionGrid(9, 1)
+    for _ in range(30):
+        grid.note(2, 0, 1.0)
+        grid.note(6, 0, 1.0)
+    for _ in range(20):
+        for ratio in (1.4, 1.0):
+            for _ in range(12):
+                grid.note(6, 0, ratio)
+    assert grid.factors[:, 0] == pytest.approx(np.ones(9), rel=0.06)
+
+
+def test_a_pause_is_not_believed_twice_it_is() -> None:
+    slowness = Slowness()
+    cell = ("grid", 0, 0)
+    for _ in range(9):
+        slowness.note(cell, 0.0, 0.0)
+    assert slowness.note(cell, 3.0, 0.0) == pytest.approx(3.0, abs=0.01), "how odd it was is told"
+    assert slowness.of_all == pytest.approx(0.0, abs=0.01)
+    assert slowness.note(cell, 0.0, 0.0) == pytest.approx(0.0, abs=0.01)
+    for _ in range(6):
+        slowness.note(cell, 1.0, 0.0)
+    assert slowness.of_all > 0.8
+
+
+def test_few_regions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server that has seen all batches there are; those that were seen last are known."""
+    monkeypatch.setattr(corrections, "_MOST_CELLS", 4)
+    grid = CorrectionGrid(16, 1)
+    for a in range(16):
+        for _ in range(9):
+            grid.note(a, 0, 1.0 + 0.1 * (a % 2))
+    assert np.flatnonzero(grid.weights[:, 0] > 0.0).tolist() == [12, 13, 14, 15]
+    assert len(grid._slowness._mean) == 5
+    assert grid.factors[14, 0] < grid.factors[15, 0]
+    eigenvalues = np.linalg.eigvalsh(grid._slowness._covariance)
+    assert eigenvalues.min() > 0.0
+
+
+def test_both_sides_are_slowed_down_by_the_same_machine() -> None:
+    """What is seen beside the drafter tells how slow steps alone are, once both are known."""
+    both = Corrections(5, 1)
+    for _ in range(20):
+        both.note(2, 0, 1.0, is_overlapped=False)
+        both.note(2, 0, 1.2, is_overlapped=True)
+    for _ in range(8):
+        both.note(2, 0, 1.2 * 1.4, is_overlapped=True)
+    assert both.factors(is_overlapped=False)[2, 0] == pytest.approx(1.4, rel=0.1)
+    assert both.slowness == pytest.approx(1.4 * math.sqrt(1.2), rel=0.1)
