@@ -69,7 +69,8 @@ class Slowness:
         """Learn that a region took longer by `seen`. Of one that was never seen, `guess` was thought so far.
 
         Returns:
-            by how much it took longer than was to be expected.
+            by how much it took longer than such steps do: its share of what is off, for it may be that
+            everything has become slower.
         """
         place = self._places.pop(cell, None)
         if place is None:
@@ -78,13 +79,13 @@ class Slowness:
         mean, covariance = self._mean, self._covariance
         np.einsum("ii->i", covariance)[:] += self._drift
         surprise = seen - float(mean[0] + mean[place])
+        with_seen = covariance[:, 0] + covariance[:, place]
+        total = float(with_seen[0] + with_seen[place]) + _NOISE
         believed = self._believed(cell, surprise)
         if believed is not None:
-            with_seen = covariance[:, 0] + covariance[:, place]
-            gain = with_seen / (with_seen[0] + with_seen[place] + _NOISE)
-            mean += gain * believed
-            covariance -= np.outer(gain, with_seen)
-        return surprise
+            mean += with_seen * (believed / total)
+            covariance -= np.outer(with_seen, with_seen / total)
+        return surprise * math.sqrt(_NOISE / total)
 
     def of_grid(self, grid: Hashable) -> tuple[list[tuple[int, int]], Floats]:
         """Return the regions of a grid that were seen, and how much longer each takes beside everything."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.foresight import Foresight
-from specdec.scheduling.speculation.goodput import AheadOutlook, Kind, Option
+from specdec.scheduling.speculation.goodput import AheadOutlook, Kind
+from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.request_facts import RequestFacts
 from specdec.scheduling.speculation.settings import ControllerSettings
 from tests.specdec.scheduling.simulation import FakeRequest, fake_request
 from tests.specdec.scheduling.speculation.world import COSTS, profile_of
 
-OUTLOOK = AheadOutlook(rates=np.array([0.5, 0.3, 0.2, 0.1]), max_branches=4)
 SETTINGS = ControllerSettings(max_draft_tokens=8, caps_by_batch=((2, 4, 5),))
 
 
@@ -90,23 +90,34 @@ def test_cohorts_are_not_bound_by_what_a_round_of_all_cannot_keep() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "lockstep", "ping_pong", "draft_ahead"])
 def test_prices_follow_costs(kind: Kind) -> None:
-    """What an option was chosen by is about its price, and stays so when everything becomes slower."""
+    """What an option was chosen by is about its price. It rises with what its steps cost beside others', and
+    not with a machine that is slower.
+    """
+    number, context = (2, 200.0) if kind == "ping_pong" else (4, 400.0)
+    is_overlapped = kind in ("ping_pong", "draft_ahead")
     foresight = foresight_of()
+    verify = foresight._costs.verify
     batch = foresight.batch_of([fake_request(str(number), 100) for number in range(4)])
-
-    def options() -> dict[Kind, Option]:
-        evaluation = foresight.evaluate(batch, {})
-        return evaluation.options(("lockstep", "ping_pong", "draft_ahead"), OUTLOOK)
-
-    option = options()[kind]
+    outlook = AheadOutlook(rates=np.array([0.5, 0.3, 0.2, 0.1]), max_branches=4)
+    modes: Sequence[OverlapMode] = ("lockstep", "ping_pong", "draft_ahead")
+    option = foresight.evaluate(batch, {}).options(modes, outlook)[kind]
     before_s = foresight.price_s(batch, option)
     assert before_s == pytest.approx(option.round_s, rel=0.15)
-    number, context = (2, 200.0) if kind == "ping_pong" else (4, 400.0)
-    table = foresight._costs.verify.table(number, context)
-    for rows, is_overlapped in itertools.product(range(2, 40), (False, True)):
-        shape = VerifyShape(number, context, rows)
-        for _ in range(9):
-            foresight._costs.verify.note(shape, 3.0 * float(table[rows]), is_overlapped=is_overlapped)
-    slower_s = foresight.price_s(batch, option) - before_s
+    table = verify.table(number, context, is_overlapped=is_overlapped)
+    rows = (4 + int(option.num_draft_tokens.sum())) // (2 if kind == "ping_pong" else 1)
+
+    def take(factors: Mapping[int, float]) -> None:
+        for _ in range(20):
+            for other, factor in factors.items():
+                shape = VerifyShape(number, context, other)
+                verify.note(shape, factor * float(table[other]), is_overlapped=is_overlapped)
+
+    others = (40, 48, 56)
+    take({rows: 1.0} | dict.fromkeys(others, 1.0))
+    take({rows: 2.0} | dict.fromkeys(others, 2.0))
+    assert foresight.slowness == pytest.approx(2.0, rel=0.1)
+    slower_s = foresight.price_s(batch, option)
+    assert slower_s == pytest.approx(before_s, rel=0.25), "drafts take as long as they did"
+    take({rows: 2.0 * 1.4} | dict.fromkeys(others, 2.0))
     parts = 2 if kind == "ping_pong" else 1
-    assert slower_s == pytest.approx(2.0 * parts * option.verify_s, rel=0.2)
+    assert foresight.price_s(batch, option) - slower_s > 0.15 * parts * option.verify_s
