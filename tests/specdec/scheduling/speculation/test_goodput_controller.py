@@ -215,11 +215,20 @@ def test_what_is_slow_beside_others_is_tried_alone(name: str, number: int, chanc
 @pytest.mark.parametrize(
     ("name", "number", "chance", "modes", "lifetime", "compared", "before", "num_rounds"),
     [
-        ("gpu", 4, 0.8, ("lockstep", "draft_ahead"), 256, "lockstep", "draft_ahead", 2 + 7),
-        ("cpu", 4, 0.8, MODES, 32, "lockstep", "draft_ahead", 2 + 7),
-        ("expensive", 16, 0.95, ("lockstep", "ping_pong"), 256, "lockstep", "ping_pong", 2 + 2 + 7),
-        ("gpu", 16, 0.8, ("lockstep", "ping_pong"), 32, "ping_pong", "lockstep", 1 + 2 + 7),
-        ("cpu", 16, 0.8, ("lockstep", "ping_pong"), 256, "lockstep", "plain", 7),
+        ("gpu", 4, 0.8, ("lockstep", "draft_ahead"), 256, "lockstep", "draft_ahead", {2 + 7}),
+        ("cpu", 4, 0.8, MODES, 32, "lockstep", "draft_ahead", {2 + 7}),
+        (
+            "expensive",
+            16,
+            0.95,
+            ("lockstep", "ping_pong"),
+            256,
+            "lockstep",
+            "ping_pong",
+            {1 + 2 + 7, 2 + 2 + 7},
+        ),
+        ("gpu", 16, 0.8, ("lockstep", "ping_pong"), 32, "ping_pong", "lockstep", {1 + 2 + 7}),
+        ("cpu", 16, 0.8, ("lockstep", "ping_pong"), 256, "lockstep", "plain", {7}),
     ],
 )
 def test_one_comparison_makes_a_mode_known(
@@ -230,18 +239,20 @@ def test_one_comparison_makes_a_mode_known(
     lifetime: int,
     compared: OverlapMode,
     before: Kind,
-    num_rounds: int,
+    num_rounds: set[int],
 ) -> None:
-    """Rounds that are still of ping_pong, or before it, say nothing of another mode, nor do those in which
+    """Rounds that are still of ping_pong (one or two), or before it, say nothing of another mode, nor do those in which
     the drafter ends what it is at. Behind plain decoding all count.
     """
     for seed in range(1, 9):
         controller = controller_of(profile_of(COSTS[name]), modes)
         world = world_of(COSTS[name], number, chance=chance, lifetime=lifetime, seed=seed)
+        last: Kind = "plain"
         while controller.state.reason != "comparing" and world.round_number < 600:
+            last = controller._settling._kind
             world.run_round(controller)
         is_compared = controller.state.reason == "comparing" and controller.mode == compared
-        if is_compared and controller._settling._kind == before:
+        if is_compared and last == before:
             break
     else:
         raise AssertionError("no such comparison")
@@ -253,7 +264,7 @@ def test_one_comparison_makes_a_mode_known(
     while controller.state.reason == "comparing":
         assert controller.mode == compared, "whatever is known of it by then"
         world.run_round(controller)
-    assert controller.state.num_comparison_rounds == num_rounds
+    assert controller.state.num_comparison_rounds in num_rounds
     assert not is_little_known()
     world.run(controller, 600)
     assert not is_little_known()
