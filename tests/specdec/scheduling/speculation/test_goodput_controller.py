@@ -241,8 +241,8 @@ def test_one_comparison_makes_a_mode_known(
     before: Kind,
     num_rounds: set[int],
 ) -> None:
-    """Rounds that are still of ping_pong (one or two), or before it, say nothing of another mode, nor do those in which
-    the drafter ends what it is at. Behind plain decoding all count.
+    """Rounds that are still of ping_pong (one or two), or before it, say nothing of another mode, nor do
+    those in which the drafter ends what it is at. Behind plain decoding all count.
     """
     for seed in range(1, 9):
         controller = controller_of(profile_of(COSTS[name]), modes)
