@@ -15,7 +15,7 @@ _NOISE = 0.06**2
 _FIRST_SLOWNESS, _SLOWNESS_DRIFT = 0.5**2, 0.045**2
 """Variance of how slow everything is, at the start, and by how much it grows with each observation. A machine
 may be half as fast as when it was measured, and others come and go."""
-_OWN, _OWN_DRIFT = 0.15**2, 0.004**2
+_OWN, _OWN_DRIFT = 0.15**2, 0.006**2
 """The same of how much slower a region is than everything."""
 _LARGEST_LOG = 4.0
 _ODD, _LARGEST_STEP = 0.25, 1.0

@@ -29,7 +29,7 @@ _DOUBTED_TOKENS = 100.0
 _SETTLED_ENTRIES, _MOST_SETTLED_ENTRIES = 32.0, 1024.0
 """What was measured beside another kind weighs at least as much as so many rounds, and more only where it is
 far from what is believed."""
-_LATELY_ROUNDS, _FEWEST_LATELY = 16, 5
+_LATELY_ROUNDS, _FEWEST_LATELY = 16, 4
 _STALE_ROUNDS = 3000.0
 _TOKENS_STALE_ROUNDS = 500.0
 """What is missing of drafts may be so because little was known of acceptance yet: it is soon looked at

@@ -25,7 +25,7 @@ from specdec.scheduling.speculation.kind_switch import KindSwitch
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.prospects import Prospects
 from specdec.scheduling.speculation.request_facts import RequestFacts
-from specdec.scheduling.speculation.rhythm import Passed, Rhythm
+from specdec.scheduling.speculation.rhythm import LONGEST_PASSED_OVER_S, Passed, Rhythm
 from specdec.scheduling.speculation.round_evidence import RoundEvidence
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.speculation.settling import Settling, kind_of
@@ -39,7 +39,7 @@ _FIRST_ROUNDS = 8
 _SETTLING = ("auditing", "comparing")
 """Trials whose rounds are believed, beside what rounds have taken just before."""
 
-_LEARNT_EVERY_S = 0.02
+_LEARNT_EVERY_S = 0.03
 """Rounds that come to this are learnt from together. Of what one alone would cost, 0.15 ms behind a step that
 has streamed a model through the processor's caches, most is waiting for memory: 4 % of a round of 3.5 ms."""
 _TOLD_EVERY_S = 1.0
@@ -90,6 +90,8 @@ class GoodputController:
         self._unlearnt: list[tuple[RoundObservation, Passed]] = []
         """Rounds that have not been learnt from yet, and those before each that were passed over."""
         self._unlearnt_s = 0.0
+        self._may_be_passed_over = False
+        """Whether rounds as decided are plain, and short."""
         self._chosen_for: tuple[tuple[Schedulable, ...], int] = (), 0
         """All sequences of the last round, and how many of them were in it."""
         self._prepared: Prospects | None = None
@@ -147,11 +149,13 @@ class GoodputController:
 
     def observe(self, observation: RoundObservation) -> None:
         """Take in a finished round."""
-        if not self._is_passed_over(observation):
-            self._learn_some()
-            passed = self._rhythm.take_passed_over()
-            self._unlearnt.append((observation, passed))
-            self._unlearnt_s += passed.seconds + _round_s(observation)
+        if self._unlearnt_s >= _LEARNT_EVERY_S:  # nobody had it think
+            self._learn_observed()
+        if self._may_be_passed_over and self._is_passed_over(observation):
+            return
+        passed = self._rhythm.take_passed_over()
+        self._unlearnt.append((observation, passed))
+        self._unlearnt_s += passed.seconds + _round_s(observation)
 
     def think(self) -> None:
         """Learn from the last rounds; if it is time for a decision, find out what there is to choose from."""
@@ -164,8 +168,8 @@ class GoodputController:
 
     def _learn_some(self) -> None:
         """Learn from what was observed, if it is enough, or if it cannot wait."""
-        is_urgent = self._trials.current is not None or self._rhythm.is_alert(self._round)
-        if is_urgent or self._unlearnt_s >= _LEARNT_EVERY_S:
+        is_enough = self._unlearnt_s >= _LEARNT_EVERY_S
+        if is_enough or self._trials.current is not None or self._rhythm.is_start(self._round):
             self._learn_observed()
 
     def _learn_observed(self) -> None:
@@ -176,7 +180,7 @@ class GoodputController:
     def _is_passed_over(self, observation: RoundObservation) -> bool:
         """Whether a round is as those before, and says nothing new."""
         decision, round_s = self._decision, observation.round_s
-        if decision is None or decision.option.kind != "plain" or self._trials.current is not None:
+        if decision is None or self._trials.current is not None:
             return False
         if round_s is None or observation.num_prompt_rows > 0 or not self._settling.is_calm:
             return False
@@ -185,7 +189,6 @@ class GoodputController:
         return self._rhythm.passes_over(
             self._round,
             round_s,
-            usual_s=decision.expected_s(),
             switched_round=self._switch.switched_round,
         )
 
@@ -257,6 +260,8 @@ class GoodputController:
             prospects = self._look_at(sequences, num_here)
         self._decision = self._decide_among(prospects, sequences)
         self._facts.take_over(sequences)
+        is_plain = self._decision.option.kind == "plain"
+        self._may_be_passed_over = is_plain and self._decision.expected_s() <= LONGEST_PASSED_OVER_S
         return self._decision
 
     def _decide_among(self, prospects: Prospects, sequences: tuple[Schedulable, ...]) -> Decision:

@@ -18,7 +18,7 @@ _EARLY_ROUNDS = 32
 _LOOKED_AT_EVERY_S = 0.004
 """Of plain rounds that are as they were, one in so many seconds is looked at: to look at one takes 0.02 to
 0.04 ms, which is a twentieth of the shortest ones."""
-_LONGEST_PASSED_OVER_S = 0.0015
+LONGEST_PASSED_OVER_S = 0.0015
 """Of rounds that usually take longer all are looked at."""
 _DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
 """After so many seconds a decision is thought over, if there were enough rounds."""
@@ -63,9 +63,9 @@ class Rhythm:
         self._calm = 1.0
         self._passed_over = Passed()
 
-    def is_alert(self, now: int) -> bool:
-        """Return whether much is new: every round tells something."""
-        return now < self._alert_until
+    def is_start(self, now: int) -> bool:
+        """Return whether these are the first rounds, of which every one tells something."""
+        return now < _EARLY_ROUNDS
 
     def is_due(self, now: int, num_sequences: int) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
@@ -77,7 +77,7 @@ class Rhythm:
         num_rounds = now - self._decided_round
         if num_rounds < min(self._decide_every, 1 + now // 4):
             return False
-        if self.is_alert(now):
+        if now < self._alert_until:
             return self.since_decision_s >= _hasty_interval_s(self.deciding)
         if self.since_decision_s < self.deciding.interval_s:
             return False
@@ -119,11 +119,9 @@ class Rhythm:
         """What was tried is not to go on: it is time to decide."""
         self._has_tried = True
 
-    def passes_over(self, now: int, round_s: float, *, usual_s: float, switched_round: int) -> bool:
+    def passes_over(self, now: int, round_s: float, *, switched_round: int) -> bool:
         """Whether a plain round, like those before, need not be looked at; it is counted all the same."""
-        if self.is_alert(now) or now - switched_round < _EARLY_ROUNDS:
-            return False
-        if usual_s > _LONGEST_PASSED_OVER_S:
+        if now < self._alert_until or now - switched_round < _EARLY_ROUNDS:
             return False
         passed = self._passed_over
         if (
@@ -135,7 +133,9 @@ class Rhythm:
 
     def take_passed_over(self) -> Passed:
         """Return what has passed without being looked at since the last call."""
-        passed, self._passed_over = self._passed_over, Passed()
+        passed = self._passed_over
+        if passed.num_rounds:
+            self._passed_over = Passed()
         return passed
 
     def note_round(self, round_s: float) -> None:
@@ -159,7 +159,7 @@ class Rhythm:
     def _is_to_be_heard(self, now: int, switched_round: int, is_trial: bool) -> bool:
         if is_trial:
             return True
-        if self.is_alert(now) or now - switched_round < _EARLY_ROUNDS:
+        if now < self._alert_until or now - switched_round < _EARLY_ROUNDS:
             return self._unheard_s >= _hasty_interval_s(self.learning)
         return self._unheard_s >= max(self._calm * _HEARD_EVERY_S, self.learning.interval_s)
 

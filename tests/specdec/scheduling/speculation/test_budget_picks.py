@@ -86,17 +86,20 @@ def test_each_class_gets_its_own() -> None:
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_request_keeps_its_window_where_that_cannot_grow_back(is_kept: bool) -> None:
-    controller = controller_of("model", BUDGETS, is_kept=is_kept)
-    world = world_of("model", 8, by_budget(0.4, 0.6, 0.9), picks=True)
-    seen: dict[str, set[int]] = {}
-    for _ in range(1500):
-        world.run_round(controller)
-        for one in world.requests:
-            seen.setdefault(one.request_id, set()).add(one.kv_budget)
-    changed = [name for name, budgets in seen.items() if len(budgets) > 1]
-    assert bool(changed) != is_kept
-    last = [one.kv_budget for one in world.requests]
-    assert last.count(8192) >= 6
+    num_best: list[int] = []
+    for seed in (1, 2, 3):
+        controller = controller_of("model", BUDGETS, is_kept=is_kept)
+        world = world_of("model", 8, by_budget(0.4, 0.6, 0.9), picks=True, seed=seed)
+        seen: dict[str, set[int]] = {}
+        for number in range(1500):
+            world.run_round(controller)
+            for one in world.requests:
+                seen.setdefault(one.request_id, set()).add(one.kv_budget)
+            if number >= 1200:
+                num_best.append(sum(one.kv_budget == 8192 for one in world.requests))
+        changed = [name for name, budgets in seen.items() if len(budgets) > 1]
+        assert bool(changed) != is_kept
+    assert np.mean(num_best) >= 6
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

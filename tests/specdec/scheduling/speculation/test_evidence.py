@@ -48,7 +48,7 @@ def test_what_was_measured_beside_another_kind_is_believed_at_once() -> None:
 
 def test_lately_is_the_last_few_rounds() -> None:
     lately = Lately()
-    for _ in range(4):
+    for _ in range(3):
         lately.note("plain", 3.0)
     assert lately.ratio("plain") is None
     for _ in range(60):

@@ -79,12 +79,12 @@ def test_of_short_plain_rounds_one_in_four_milliseconds_is_looked_at() -> None:
     rhythm = calm_rhythm(1000)
     looked_at = 0
     for _ in range(1000):
-        if not rhythm.passes_over(1000, 0.001, usual_s=0.001, switched_round=0):
+        if not rhythm.passes_over(1000, 0.001, switched_round=0):
             assert rhythm.take_passed_over() == (4, 0.004) or looked_at == 0
             looked_at += 1
     assert looked_at == 200
-    assert rhythm.passes_over(1000, 1.0, usual_s=0.001, switched_round=0), "the first one, however long it is"
-    assert not rhythm.passes_over(1000, 0.001, usual_s=0.001, switched_round=0)
+    assert rhythm.passes_over(1000, 1.0, switched_round=0), "the first one, however long it is"
+    assert not rhythm.passes_over(1000, 0.001, switched_round=0)
 
 
 def test_long_rounds_are_looked_at_no_more_often_than_others() -> None:
@@ -93,7 +93,7 @@ def test_long_rounds_are_looked_at_no_more_often_than_others() -> None:
     rng = random.Random(1)
     for _ in range(20_000):
         round_s = 0.02 if rng.random() < 1 / 7 else 0.001
-        if not rhythm.passes_over(1000, round_s, usual_s=0.001, switched_round=0):
+        if not rhythm.passes_over(1000, round_s, switched_round=0):
             rhythm.take_passed_over()
             looked_at.append(round_s)
     assert len(looked_at) > 4000
@@ -102,8 +102,7 @@ def test_long_rounds_are_looked_at_no_more_often_than_others() -> None:
 
 def test_while_much_is_new_every_round_is_looked_at() -> None:
     rhythm = calm_rhythm(1000)
-    assert not rhythm.passes_over(1000, 0.001, usual_s=0.001, switched_round=990)
+    assert not rhythm.passes_over(1000, 0.001, switched_round=990)
     rhythm.note_alarm(1000)
-    assert not rhythm.passes_over(1010, 0.001, usual_s=0.001, switched_round=0)
-    assert rhythm.passes_over(1040, 0.001, usual_s=0.001, switched_round=0)
-    assert not rhythm.passes_over(1040, 0.001, usual_s=0.002, switched_round=0), "others take long enough"
+    assert not rhythm.passes_over(1010, 0.001, switched_round=0)
+    assert rhythm.passes_over(1040, 0.001, switched_round=0)
