@@ -18,13 +18,13 @@ may be half as fast as when it was measured, and others come and go."""
 _OWN, _OWN_DRIFT = 0.15**2, 0.006**2
 """The same of how much slower a region is than everything."""
 _LARGEST_LOG = 4.0
-_ODD, _LARGEST_STEP = 0.25, 1.0
-"""An observation that is off by more is believed once the next one is, too, in the same direction; then by no
-more than so much at a time."""
+_ODD, _SOON, _LARGEST_STEP = 0.25, 32, 1.0
+"""An observation that is off by more is believed once the next one of the region is, too, soon and in the
+same direction; then by no more than so much at a time."""
 _MOST_CELLS = 96
 """Regions that are kept: those that were not seen for longest are forgotten."""
 _MOST_SEEN, _STALE_ROUNDS = 9.0, 300.0
-"""Observations that count in the light of neighbours; after so many rounds each counts half."""
+"""Observations that count in the light of neighbours; after so many others of the grid each counts half."""
 _OTHERS = 0.5
 """Weight of an observation beside the other side's work for steps that are alone, and the other way round."""
 _NEIGHBOUR = 0.25
@@ -52,40 +52,44 @@ class Slowness:
         """Of regions, those that were seen last at the end; everything is at 0."""
         self._mean = np.zeros(1)
         self._covariance = np.array([[_FIRST_SLOWNESS]])
-        self._drift = np.array([_SLOWNESS_DRIFT])
-        self._odd: dict[Cell, float] = {}
-        """Surprises that were the last of their regions."""
+        self._number = 0
+        self._odd: dict[Cell, tuple[float, int]] = {}
+        """Surprises that were the last of their regions, and when."""
 
     @property
     def of_all(self) -> float:
         """How much longer everything takes."""
         return float(self._mean[0])
 
-    def knows(self, cell: Cell) -> bool:
-        """Whether a region was ever seen."""
-        return cell in self._places
-
-    def note(self, cell: Cell, seen: float, guess: float) -> float:
+    def note(self, cell: Cell, seen: float, guess: float) -> tuple[float, bool]:
         """Learn that a region took longer by `seen`. Of one that was never seen, `guess` was thought so far.
 
         Returns:
-            by how much it took longer than such steps do: its share of what is off, for it may be that
-            everything has become slower.
+            by how much it took longer than such steps do, and whether that is believed. Of what is, it is the
+            region's share, for it may be that everything has become slower.
         """
+        self._number += 1
         place = self._places.pop(cell, None)
         if place is None:
             place = self._add(guess)
         self._places[cell] = place
         mean, covariance = self._mean, self._covariance
-        np.einsum("ii->i", covariance)[:] += self._drift
+        variances = np.einsum("ii->i", covariance)
+        variances[0] += _SLOWNESS_DRIFT
+        variances[1:][variances[1:] < _OWN] += _OWN_DRIFT
         surprise = seen - float(mean[0] + mean[place])
         with_seen = covariance[:, 0] + covariance[:, place]
         total = float(with_seen[0] + with_seen[place]) + _NOISE
         believed = self._believed(cell, surprise)
-        if believed is not None:
-            mean += with_seen * (believed / total)
-            covariance -= np.outer(with_seen, with_seen / total)
-        return surprise * math.sqrt(_NOISE / total)
+        if believed is None:
+            return surprise, False
+        mean += with_seen * (believed / total)
+        covariance -= np.outer(with_seen, with_seen / total)
+        return surprise * math.sqrt(_NOISE / total), True
+
+    def knows(self, cell: Cell) -> bool:
+        """Whether a region was ever seen."""
+        return cell in self._places
 
     def of_grid(self, grid: Hashable) -> tuple[list[tuple[int, int]], Floats]:
         """Return the regions of a grid that were seen, and how much longer each takes beside everything."""
@@ -94,12 +98,13 @@ class Slowness:
 
     def _add(self, guess: float) -> int:
         if len(self._places) >= _MOST_CELLS:
-            place = self._places.pop(next(iter(self._places)))
+            forgotten = next(iter(self._places))
+            place = self._places.pop(forgotten)
+            self._odd.pop(forgotten, None)
             self._covariance[place] = self._covariance[:, place] = 0.0
         else:
             place = len(self._mean)
             self._mean = np.append(self._mean, 0.0)
-            self._drift = np.append(self._drift, _OWN_DRIFT)
             self._covariance = np.pad(self._covariance, (0, 1))
         self._mean[place] = guess
         self._covariance[place, place] = _OWN
@@ -107,10 +112,10 @@ class Slowness:
 
     def _believed(self, cell: Cell, surprise: float) -> float | None:
         """Return what to learn from an observation that is off by `surprise`; None: it may be a pause."""
-        before = self._odd.pop(cell, 0.0)
+        before, number = self._odd.pop(cell, (0.0, self._number))
         if abs(surprise) > _ODD:
-            self._odd[cell] = surprise
-            if surprise * before <= 0.0:
+            self._odd[cell] = surprise, self._number
+            if surprise * before <= 0.0 or self._number - number > _SOON:
                 return None
         return min(max(surprise, -_LARGEST_STEP), _LARGEST_STEP)
 
@@ -131,21 +136,32 @@ class CorrectionGrid:
         self._last_round = np.zeros((num_a, num_b))
         self._round = 0
 
-    def note(self, a: int, b: int, ratio: float) -> float:
+    def note(self, a: int, b: int, ratio: float, guess: float | None = None) -> float:
         """Learn that something in region (a, b) took `ratio` times as long as it should.
+
+        Of a region that was never seen, `guess` was thought so far, a logarithm beside how slow everything
+        is; None: what its neighbours say.
 
         Returns:
             how many times as long it took as it lately does there.
         """
-        cell, guess = (self._name, a, b), 0.0
-        if not self.is_empty and not self._slowness.knows(cell):
-            guess = float(self.smoothed()[a, b])
-            self._num_seen[a, b] = 0.0
-        self._round += 1
-        self._num_seen[a, b] += 1.0
-        self._last_round[a, b] = self._round
+        here = a, b
+        if not self.has_seen(a, b):
+            self._num_seen[here] = 0.0
+            if guess is None:
+                guess = 0.0 if self.is_empty else float(self.smoothed()[here])
         seen = min(max(math.log(ratio), -_LARGEST_LOG), _LARGEST_LOG)
-        return math.exp(self._slowness.note(cell, seen, guess))
+        surprise, is_believed = self._slowness.note((self._name, a, b), seen, guess or 0.0)
+        self._round += 1
+        if is_believed:
+            kept = self._num_seen[here] * 0.5 ** ((self._round - self._last_round[here]) / _STALE_ROUNDS)
+            self._num_seen[here] = min(kept + 1.0, _MOST_SEEN)
+            self._last_round[here] = self._round
+        return math.exp(surprise)
+
+    def has_seen(self, a: int, b: int) -> bool:
+        """Whether anything is known of a region."""
+        return self._slowness.knows((self._name, a, b))
 
     @property
     def factors(self) -> Floats:
@@ -175,7 +191,7 @@ class CorrectionGrid:
             at = tuple(np.array(cells).T)
             own[at] = means
             age = self._round - self._last_round[at]
-            weights[at] = np.minimum(self._num_seen[at], _MOST_SEEN) * 0.5 ** (age / _STALE_ROUNDS)
+            weights[at] = self._num_seen[at] * 0.5 ** (age / _STALE_ROUNDS)
         return own, weights
 
     @property
@@ -213,11 +229,6 @@ class Corrections:
         self._beside = CorrectionGrid(num_a, num_b, self._slowness, "beside")
         self._kept: dict[bool, Floats] = {}
 
-    @property
-    def slowness(self) -> float:
-        """How many times as long everything takes as it did."""
-        return math.exp(self._slowness.of_all)
-
     def factors(self, *, is_overlapped: bool) -> Floats:
         """[A, B], all positive; 1 where nothing is known at all."""
         if self._beside.is_empty:
@@ -234,8 +245,13 @@ class Corrections:
 
     def note(self, a: int, b: int, ratio: float, *, is_overlapped: bool) -> float:
         """Learn and return as `CorrectionGrid.note`."""
+        grid, guess = self._beside if is_overlapped else self._alone, None
+        if not grid.has_seen(a, b) and not self._beside.is_empty:
+            guess = math.log(float(self.factors(is_overlapped=is_overlapped)[a, b])) - self._slowness.of_all
+        elif is_overlapped and self._beside.is_empty and not self._alone.is_empty:
+            guess = float(self._alone.smoothed()[a, b])
         self._kept.clear()
-        return (self._beside if is_overlapped else self._alone).note(a, b, ratio)
+        return grid.note(a, b, ratio, guess)
 
     def _combined(self, *, is_overlapped: bool) -> Floats:
         own, other = self._own_first(is_overlapped=is_overlapped)

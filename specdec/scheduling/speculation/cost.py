@@ -91,11 +91,6 @@ class VerifyCost:
         self._share = np.clip((lookup - self._knots[self._left]) / width, 0.0, 1.0)
         self._nearest = np.where(self._share < 0.5, self._left, self._right)
 
-    @property
-    def slowness(self) -> float:
-        """How many times as long steps take as they did when they were measured, whatever their shape."""
-        return self._corrections.slowness
-
     def table(self, num_sequences: int, context_tokens: float, *, is_overlapped: bool = False) -> Floats:
         """Return seconds by number of rows, [max_rows + 1]; positive, and never falling.
 

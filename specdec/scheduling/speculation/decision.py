@@ -54,10 +54,8 @@ class Decision:
     """By request, by length: accepted tokens that are expected of a proposal."""
     acceptance_levels: Sequence[bytes]
     """By request, acceptance by position in `NUM_LEVELS` levels."""
-    price_s: float
-    """Seconds of a round of the option by the costs at that time (`Foresight.price_s`)."""
-    slowness: float
-    """How many times as long everything took then as it was measured."""
+    prices: Mapping[Kind, float]
+    """Seconds of a round of each option by the costs that it was chosen by (`Foresight.price_s`)."""
 
     def expected_s(self, *, beside_prompts: bool = False) -> float:
         """Return the seconds of a round as decided, without those of prompts; in ping_pong, of a cohort."""

@@ -116,13 +116,8 @@ class Foresight:
             ),
         )
 
-    @property
-    def slowness(self) -> float:
-        """How many times as long everything takes at present as it did when it was measured."""
-        return self._costs.verify.slowness
-
     def price_s(self, batch: Batch, option: Option) -> float:
-        """Return the seconds of a round by the present costs, but for how slow everything is at present.
+        """Return the seconds of a round by the present costs.
 
         Roughly: it tells by how much the costs that an option was chosen by have changed since.
         """
@@ -132,11 +127,11 @@ class Foresight:
         has_drafts = bool(chosen.any())
         overhead_s = self._overheads.of(number, has_drafts=has_drafts)
         table = self._costs.verify.table(number, batch.context_tokens / parts, is_overlapped=is_overlapped)
-        rows = (batch.num_sequences + int(chosen.sum())) / parts
+        is_chosen = np.arange(batch.estimate.filled.shape[1]) < chosen[:, None]
+        rows = (batch.num_sequences + float(batch.estimate.filled[is_chosen].sum())) / parts
         verify_s = float(at_rows(table, rows)) + overhead_s
-        slowness = self.slowness
         if not has_drafts:
-            return verify_s * parts / slowness
+            return verify_s * parts
         contexts = batch.draft_contexts
         context = batch.context_tokens / batch.num_sequences if contexts is None else float(contexts.mean())
         draft_s = 0.0
@@ -147,7 +142,7 @@ class Foresight:
             draft_s += float(steps_s[-1])
             if batch.drafters is None:
                 break
-        return parts * (max(draft_s, verify_s) if is_overlapped else draft_s + verify_s) / slowness
+        return parts * (max(draft_s, verify_s) if is_overlapped else draft_s + verify_s)
 
     def _of_cohort(self, cohort: Batch, time_factors: Mapping[Kind, float], plain_s: float) -> Option:
         evaluation = self.evaluate(cohort, time_factors, plain_s)

@@ -78,7 +78,7 @@ class GoodputController:
         )
         self._foresight = Foresight(settings, self._facts, self._costs, overheads, self._learning)
         self._continuations = Continuations(settings.max_branches, num_steps)
-        self._evidence = RoundEvidence(lambda of: self._foresight.price_s(of.batch, of.option))
+        self._evidence = RoundEvidence()
         self._settling = Settling()
         self._rhythm = Rhythm(settings.decide_every, clock)
         self._switch = KindSwitch(margin=settings.margin, dwell_rounds=settings.dwell_rounds)
@@ -90,6 +90,8 @@ class GoodputController:
         self._unlearnt: list[tuple[RoundObservation, Passed]] = []
         """Rounds that have not been learnt from yet, and those before each that were passed over."""
         self._unlearnt_s = 0.0
+        self._dearer_kinds: dict[Kind, float] = {}
+        """See `_dearer`: of the decision, since something was learnt of costs."""
         self._may_be_passed_over = False
         """Whether rounds as decided are plain, and short."""
         self._chosen_for: tuple[tuple[Schedulable, ...], int] = (), 0
@@ -169,7 +171,8 @@ class GoodputController:
     def _learn_some(self) -> None:
         """Learn from what was observed, if it is enough, or if it cannot wait."""
         is_enough = self._unlearnt_s >= _LEARNT_EVERY_S
-        if is_enough or self._trials.current is not None or self._rhythm.is_start(self._round):
+        has_trial = self._trials.current is not None or self._facts.has_trial
+        if is_enough or has_trial or self._rhythm.is_start(self._round):
             self._learn_observed()
 
     def _learn_observed(self) -> None:
@@ -251,6 +254,7 @@ class GoodputController:
             evaluation=evaluation,
             outlook=outlook,
             options=options,
+            prices={kind: self._foresight.price_s(batch, option) for kind, option in options.items()},
         )
 
     def _decide(self, sequences: tuple[Schedulable, ...], num_here: int) -> Decision:
@@ -258,6 +262,8 @@ class GoodputController:
         prospects, self._prepared = self._prepared, None
         if prospects is None or not prospects.are_of(sequences, num_here):
             prospects = self._look_at(sequences, num_here)
+        self._evidence.take_in(self._round, self._decision)
+        self._dearer_kinds.clear()
         self._decision = self._decide_among(prospects, sequences)
         self._facts.take_over(sequences)
         is_plain = self._decision.option.kind == "plain"
@@ -302,7 +308,6 @@ class GoodputController:
         is_partial = reason == "probing" and option.kind == "lockstep" and compared.in_doubt()[1]
         if is_partial:
             chosen = np.where(batch.requested < 0, probed(chosen), chosen)
-            is_partial = not np.array_equal(chosen, option.num_draft_tokens)
         elif self._facts.has_trial and kind == "lockstep" and reason != "auditing":
             chosen = np.maximum(chosen, self._facts.least_tried(sequences))
             is_partial = True
@@ -319,8 +324,7 @@ class GoodputController:
             num_draft_tokens=chosen.tolist(),
             is_partial=is_partial,
             acceptance_levels=levels_of(accepted),
-            price_s=self._foresight.price_s(batch, option),
-            slowness=self._foresight.slowness,
+            prices=prospects.prices,
             gains=added_up(batch.estimate.reached)[np.arange(len(sequences)), chosen].tolist(),
             gains_if_drafted=added_up(np.cumprod(accepted, axis=1, dtype=np.float64)).tolist(),
         )
@@ -359,6 +363,7 @@ class GoodputController:
             with self._rhythm.learning.timed():
                 if is_settled:
                     self._learning.note(observation, decision)
+                    self._dearer_kinds.clear()
                 if round_s > 0.0:
                     lost_s = self._note_goodput(observation, decision, kind, round_s)
                     self._worth.note(decision, heard_s)
@@ -394,11 +399,18 @@ class GoodputController:
             self._rhythm.note_alarm(self._round)
             self._trials.note_alarm()
         if self._is_comparable(observation, decision):
-            self._evidence.note_time(decision, ratio * self._sped_up(decision))
+            kind = decision.option.kind
+            self._evidence.note_time(kind, ratio / self._dearer(decision, kind))
 
-    def _sped_up(self, decision: Decision) -> float:
-        """Return how many times as fast everything is as it was when that was decided."""
-        return decision.slowness / self._foresight.slowness
+    def _dearer(self, decision: Decision, kind: Kind) -> float:
+        """Return how many times as long rounds of a kind take, by the present costs, as by those that were
+        decided by.
+        """
+        dearer = self._dearer_kinds.get(kind)
+        if dearer is None:
+            price_s = self._foresight.price_s(decision.batch, decision.options[kind])
+            dearer = self._dearer_kinds[kind] = price_s / decision.prices[kind]
+        return dearer
 
     def _note_goodput(
         self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
@@ -408,14 +420,16 @@ class GoodputController:
         is_as_decided = self._is_as_decided(decision, kind)
         if is_as_decided and self._is_comparable(observation, decision) and own_s > 0.3 * round_s:
             gain = self._continuations.stand_in_gain
+            then_s = own_s / self._dearer(decision, kind)
             self._evidence.note_tokens(
-                self._round, kind, observation, decision, own_s=own_s, stand_in_gain=gain
+                self._round, kind, observation, decision, own_s=then_s, stand_in_gain=gain
             )
         option, usual = decision.option, self._switch.kind
         usual_rate = decision.rates.get(usual or option.kind, option.rate)
         if self._trials.current in _SETTLING:
             usual_rate = self._evidence.rate_lately(self._round, usual, decision) or usual_rate
-        usual_rate *= self._sped_up(decision)
+        if self._trials.current is not None and usual is not None and usual in decision.options:
+            usual_rate /= self._dearer(decision, usual)
         expected_s = decision.expected_s(beside_prompts=observation.num_prompt_rows > 0)
         return min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
 

@@ -28,6 +28,8 @@ class Prospects:
     evaluation: Evaluation
     outlook: AheadOutlook
     options: Mapping[Kind, Option]
+    prices: Mapping[Kind, float]
+    """See `Decision.prices`."""
 
     def are_of(self, sequences: Sequence[Schedulable], num_here: int) -> bool:
         """Whether they are those of exactly these sequences, in this order."""

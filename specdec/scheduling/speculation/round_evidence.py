@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.decision import (
@@ -23,14 +23,13 @@ _LARGEST_SURPRISE, _ENOUGH_PROPOSALS = 2.0, 12
 class RoundEvidence:
     """Gathers what each round says, and believes it with the next decision. `now` counts rounds.
 
-    What parts of rounds cost is learnt from the same rounds. What they took beyond that of a decision's
-    costs is no evidence, as far as the costs have been corrected since: counted by both, a start on a machine
-    half as fast as it was measured would make drafts look four times as dear.
+    What parts of rounds cost is learnt from the same rounds, so that what they took is compared with what it
+    should have been by the costs of just that time. Counted by both, a start on a machine half as fast as it
+    was measured would make drafts look four times as dear.
     """
 
-    def __init__(self, price_s: Callable[[Decision], float]) -> None:
-        """Begin without doubts. `price_s` tells what a decision's `price_s` would be by the present costs."""
-        self._price_s = price_s
+    def __init__(self) -> None:
+        """Begin without doubts."""
         self._evidence = Evidence()
         self._alarm = Alarm()
         self._gain_alarm = Alarm(_LARGEST_SURPRISE)
@@ -40,8 +39,6 @@ class RoundEvidence:
         self._lately = Lately()
         self._ratios: list[float] = []
         """What rounds have taken over what was expected, of those as decided, since the decision."""
-        self._last: dict[Kind, Decision] = {}
-        """The last decision of each kind that rounds were compared with."""
 
     def factor(self, now: int, kind: Kind, region: Region) -> float:
         """Return by how much the model's rate of a kind of rounds is to be corrected."""
@@ -74,12 +71,10 @@ class RoundEvidence:
         self._num_proposals = 0
         return self._gain_alarm.goes_off(decision.option.kind, ratio)
 
-    def note_time(self, decision: Decision, ratio: float) -> None:
-        """A round as decided took `ratio` times as long as was expected."""
-        kind = decision.option.kind
+    def note_time(self, kind: Kind, ratio: float) -> None:
+        """A round of a kind took `ratio` times as long as was expected, by what costs are known to be."""
         self._ratios.append(ratio)
         self._lately.note(kind, ratio)
-        self._last[kind] = decision
 
     def note_tokens(
         self,
@@ -98,7 +93,7 @@ class RoundEvidence:
             kind: of the round.
             observation: what it was.
             decision: what was decided.
-            own_s: what it would have taken without prompts, seconds.
+            own_s: what it would have taken without prompts, seconds by the costs that were decided by.
             stand_in_gain: accepted tokens that are expected of a proposal that stands in.
         """
         if observation.num_prompt_rows > 0:
@@ -114,14 +109,12 @@ class RoundEvidence:
     def take_in(self, now: int, decision: Decision | None) -> None:
         """Learn from the times of all rounds since the last decision."""
         if decision is not None and self._ratios:
-            known = self._since(decision)
-            ratios = [ratio * known for ratio in self._ratios]
-            self._evidence.note_times(now, decision.option.kind, decision.region, ratios)
+            self._evidence.note_times(now, decision.option.kind, decision.region, self._ratios)
             self._ratios.clear()
 
     def settle(self, now: int, kinds: Sequence[Kind], decision: Decision) -> None:
         """Believe what a trial has shown, if it was long enough: rounds of both kinds that it compares."""
-        ratios = {kind: ratio for kind in kinds if (ratio := self._ratio_lately(kind)) is not None}
+        ratios = {kind: ratio for kind in kinds if (ratio := self._lately.ratio(kind)) is not None}
         if len(ratios) < len(kinds):
             return
         self.take_in(now, decision)
@@ -131,18 +124,10 @@ class RoundEvidence:
     def rate_lately(self, now: int, kind: Kind | None, decision: Decision) -> float | None:
         """Return the tokens per second of what is done usually, by what it took just before."""
         usual = None if kind is None else decision.options.get(kind)
-        if kind is None or usual is None or (ratio := self._ratio_lately(kind)) is None:
+        if kind is None or usual is None or (ratio := self._lately.ratio(kind)) is None:
             return None
         return usual.rate * self._evidence.token_factor(now, kind) / ratio
 
     def forget_lately(self, *kinds: Kind) -> None:
         """What was just before does not compare with what comes: of some kinds, or (none given) of all."""
         self._lately.forget(*kinds)
-
-    def _ratio_lately(self, kind: Kind) -> float | None:
-        ratio, decision = self._lately.ratio(kind), self._last.get(kind)
-        return None if ratio is None or decision is None else ratio * self._since(decision)
-
-    def _since(self, decision: Decision) -> float:
-        """Return the costs that a decision was made by over the present ones."""
-        return decision.price_s / self._price_s(decision)

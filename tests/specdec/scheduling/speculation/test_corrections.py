@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -45,9 +43,9 @@ def test_a_pause_is_not_believed_twice_it_is() -> None:
     cell = ("grid", 0, 0)
     for _ in range(9):
         slowness.note(cell, 0.0, 0.0)
-    assert slowness.note(cell, 3.0, 0.0) > 1.5, "how odd it was is told"
+    assert slowness.note(cell, 3.0, 0.0) == (pytest.approx(3.0, abs=0.01), False), "how odd it was is told"
     assert slowness.of_all == pytest.approx(0.0, abs=0.01)
-    assert slowness.note(cell, 0.0, 0.0) == pytest.approx(0.0, abs=0.01)
+    assert slowness.note(cell, 0.0, 0.0) == (pytest.approx(0.0, abs=0.01), True)
     for _ in range(6):
         slowness.note(cell, 1.0, 0.0)
     assert slowness.of_all > 0.8
@@ -76,4 +74,39 @@ def test_both_sides_are_slowed_down_by_the_same_machine() -> None:
     for _ in range(8):
         both.note(2, 0, 1.2 * 1.4, is_overlapped=True)
     assert both.factors(is_overlapped=False)[2, 0] == pytest.approx(1.4, rel=0.1)
-    assert both.slowness == pytest.approx(1.4 * math.sqrt(1.2), rel=0.1)
+
+
+def test_what_is_old_does_not_come_back_with_one_observation() -> None:
+    """A region that was slow once, and is as the others by now."""
+    grid = CorrectionGrid(9, 1)
+    for _ in range(30):
+        grid.note(2, 0, 1.0)
+        grid.note(6, 0, 1.5)
+    for _ in range(3000):
+        grid.note(2, 0, 1.0)
+    grid.note(6, 0, 1.0)
+    assert grid.factors[6, 0] == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_first_steps_beside_others_are_as_was_thought() -> None:
+    """They are no reason to think that everything has changed, nor that steps alone have."""
+    both = Corrections(9, 1)
+    for _ in range(40):
+        both.note(2, 0, 1.0, is_overlapped=False)
+        both.note(6, 0, 1.5, is_overlapped=False)
+    thought = both.factors(is_overlapped=True)[6, 0]
+    for _ in range(4):
+        both.note(6, 0, 1.5, is_overlapped=True)
+    assert thought == pytest.approx(1.5, rel=0.1)
+    assert both.factors(is_overlapped=False)[2, 0] == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_is_new_stays_its_own_after_a_day() -> None:
+    """How slow everything is stays known, however long the same two regions are seen."""
+    grid = CorrectionGrid(9, 1)
+    for _ in range(5000):
+        grid.note(2, 0, 1.0)
+        grid.note(4, 0, 1.0)
+    for _ in range(4):
+        grid.note(8, 0, 1.2)
+    assert grid.factors[2, 0] == pytest.approx(1.0, rel=0.06)

@@ -90,9 +90,7 @@ def test_cohorts_are_not_bound_by_what_a_round_of_all_cannot_keep() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "lockstep", "ping_pong", "draft_ahead"])
 def test_prices_follow_costs(kind: Kind) -> None:
-    """What an option was chosen by is about its price. It rises with what its steps cost beside others', and
-    not with a machine that is slower.
-    """
+    """What an option was chosen by is about its price, which rises with what its steps cost."""
     number, context = (2, 200.0) if kind == "ping_pong" else (4, 400.0)
     is_overlapped = kind in ("ping_pong", "draft_ahead")
     foresight = foresight_of()
@@ -115,9 +113,8 @@ def test_prices_follow_costs(kind: Kind) -> None:
     others = (40, 48, 56)
     take({rows: 1.0} | dict.fromkeys(others, 1.0))
     take({rows: 2.0} | dict.fromkeys(others, 2.0))
-    assert foresight.slowness == pytest.approx(2.0, rel=0.1)
     slower_s = foresight.price_s(batch, option)
-    assert slower_s == pytest.approx(before_s, rel=0.25), "drafts take as long as they did"
-    take({rows: 2.0 * 1.4} | dict.fromkeys(others, 2.0))
     parts = 2 if kind == "ping_pong" else 1
-    assert foresight.price_s(batch, option) - slower_s > 0.15 * parts * option.verify_s
+    assert slower_s - before_s == pytest.approx(parts * option.verify_s, rel=0.3)
+    take({rows: 2.0 * 1.4} | dict.fromkeys(others, 2.0))
+    assert foresight.price_s(batch, option) - slower_s > 0.3 * parts * option.verify_s

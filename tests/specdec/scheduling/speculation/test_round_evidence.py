@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
-
-import pytest
+from typing import Any
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import DraftOutcome
@@ -15,20 +13,14 @@ from specdec.scheduling.speculation.round_evidence import RoundEvidence
 REGION = Region(2, 0)
 USUAL: Any = SimpleNamespace(rate=100.0)
 DECISION: Any = SimpleNamespace(
-    region=REGION, option=SimpleNamespace(kind="lockstep"), options={"lockstep": USUAL}, price_s=0.002
+    region=REGION, option=SimpleNamespace(kind="lockstep"), options={"lockstep": USUAL}
 )
-PLAIN: Any = SimpleNamespace(region=REGION, option=SimpleNamespace(kind="plain"), options={}, price_s=0.001)
-
-
-def evidence_of(costs_rose: float = 1.0) -> RoundEvidence:
-    """Costs have risen by so much since decisions were made."""
-    return RoundEvidence(lambda decision: costs_rose * decision.price_s)
 
 
 def test_times_count_once_they_are_taken_in() -> None:
-    evidence = evidence_of()
+    evidence = RoundEvidence()
     for _ in range(64):
-        evidence.note_time(DECISION, 2.0)
+        evidence.note_time("lockstep", 2.0)
     assert evidence.factor(64, "lockstep", REGION) == 1.0
     evidence.take_in(64, DECISION)
     slower = evidence.factor(64, "lockstep", REGION)
@@ -39,10 +31,10 @@ def test_times_count_once_they_are_taken_in() -> None:
 
 
 def test_what_came_just_before_is_known_of_enough_rounds_and_can_be_forgotten() -> None:
-    evidence = evidence_of()
+    evidence = RoundEvidence()
     assert evidence.rate_lately(0, "lockstep", DECISION) is None
     for _ in range(16):
-        evidence.note_time(DECISION, 2.0)
+        evidence.note_time("lockstep", 2.0)
     assert evidence.rate_lately(16, "lockstep", DECISION) == 50.0
     assert evidence.rate_lately(16, "ping_pong", DECISION) is None
     evidence.forget_lately("lockstep")
@@ -50,29 +42,15 @@ def test_what_came_just_before_is_known_of_enough_rounds_and_can_be_forgotten() 
 
 
 def test_an_audit_of_rounds_of_both_kinds_is_believed() -> None:
-    evidence = evidence_of()
+    evidence = RoundEvidence()
     for _ in range(16):
-        evidence.note_time(DECISION, 2.0)
+        evidence.note_time("lockstep", 2.0)
     evidence.settle(16, ("plain", "lockstep"), DECISION)  # nothing is known of plain ones
     assert evidence.factor(16, "lockstep", REGION) == 1.0
     for _ in range(16):
-        evidence.note_time(PLAIN, 1.0)
+        evidence.note_time("plain", 1.0)
     evidence.settle(32, ("plain", "lockstep"), DECISION)
     assert evidence.factor(32, "lockstep", REGION) < 0.7
-
-
-def test_what_costs_have_learnt_since_is_no_evidence() -> None:
-    """Rounds take twice as long, and so do all costs by now: the next decision expects just that."""
-    evidence = evidence_of(costs_rose=2.0)
-    for _ in range(16):
-        evidence.note_time(PLAIN, 2.0)
-        evidence.note_time(DECISION, 2.0)
-    assert evidence.rate_lately(16, "lockstep", DECISION) == 100.0
-    evidence.take_in(16, DECISION)
-    assert evidence.factor(16, "lockstep", REGION) == pytest.approx(1.0)
-    evidence.settle(16, ("plain", "lockstep"), DECISION)
-    for kind in ("plain", "lockstep"):
-        assert evidence.factor(16, kind, REGION) == pytest.approx(1.0)
 
 
 def test_newcomers_are_not_odd() -> None:
@@ -82,14 +60,18 @@ def test_newcomers_are_not_odd() -> None:
         gains_if_drafted=[[0.0, 0.8, 1.4]],
         option=SimpleNamespace(kind="lockstep"),
     )
-    drafted = [
-        DraftOutcome(request_id=RequestId(name), num_drafted=2, num_accepted=accepted)
-        for name, accepted in [("known", 1), *((f"new-{number}", 2) for number in range(15))]
-    ]
-    evidence = evidence_of()
-    assert not any(
-        evidence.gain_goes_off(decision, cast(Any, SimpleNamespace(outcomes=drafted))) for _ in range(60)
-    )
+
+    def of(*names: str) -> Any:
+        drafted = [
+            DraftOutcome(request_id=RequestId(name), num_drafted=2, num_accepted=1 if name == "known" else 2)
+            for name in names
+        ]
+        return SimpleNamespace(outcomes=drafted)
+
+    evidence = RoundEvidence()
+    assert not any(evidence.gain_goes_off(decision, of("known")) for _ in range(60))
+    newcomers = [f"new-{number}" for number in range(15)]
+    assert not any(evidence.gain_goes_off(decision, of("known", *newcomers)) for _ in range(60))
 
 
 def test_drafts_that_are_suddenly_refused_are_odd() -> None:
@@ -107,11 +89,11 @@ def test_drafts_that_are_suddenly_refused_are_odd() -> None:
         ]
         return SimpleNamespace(outcomes=drafted[:number])
 
-    evidence = evidence_of()
+    evidence = RoundEvidence()
     assert not any(evidence.gain_goes_off(decision, of(16, accepted)) for accepted in [1] * 40)
     refused = [evidence.gain_goes_off(decision, of(16, 0)) for _ in range(4)]
     assert refused == [False, True, False, False]
-    few = evidence_of()
+    few = RoundEvidence()
     assert not any(few.gain_goes_off(decision, of(4, 1)) for _ in range(30))
     refused = [few.gain_goes_off(decision, of(4, 0)) for _ in range(7)]
     assert refused == [False, False, False, False, False, True, False], "of three rounds together"
