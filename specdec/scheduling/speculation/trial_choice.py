@@ -24,7 +24,7 @@ _STRETCHES = 1.5, 3.0
 """How much longer the drafts of a stretch are, in turn: somewhat longer ones may be slower where much longer
 ones are faster."""
 _STRETCH_ROUNDS = TrialLength(2, 6)
-"""At most as many as tell of longer drafts, with the luck that they have; two correct a cost that was wrong."""
+"""At most as many as tell of longer drafts, whatever luck they have; two correct a cost that was wrong."""
 _COMPARED_ROUNDS, _MOST_COMPARISON_ROUNDS = 7, 20
 """Enough for something to be known of a mode (`RoundEvidence.little_known`), for a while; and where rounds do
 not count, since requests come and go."""
