@@ -174,17 +174,10 @@ class CorrectionGrid:
         """Whether nothing is known at all."""
         return self._round == 0
 
-    @property
-    def own(self) -> Floats:
-        """[A, B]: logarithms of what regions have shown, beside everything; 0 where nothing."""
-        return self._known()[0]
-
-    @property
-    def weights(self) -> Floats:
-        """[A, B]: how many observations there are; those of long ago count less."""
-        return self._known()[1]
-
-    def _known(self) -> tuple[Floats, Floats]:
+    def known(self) -> tuple[Floats, Floats]:
+        """Return what regions have shown beside everything, as logarithms, and how many observations that is
+        worth: [A, B] each, 0 where nothing was seen.
+        """
         own, weights = np.zeros(self._num_seen.shape), np.zeros(self._num_seen.shape)
         cells, means = self._slowness.of_grid(self._name)
         if cells:
@@ -194,20 +187,14 @@ class CorrectionGrid:
             weights[at] = self._num_seen[at] * 0.5 ** (age / _STALE_ROUNDS)
         return own, weights
 
-    @property
-    def mean(self) -> float:
-        """The mean of `own` over all that was lately seen; 0 where nothing was."""
-        own, weights = self._known()
-        return float((weights * own).sum() / max(weights.sum(), 1e-9))
-
     def smoothed(self, known: tuple[Floats, Floats] | None = None) -> Floats:
-        """Return `own` in the light of neighbours, [A, B]; or others, `known` with their weights."""
-        log_factors, weights = self._known() if known is None else known
+        """Return what is known, or `known`, in the light of neighbours: [A, B]."""
+        log_factors, weights = self.known() if known is None else known
         weighted = weights * log_factors
         around = self._near_a @ weights @ self._near_b - weights
         value_around = self._near_a @ weighted @ self._near_b - weighted
         # A few regions far away count as one observation, so that nobody is without neighbours.
-        overall = float(weighted.sum() / max(weights.sum(), 1e-9))
+        overall = _mean(log_factors, weights)
         value_around = (value_around + 1e-3 * overall) / (around + 1e-3)
         smoothed: Floats = (weighted + value_around) / (weights + 1.0)
         return smoothed
@@ -227,45 +214,46 @@ class Corrections:
         self._slowness = Slowness()
         self._alone = CorrectionGrid(num_a, num_b, self._slowness, "alone")
         self._beside = CorrectionGrid(num_a, num_b, self._slowness, "beside")
-        self._kept: dict[bool, Floats] = {}
+        self._kept: dict[bool, tuple[Floats, Floats]] = {}
+        """By whether they are overlapped: factors and weights, since the last observation."""
 
     def factors(self, *, is_overlapped: bool) -> Floats:
         """[A, B], all positive; 1 where nothing is known at all."""
-        if self._beside.is_empty:
-            return self._alone.factors
+        return self._of(is_overlapped=is_overlapped)[0]
+
+    def weights(self, *, is_overlapped: bool) -> Floats:
+        """[A, B]: how many recent observations there are."""
+        return self._of(is_overlapped=is_overlapped)[1]
+
+    def note(self, a: int, b: int, ratio: float, *, is_overlapped: bool) -> float:
+        """Learn and return as `CorrectionGrid.note`."""
+        grid, guess = self._beside if is_overlapped else self._alone, None
+        if not grid.has_seen(a, b):
+            guess = math.log(float(self.factors(is_overlapped=is_overlapped)[a, b])) - self._slowness.of_all
+        self._kept.clear()
+        return grid.note(a, b, ratio, guess)
+
+    def _of(self, *, is_overlapped: bool) -> tuple[Floats, Floats]:
         kept = self._kept.get(is_overlapped)
         if kept is None:
             kept = self._kept[is_overlapped] = self._combined(is_overlapped=is_overlapped)
         return kept
 
-    def weights(self, *, is_overlapped: bool) -> Floats:
-        """[A, B]: how many recent observations there are."""
-        own, other = self._own_first(is_overlapped=is_overlapped)
-        return own.weights if other.is_empty else own.weights + _OTHERS * other.weights
-
-    def note(self, a: int, b: int, ratio: float, *, is_overlapped: bool) -> float:
-        """Learn and return as `CorrectionGrid.note`."""
-        grid, guess = self._beside if is_overlapped else self._alone, None
-        if not grid.has_seen(a, b) and not self._beside.is_empty:
-            guess = math.log(float(self.factors(is_overlapped=is_overlapped)[a, b])) - self._slowness.of_all
-        elif is_overlapped and self._beside.is_empty and not self._alone.is_empty:
-            guess = float(self._alone.smoothed()[a, b])
-        self._kept.clear()
-        return grid.note(a, b, ratio, guess)
-
-    def _combined(self, *, is_overlapped: bool) -> Floats:
-        own, other = self._own_first(is_overlapped=is_overlapped)
-        own_weights, other_weights = own.weights, other.weights
+    def _combined(self, *, is_overlapped: bool) -> tuple[Floats, Floats]:
+        if self._beside.is_empty:
+            return self._alone.factors, self._alone.known()[1]
+        own_grid, other_grid = self._own_first(is_overlapped=is_overlapped)
+        own, own_weights = own_grid.known()
+        other, other_weights = other_grid.known()
         in_both = np.minimum(own_weights, other_weights)
-        longer = float((in_both * (own.own - other.own)).sum())
+        longer = float((in_both * (own - other)).sum())
         num_elsewhere = min(own_weights.sum(), other_weights.sum()) - float(in_both.sum())
-        longer += num_elsewhere * (own.mean - other.mean)
+        longer += num_elsewhere * (_mean(own, own_weights) - _mean(other, other_weights))
         longer /= float(in_both.sum()) + num_elsewhere + _DOUBTS
         weights = own_weights + _OTHERS * other_weights
-        weighted = own_weights * own.own + _OTHERS * other_weights * (other.own + longer)
-        log_factors = own.smoothed((weighted / np.maximum(weights, 1e-9), weights))
-        factors: Floats = np.exp(log_factors + self._slowness.of_all)
-        return factors
+        weighted = own_weights * own + _OTHERS * other_weights * (other + longer)
+        log_factors = own_grid.smoothed((weighted / np.maximum(weights, 1e-9), weights))
+        return np.exp(log_factors + self._slowness.of_all), weights
 
     def _own_first(self, *, is_overlapped: bool) -> tuple[CorrectionGrid, CorrectionGrid]:
         return (self._beside, self._alone) if is_overlapped else (self._alone, self._beside)
@@ -275,3 +263,7 @@ def _nearness(size: int) -> Floats:
     index = np.arange(size)
     nearness: Floats = _NEIGHBOUR ** np.abs(index[:, None] - index[None, :]).astype(np.float64)
     return nearness
+
+
+def _mean(values: Floats, weights: Floats) -> float:
+    return float((weights * values).sum() / max(weights.sum(), 1e-9))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
@@ -9,18 +11,20 @@ from specdec.scheduling.speculation import corrections
 from specdec.scheduling.speculation.corrections import CorrectionGrid, Corrections, Slowness
 
 
+def see(grid: CorrectionGrid, ratios: Mapping[int, float], times: int) -> None:
+    """In each of these regions in turn, steps take so many times as long as they should."""
+    for _ in range(times):
+        for a, ratio in ratios.items():
+            grid.note(a, 0, ratio)
+
+
 def test_who_was_it_is_told_when_another_region_is_seen() -> None:
     """First it seems that everything has become slower; then the other region says that it has not."""
     grid = CorrectionGrid(9, 1)
-    for _ in range(30):
-        grid.note(2, 0, 1.0)
-        grid.note(6, 0, 1.0)
-    for _ in range(5):
-        grid.note(6, 0, 1.3)
+    see(grid, {2: 1.0, 6: 1.0}, 30)
+    see(grid, {6: 1.3}, 5)
     assert grid.factors[2, 0] > 1.15
-    for _ in range(30):
-        grid.note(2, 0, 1.0)
-        grid.note(6, 0, 1.3)
+    see(grid, {2: 1.0, 6: 1.3}, 30)
     assert grid.factors[2, 0] == pytest.approx(1.0, rel=0.06)
     assert grid.factors[6, 0] == pytest.approx(1.3, rel=0.06)
 
@@ -28,9 +32,7 @@ def test_who_was_it_is_told_when_another_region_is_seen() -> None:
 def test_nothing_drifts_where_one_region_alone_is_seen() -> None:
     """A machine that is slow again and again: each time all of it is everything's, and nothing is left."""
     grid = CorrectionGrid(9, 1)
-    for _ in range(30):
-        grid.note(2, 0, 1.0)
-        grid.note(6, 0, 1.0)
+    see(grid, {2: 1.0, 6: 1.0}, 30)
     for _ in range(20):
         for ratio in (1.4, 1.0):
             for _ in range(12):
@@ -58,7 +60,7 @@ def test_few_regions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for a in range(16):
         for _ in range(9):
             grid.note(a, 0, 1.0 + 0.1 * (a % 2))
-    assert np.flatnonzero(grid.weights[:, 0] > 0.0).tolist() == [12, 13, 14, 15]
+    assert np.flatnonzero(grid.known()[1][:, 0] > 0.0).tolist() == [12, 13, 14, 15]
     assert len(grid._slowness._mean) == 5
     assert grid.factors[14, 0] < grid.factors[15, 0]
     eigenvalues = np.linalg.eigvalsh(grid._slowness._covariance)
@@ -79,11 +81,8 @@ def test_both_sides_are_slowed_down_by_the_same_machine() -> None:
 def test_what_is_old_does_not_come_back_with_one_observation() -> None:
     """A region that was slow once, and is as the others by now."""
     grid = CorrectionGrid(9, 1)
-    for _ in range(30):
-        grid.note(2, 0, 1.0)
-        grid.note(6, 0, 1.5)
-    for _ in range(3000):
-        grid.note(2, 0, 1.0)
+    see(grid, {2: 1.0, 6: 1.5}, 30)
+    see(grid, {2: 1.0}, 3000)
     grid.note(6, 0, 1.0)
     assert grid.factors[6, 0] == pytest.approx(1.0, rel=0.1)
 
@@ -104,9 +103,6 @@ def test_the_first_steps_beside_others_are_as_was_thought() -> None:
 def test_what_is_new_stays_its_own_after_a_day() -> None:
     """How slow everything is stays known, however long the same two regions are seen."""
     grid = CorrectionGrid(9, 1)
-    for _ in range(5000):
-        grid.note(2, 0, 1.0)
-        grid.note(4, 0, 1.0)
-    for _ in range(4):
-        grid.note(8, 0, 1.2)
+    see(grid, {2: 1.0, 4: 1.0}, 5000)
+    see(grid, {8: 1.2}, 4)
     assert grid.factors[2, 0] == pytest.approx(1.0, rel=0.06)
