@@ -34,6 +34,8 @@ from workers.logs import FORMAT_VARIABLE
 
 pytest.importorskip("helm_python", reason="helm-python-sdk, Helm's engine, is there for Linux x86-64 only")
 
+import helm_python
+
 from tests.helm import kuberay
 from tests.helm.chart import (
     CHART,
@@ -194,6 +196,11 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         (None, {"apiKeys": {"insecure": True}}, "insecure contradicts existingSecret"),
         (None, {"models": {"claim": ""}}, "models.claim"),
         (None, {"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress: is required"),
+        (
+            None,
+            {"gcsFaultTolerance": {"enabled": True, "redisAddress": "r:1", "externalStorageNamespace": "x"}},
+            "gcsFaultTolerance.externalStorageNamespace: a second cluster",
+        ),
         (None, {"expose": {"enabled": True}}, "expose.host: is required"),
         ("cpu-dev", {"tls": {"existingSecret": "x"}, "ingress": {"enabled": False}}, "needs ingress.enabled"),
         (None, {"tls": {"existingSecret": "x"}, "ingress": {"proxy": "haproxy"}}, "haproxy does not end TLS"),
@@ -505,7 +512,13 @@ def test_what_looks_like_yaml_is_text() -> None:
         "tls": {"existingSecret": "10"},
         "head": {"priorityClassName": "11", "runtimeClassName": "12"},
     }  # fmt: skip
-    merged_values = merged(values, {"gcsFaultTolerance": {"key": "2", "externalStorageNamespace": "3"}})
+    merged_values = merged(
+        values,
+        {
+            "gcsFaultTolerance": {"key": "2", "externalStorageNamespace": "3"},
+            "upgrade": {"type": "None"},
+        },
+    )
 
     def texts(node: Any) -> set[str]:
         if isinstance(node, dict):
@@ -529,21 +542,183 @@ def test_names_leave_room_for_kuberays_suffixes(name: str) -> None:
 def test_budgets_follow_the_pools() -> None:
     def budgets(values: Values) -> dict[str, Any]:
         found = of_kind(render(values), "PodDisruptionBudget")
-        return {item["metadata"]["name"].rpartition("-")[2]: item["spec"]["maxUnavailable"] for item in found}
+        assert all(item["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for item in found)
+        return {item["metadata"]["name"].rpartition("-")[2]: item["spec"]["minAvailable"] for item in found}
 
     heads = {"method": "eagle3", "model": "/models/heads", "heads_at": "draft_pool"}
+    many: Values = {"ingress": {"replicas": 2}, "target": {"groups": 3}, "draft": {"workers": 4}}
     for drafted in (DRAFTED, {"config": {"speculative_config": heads}}):
-        assert budgets(drafted) == {"head": 0, "ingress": 1, "target": 1, "draft": 1}
-    assert budgets(values_of("magicdec")).keys() == {"head", "ingress", "target"}
+        assert budgets(drafted) == {"head": 1}, "a single pod that may go needs no budget"
+        assert budgets(merged(drafted, many)) == {"head": 1, "ingress": 1, "target": 2, "draft": 3}
+    all_of_two = {"target": {"groups": 2, "podDisruptionBudget": {"maxUnavailable": 0}}}
+    assert budgets(all_of_two) == {"head": 1, "target": 2}
+    assert budgets(merged(TENSOR_PARALLEL_OVER_PODS, all_of_two)) == {"head": 1, "target": 4}
+    assert budgets(values_of("magicdec")).keys() == {"head", "target"}
     assert budgets(values_of("cpu-dev")) == {}
 
 
-def test_probes_are_kuberays_unless_given() -> None:
+def test_budgets_count_the_pods_that_scaling_leaves() -> None:
+    scaled = merged(
+        {"target": {"groups": 3, "maxGroups": 4}} | SCALED,
+        scaling("target_groups", min_groups=2, max_groups=4),
+    )
+    found = {
+        item["metadata"]["name"]: item["spec"] for item in of_kind(render(scaled), "PodDisruptionBudget")
+    }
+    assert found["llm-drafthouse-target"]["minAvailable"] == 1
+
+
+def test_clients_come_through_the_pods_for_the_door_alone() -> None:
+    """KubeRay's own Service has all workers behind it."""
+    values = merged(EVERYTHING, {"tls": {"existingSecret": ""}})
+    manifests = render(values)
+    (service,) = [one for one in of_kind(manifests, "Service") if one["metadata"]["name"] == "llm-drafthouse"]
+    assert (service["spec"]["type"], service["metadata"]["annotations"]) == ("LoadBalancer", {"a": "b"})
+    spec = ray_service(values)["spec"]
+    assert "serveService" not in spec
+    selected = {
+        name
+        for name, group in groups_of({"spec": spec}).items()
+        if service["spec"]["selector"].items() <= group["template"]["metadata"]["labels"].items()
+    }
+    assert selected == {"ingress"}
+    (container,) = groups_of({"spec": spec})["ingress"]["template"]["spec"]["containers"]
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert [(port["port"], named[port["targetPort"]]) for port in service["spec"]["ports"]] == [(8000, 8000)]
+    texts = render_texts(values)
+    (rule,) = of_kind(manifests, "Ingress")[0]["spec"]["rules"]
+    assert rule["http"]["paths"][0]["backend"]["service"]["name"] == "llm-drafthouse"
+    assert "http://llm-drafthouse:8000/health" in texts["tests/health.yaml"]
+    assert "svc/llm-drafthouse 8000" in texts["NOTES.txt"]
+
+
+def test_without_pods_for_the_door_it_is_behind_kuberays_service() -> None:
+    values: Values = {"ingress": {"enabled": False}, "service": {"type": "NodePort"}}
+    assert of_kind(render(values), "Service") == []
+    assert ray_service(values)["spec"]["serveService"]["spec"] == {"type": "NodePort"}
+    texts = render_texts(values)
+    assert "http://llm-drafthouse-serve-svc:8000/health" in texts["tests/health.yaml"]
+    assert "svc/llm-drafthouse-serve-svc 8000" in texts["NOTES.txt"]
+
+
+def test_a_new_version_of_the_chart_alone_makes_no_new_cluster(tmp_path: Path) -> None:
+    """KubeRay takes pods with other labels for another cluster."""
+    chart = shutil.copytree(CHART, tmp_path / "drafthouse")
+    file = chart / "Chart.yaml"
+    file.write_text(file.read_text().replace("version: 0.1.0", "version: 0.1.1", 1))
+    pinned: Values = {"image": {"tag": "1"}}
+    (now,), (then,) = (of_kind(render(pinned, one), "RayService") for one in (CHART, chart))
+    assert now["metadata"]["labels"] != then["metadata"]["labels"]
+    assert now["spec"] == then["spec"]
+
+
+def test_notes_of_an_upgrade_say_how_pods_become_more() -> None:
+    many: Values = {"ingress": {"replicas": 2}, "target": {"groups": 3}, "draft": {"workers": 4}}
+    for values in (
+        merged(DRAFTED, many),
+        values_of("cpu-dev"),
+        merged(ROOM, scaling("target_groups", max_groups=2)),
+    ):
+        loaded = helm_python.Chart.load(CHART)
+        notes = {
+            is_upgrade: loaded.render(values, name="llm", is_upgrade=is_upgrade)[
+                "drafthouse/templates/NOTES.txt"
+            ]
+            for is_upgrade in (False, True)
+        }
+        assert "patch raycluster" not in notes[False]
+        (command,) = [line for line in notes[True].splitlines() if "patch raycluster" in line]
+        patch = json.loads(command.partition("-p '")[2].rpartition("'")[0])
+        groups = ray_service(values)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+        paths = {one["path"]: one["value"] for one in patch}
+        for index, group in enumerate(groups):
+            path = f"/spec/workerGroupSpecs/{index}"
+            assert paths[f"{path}/minReplicas"] == group["minReplicas"]
+            assert paths[f"{path}/maxReplicas"] == group["maxReplicas"]
+            scaled = values.get("autoscaling", {}).get("enabled", False)
+            assert paths.get(f"{path}/replicas") == (None if scaled else group["replicas"])
+
+
+def test_pods_without_gpus_see_none() -> None:
+    values = merged(DRAFTED, {"draft": {"gpu": 0}})
+    service = ray_service(values)
+    pods = {name: group["template"] for name, group in groups_of(service).items()}
+    pods["head"] = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
+    hidden = {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
+    for name, pod in pods.items():
+        found = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
+        assert (hidden.items() <= found.items()) == (name != "target"), name
+        assert name == "target" or "CUDA_VISIBLE_DEVICES" in found
+
+
+@pytest.mark.parametrize(("cpus", "ranks"), [(8, 3), (2, 3), (7, 6), (8, 2), (1, 7)])
+def test_ranks_never_ask_for_more_cpus_than_their_pod_has(cpus: int, ranks: int) -> None:
+    """Ray counts in parts of 1/10000: three times 2.6667 would never be placed on 8."""
+    values: Values = {
+        "config": {"target": {"tensor_parallel_size": ranks}},
+        "target": {"cpu": cpus, "gpu": 0},
+    }
+    config = yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"])["applications"][0]["args"]["config"]
+    each = config["cluster"]["target_groups"]["bundle"]["num_cpus"]
+    parts = round(each * 10_000)
+    assert parts == pytest.approx(each * 10_000, abs=1e-6)
+    assert cpus * 10_000 - ranks < parts * ranks <= cpus * 10_000
+
+
+def test_the_autoscaler_gets_what_every_ray_container_gets() -> None:
+    options = ray_service(EVERYTHING)["spec"]["rayClusterConfig"]["autoscalerOptions"]
+    assert EVERYTHING["extraEnv"][0] in options["env"]
+    assert EVERYTHING["extraVolumeMounts"][0] in options["volumeMounts"]
+    assert options["imagePullPolicy"] == "IfNotPresent"
+
+
+def test_the_account_outlives_the_release_where_redis_is_emptied_by_it() -> None:
+    (kept,) = of_kind(render(EVERYTHING), "ServiceAccount")
+    assert kept["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    (plain,) = of_kind(render({}), "ServiceAccount")
+    assert "annotations" not in plain["metadata"]
+
+
+def test_models_are_mounted_from_a_volume_that_is_not_written_to() -> None:
+    def claim(values: Values) -> dict[str, Any]:
+        volumes = groups_of(ray_service(values))["target"]["template"]["spec"]["volumes"]
+        (source,) = [one["persistentVolumeClaim"] for one in volumes if one["name"] == "models"]
+        return source
+
+    assert claim({}) == {"claimName": "drafthouse-models", "readOnly": True}
+    assert claim({"models": EVERYTHING["models"]})["readOnly"] is False
+
+
+def test_the_test_pod_runs_where_the_door_may() -> None:
+    values: Values = {
+        "image": {"pullSecrets": [{"name": "registry"}]},
+        "ingress": {"nodeSelector": {"kind": "cpu"}, "tolerations": [{"key": "cpu", "operator": "Exists"}]},
+    }
+    (pod,) = of_kind(render(values), "Pod")
+    assert pod["spec"]["imagePullSecrets"] == values["image"]["pullSecrets"]
+    assert pod["spec"]["nodeSelector"] == values["ingress"]["nodeSelector"]
+    assert pod["spec"]["tolerations"] == values["ingress"]["tolerations"]
+
+
+def test_probes_of_the_door_are_kuberays_unless_given() -> None:
+    """Pods behind no Service are ready when Ray's node is: KubeRay would ask for a proxy, too."""
+    given = {"exec": {"command": ["true"]}}
     groups = groups_of(ray_service(merged(EVERYTHING, {"tls": {"existingSecret": ""}})))
+    probes = {}
     for name, group in groups.items():
         (container,) = group["template"]["spec"]["containers"]
-        probes = {key for key in container if key.endswith("Probe")}
-        assert probes == ({"readinessProbe"} if name == "draft" else set())
+        probes[name] = {key: probe for key, probe in container.items() if key.endswith("Probe")}
+    assert probes["ingress"] == {}
+    assert probes["draft"] == {"readinessProbe": given}
+    (command,) = [probe["exec"]["command"][-1] for probe in probes["target"].values()]
+    assert "local_raylet_healthz" in command
+    assert ":8000" not in command
+    (alone,) = [
+        group["template"]["spec"]["containers"][0]
+        for name, group in groups_of(ray_service({"ingress": {"enabled": False}})).items()
+        if name == "target"
+    ]
+    assert "readinessProbe" not in alone
 
 
 def test_dashboards_and_rules_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -599,7 +774,9 @@ def test_every_dashboard_and_alert_is_rendered() -> None:
 
 def test_the_door_is_scraped_once() -> None:
     manifests = render(EVERYTHING)
-    (service,) = of_kind(manifests, "Service")
+    (service,) = [
+        one for one in of_kind(manifests, "Service") if one["metadata"]["name"].endswith("-metrics")
+    ]
     assert service["spec"]["selector"]["app.kubernetes.io/component"] == "head"
     (monitor,) = of_kind(manifests, "ServiceMonitor")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
@@ -623,7 +800,7 @@ def test_tls_reaches_everything_that_speaks_with_the_door() -> None:
         (place,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "tls"]
         assert (options.ssl_certfile, options.ssl_keyfile) == (f"{place}/tls.crt", f"{place}/tls.key")
         probe = container.get("readinessProbe", {}).get("exec", {}).get("command", [""])[-1]
-        assert ("https://localhost:8000/-/healthz" in probe) == (name != "head")
+        assert ("https://localhost:8000/-/healthz" in probe) == (name == "ingress")
     (pod,) = of_kind(manifests, "Pod")
     assert pod["spec"]["containers"][0]["command"][-1].startswith("https://")
     (monitor,) = of_kind(manifests, "ServiceMonitor")

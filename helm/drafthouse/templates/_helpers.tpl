@@ -27,6 +27,61 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ include "drafthouse.selectorLabels" . }}
 {{- end -}}
 
+{{/*
+Labels of the release's pods. None that changes with every version of the chart: KubeRay takes pods with other labels
+for another cluster, and makes it beside the first.
+*/}}
+{{- define "drafthouse.podLabels" -}}
+app.kubernetes.io/name: {{ include "drafthouse.name" . }}
+{{ include "drafthouse.selectorLabels" . }}
+{{- end -}}
+
+{{/*
+The Service that clients ask: one before the pods for the door, where there are such, else the one that KubeRay makes,
+which has every pod behind it.
+*/}}
+{{- define "drafthouse.serviceName" -}}
+{{- include "drafthouse.fullname" . }}{{ if not .Values.ingress.enabled }}-serve-svc{{ end }}
+{{- end -}}
+
+{{/* What each of some ranks gets of the CPUs of a pod, as Ray counts them: in parts of 1/10000, never too much. */}}
+{{- define "drafthouse.cpusEach" -}}
+{{- divf (floor (divf (mulf .cpus 10000) .ranks)) 10000 -}}
+{{- end -}}
+
+{{/* Fewest, usual and largest number of each group of workers, in the order of workerGroupSpecs. */}}
+{{- define "drafthouse.groupSizes" -}}
+{{- $values := .Values -}}
+{{- if $values.ingress.enabled }}
+- {name: ingress, min: {{ $values.ingress.replicas }}, replicas: {{ $values.ingress.replicas }}, max: {{ $values.ingress.replicas }}}
+{{- end }}
+- name: target
+  min: {{ include "drafthouse.fewest" (dict "root" . "pool" "target_groups" "bound" "min_groups" "number" $values.target.groups) }}
+  replicas: {{ $values.target.groups }}
+  max: {{ max (int $values.target.groups) (int $values.target.maxGroups) }}
+{{- if include "drafthouse.hasDraftPool" . }}
+- name: draft
+  min: {{ include "drafthouse.fewest" (dict "root" . "pool" "draft_pool" "bound" "min_workers" "number" $values.draft.workers) }}
+  replicas: {{ $values.draft.workers }}
+  max: {{ max (int $values.draft.workers) (int $values.draft.maxWorkers) }}
+{{- end }}
+{{- end -}}
+
+{{/* What gives a cluster that runs the numbers of pods of the values. */}}
+{{- define "drafthouse.scaleCommands" -}}
+{{- $patch := list -}}
+{{- range $index, $group := include "drafthouse.groupSizes" . | fromYamlArray -}}
+{{- $path := printf "/spec/workerGroupSpecs/%d" $index -}}
+{{- $patch = append $patch (dict "op" "replace" "path" (printf "%s/minReplicas" $path) "value" (int $group.min)) -}}
+{{- $patch = append $patch (dict "op" "replace" "path" (printf "%s/maxReplicas" $path) "value" (int $group.max)) -}}
+{{- if not $.Values.autoscaling.enabled -}}
+{{- $patch = append $patch (dict "op" "replace" "path" (printf "%s/replicas" $path) "value" (int $group.replicas)) -}}
+{{- end -}}
+{{- end -}}
+kubectl -n {{ .Release.Namespace }} patch raycluster --type json -p '{{ toJson $patch }}' \
+    $(kubectl -n {{ .Release.Namespace }} get rayservice {{ include "drafthouse.fullname" . }} -o jsonpath='{.status.activeServiceStatus.rayClusterName}')
+{{- end -}}
+
 {{- define "drafthouse.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
@@ -133,6 +188,9 @@ Fewest pods of a pool: with the autoscaler, as many as Serve may go down to, els
 {{- end -}}
 {{- if and $values.gcsFaultTolerance.enabled (not $values.gcsFaultTolerance.redisAddress) -}}
 {{- fail "gcsFaultTolerance.redisAddress: is required" -}}
+{{- end -}}
+{{- if and $values.gcsFaultTolerance.enabled $values.gcsFaultTolerance.externalStorageNamespace (ne $values.upgrade.type "None") -}}
+{{- fail "gcsFaultTolerance.externalStorageNamespace: a second cluster beside the first (upgrade.type: NewCluster) would write to the same place in Redis; leave it empty, or write upgrade.type: None" -}}
 {{- end -}}
 {{- $rooms := dict "Ingress" 0 "Coordinator" (max (int $target.groups) (int $target.maxGroups)) -}}
 {{- if include "drafthouse.hasDraftPool" . -}}

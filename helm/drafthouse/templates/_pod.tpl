@@ -7,7 +7,7 @@ The pod of one pool. Takes a dict: root, pool (its values), component (its name)
 {{- $pool := .pool -}}
 metadata:
   labels:
-    {{- include "drafthouse.labels" $root | nindent 4 }}
+    {{- include "drafthouse.podLabels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
     {{- with $pool.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with $pool.podAnnotations }}
@@ -86,6 +86,11 @@ spec:
       env:
         - {name: HOME, value: /home/drafthouse}
         - {name: HF_HUB_OFFLINE, value: "1"}
+        {{- if not $pool.gpu }}
+        # A pod that asks for no GPU sees all of its node's where the image says so, and others have been given them.
+        - {name: NVIDIA_VISIBLE_DEVICES, value: void}
+        - {name: CUDA_VISIBLE_DEVICES, value: ""}
+        {{- end }}
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
         # At Ray's own niceness of 15 a round waits for whatever else runs on the node.
         - {name: RAY_worker_niceness, value: "0"}
@@ -121,6 +126,15 @@ spec:
       {{- end }}
       {{- if $pool.probes.readiness }}
       readinessProbe: {{- toYaml $pool.probes.readiness | nindent 8 }}
+      {{- else if and $values.ingress.enabled (has .component (list "target" "draft")) }}
+      {{- /* KubeRay's own asks Serve's proxy, too: there is none on most pods of a group of several, and clients do not come here. */}}
+      readinessProbe:
+        exec:
+          command: [bash, -c, "wget --tries 1 -T 2 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success"]
+        initialDelaySeconds: 10
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 10
       {{- else if and $values.tls.existingSecret (ne .component "head") }}
       {{- /* KubeRay's own asks the proxy by HTTP; else this is the same. */}}
       readinessProbe:
@@ -152,7 +166,7 @@ spec:
     - name: compile-cache
       {{- toYaml ($values.compileCache.volume | default (dict "emptyDir" dict)) | nindent 6 }}
     - name: models
-      {{- toYaml ($values.models.volume | default (dict "persistentVolumeClaim" (dict "claimName" $values.models.claim))) | nindent 6 }}
+      {{- toYaml ($values.models.volume | default (dict "persistentVolumeClaim" (dict "claimName" $values.models.claim "readOnly" (empty $values.models.download)))) | nindent 6 }}
     {{- with $values.apiKeys.existingSecret }}
     {{- /* In every pod: the task that builds the application runs anywhere. */}}
     - name: api-keys
@@ -169,20 +183,23 @@ spec:
     {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}
 
+{{/* Bytes of Ray's object store: less than any shmSize. What does not fit into that is a file on the node's disk. */}}
+{{- define "drafthouse.objectStore" -}}536870912{{- end -}}
+
 {{/* A group of workers. Takes what drafthouse.pod takes, and replicas, min, max, hosts. */}}
 {{- define "drafthouse.workerGroup" -}}
 {{- $values := .root.Values -}}
 groupName: {{ .component }}
 replicas: {{ .replicas }}
 minReplicas: {{ .min }}
-maxReplicas: {{ max (int .replicas) (int .max) }}
+maxReplicas: {{ .max }}
 numOfHosts: {{ .hosts }}
 {{- if $values.autoscaling.enabled }}
 idleTimeoutSeconds: {{ $values.autoscaling.idleTimeoutSeconds }}
 {{- end }}
 labels: {pool: {{ .component }}}
 rayStartParams:
-  {{- $params := dict "num-cpus" (toString .pool.cpu) "num-gpus" (toString (default 0 .pool.gpu)) "disable-usage-stats" "true" }}
+  {{- $params := dict "num-cpus" (toString .pool.cpu) "num-gpus" (toString (default 0 .pool.gpu)) "disable-usage-stats" "true" "object-store-memory" (include "drafthouse.objectStore" .root) }}
   {{- toYaml (mergeOverwrite $params (deepCopy .pool.rayStartParams)) | nindent 2 }}
 template: {{- include "drafthouse.pod" . | nindent 2 }}
 {{- end -}}

@@ -12,7 +12,7 @@ The Serve config. What the pools decide is merged over `config`: one fact, one p
 {{- if eq $nodes 1 -}}{{- $strategy = "STRICT_PACK" -}}
 {{- else if eq $nodes $stages -}}{{- $strategy = "STRICT_SPREAD" -}}
 {{- end -}}
-{{- $targetBundle := dict "num_cpus" (divf (mul $target.cpu $nodes) $ranks) "num_gpus" (ternary 1 0 (gt (int $target.gpu) 0)) "labels" (dict "pool" "target") -}}
+{{- $targetBundle := dict "num_cpus" (include "drafthouse.cpusEach" (dict "cpus" (mul $target.cpu $nodes) "ranks" $ranks) | float64) "num_gpus" (ternary 1 0 (gt (int $target.gpu) 0)) "labels" (dict "pool" "target") -}}
 {{- $cluster := dict "check_resources" false "channels" (dict "bind" "node")
     "target_groups" (dict "num_groups" $target.groups "bundle" $targetBundle "strategy" $strategy) -}}
 {{- if gt $nodes $stages -}}
@@ -21,7 +21,7 @@ The Serve config. What the pools decide is merged over `config`: one fact, one p
 {{- end -}}
 {{- if include "drafthouse.hasDraftPool" . -}}
 {{- $draftRanks := dig "speculative_config" "draft_tensor_parallel_size" 1 $values.config | int -}}
-{{- $draftBundle := dict "num_cpus" (divf $draft.cpu $draftRanks) "num_gpus" (ternary 1 0 (gt (int $draft.gpu) 0)) "labels" (dict "pool" "draft") -}}
+{{- $draftBundle := dict "num_cpus" (include "drafthouse.cpusEach" (dict "cpus" $draft.cpu "ranks" $draftRanks) | float64) "num_gpus" (ternary 1 0 (gt (int $draft.gpu) 0)) "labels" (dict "pool" "draft") -}}
 {{- $_ := set $cluster "draft_pool" (dict "num_workers" $draft.workers "bundle" $draftBundle) -}}
 {{- end -}}
 {{- $decided := dict "cluster" $cluster -}}
