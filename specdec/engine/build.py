@@ -377,8 +377,11 @@ def _chooser(loaded: LoadedModel, config: EngineConfig) -> TokenChooser:
 
 def kv_budgets_of(config: SpeculativeConfig) -> KvBudgets | None:
     """Return how much the drafts of an engine attend to; None: everything."""
-    own = config.at_target
-    name = next((one.name for one in config.drafters if one.is_at_target), None)
+    place, drafters = config.budgeted_choice, drafters_of(config)
+    if place is None:
+        return None
+    own = config.choices[place]
+    name = None if drafters is None else drafters.names[place]
     return budgets_of(own.kv, own.num_speculative_tokens, drafter=name)
 
 

@@ -99,18 +99,16 @@ def controller_for(
     if speculative.method == "none":
         return FixedController(0)
     drafter_caps: tuple[int, ...] = ()
-    budgeted: int | None = None
     if speculative.method == "several":
         drafter_caps = tuple(one.num_speculative_tokens for one in speculative.choices)
-        has_budget = [one.kv.policy != "full" for one in speculative.choices]
-        budgeted = has_budget.index(True) if any(has_budget) else None
     if speculative.controller == "fixed":
         return FixedController(
             speculative.num_speculative_tokens,
             "lockstep" if overlap == "auto" else overlap,
             drafter_caps=drafter_caps,
         )
-    kv = speculative.at_target.kv
+    place = speculative.budgeted_choice
+    budgeted = None if place is None else speculative.choices[place]
     settings = ControllerSettings(
         max_draft_tokens=speculative.num_speculative_tokens,
         modes=allowed,
@@ -120,9 +118,9 @@ def controller_for(
         max_rows=config.scheduler.max_num_batched_tokens,
         max_sequences=config.scheduler.max_num_seqs,
         drafter_caps=drafter_caps,
-        budgeted_drafter=budgeted,
-        kv_budgets=() if kv.policy == "full" else kv.budgets,
-        keeps_kv_budgets=not speculative.is_self_drafting,
+        budgeted_drafter=place,
+        kv_budgets=() if budgeted is None else budgeted.kv.budgets,
+        keeps_kv_budgets=budgeted is not None and not budgeted.is_self_drafting,
     )
     return GoodputController(settings, profile, MonotonicClock())
 
@@ -145,13 +143,15 @@ def cost_profile_of(
     speculative = config.speculative_config
     if speculative.profile_seconds == 0.0:
         return assumed_profile()
+    place = speculative.budgeted_choice
     plan = ProfilePlan(
         key=_profile_key(config, target.description),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_draft_tokens=speculative.num_speculative_tokens,
         budget_s=speculative.profile_seconds,
-        kv_budget=_measured_budget(speculative.at_target),
+        kv_budget=None if place is None else _measured_budget(speculative.choices[place]),
+        budgeted_drafter=place or 0,
     )
     store = ProfileStore(speculative.profile_dir)
     known = store.load(plan.key)
@@ -170,10 +170,8 @@ def cost_profile_of(
     return profile
 
 
-def _measured_budget(speculative: SpeculativeConfig) -> TokenBudget | None:
-    """Return what drafts attend to that nobody tells how much; None: everything."""
-    if speculative.kv.policy == "full":
-        return None
+def _measured_budget(speculative: SpeculativeConfig) -> TokenBudget:
+    """Return what drafts attend to, by a budget, that nobody tells how much."""
     return speculative.kv.token_budget if speculative.is_self_drafting else speculative.kv.largest
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,12 @@ class ProfilePlan:
     """See `CostProfile.num_stepped_rows`."""
     kv_budget: TokenBudget | None = None
     """What drafts attend to; None: everything."""
+    budgeted_drafter: int = 0
+    """Whose budget that is, of several drafters; the others attend to everything."""
+
+    def of_drafter(self, place: int) -> ProfilePlan:
+        """Return the plan for one of several drafters."""
+        return self if place == self.budgeted_drafter else replace(self, kv_budget=None)
 
     @property
     def long_context(self) -> int:

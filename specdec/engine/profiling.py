@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -147,10 +147,12 @@ class TargetProfiler:
             shapes.insert(4, DraftShape(NUM_LONG, True, min(4, most)))
         return shapes
 
-    def draft_point(
-        self, number: int, is_long: bool, num_steps: int, deadline: Deadline
-    ) -> DraftPoint | None:
-        """Return what the target's own drafts took, by itself; None where long contexts are given up."""
+    def draft_point(self, shape: DraftShape, plan: ProfilePlan, deadline: Deadline) -> DraftPoint | None:
+        """Return what the target's own drafts took, by itself; None where long contexts are given up.
+
+        `plan` is that of the drafter.
+        """
+        number, is_long, num_steps = shape
         if is_long and self._long and not self._long[0].is_admitted:
             self._fill_long(self._clock.now_s() + max(0.0, deadline.left_s) * _LONG_SHARE)
         sequences = (self._long if is_long else self._short)[:number]
@@ -167,7 +169,7 @@ class TargetProfiler:
                 break
         return DraftPoint(
             num_sequences=len(sequences),
-            context_tokens=sum(self._plan.attended(one.context) for one in sequences),
+            context_tokens=sum(plan.attended(one.context) for one in sequences),
             num_steps=num_steps,
             num_unseen=1,
             seconds=max(middle(seconds[1:]), 1e-7),
@@ -316,10 +318,10 @@ class SelfDraftProfiler:
     def measure(self, deadline: Deadline, progress: Callable[[], None]) -> MeasuredDrafts:
         """Return what drafts took, of one more shape at least, whatever the time."""
         points = list(self._known.points)
-        for place, (number, is_long, num_steps) in enumerate(self.shapes()):
+        for place, shape in enumerate(self.shapes()):
             if place > 0 and deadline.left_s <= 0.0:
                 break
-            point = self._steps.draft_point(number, is_long, num_steps, deadline)
+            point = self._steps.draft_point(shape, self._plan, deadline)
             if point is not None:
                 points.append(point)
             progress()
@@ -369,15 +371,13 @@ def measure_profile(
     started_s = clock.now_s()
     steps = TargetProfiler(target, plan, clock)
     members = members_of(proposer) if drafts_anything(proposer, plan) else ()
-    # Of several drafters, only what drafts at the target has a budget.
-    own_plan = plan if len(members) == 1 else replace(plan, kv_budget=None)
     none_known: list[tuple[DraftPoint, ...]] = [()] * len(members)
     known_drafts = none_known if known is None else [*known.drafts, *none_known]
     profilers = [
-        SelfDraftProfiler(steps, plan, points)
+        SelfDraftProfiler(steps, plan.of_drafter(place), points)
         if one.capabilities.at_target
-        else DraftProfiler(one, target.description.vocab_size, own_plan, clock, points, sleep)
-        for one, points in zip(members, known_drafts, strict=False)
+        else DraftProfiler(one, target.description.vocab_size, plan.of_drafter(place), clock, points, sleep)
+        for place, (one, points) in enumerate(zip(members, known_drafts, strict=False))
     ]
     num_planned = (sum(map(len, steps.shapes())) if known is None else 0) + sum(
         len(one.shapes()) for one in profilers

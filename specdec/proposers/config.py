@@ -213,6 +213,11 @@ class SpeculativeConfig(StrictConfig):
         return next((one for one in self.choices if one.has_heads or one.is_self_drafting), self.choices[0])
 
     @property
+    def budgeted_choice(self) -> int | None:
+        """Which of `choices` attends to a part of the K/V, by a budget; there is one at most. None: none."""
+        return next((place for place, one in enumerate(self.choices) if one.kv.policy != "full"), None)
+
+    @property
     def has_heads(self) -> bool:
         """Whether heads draft from the target's hidden states."""
         return self.method in HEAD_METHODS

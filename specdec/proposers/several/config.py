@@ -100,6 +100,8 @@ class ModelDrafter(NamedDrafter):
     """Compilation of its forward."""
     cache: CacheConfig | None = None
     """Its KV cache; None: 256 MiB."""
+    kv: KvSelectionConfig = KvSelectionConfig()
+    """As `speculative_config.kv`, with one budget."""
 
 
 class _AtTarget(NamedDrafter):
@@ -175,6 +177,12 @@ def fault_of(drafters: Sequence[DrafterConfig], most_draft_tokens: int) -> str |
             f"drafters: {' and '.join(at_target)} draft in the target's step, where there is place for one: "
             "leave the others out"
         )
+    selecting = [one.name for one in drafters if _attends_to_a_part(one)]
+    if len(selecting) > 1:
+        return (
+            f"drafters: {' and '.join(selecting)} each attend to a part of the K/V (kv.policy), and a "
+            "request has one budget: leave out kv of all but one"
+        )
     if total := _overfull(choices):
         return f"drafters: shares add up to {total:.6g}, more than all requests"
     for place, one in enumerate(drafters):
@@ -182,6 +190,11 @@ def fault_of(drafters: Sequence[DrafterConfig], most_draft_tokens: int) -> str |
         if fault is not None:
             return f"drafters[{place}] ({one.name}): {fault}"
     return None
+
+
+def _attends_to_a_part(one: DrafterConfig) -> bool:
+    """Whether the K/V that a drafter attends to are selected by a budget."""
+    return isinstance(one, ModelDrafter | _AtTarget) and one.kv.policy != "full"
 
 
 def _overfull(choices: Sequence[DrafterConfig]) -> float:
@@ -200,6 +213,6 @@ def _own_fault(one: DrafterConfig, most_draft_tokens: int) -> str | None:
             f"num_speculative_tokens: {own} is more than the {most_draft_tokens} of speculative_config, "
             "which bounds every drafter: raise that"
         )
-    if isinstance(one, _AtTarget) and len(one.kv.budgets) > 1:
+    if isinstance(one, ModelDrafter | _AtTarget) and len(one.kv.budgets) > 1:
         return "kv.budget: one of several drafters takes one budget"
     return None

@@ -14,13 +14,14 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
-from specdec.engine.profile_plan import ProfilePlan
+from specdec.engine.profile_plan import LONG_CONTEXT, ProfilePlan
 from specdec.engine.profiling import measure_profile
 from specdec.engine.toy_target import ToyTarget
 from specdec.kv.selection import KvBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
+from specdec.proposers.several.proposer import SeveralProposers
 from specdec.scheduling.speculation.cost import CostModel
 from tests.specdec.engine.toy_engines import (
     MODEL,
@@ -317,6 +318,18 @@ def test_drafts_cost_what_their_budget_leaves(is_self: bool) -> None:
         told = draft.by_steps(np.full(4, number), attended)
         true = start_s + np.arange(1, 5) * (step_s + 1e-6 * number * min(context, 300))
         assert told == pytest.approx(true, rel=0.05), (number, context)
+
+
+def test_of_several_drafters_one_has_a_budget() -> None:
+    clock = ManualClock()
+    target = TimedTarget(clock, num_blocks=2048, max_model_len=2048)
+    proposer = SeveralProposers([ReadingProposer(clock), ReadingProposer(clock)])
+    its_plan = dataclasses.replace(plan(), kv_budget=BUDGET, budgeted_drafter=1)
+    profile = measure_profile(target, proposer, its_plan, clock=clock)
+    longest = [
+        max(point.context_tokens // point.num_sequences for point in points) for points in profile.drafts
+    ]
+    assert longest == [LONG_CONTEXT, 300]
 
 
 def test_without_a_budget_everything_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from specdec.core.errors import ConfigError, InputError
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.build import kv_budgets_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget, ToyTokenizer
@@ -303,6 +305,50 @@ def test_drafters_here_and_at_the_target_in_one_batch(folder: Path, temperature:
         assert counts["window"].draft_s > 0.0
         assert metrics.by_shadow["new"].num_drafts > 0
         assert engine.draft_counters
+
+
+def with_bounded_model(folder: Path) -> list[dict[str, Any]]:
+    """The draft model keeps a part of a text, and the target's own drafts attend to all of it."""
+    lookup, window, small, new = drafters_at(folder)
+    return [lookup, {"name": "window", "method": "self"}, small | {"kv": window["kv"]}, new]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_model_among_others_has_a_budget(folder: Path, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True)
+    with Engine(config_of(folder, method="none")) as engine:
+        alone = generated(engine, [None] * 4, params)
+    drafters = with_bounded_model(folder)
+    with Engine(config_of(folder, method="several", drafters=drafters)) as engine:
+        assert generated(engine, ["small", "window", "small", "lookup"], params) == alone
+        counts = engine.metrics().by_drafter
+        # All of the text, and the same model: always right. A part of it is not.
+        assert counts["window"].num_accepted_tokens == counts["window"].num_draft_tokens > 0
+        assert 0 < counts["small"].num_accepted_tokens < counts["small"].num_draft_tokens
+        wide = msgspec.structs.replace(
+            request("wide", PROMPTS[0], params, seed=40), drafter="small", kv_budget=100
+        )
+        before = copy.copy(counts["small"])
+        assert tokens_of(run(engine, wide)[wide.request_id]) == alone[0]
+        after = engine.metrics().by_drafter["small"]
+        num_drafted = after.num_draft_tokens - before.num_draft_tokens
+        assert after.num_accepted_tokens - before.num_accepted_tokens == num_drafted > 0
+        small = msgspec.structs.replace(wide, request_id=RequestId("too-small"), kv_budget=3)
+        with pytest.raises(InputError, match="kv_budget: 3 tokens do not hold"):
+            engine.add_request(small)
+
+
+def test_the_budget_is_that_of_whoever_selects(folder: Path) -> None:
+    places = {"window": drafters_at(folder), "small": with_bounded_model(folder)}
+    for place, drafters in enumerate(places.values(), start=1):
+        config = config_of(folder, method="several", drafters=drafters)
+        assert config.speculative_config.budgeted_choice == place
+        budgets = kv_budgets_of(config.speculative_config)
+        assert budgets is not None
+        assert budgets.default.amount == 12
+        for name in places:
+            has_budget = name == list(places)[place - 1]
+            assert (budgets.own_draft_fault(9, name) is not None) == has_budget
 
 
 @pytest.mark.full

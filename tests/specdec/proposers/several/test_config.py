@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import drafters_of
+from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.config import SpeculativeConfig
 
 LOOKUP = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 3}
@@ -33,6 +34,10 @@ def test_each_is_configured_as_if_it_were_alone() -> None:
     assert small == SpeculativeConfig(method="draft_model", model="/models/small", num_speculative_tokens=3)
     assert window.kv.token_budget.amount == 256
     assert config.at_target == window
+    assert (config.budgeted_choice, several(LOOKUP, MODEL).budgeted_choice) == (2, None)
+    bounded = several(LOOKUP, {**MODEL, "kv": STREAMING}, HEADS)
+    assert bounded.budgeted_choice == 1
+    assert bounded.choices[1].kv.token_budget.amount == 256
     assert [one.method for one in config.every_drafter] == ["ngram", "draft_model", "self", "draft_model"]
     assert several(LOOKUP, MODEL).at_target.method == "ngram"
     heads = several(LOOKUP, {**HEADS, "kv": STREAMING}).at_target
@@ -45,6 +50,8 @@ def test_each_is_configured_as_if_it_were_alone() -> None:
 
 def test_one_alone_is_what_it_was() -> None:
     config = SpeculativeConfig(method="ngram")
+    assert config.budgeted_choice is None
+    assert SpeculativeConfig(method="self", kv=KvSelectionConfig(policy="streaming")).budgeted_choice == 0
     assert config.choices == config.every_drafter == (config,)
     assert config.at_target is config
     assert drafters_of(config) is None
@@ -88,6 +95,18 @@ def test_what_samples_shares_the_rule_and_its_settings() -> None:
         (
             {"drafters": [LOOKUP, {**HEADS, "kv": {**STREAMING, "budget": [256, 512]}}]},
             r"drafters\[1\] \(heads\): kv.budget: one of several drafters takes one budget",
+        ),
+        (
+            {"drafters": [LOOKUP, {**MODEL, "kv": {**STREAMING, "budget": [256, 512]}}]},
+            r"drafters\[1\] \(small\): kv.budget: one of several drafters takes one budget",
+        ),
+        (
+            {"drafters": [{**MODEL, "kv": STREAMING}, WINDOW]},
+            "drafters: small and window each attend to a part of the K/V .* leave out kv of all but one",
+        ),
+        (
+            {"drafters": [LOOKUP, {**MODEL, "kv": {**STREAMING, "policy": "snapkv"}}]},
+            r"drafters\[1\] \(small\): kv.policy: snapkv needs method self",
         ),
         (
             {"drafters": [LOOKUP, {**HEADS, "method": "medusa", "kv": STREAMING}]},
