@@ -1,18 +1,21 @@
-"""The chart's Serve config, deployed for real; run by `test_serve_deploy.py`.
+"""A Serve config, deployed for real; run by `test_serve_deploy.py`.
 
-python tests/deploy/serve_file.py MODELS PORT SERVE_CONFIG
+python tests/deploy/serve_file.py MODELS PORT SERVE_CONFIG NODES
 
-Four Ray nodes of this machine stand for the pods: head, door, target and draft, with the labels of the chart.
+Ray nodes of this machine stand for pods or machines. NODES says which, the head first, in JSON:
+[{"pool", "num_cpus", "num_gpus"}].
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,15 @@ import yaml
 from cluster.application import COORDINATOR, DRAFT_POOL
 from deploy.application import APPLICATION, INGRESS
 
-POOLS = ("head", "ingress", "target", "draft")
 KEY = "a-key-of-the-test"
 _START_S = 240.0
 
 
-def start_nodes(temp: Path) -> Any:
+def start_nodes(temp: Path, kinds: list[dict[str, Any]]) -> Any:
     from ray.cluster_utils import Cluster
 
     head, *others = [
-        {"num_cpus": int(pool != "head"), "labels": {"pool": pool}, "object_store_memory": 80 << 20}
-        for pool in POOLS
+        {"labels": {"pool": kind.pop("pool")}, "object_store_memory": 80 << 20, **kind} for kind in kinds
     ]
     head |= {"include_dashboard": False, "temp_dir": str(temp / "ray")}
     nodes = Cluster(initialize_head=True, head_node_args=head)
@@ -66,17 +67,40 @@ def wait(url: str, wanted: str) -> str:
         time.sleep(0.25)
 
 
-def pools_of_actors() -> dict[str, str]:
-    """Which pool each deployment's replicas, and the workers, are in."""
+def nodes_of_actors() -> dict[str, list[tuple[str, str]]]:
+    """Pool and id of the node of each actor, by class; replicas and workers."""
     import ray
 
-    labels = {node["NodeID"]: node["Labels"]["pool"] for node in ray.nodes()}
-    found: dict[str, str] = {}
+    pools = {node["NodeID"]: node["Labels"]["pool"] for node in ray.nodes()}
+    found: dict[str, list[tuple[str, str]]] = {}
     for actor in ray._private.state.actors().values():
         if actor["State"] == "ALIVE":
-            name = actor["ActorClassName"].rpartition(":")[2]
-            found[name] = labels[actor["Address"]["NodeID"]]
+            node = actor["Address"]["NodeID"]
+            found.setdefault(actor["ActorClassName"].rpartition(":")[2], []).append((pools[node], node))
     return found
+
+
+def assert_placed(settings: dict[str, Any]) -> None:
+    """What the config asks for is there, in its pool; the ranks of a target group share a node."""
+    cluster = settings["cluster"]
+    num_groups = cluster["target_groups"].get("num_groups", 1)
+    num_ranks = settings["target"].get("tensor_parallel_size", 1)
+    num_drafters = cluster["draft_pool"].get("num_workers", 1)
+    places = nodes_of_actors()
+    replicas = (
+        (INGRESS, "ingress", 1),
+        (COORDINATOR, "target", num_groups),
+        (DRAFT_POOL, "draft", num_drafters),
+    )
+    for part, pool, count in replicas:
+        found = [node for actor, nodes in places.items() if part in actor for node in nodes]
+        assert [where for where, _ in found] == [pool] * count, (part, found)
+    ranks = Counter((*places["TargetWorkerProcess"], *places.get("RankWorkerProcess", ())))
+    assert list(ranks.values()) == [num_ranks] * num_groups, ranks
+    assert {pool for pool, _ in ranks} == {"target"}, ranks
+    drafters = Counter(places["DraftWorkerProcess"])
+    assert sum(drafters.values()) == num_drafters, drafters
+    assert {pool for pool, _ in drafters} == {"draft"}, drafters
 
 
 def ask(url: str, key: str | None) -> httpx.Response:
@@ -92,10 +116,7 @@ def scenario(config: dict[str, Any], url: str) -> None:
     answer = ask(url, KEY)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 12
-    places = pools_of_actors()
-    for name, pool in ((INGRESS, "ingress"), (COORDINATOR, "target"), (DRAFT_POOL, "draft")):
-        assert [place for actor, place in places.items() if name in actor] == [pool], name
-    assert (places["TargetWorkerProcess"], places["DraftWorkerProcess"]) == ("target", "draft")
+    assert_placed(config["applications"][0]["args"]["config"])
 
     wrong = copy.deepcopy(config)
     wrong["applications"][0]["args"]["config"]["target"]["dtyp"] = "float32"
@@ -108,7 +129,7 @@ def scenario(config: dict[str, Any], url: str) -> None:
 
 
 def main() -> None:
-    models, port, text = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    models, port, text, kinds = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
     temp = Path(tempfile.mkdtemp(prefix="dhsf", dir="/tmp"))
     (temp / "ray").mkdir()
     os.environ |= {
@@ -121,14 +142,14 @@ def main() -> None:
     from ray import serve
 
     config = yaml.safe_load(text)
-    # Four nodes with one address cannot have a proxy each, and port and keys are the test's own.
+    # Nodes with one address cannot have a proxy each, and port and keys are the test's own.
     config["proxy_location"] = "HeadOnly"
     http = {"host": "127.0.0.1", "port": port}
     config["http_options"] |= http
     keys = models / "api-keys"
     keys.write_text(f"{KEY}\n")
     config["applications"][0]["args"]["config"]["http"]["api_keys_file"] = str(keys)
-    nodes = start_nodes(temp)
+    nodes = start_nodes(temp, kinds)
     try:
         ray.init(address=nodes.address, log_to_driver=False)
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=config["logging_config"])
