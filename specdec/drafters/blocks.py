@@ -65,12 +65,13 @@ def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
         with torch.device("meta"):
             model: Any = _AUTO_MODEL.from_config(one_layer)
         layer, norm, rotary = type(model.layers[0]), type(model.norm), type(model.rotary_emb)
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        rotary = rotary(config)
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             f"no drafter can be made of layers of model type {config.model_type!r}: {error}; models like "
             "llama, mistral, qwen2 and qwen3 can be used"
         ) from error
-    return BlockFamily(config=config, layer=layer, norm=norm, rotary=rotary(config))
+    return BlockFamily(config=config, layer=layer, norm=norm, rotary=rotary)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@
     a_t = midlayer(norm(e(x_{t+1})) ; norm(g_t)), residual g_t    (`norm_before_residual`: norm(g_t))
     logits = lm_head(norm(a_t)), and a_t stands for g_{t+1}       (3.1 `norm_output`: norm(a_t) does)
 
-The LM head is the drafter's own, over a part of the target's vocabulary.
+The LM head is the drafter's own, over a part of the target's vocabulary; or it is the target's.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Eagle3Settings:
     norm_output: bool = False
     """Normed outputs stand for the next features (3.1)."""
     has_embeddings: bool = False
+    has_head: bool = True
+    """An LM head of its own; without it the vocabulary is whole, and the hidden size the target's."""
     attention_bias: bool = False
     """Of q, k and v."""
 
@@ -104,6 +106,7 @@ class Eagle3(FeatureDrafter):
         num_fused = len(settings.fused_layers)
         assert settings.has_embeddings or size == target.hidden_size, "the target's embeddings do not fit"
         assert not (settings.norm_before_fc and settings.fc_norm), "either norm, not both"
+        assert settings.has_head or (vocabulary is None and size == target.hidden_size), "no head fits"
         self.settings = settings
         self.input_norm = (
             family.make_norm(num_fused * target.hidden_size) if settings.norm_before_fc else None
@@ -121,8 +124,8 @@ class Eagle3(FeatureDrafter):
         )
         self.norm = family.make_norm()
         self._vocabulary = vocabulary
-        num_logits = target.vocab_size if vocabulary is None else vocabulary.size
-        self.lm_head = nn.Linear(size, num_logits, bias=False)
+        self.num_logits = target.vocab_size if vocabulary is None else vocabulary.size
+        self.lm_head = nn.Linear(size, self.num_logits, bias=False) if settings.has_head else None
         self.embed_tokens = nn.Embedding(target.vocab_size, size) if settings.has_embeddings else None
         self.rotary = family.rotary
         self._attention_layers = probe_layers([self.midlayer], self.rotary, 2 * size, 0)
@@ -141,7 +144,8 @@ class Eagle3(FeatureDrafter):
 
     @property
     def borrowed(self) -> frozenset[Borrowed]:
-        return frozenset({"embeddings"} if self.embed_tokens is None else ())
+        own: dict[Borrowed, nn.Module | None] = {"embeddings": self.embed_tokens, "head": self.lm_head}
+        return frozenset(name for name, module in own.items() if module is None)
 
     @torch.no_grad()
     def start_from_target(self) -> None:
@@ -152,7 +156,8 @@ class Eagle3(FeatureDrafter):
         """
         weight = self.target.head_to_start_from()
         ids = slice(None) if self._vocabulary is None else self._vocabulary.target_ids
-        self.lm_head.weight.copy_(weight[ids])
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(weight[ids])
         norm = self.target.final_norm
         if type(norm) is type(self.norm):
             self.norm.load_state_dict(norm.state_dict())
@@ -185,5 +190,7 @@ class Eagle3(FeatureDrafter):
         return FeatureStep(normed if self.settings.norm_output else hidden, normed)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        if self.lm_head is None:
+            return self.target.logits(outputs)
         logits: torch.Tensor = self.lm_head(outputs)
         return logits

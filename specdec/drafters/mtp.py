@@ -55,6 +55,7 @@ class Mtp(FeatureDrafter):
         """
         super().__init__(target)
         config = target.config if config is None else config
+        self.config = config
         first = int(config.num_hidden_layers)
         family = block_family(config, first + num_modules)
         size = target.hidden_size

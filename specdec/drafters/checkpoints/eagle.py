@@ -1,6 +1,7 @@
 """EAGLE-1 and -2 heads as SafeAILab publishes them.
 
-config.json is that of a Llama with few layers, and `bias` of `fc` (true where it is missing). Tensors:
+config.json is that of a Llama with few layers, and `bias` of `fc` (true where it is missing); its
+`model_type` may be the target's (`layers.py`). Tensors:
 `embed_tokens.weight`, `fc.{weight,bias}`, `layers.{i}.*`, without an input norm in layer 0 or a final norm.
 """
 
@@ -14,6 +15,7 @@ from specdec.drafters.base import TargetParts
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
 from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.checkpoints.layers import match_biases, read_layer_config
 from specdec.drafters.eagle import Eagle
 
 
@@ -24,10 +26,10 @@ def load_eagle(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | 
         CheckpointError: naming the key or tensor at fault.
     """
     keys = Keys(folder.path, folder.config)
-    config = keys.layer_config()
+    prefix = name_prefix(folder, "fc.weight")
+    config = read_layer_config(folder, keys, f"{prefix}layers.0.")
     keys.positive("num_hidden_layers")
     keys.check_target(target, config.hidden_size)
-    prefix = name_prefix(folder, "fc.weight")
     has_bias = f"{prefix}fc.bias" in folder.shapes
     if keys.content.get("bias") is not None and keys.flag("bias", default=True) != has_bias:
         holds = "hold" if has_bias else "lack"
@@ -38,6 +40,8 @@ def load_eagle(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | 
         has_bias=has_bias,
         has_embeddings=f"{prefix}embed_tokens.weight" in folder.shapes,
     )
+    for index, layer in enumerate(drafter.layers):
+        match_biases(layer.self_attn, folder, f"{prefix}layers.{index}.")
     return fit(
         drafter,
         folder,

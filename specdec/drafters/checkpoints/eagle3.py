@@ -1,17 +1,21 @@
 """EAGLE-3 and 3.1 heads as SafeAILab, SpecForge and `speculators` publish them.
 
 The tensors are the same (names of modules in `drafters.eagle3`) but for the decoder layer: `midlayer.` or
-`layers.0.`.
-config.json has all keys at its top, or as `speculators` has it (`speculators.py`).
+`layers.0.`; SGLang once called the norms of 3.1 `aux_norm_{low,mid,high}`.
+config.json has all keys at its top, or as `speculators` has it (`speculators.py`). At the top `model_type`
+and `num_hidden_layers` may be the target's: there is one layer, of the kind that its tensors are
+(`layers.py`).
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import TargetParts
@@ -19,6 +23,7 @@ from specdec.drafters.checkpoints.eagle import name_prefix
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
 from specdec.drafters.checkpoints.fit import check_shapes, fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.checkpoints.layers import match_biases, read_layer_config
 from specdec.drafters.eagle3 import Eagle3, Eagle3Settings, default_fused_layers
 from specdec.drafters.vocabulary import DraftVocabulary
 
@@ -26,6 +31,11 @@ logger = logging.getLogger(__name__)
 
 _VOCABULARY = "_vocabulary."
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_SECOND_LAYER = re.compile(
+    r"^(model\.)?(layers\.[1-9]\d*|midlayer\.\d+|midlayers\.\d+|additional_layers\.\d+)\."
+)
+_ONCE = {"fc_norm.0.": "aux_norm_low.", "fc_norm.1.": "aux_norm_mid.", "fc_norm.2.": "aux_norm_high."}
+"""What SGLang called tensors before."""
 
 
 def load_eagle3(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Eagle3:
@@ -41,19 +51,33 @@ def load_eagle3(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype |
 def read_eagle3(
     folder: DrafterFolder, target: TargetParts, keys: Keys, layer: Keys, dtype: torch.dtype | None
 ) -> Eagle3:
-    """Read a head; `layer` is the part of config.json that describes the decoder layer."""
-    settings = read_settings(folder, target, keys, layer)
+    """Read a head.
+
+    `layer` is the part of config.json that describes the decoder layer; where it is `keys`, all of it, its
+    `model_type` is believed only of what the tensors do not tell.
+    """
+    _check_states_are_fused(keys)
+    outer, midlayer = name_prefix(folder, "fc.weight"), _midlayer(folder)
+    _check_one_layer(folder, layer)
+    config = (
+        read_layer_config(folder, keys, outer + midlayer, 1)
+        if layer is keys
+        else layer.layer_config(num_layers=1)
+    )
+    layer.check_target(target)
     vocabulary = _read_vocabulary(folder, target, keys, layer)
+    settings = _read_settings(folder, target, keys, config, is_whole=vocabulary is None)
     drafter = Eagle3(target, settings, vocabulary)
-    outer = name_prefix(folder, "fc.weight")
-    is_named = any(name.startswith(f"{outer}midlayer.") for name in folder.shapes)
-    midlayer = "midlayer." if is_named else "layers.0."
+    match_biases(drafter.midlayer.self_attn, folder, outer + midlayer)
 
     def published(name: str) -> str | None:
         if name.startswith(_VOCABULARY):
             return None
         if name.startswith("lm_head."):
             return name
+        for now, once in _ONCE.items():
+            if f"{outer}{name.replace(now, once)}" in folder.shapes:
+                return outer + name.replace(now, once)
         return outer + name.replace("midlayer.", midlayer)
 
     return fit(
@@ -65,12 +89,46 @@ def read_eagle3(
     )
 
 
-def read_settings(folder: DrafterFolder, target: TargetParts, keys: Keys, layer: Keys) -> Eagle3Settings:
-    """Read everything but the vocabulary."""
-    config = layer.layer_config()
-    if layer.positive("num_hidden_layers", 1) != 1:
-        raise layer.wrong("num_hidden_layers", "drafters with one decoder layer are supported")
-    layer.check_target(target)
+def _midlayer(folder: DrafterFolder) -> str:
+    """Return what names of the decoder layer's tensors begin with, inside of the head."""
+    names = {name.removeprefix("model.") for name in folder.shapes}
+    return "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
+
+
+def _check_states_are_fused(keys: Keys) -> None:
+    """Check this first: of a head without fused states all else is different, too."""
+    eagle = keys.object("eagle_config")
+    if not eagle.flag("use_aux_hidden_state", default=True):
+        raise eagle.wrong("use_aux_hidden_state", "heads without fused states are not supported")
+
+
+def _check_one_layer(folder: DrafterFolder, layer: Keys) -> None:
+    """Check that the weights hold one decoder layer, whatever is stated: SafeAILab's code does not ask."""
+    second = sorted(name for name in folder.shapes if _SECOND_LAYER.match(name))
+    if second:
+        raise CheckpointError(
+            f"{folder.path}: the weights hold {len(second)} tensors of more than one decoder layer, first "
+            f"{second[0]}; EAGLE-3 heads of one are supported"
+        )
+    stated = layer.positive("num_hidden_layers", 1)
+    if stated != 1:
+        logger.warning(
+            "%s: %snum_hidden_layers is %d, the weights hold one decoder layer: one is used",
+            folder.path,
+            layer.prefix,
+            stated,
+        )
+
+
+def _read_settings(
+    folder: DrafterFolder,
+    target: TargetParts,
+    keys: Keys,
+    config: PretrainedConfig,
+    *,
+    is_whole: bool,
+) -> Eagle3Settings:
+    """Read everything but layer and vocabulary; `is_whole`: that is the target's, in its order."""
     keys_of_target = keys.positive("target_hidden_size", config.hidden_size)
     keys.check_target(target, keys_of_target)
     prefix = name_prefix(folder, "fc.weight")
@@ -81,13 +139,11 @@ def read_settings(folder: DrafterFolder, target: TargetParts, keys: Keys, layer:
             f"{(target.vocab_size, config.hidden_size)}: the target's embeddings have {target.hidden_size} "
             "columns and cannot be shared"
         )
-    norm_before_fc, fc_norm = keys.flag("norm_before_fc", default=False), keys.flag("fc_norm", default=False)
     eagle = keys.object("eagle_config")
-    norm_before_fc = norm_before_fc or eagle.flag("norm_before_fc", default=False)
-    if norm_before_fc and fc_norm:
-        raise keys.wrong("fc_norm", "norm_before_fc is true too: a head has one of the two, or neither")
-    if not eagle.flag("use_aux_hidden_state", default=True):
-        raise eagle.wrong("use_aux_hidden_state", "heads without fused states are not supported")
+    norm_before_fc = any(at.flag("norm_before_fc", default=False) for at in (keys, eagle))
+    normed = [name for name in ("fc_norm", "use_aux_norm") if keys.flag(name, default=False)]
+    if norm_before_fc and normed:
+        raise keys.wrong(normed[0], "norm_before_fc is true too: a head has one of the two, or neither")
     if keys.content.get("norm_before_residual") is None:
         logger.warning(
             "%s: config.json has no norm_before_residual, false is assumed (as the format defines it; some "
@@ -99,9 +155,12 @@ def read_settings(folder: DrafterFolder, target: TargetParts, keys: Keys, layer:
         fused_layers=_fused_layers(keys, eagle, target),
         norm_before_residual=keys.flag("norm_before_residual", default=False),
         norm_before_fc=norm_before_fc,
-        fc_norm=fc_norm,
+        fc_norm=bool(normed),
         norm_output=keys.flag("norm_output", default=False),
         has_embeddings=has_embeddings,
+        has_head=not is_whole
+        or "lm_head.weight" in folder.shapes
+        or config.hidden_size != target.hidden_size,
         attention_bias=any(name.endswith("self_attn.q_proj.bias") for name in folder.shapes),
     )
 
@@ -111,7 +170,9 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ..
 
     Ids in `eagle_config` are SpecForge's and SGLang's: outputs of layers, counted from 0, which is one less
     than ours (-1: the embeddings). Those at the top are vLLM's and `speculators`': inputs of layers, which
-    count like ours; but lists that begin with 1 were carried there from `eagle_config` as they were.
+    count like ours; but lists that begin with 1 were carried there from `eagle_config` as they were. Others
+    were carried into `eagle_config`: those that are the default of inputs, or have an id that is none of an
+    output, are inputs there, too.
 
     Raises:
         CheckpointError: the two do not mean the same layers, or the target does not have a layer.
@@ -119,10 +180,15 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ..
     inside, outside = eagle.integers(_LAYER_IDS, least=-1), keys.integers(_LAYER_IDS)
     if inside is not None:
         at, layers, kind = eagle, _behind(inside), "outputs"
-        if outside is not None and layers not in (outside, _of_inputs(outside)):
+        meant = () if outside is None else (outside, _of_inputs(outside))
+        num_layers = target.num_layers
+        are_inputs = inside == default_fused_layers(num_layers) or num_layers in inside
+        if are_inputs and min(inside) >= 0 and (outside is None or layers not in meant):
+            layers, kind = inside, "inputs"
+        if outside is not None and layers not in meant:
             raise eagle.wrong(
                 _LAYER_IDS,
-                f"as outputs of layers, counted from 0, these are the inputs {list(layers)}, and "
+                f"read as {kind} of layers it means {_named(layers)}, and "
                 f"{keys.prefix}{_LAYER_IDS} at the top is {list(outside)}: both must mean the same",
             )
     elif outside is not None:
@@ -175,6 +241,9 @@ def _read_vocabulary(
         vocabulary = DraftVocabulary(d2t, target.vocab_size)
     except ValueError as error:
         raise CheckpointError(f"{folder.path}: {error}") from error
+    if is_whole and not bool(d2t.any()):
+        # Offsets of zero say nothing, and beside them t2d is published as it was made: all false.
+        return None
     if "t2d" in folder.shapes:
         check_shapes(folder, {"t2d": (target.vocab_size,)})
         stored = folder.read(["t2d"])["t2d"].bool()
@@ -184,8 +253,7 @@ def _read_vocabulary(
                 f"{folder.path}: t2d and d2t contradict each other, first at token id {first}: d2t must be "
                 "the offset from draft id to token id"
             )
-    # Offsets of zero say nothing; others are another order of the same ids.
-    return None if is_whole and not bool(d2t.any()) else vocabulary
+    return vocabulary
 
 
 def save_eagle3(drafter: Eagle3, folder: Path) -> None:
@@ -194,7 +262,7 @@ def save_eagle3(drafter: Eagle3, folder: Path) -> None:
     config: dict[str, Any] = settings.config.to_dict() | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
-        "draft_vocab_size": drafter.lm_head.out_features,
+        "draft_vocab_size": drafter.num_logits,
         "target_hidden_size": drafter.target.hidden_size,
         "eagle_config": {
             "use_aux_hidden_state": True,

@@ -24,6 +24,7 @@ def fit(
     published: Callable[[str], str | None],
     *,
     is_ignored: Callable[[str], bool] = lambda _: False,
+    converted: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
     dtype: torch.dtype | None = None,
 ) -> DrafterT:
     """Load the drafter's weights and return it in evaluation mode.
@@ -33,6 +34,8 @@ def fit(
         folder: where its tensors are.
         published: from a name of its state to the name in the folder; None: it has its value already.
         is_ignored: names in the folder that are known and not needed.
+        converted: from a name of its state and the tensor in the folder to that of its state, of the same
+            shape.
         dtype: of the loaded weights; None: as they are stored.
 
     Raises:
@@ -59,7 +62,7 @@ def fit(
                 f"{folder.path}: tensor {name} holds {tensor.dtype}; only float32, bfloat16 and float16 are "
                 "read, not quantized weights"
             )
-    loaded = {name: tensors[stored] for name, stored in names.items()}
+    loaded = {name: converted(name, tensors[stored]) for name, stored in names.items()}
     drafter.load_state_dict(state | loaded, assign=True)
     if dtype is not None:
         # Tables of rotary frequencies are no weights: rounded, they turn far positions by other angles.

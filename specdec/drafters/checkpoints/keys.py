@@ -71,16 +71,29 @@ class Keys:
             raise self.wrong(name, "it must be an object")
         return Keys(self.path, value, f"{self.prefix}{name}.")
 
-    def layer_config(self) -> PretrainedConfig:
-        """Return the decoder layers that this object describes."""
-        kind = self.content.get("model_type", "llama")
+    def layer_config(self, kind: str | None = None, num_layers: int | None = None) -> PretrainedConfig:
+        """Return the decoder layers that this object describes.
+
+        `kind` and `num_layers` are the type of model and the number of layers where those of the object say
+        nothing of them; None: what it says.
+        """
+        stated = self.content.get("model_type", "llama")
+        kind = kind or stated
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             self.positive(name)
         described = {name: value for name, value in self.content.items() if name != "model_type"}
+        if num_layers is not None:
+            described["num_hidden_layers"] = num_layers
+        if kind == "llama" != stated:
+            # Other models turn a part of a head: a Llama turns all of it.
+            described.pop("partial_rotary_factor", None)
+        if described.get("use_sliding_window") is False:
+            # A Llama does not know this key, which others do: it would have the window.
+            described.pop("sliding_window", None)
         for name in _BY_LAYER:
             # Heads were written with the kinds of all of their target's layers.
             if isinstance(kinds := described.get(name), list):
-                described[name] = kinds[: self.positive("num_hidden_layers", len(kinds))]
+                described[name] = kinds[: num_layers or self.positive("num_hidden_layers", len(kinds))]
         try:
             config: PretrainedConfig = _AUTO_CONFIG.for_model(kind, **described)
         except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:

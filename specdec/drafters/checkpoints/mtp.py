@@ -2,7 +2,9 @@
 
 DeepSeek-V3's layout: layers behind the last, `model.layers.{N+i}.{enorm,hnorm,eh_proj,shared_head.norm,
 shared_head.head,embed_tokens}` and a decoder layer. Qwen3-Next's: `mtp.{fc,norm,pre_fc_norm_embedding,
-pre_fc_norm_hidden}` and `mtp.layers.0`. They may be in the model's files or in another one beside them.
+pre_fc_norm_hidden}` and `mtp.layers.0`. MiMo's: `model.mtp_layers.{i}.{token_layernorm,hidden_layernorm,
+input_proj,final_layernorm}` and a decoder layer, with the state before the embedding where the others have it
+behind. They may be in the model's files or in another one beside them.
 """
 
 from __future__ import annotations
@@ -28,13 +30,21 @@ _QWEN_NAMES = {
     "eh_proj": "mtp.fc",
     "norm": "mtp.norm",
 }
+_MIMO = re.compile(r"^model\.mtp_layers\.(\d+)\.input_proj\.weight$")
+_MIMO_PREFIX = "model.mtp_layers."
+_MIMO_NAMES = {
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "eh_proj": "input_proj",
+    "norm": "final_layernorm",
+}
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
 MTP_FILE = "mtp.safetensors"
 
 
 def has_mtp(folder: DrafterFolder) -> bool:
     """Whether a target's folder holds MTP modules."""
-    return _QWEN in folder.shapes or any(_DEEPSEEK.match(name) for name in folder.shapes)
+    return _QWEN in folder.shapes or any(_DEEPSEEK.match(name) or _MIMO.match(name) for name in folder.shapes)
 
 
 def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Mtp:
@@ -52,6 +62,11 @@ def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | No
         if stated != 1:
             raise keys.wrong("mtp_num_hidden_layers", "one such module is supported")
         return _fit(Mtp(target), folder, _qwen_name, "mtp.", dtype)
+    if of_mimo := sorted(int(match.group(1)) for name in folder.shapes if (match := _MIMO.match(name))):
+        num_modules = keys.positive("num_nextn_predict_layers", len(of_mimo))
+        if of_mimo != list(range(num_modules)):
+            raise keys.wrong("num_nextn_predict_layers", f"the weights hold modules {of_mimo}")
+        return _fit(Mtp(target, num_modules=num_modules), folder, _mimo_name, _MIMO_PREFIX, dtype, _of_mimo)
     found = sorted({int(match.group(1)) for name in folder.shapes if (match := _DEEPSEEK.match(name))})
     first = int(target.config.num_hidden_layers)
     if not found:
@@ -140,18 +155,19 @@ def _fit(
     published: Callable[[str], str],
     prefix: str,
     dtype: torch.dtype | None,
+    converted: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
 ) -> Mtp:
     """Load; everything of the folder that is not of the modules is the target's own."""
     first = drafter.first_layer
 
     def is_ignored(name: str) -> bool:
         if prefix:
-            return not name.startswith(prefix)
+            return not name.startswith(prefix) or is_rotary_buffer(name)
         match = re.match(r"^model\.layers\.(\d+)\.(.+)$", name)
         is_of_target = match is None or int(match.group(1)) < first
         return is_of_target or name.endswith((_EMBEDDINGS, _HEAD)) or is_rotary_buffer(name)
 
-    return fit(drafter, folder, published, is_ignored=is_ignored, dtype=dtype)
+    return fit(drafter, folder, published, is_ignored=is_ignored, converted=converted, dtype=dtype)
 
 
 def _deepseek_name(name: str, first: int) -> str:
@@ -169,3 +185,15 @@ def _deepseek_name(name: str, first: int) -> str:
 def _qwen_name(name: str) -> str:
     part, _, rest = name.removeprefix("mtp_modules.0.").partition(".")
     return f"mtp.layers.0.{rest}" if part == "block" else f"{_QWEN_NAMES[part]}.{rest}"
+
+
+def _mimo_name(name: str) -> str:
+    module, part, rest = name.removeprefix("mtp_modules.").split(".", 2)
+    return f"{_MIMO_PREFIX}{module}.{rest if part == 'block' else f'{_MIMO_NAMES[part]}.{rest}'}"
+
+
+def _of_mimo(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not name.endswith(".eh_proj.weight"):
+        return tensor
+    of_state, of_embedding = tensor.chunk(2, dim=1)
+    return torch.cat([of_embedding, of_state], dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,7 +15,7 @@ from specdec.drafters.checkpoints.eagle import load_eagle
 from specdec.drafters.checkpoints.eagle3 import load_eagle3
 from specdec.drafters.checkpoints.files import DrafterFolder, open_beside, open_drafter
 from specdec.drafters.checkpoints.hydra import ARCHITECTURE_KEY, load_hydra
-from specdec.drafters.checkpoints.medusa import HEAD_TENSOR, load_medusa
+from specdec.drafters.checkpoints.medusa import has_medusa, load_medusa
 from specdec.drafters.checkpoints.mtp import has_mtp, load_mtp
 from specdec.drafters.checkpoints.parallel_heads import HEAD_PREFIX, load_parallel_heads
 from specdec.drafters.checkpoints.speculators import KIND_KEY, load_speculator
@@ -30,6 +30,8 @@ _KNOWN = (
 )
 _LAYERS = "model.layers.0."
 _EAGLE3_TENSORS = ("layers.0.hidden_norm.weight", "d2t")
+_EAGLE3_KEY = "eagle_config"
+_EAGLE_TENSORS = {"fc.weight", "fc.bias"}
 _LOADERS: dict[DrafterFormat, Load] = {
     "speculators": load_speculator,
     "eagle3": load_eagle3,
@@ -58,24 +60,33 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
             f"{folder.path} holds a DFlash drafter (architectures {architectures!r}), which drafts whole "
             f"blocks at once: that is not supported; {_KNOWN}"
         )
-    if ARCHITECTURE_KEY in folder.config:  # `eagle-attn` has tensors that are named as EAGLE's
-        return "hydra"
     names = {name.removeprefix("model.") for name in folder.shapes}
-    if any(name.startswith("midlayer.") or name in _EAGLE3_TENSORS for name in names):
-        return "eagle3"
-    if any(name.startswith("hydra_mlp.") for name in names):
+    # `eagle-attn` has tensors that are named as EAGLE's.
+    if ARCHITECTURE_KEY in folder.config or any(name.startswith("hydra_mlp.") for name in names):
         return "hydra"
-    if any(HEAD_TENSOR.match(name) for name in folder.shapes):
+    if _is_eagle3(folder, names):
+        return "eagle3"
+    if has_medusa(folder):
         return "medusa"
     if has_mtp(folder):
         return "mtp"
     if any(name.startswith(HEAD_PREFIX) for name in names):
         return "parallel_heads"
-    if names & {"fc.weight", "fc.bias"} or _is_headless_layer(folder):
+    if names & _EAGLE_TENSORS or _is_headless_layer(folder):
         return "eagle"
     raise CheckpointError(
         f"{folder.path} holds no drafter of a known format (architectures {architectures!r}): {_KNOWN}; an "
         "ordinary small model is a draft model (method draft_model)"
+    )
+
+
+def _is_eagle3(folder: DrafterFolder, names: Set[str]) -> bool:
+    """Whether tensors are EAGLE-3's, or config.json says so: without fused states those need not be there."""
+    architectures = folder.config.get("architectures")
+    return (
+        any(name.startswith("midlayer.") or name in _EAGLE3_TENSORS for name in names)
+        or any("eagle3" in str(one).lower() for one in architectures or ())
+        or (_EAGLE3_KEY in folder.config and not names & _EAGLE_TENSORS)
     )
 
 

@@ -102,7 +102,7 @@ def save_speculator(
     }
     if isinstance(drafter, Eagle3):
         config["architectures"] = ["Eagle3DraftModel"]
-        config["draft_vocab_size"] = drafter.lm_head.out_features
+        config["draft_vocab_size"] = drafter.num_logits
         config["target_hidden_size"] = drafter.target.hidden_size
         config |= stated_settings(drafter.settings)
         config["transformer_layer_config"] = _layer(drafter.settings.config)
@@ -115,7 +115,7 @@ def save_speculator(
             )
         config["architectures"] = ["MTPDraftModel"]
         config["num_nextn_predict_layers"] = 1
-        config["transformer_layer_config"] = _layer(drafter.target.config)
+        config["transformer_layer_config"] = _layer(drafter.config)
         kind = "mtp"
         tensors = {_mtp_name(name): tensor for name, tensor in drafter.state_dict().items()}
     config[KIND_KEY] = kind

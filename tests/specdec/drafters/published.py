@@ -69,20 +69,48 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.T
     return folder
 
 
-def medusa(num_heads: int = 3, num_layers: int = 1, prefix: str = "") -> tuple[dict[str, Any], Tensors]:
+def medusa(
+    num_heads: int = 3, num_layers: int = 1, prefix: str = "", *, has_lm_heads: bool = True
+) -> tuple[dict[str, Any], Tensors]:
+    """Heads with LM heads of their own, or as their authors train them now, without."""
     shapes: dict[str, tuple[int, ...]] = {}
     for head in range(num_heads):
         for layer in range(num_layers):
             shapes[f"{prefix}{head}.{layer}.linear.weight"] = (HIDDEN, HIDDEN)
             shapes[f"{prefix}{head}.{layer}.linear.bias"] = (HIDDEN,)
-        shapes[f"{prefix}{head}.{num_layers}.weight"] = (VOCAB, HIDDEN)
+        if has_lm_heads:
+            shapes[f"{prefix}{head}.{num_layers}.weight"] = (VOCAB, HIDDEN)
     config = {
         "base_model_name_or_path": "somebody/some-model",
         "medusa_num_heads": num_heads,
         "medusa_num_layers": num_layers,
         "transformers_version": "4.34.1",
     }
+    if not has_lm_heads:
+        config["version"] = "2"
     return config, filled(shapes)
+
+
+def medusa_for_vllm(num_heads: int = 3, num_layers: int = 1) -> tuple[dict[str, Any], Tensors]:
+    """Return the heads of `medusa`, converted: with biases, which vLLM's own conversion leaves out."""
+    tensors = {}
+    for name, tensor in medusa(num_heads, num_layers)[1].items():
+        head, layer, *rest = name.split(".")
+        place = f"blocks.{head}.layers.{layer}.{rest[-1]}" if "linear" in rest else f"lm_heads.{head}.weight"
+        tensors[place] = tensor
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "truncated_vocab_size": VOCAB,
+        "num_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "medusa_fc_bias": True,
+        "max_paths": 64,
+        "topk": 10,
+    }
+    return config, tensors
 
 
 def hydra(
@@ -201,8 +229,23 @@ def mtp_qwen() -> Tensors:
     return filled(shapes)
 
 
+def mtp_mimo(num_modules: int = 1) -> Tensors:
+    """Layers are those of Qwen 2, with biases."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(num_modules):
+        name = f"model.mtp_layers.{index}."
+        shapes |= layer_shapes(name)
+        shapes |= {f"{name}self_attn.{part}_proj.bias": (KV_HEADS * HEAD_DIM,) for part in "kv"}
+        shapes[f"{name}self_attn.q_proj.bias"] = (HEADS * HEAD_DIM,)
+        norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+        shapes |= {f"{name}{norm}.weight": (HIDDEN,) for norm in norms}
+        shapes[f"{name}input_proj.weight"] = (HIDDEN, 2 * HIDDEN)
+    return filled(shapes)
+
+
 def speculators_mtp() -> tuple[dict[str, Any], Tensors]:
     shapes = layer_shapes("mtp_layers.0.")
+    shapes |= {f"mtp_layers.0.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
     shapes |= {
         f"mtp_layers.0.{name}.weight": (HIDDEN,)
         for name in ("hidden_layernorm", "token_layernorm", "final_layernorm")
@@ -219,7 +262,7 @@ def speculators_mtp() -> tuple[dict[str, Any], Tensors]:
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {"name_or_path": "somebody/some-model", "architectures": ["LlamaForCausalLM"]},
         },
-        "transformer_layer_config": {**LAYER_CONFIG, "num_hidden_layers": LAYERS},
+        "transformer_layer_config": {**LAYER_CONFIG, "model_type": "qwen3", "num_hidden_layers": LAYERS},
     }
     return config, filled(shapes)
 

@@ -168,8 +168,16 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         published.eagle3,
         change(eagle_aux_hidden_state_layer_ids=[2, 2, 3]),
         [
-            "eagle_config.eagle_aux_hidden_state_layer_ids is [1, 0, 2]; as outputs of layers, counted from "
-            "0, these are the inputs [2, 1, 3], and eagle_aux_hidden_state_layer_ids at the top is [2, 2, 3]"
+            "eagle_config.eagle_aux_hidden_state_layer_ids is [1, 0, 2]; read as outputs of layers it means "
+            "the states after 2, 1, 3 layers, and eagle_aux_hidden_state_layer_ids at the top is [2, 2, 3]"
+        ],
+    ),
+    "inputs that no layer has": (
+        published.eagle3,
+        change(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}),
+        [
+            "eagle_config.eagle_aux_hidden_state_layer_ids is [1, 2, 4]; read as inputs of layers it means "
+            "the states after 1, 2, 4 layers; the target has 4 layers"
         ],
     ),
     "layers that are no list": (
@@ -178,7 +186,7 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         ["eagle_aux_hidden_state_layer_ids", "must be a list of integers, 0 and more"],
     ),
     "no number of layers": (
-        published.eagle3,
+        published.eagle,
         change(num_hidden_layers=None),
         ["config.json: it describes no llama that can be made: Field 'num_hidden_layers' expected int"],
     ),
@@ -197,15 +205,34 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         lambda config, _: config.update(
             transformer_layer_config=config["transformer_layer_config"] | {"head_dim": "8"}
         ),
-        ["config.json: transformer_layer_config describes no llama", "Field 'head_dim' with value '8'"],
+        ["config.json: transformer_layer_config describes no qwen3", "Field 'head_dim' expected int"],
     ),
     "width that heads do not divide": (
         published.eagle,
         change(num_attention_heads=3),
         ["config.json: num_attention_heads is 3; it must divide hidden_size, 16"],
     ),
-    "two layers": (published.eagle3, change(num_hidden_layers=2), ["num_hidden_layers is 2", "one decoder"]),
+    "two layers": (
+        published.eagle3,
+        put("layers.1.mlp.up_proj.weight", torch.zeros(24, 16)),
+        ["hold 1 tensors of more than one decoder layer, first layers.1.mlp.up_proj.weight; EAGLE-3 heads"],
+    ),
+    "two layers, named as others do": (
+        published.eagle3,
+        put("midlayers.1.mlp.up_proj.weight", torch.zeros(24, 16)),
+        ["of more than one decoder layer, first midlayers.1.mlp.up_proj.weight"],
+    ),
     "both norms": (published.eagle3, change(fc_norm=True, norm_before_fc=True), ["fc_norm is True"]),
+    "both norms, named as before": (
+        published.eagle3,
+        change(use_aux_norm=True, norm_before_fc=True),
+        ["use_aux_norm is True; norm_before_fc is true too"],
+    ),
+    "no LM head for a part of the vocabulary": (
+        published.eagle3,
+        drop("lm_head.weight"),
+        ["lack 1 tensors, first lm_head.weight of shape (6, 16)"],
+    ),
     "flag that is a string": (
         published.eagle3,
         change(norm_output="yes"),
@@ -216,7 +243,21 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         change(eagle_config={"use_aux_hidden_state": False}),
         ["eagle_config.use_aux_hidden_state is False"],
     ),
-    "unknown model type": (published.eagle, change(model_type="alpaca"), ["describes no alpaca"]),
+    "unknown model type": (
+        published.speculators_eagle3,
+        lambda config, _: config.update(
+            transformer_layer_config=config["transformer_layer_config"] | {"model_type": "alpaca"}
+        ),
+        ["transformer_layer_config describes no alpaca"],
+    ),
+    "unknown model type of other parts": (
+        published.eagle,
+        lambda config, tensors: (
+            config.update(model_type="alpaca"),
+            tensors.update({"layers.0.mlp.experts.0.up_proj.weight": torch.zeros(24, 16)}),
+        ),
+        ["it describes no alpaca"],
+    ),
     "no width": (
         published.eagle,
         lambda config, _: config.pop("intermediate_size"),
@@ -236,6 +277,38 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         published.medusa,
         change(medusa_num_heads=None),
         ["medusa_num_heads is None; it must be a positive integer"],
+    ),
+    "fewer converted medusa heads than stated": (
+        published.medusa_for_vllm,
+        change(num_heads=4),
+        ["lack 3 tensors, first blocks.3.layers.0.bias of shape (16,)"],
+    ),
+    "medusa that knows some ids, not said which": (
+        published.medusa_for_vllm,
+        lambda config, tensors: (
+            config.update(truncated_vocab_size=6),
+            tensors.update({f"lm_heads.{head}.weight": torch.zeros(6, 16) for head in range(3)}),
+        ),
+        ["lack 1 tensors, first token_map of shape (6,)"],
+    ),
+    "medusa that knows ids beyond the target's": (
+        published.medusa_for_vllm,
+        lambda config, tensors: (
+            config.update(truncated_vocab_size=2),
+            tensors.update({f"lm_heads.{head}.weight": torch.zeros(2, 16) for head in range(3)}),
+            tensors.update(token_map=torch.tensor([3, 48])),
+        ),
+        ["token_map, as offsets d2t: d2t leads to token ids outside of 0 .. 47"],
+    ),
+    "medusa of a larger vocabulary": (
+        published.medusa_for_vllm,
+        change(truncated_vocab_size=49),
+        ["truncated_vocab_size is 49; the target's vocabulary has 48 ids"],
+    ),
+    "medusa with scaled logits": (
+        published.medusa_for_vllm,
+        change(logit_scale=0.5),
+        ["logit_scale is 0.5; Medusa heads with scaled logits are not supported"],
     ),
     "hydra of another architecture": (
         published.hydra,
@@ -353,13 +426,47 @@ def test_drafters_of_blocks_are_told_apart_from_eagle(folder: Path, target: Targ
         load_drafter(folder, target.parts)
 
 
-@pytest.mark.parametrize(("kind", "lacks"), [("olmo2", "input_layernorm"), ("phi3", "q_proj")])
+@pytest.mark.parametrize(
+    ("kind", "lacks", "has"),
+    [
+        ("olmo2", "input_layernorm", "post_feedforward_layernorm.weight"),
+        ("phi3", "q_proj", "self_attn.qkv_proj.weight"),
+    ],
+)
 def test_eagle3_of_layers_that_are_made_of_other_parts(
-    folder: Path, target: Target, kind: str, lacks: str
+    folder: Path, target: Target, kind: str, lacks: str, has: str
 ) -> None:
     config, tensors = published.eagle3()
+    tensors[f"midlayer.{has}"] = torch.ones(16)
     published.write(folder, {**config, "model_type": kind, "pad_token_id": 0}, tensors, MODEL)
     with pytest.raises(CheckpointError, match=f"no EAGLE-3 head .* of model type '{kind}': .*'{lacks}'"):
+        load_drafter(folder, target.parts)
+
+
+def test_rotary_factors_for_a_part_of_a_head(folder: Path, target: Target) -> None:
+    """A target's that turns a part of its heads: a Llama turns all of them, and needs as many more."""
+    config, tensors = published.eagle()
+    config |= {"model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 32}
+    factors = {name: [1.0] * (published.HEAD_DIM // 4) for name in ("short_factor", "long_factor")}
+    published.write(folder, config | {"rope_scaling": {"type": "longrope", **factors}}, tensors, MODEL)
+    with pytest.raises(CheckpointError, match="no drafter can be made of layers of model type 'llama'"):
+        load_drafter(folder, target.parts)
+
+
+@pytest.mark.parametrize("told_by", ["architectures", "eagle_config"])
+def test_eagle3_without_fused_states_is_told_by_its_config(
+    folder: Path, target: Target, told_by: str
+) -> None:
+    """It needs no `fc`, and no map of a vocabulary."""
+    config, _ = published.eagle3()
+    config["eagle_config"] = {"use_aux_hidden_state": False}
+    if told_by == "eagle_config":
+        config["architectures"] = ["LlamaForCausalLM"]
+    tensors = published.filled(published.layer_shapes("layers.0.", inputs=32))
+    if told_by == "architectures":
+        tensors["fc.weight"] = torch.zeros(16, 32)
+    published.write(folder, config, tensors, MODEL)
+    with pytest.raises(CheckpointError, match=r"eagle_config.use_aux_hidden_state is False; heads without"):
         load_drafter(folder, target.parts)
 
 

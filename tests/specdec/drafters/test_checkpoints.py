@@ -198,6 +198,9 @@ def test_eagle3_with_the_whole_vocabulary_in_another_order(folder: Path, target:
         ([1, 0, 2], [2, 1, 3], (2, 1, 3), "read as outputs of layers: the states after 2, 1, 3 layers"),
         ([1, 0, 2], [1, 0, 2], (2, 1, 3), "read as outputs of layers: the states after 2, 1, 3 layers"),
         ([0, 1, 2], [1, 2, 3], (1, 2, 3), "read as outputs of layers: the states after 1, 2, 3 layers"),
+        ([2, 2, 1], None, (2, 2, 1), "are read as inputs of layers: the states after 2, 2, 1 layers"),
+        ([2, 2, 1], [2, 2, 1], (2, 2, 1), "eagle_config.eagle_aux_hidden_state_layer_ids are read as inputs"),
+        ([2, 2, 1], [3, 3, 2], (3, 3, 2), "are read as outputs of layers: the states after 3, 3, 2 layers"),
         (None, None, (2, 2, 1), ""),
     ],
 )
@@ -210,7 +213,10 @@ def test_both_conventions_of_fused_layers(
     layers: tuple[int, ...],
     said: str,
 ) -> None:
-    """Outputs of layers in `eagle_config` (SpecForge, SGLang), inputs of layers at the top (vLLM)."""
+    """Outputs of layers in `eagle_config` (SpecForge, SGLang), inputs of layers at the top (vLLM).
+
+    What is the default of inputs is meant so in `eagle_config`, too, unless the top says that it is not.
+    """
     config, tensors = published.eagle3()
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = inside
     published.write(folder, config | {"eagle_aux_hidden_state_layer_ids": outside}, tensors, MODEL)
@@ -279,10 +285,12 @@ def test_speculators_mtp(folder: Path, target: Target) -> None:
     state = modules.state_dict()
     assert same(state["mtp_modules.0.enorm.weight"], tensors["mtp_layers.0.token_layernorm.weight"])
     assert same(state["mtp_modules.0.hnorm.weight"], tensors["mtp_layers.0.hidden_layernorm.weight"])
+    assert modules.config.model_type == "qwen3"
     save_speculator(modules, folder / "again", base_model="somebody/some-model", num_speculative_tokens=3)
     again = load_file(folder / "again" / MODEL)
     assert again.keys() == tensors.keys()
     assert all(same(again[name], tensor) for name, tensor in tensors.items())
+    assert isinstance(load_drafter(folder / "again", target.parts), Mtp)
 
 
 def test_embeddings_and_head_of_a_speculators_mtp(folder: Path, target: Target) -> None:
@@ -447,6 +455,7 @@ def test_formats_are_told_apart_by_their_tensors(folder: Path, target: Target) -
     for name, content, file in (
         ("medusa", published.medusa(), "medusa_lm_head.pt"),
         ("hydra", published.hydra(), "hydra_lm_head.pt"),
+        ("medusa, converted", published.medusa_for_vllm(), MODEL),
         ("parallel_heads", published.parallel_heads(), MODEL),
         ("eagle", published.eagle(), MODEL),
         ("eagle3", published.eagle3(layer="layers.0."), MODEL),
@@ -455,7 +464,9 @@ def test_formats_are_told_apart_by_their_tensors(folder: Path, target: Target) -
         found[name] = detect(open_drafter(published.write(folder / name, *content, file)))
     published.whole_target(folder / "mtp", target.model, published.mtp_deepseek(), "mtp.safetensors")
     found["mtp"] = detect(open_beside(folder / "mtp"))
-    assert found == {name: name for name in found}
+    published.whole_target(folder / "mimo", target.model, published.mtp_mimo())
+    found["mtp of MiMo"] = detect(open_beside(folder / "mimo"))
+    assert found == {name: re.split("[, ]", name)[0] for name in found}
 
 
 def test_saved_weights_share_no_memory(folder: Path, target: Target) -> None:
