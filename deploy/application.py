@@ -78,6 +78,7 @@ def door_settings(
         access_log=http.access_log,
         ray_metrics=http.ray_metrics,
         tracing=http.tracing,
+        allowed_origins=http.allowed_origins,
         parallelism=parallelism_of(model.engine.target),
     )
 

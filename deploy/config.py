@@ -27,6 +27,9 @@ from specdec.scheduling.speculation.acceptance import MAX_CLASSES
 _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
 """Of further models: their deployments and namespaces are named after them."""
 
+_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[^\s/*?#@A-Z]+)$"
+"""As browsers write it, in small letters: scheme, host and, unless it is the scheme's own, port."""
+
 
 class TlsConfig(StrictConfig):
     """The files that make the endpoint one for HTTPS."""
@@ -58,6 +61,9 @@ class HttpConfig(StrictConfig):
     share_prefixes_between_keys: bool = False
     """Let requests of one API key find prompts of others in the prefix cache. Saves work where all send the
     same system prompt; but by the time until the first token one can tell what others have sent."""
+    allowed_origins: tuple[Annotated[str, Field(pattern=_ORIGIN)], ...] = ()
+    """Web sites whose pages may send requests from a browser, as it writes them: https://chat.example.com,
+    without a path. ["*"]: all. What they send needs an API key like everything else."""
     request_classes: tuple[str, ...] = Field(default=(), max_length=MAX_CLASSES - 1)
     """Values of `metadata.class` in bodies that are told apart; all others count as one. How far drafts are
     accepted is learnt per class."""
@@ -99,6 +105,12 @@ class HttpConfig(StrictConfig):
     proxy: ProxyKind = "python"
     """Which of Ray Serve's proxies clients speak to. haproxy speaks HTTP to the doors itself, and does not
     end TLS."""
+
+    @model_validator(mode="after")
+    def _check_origins(self) -> Self:
+        if "*" in self.allowed_origins and len(self.allowed_origins) > 1:
+            raise ValueError('allowed_origins: "*" allows all origins; name no others beside it')
+        return self
 
     @model_validator(mode="after")
     def _check_proxy(self) -> Self:

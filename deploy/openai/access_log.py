@@ -8,9 +8,9 @@ from time import perf_counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.openai.keys import ApiKey
+from deploy.openai.paths import is_api
 from workers.logs import LOG_CONTEXT
 
-_LOGGED = "/v1/"
 logger = logging.getLogger(__name__)
 
 
@@ -22,7 +22,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or not scope["path"].startswith(_LOGGED):
+        if scope["type"] != "http" or not is_api(scope):
             await self._app(scope, receive, send)
             return
         status: int | None = None

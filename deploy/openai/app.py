@@ -8,24 +8,26 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from deploy.openai.access_log import AccessLog
 from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.document import OPENAPI_PATH, openapi_document
-from deploy.openai.errors import ApiError, not_ready
+from deploy.openai.errors import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, ApiError, not_ready
 from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import ChoiceOutputs
 from deploy.openai.pace import Pace
+from deploy.openai.paths import HEALTH_PATH, METRICS_PATH
 from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
     TIMEOUT_HEADER,
@@ -46,7 +48,7 @@ from deploy.openai.settings import DoorSettings
 from deploy.openai.slow_readers import SlowReaders
 from deploy.openai.streaming import ClientLeft, EventStream, EventStreamResponse, until_client_leaves
 from deploy.openai.tokenization import DoorTokenizer
-from deploy.openai.tracing import CURRENT_TRACE, TraceRequests, Tracing
+from deploy.openai.tracing import CURRENT_TRACE, TRACE_ID_HEADER, TraceRequests, Tracing
 from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
 from specdec.core.errors import DrafthouseError, NotReadyError
@@ -116,6 +118,8 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         middleware=[
+            # Outside of all that counts, logs and asks for keys: browsers ask first, and without a key.
+            *([Middleware(CORSMiddleware, **_cross_origin(settings))] if settings.allowed_origins else []),
             *([] if tracing is None else [Middleware(TraceRequests, tracing=tracing)]),
             *([Middleware(AccessLog)] if settings.access_log else []),
             Middleware(SlowReaders, timeout_s=settings.write_timeout_s),
@@ -129,8 +133,8 @@ def create_app(
     app.add_api_route("/v1/models", door.models, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models/{model:path}", door.model, methods=["GET"], response_model=None)
     app.add_api_route(STATUS_PATH, door.status, methods=["GET"], response_model=None)
-    app.add_api_route("/health", door.health, methods=["GET"], response_model=None)
-    app.add_api_route("/metrics", door.prometheus, methods=["GET"], response_model=None)
+    app.add_api_route(HEALTH_PATH, door.health, methods=["GET"], response_model=None)
+    app.add_api_route(METRICS_PATH, door.prometheus, methods=["GET"], response_model=None)
     app.add_api_route(OPENAPI_PATH, door.document, methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _http_failure)
     app.state.snapshot = door.snapshot
@@ -362,6 +366,15 @@ def _event_id(http: HttpRequest) -> tuple[EventId | None, ResponseIdentity | Non
         return None, None
     event_id = EventId.parse(text)
     return event_id, ResponseIdentity.of(event_id.response_id)
+
+
+def _cross_origin(settings: DoorSettings) -> dict[str, Any]:
+    return {
+        "allow_origins": settings.allowed_origins,
+        "allow_methods": ("GET", "POST"),
+        "allow_headers": ("*",),  # those of OpenAI's library are many, and no page sends what it may not
+        "expose_headers": (RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, TRACE_ID_HEADER),
+    }
 
 
 def _json(value: msgspec.Struct) -> Response:

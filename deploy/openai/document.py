@@ -34,7 +34,7 @@ _KEY: list[dict[str, list[str]]] = [{"key": []}, {}]
 _EVENT = {
     "type": "object",
     "properties": {
-        "id": {"type": "string", "description": "Request and numbers of tokens so far."},
+        "id": {"type": "string", "description": "Request and numbers of tokens so far, if ids are wanted."},
         "data": {"type": "string", "description": "A chunk as JSON, an error body, or [DONE]."},
     },
     "required": ["data"],

@@ -10,6 +10,7 @@ Every error that leaves the server has one shape:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 from pydantic import ValidationError
@@ -36,6 +37,10 @@ _MAX_MESSAGE = 2000
 """Characters. Names of fields and models are the client's, and may be as long as a body."""
 _ASKED_FOR_TOO_MUCH = frozenset({"no_token_allowed", GRAMMAR_FAILED, INVALID_GRAMMAR, OUTPUT_TOO_LARGE})
 """Codes of failures that lie in what the client asked for, though they show only on the way."""
+RETRY_AFTER_HEADER = "Retry-After"
+SHOULD_RETRY_HEADER = "x-should-retry"
+_NOT_AGAIN: Mapping[str, str] = {SHOULD_RETRY_HEADER: "false"}
+"""By which OpenAI's clients do not send a request again on their own."""
 _WORDS = {"model_type": "must be a JSON object", "dict_type": "must be a JSON object"}
 """Where pydantic's own words are about Python."""
 
@@ -66,13 +71,13 @@ class ApiError(Exception):
         type: str = "invalid_request_error",  # noqa: A002 - the field's name in the body
         param: str | None = None,
         code: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         param = None if param is None else _cut(param, _MAX_SHOWN_PARAM)
         self.detail = ErrorDetail(message=_cut(message, _MAX_MESSAGE), type=type, param=param, code=code)
-        self.headers = headers or {}
+        self.headers = dict(headers or {})
 
     def body(self) -> bytes:
         """Return the JSON body."""
@@ -96,7 +101,8 @@ def not_ready() -> ApiError:
 
 def request_timeout(message: str) -> ApiError:
     """The request was not complete in the time that the client, or the server, gave it."""
-    return ApiError(504, message, type="server_error", code=TIMED_OUT)
+    # Clients' libraries would send it again, on their own, to a server that has too much to do.
+    return ApiError(504, message, type="server_error", code=TIMED_OUT, headers=_NOT_AGAIN)
 
 
 def internal_error() -> ApiError:
@@ -152,7 +158,7 @@ def _request_failed(error: RequestFailed) -> ApiError:
     if error.code in _ASKED_FOR_TOO_MUCH:
         return ApiError(400, str(error), param=error.param, code=error.code)
     # OpenAI's clients send what got a 500 again, unless told not to: each time it would end workers.
-    headers = {"x-should-retry": "false"} if error.code == FAILED_REPEATEDLY else None
+    headers = _NOT_AGAIN if error.code == FAILED_REPEATEDLY else None
     return ApiError(500, str(error), type="server_error", code=error.code, headers=headers)
 
 
@@ -194,4 +200,4 @@ def _cut(text: str, length: int) -> str:
 
 
 def _retry_after(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+    return {RETRY_AFTER_HEADER: str(max(1, math.ceil(seconds)))}

@@ -114,6 +114,11 @@ class GrammarFields(BodyPart):
         """What the output must look like; None: anything."""
         return next(iter(self._grammars()), None)
 
+    @property
+    def has_response_format(self) -> bool:
+        """Whether it is `response_format` that says what the output must look like."""
+        return self.response_format is not None and self.response_format.type != "text"
+
     def _grammars(self) -> list[Grammar]:
         wanted = self.response_format or ResponseFormat(type="text")
         nested = self.structured_outputs or StructuredOutputs()

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.openai.errors import ApiError, api_error_of, internal_error
 from deploy.openai.keys import ApiKey, KeyRing
 from deploy.openai.metrics import DoorMetrics
+from deploy.openai.paths import is_open
 
 CLIENT_CLOSED_REQUEST = 499
 """Status that is counted, never sent: there is nobody to send it to."""
@@ -64,7 +65,7 @@ class Border:
 
 
 class ApiKeys:
-    """Asks for `Authorization: Bearer KEY` under /v1/; does nothing when no keys are configured.
+    """Asks for `Authorization: Bearer KEY`, but for what is open to anybody; with no keys configured all is.
 
     Routes find the `ApiKey` that was given in `state.api_key`.
     """
@@ -75,7 +76,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or answer 401."""
-        if scope["type"] == "http" and self._ring.is_asked_for and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and self._ring.is_asked_for and not is_open(scope):
             key = self._check(Headers(scope=scope).get("authorization"))
             scope.setdefault("state", {})["api_key"] = key
         await self._app(scope, receive, send)

@@ -20,7 +20,15 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from deploy.openai.body_part import BodyPart
 from deploy.openai.fields import BadWords, KvBudgetAmount, LogitBias, Prompt, Strings, TokenIds, TopK
 from deploy.openai.grammars import GrammarFields
-from deploy.openai.tools import MAX_TOOLS, EarlierCall, NamedChoice, Tool, ToolChoice, forced_calls
+from deploy.openai.tools import (
+    MAX_TOOLS,
+    EarlierCall,
+    NamedChoice,
+    Tool,
+    ToolChoice,
+    answer_or_calls,
+    forced_calls,
+)
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import MAX_LOGPROBS, Grammar, LogprobsMode
 from specdec.scheduling.admission import MAX_PRIORITY
@@ -69,6 +77,11 @@ class StreamOptions(BodyPart):
 
     include_usage: bool = False
     """End the stream with a chunk that has no choices and the usage of the whole request."""
+    continuous_usage_stats: bool = False
+    """Put the usage so far into every chunk that has choices."""
+    event_ids: bool = True
+    """Give every event an id, behind which the stream can be resumed. Some clients take lines other than
+    `data:` for JSON: they need false."""
     include_obfuscation: bool = False
     """Accepted and ignored: nothing is padded."""
 
@@ -229,6 +242,16 @@ class GenerationBody(GrammarFields):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def wants_event_ids(self) -> bool:
+        """Whether it is a stream that its client may resume."""
+        return self.stream and (self.stream_options is None or self.stream_options.event_ids)
+
 
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
@@ -287,6 +310,8 @@ def _content_kind(value: object) -> str:
 
 
 _EMPTY_REPLY_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal"})
+_PARSED = "parsed"
+"""What OpenAI's library has made of the content of a reply that it parses: nothing new."""
 
 
 _Text = Annotated[str, Tag("<text>")]
@@ -310,13 +335,14 @@ class ChatMessage(BodyPart):
     @model_validator(mode="before")
     @classmethod
     def _drop_empty_reply_fields(cls, data: Any) -> Any:
-        """Clients echo an assistant message back with all the empty fields that a response has."""
+        """Clients echo an assistant message back with all the empty fields that a response has, and more."""
         if not isinstance(data, dict):
             return data
         for name in _EMPTY_REPLY_FIELDS:
             if data.get(name) not in (None, []):
                 raise ValueError(f"{name} is not supported yet")
-        kept = {name: value for name, value in data.items() if name not in _EMPTY_REPLY_FIELDS}
+        dropped = _EMPTY_REPLY_FIELDS | ({_PARSED} if data.get("role") == "assistant" else set())
+        kept = {name: value for name, value in data.items() if name not in dropped}
         if kept.get("tool_calls") and kept.get("content") is None:
             kept["content"] = ""
         return kept
@@ -367,7 +393,7 @@ class ChatBody(GenerationBody):
     tool_choice: ToolChoice = "auto"
     """none: no calls; auto: as the model likes; required: calls and nothing else; or the function to call."""
     parallel_tool_calls: bool = True
-    """Whether a required reply may hold several calls."""
+    """Whether a reply may hold several calls; if not, others than its first are dropped."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -425,9 +451,12 @@ class ChatBody(GenerationBody):
     @property
     def grammar(self) -> Grammar | None:
         """What the output must look like; None: anything."""
-        if not self.is_call_forced:
-            return super().grammar
-        return forced_calls(self.tools, name=self.called_name, is_parallel=self.parallel_tool_calls)
+        if self.is_call_forced:
+            return forced_calls(self.tools, name=self.called_name, is_parallel=self.parallel_tool_calls)
+        grammar = super().grammar
+        if grammar is None or not self.reads_calls or not self.has_response_format:
+            return grammar
+        return answer_or_calls(grammar, self.tools, is_parallel=self.parallel_tool_calls)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -88,6 +88,8 @@ class PreparedRequest:
     """What `echo` puts in front of the texts, by prompt."""
     proof: bytes = b""
     """Digest of whose request it is and what it asks for."""
+    has_event_ids: bool = False
+    """Whether events of its stream have ids, behind which it can be resumed."""
 
     def prompt_text(self, index: int) -> str:
         """What is put in front of the text of request `index`."""

@@ -44,6 +44,9 @@ from deploy.openai.tools import CallReader, read_reply
 from specdec.core.outputs import FinishReason, RequestOutput, SpeculationStats, TokenLogprobs
 from specdec.engine.best_of import best_choices
 
+RunningUsage = Usage | UnsetType | None
+"""What a chunk with choices says of the usage: so far, nothing, or null where it comes at the end."""
+
 
 @dataclass(slots=True)
 class ChoiceResult:
@@ -245,9 +248,13 @@ def _chat_choice(
 
 def _message(prepared: PreparedRequest, result: ChoiceResult) -> tuple[AssistantMessage, bool]:
     """Return the reply, and whether there are calls in it."""
-    if not _reads_calls(prepared):
+    if not (isinstance(prepared.body, ChatBody) and prepared.body.reads_calls):
         return AssistantMessage(content=result.text), False
-    content, calls = read_reply(result.text)
+    content, calls = read_reply(
+        result.text,
+        is_complete=result.finish_reason == "stop",
+        is_parallel=prepared.body.parallel_tool_calls,
+    )
     if not calls:
         return AssistantMessage(content=content), False
     made = [
@@ -255,10 +262,6 @@ def _message(prepared: PreparedRequest, result: ChoiceResult) -> tuple[Assistant
         for call in calls
     ]
     return AssistantMessage(content=content or None, tool_calls=made), True
-
-
-def _reads_calls(prepared: PreparedRequest) -> bool:
-    return isinstance(prepared.body, ChatBody) and prepared.body.reads_calls
 
 
 def _finish_reason(reason: FinishReason | None, has_calls: bool) -> ChatFinishReason | None:
@@ -278,11 +281,13 @@ class CompletionChunks:
         ]
         self._unechoed = set(range(len(prepared.requests))) if prepared.prompt_texts else set()
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, usage: RunningUsage) -> bytes | None:
         """A completion's stream opens with its first text."""
         return None
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str, *, is_complete: bool) -> None:
+    def skip(
+        self, index: int, token_ids: Sequence[int], text: str, finish_reason: FinishReason | None
+    ) -> None:
         """Go on as if these tokens had been delivered by `pieces`."""
         has_logprobs = self._prepared.body.num_logprobs is not None
         if not (text or self._wants_ids or has_logprobs):
@@ -292,7 +297,7 @@ class CompletionChunks:
             for token_id in token_ids:
                 self._cursors[index].advance(token_id)
 
-    def pieces(self, index: int, output: RequestOutput) -> list[bytes]:
+    def pieces(self, index: int, output: RequestOutput, usage: RunningUsage) -> list[bytes]:
         """Return the chunks that deliver one output: one, or none when there is nothing to see yet."""
         if not (
             output.text or output.finish_reason or output.logprobs or (self._wants_ids and output.token_ids)
@@ -320,7 +325,7 @@ class CompletionChunks:
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self._wants_ids else UNSET,
         )
-        return [self._encode([choice], None if self._prepared.body.include_usage else UNSET)]
+        return [self._encode([choice], usage)]
 
     def closing(self, usage: Usage | UnsetType, metrics: ResponseMetrics | UnsetType) -> bytes:
         """Return the last chunk, which has no choices."""
@@ -329,7 +334,7 @@ class CompletionChunks:
     def _encode(
         self,
         choices: list[CompletionChoice],
-        usage: Usage | UnsetType | None,
+        usage: RunningUsage,
         metrics: ResponseMetrics | UnsetType = UNSET,
     ) -> bytes:
         return msgspec.json.encode(
@@ -353,22 +358,31 @@ class ChatChunks:
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._wants_ids = prepared.body.return_token_ids
-        self._usage: UnsetType | None = None if prepared.body.include_usage else UNSET
-        self._readers = [CallReader() for _ in prepared.requests] if _reads_calls(prepared) else None
+        body = prepared.body
+        self._readers = (
+            [CallReader(is_parallel=body.parallel_tool_calls) for _ in prepared.requests]
+            if isinstance(body, ChatBody) and body.reads_calls
+            else None
+        )
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, usage: RunningUsage) -> bytes | None:
         """Return the chunk that says who speaks."""
         choice = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
-        return self._encode([choice], self._usage)
+        return self._encode([choice], usage)
 
-    def skip(self, index: int, token_ids: Sequence[int], text: str, *, is_complete: bool) -> None:
-        """Go on as if these tokens, which have come to this text, had been delivered by `pieces`."""
+    def skip(
+        self, index: int, token_ids: Sequence[int], text: str, finish_reason: FinishReason | None
+    ) -> None:
+        """Go on as if these tokens, which have come to this text, had been delivered by `pieces`.
+
+        A finish reason says that nothing but the chunk which tells it is missing.
+        """
         if self._readers is not None:
             self._readers[index].feed(text)
-            if is_complete:
-                self._readers[index].end()
+            if finish_reason is not None:
+                self._readers[index].end(is_complete=finish_reason == "stop")
 
-    def pieces(self, index: int, output: RequestOutput) -> list[bytes]:
+    def pieces(self, index: int, output: RequestOutput, usage: RunningUsage) -> list[bytes]:
         """Return the chunks that deliver one output: content, finish, both or neither."""
         chunks = []
         delta, has_calls = self._delta(index, output)
@@ -390,7 +404,7 @@ class ChatChunks:
                     stop_reason=output.stop_reason,
                 )
             )
-        return [self._encode([chunk], self._usage) for chunk in chunks]
+        return [self._encode([chunk], usage) for chunk in chunks]
 
     def _delta(self, index: int, output: RequestOutput) -> tuple[Delta | None, bool]:
         """Return what an output adds to the message, if anything, and whether it has calls by now."""
@@ -400,7 +414,8 @@ class ChatChunks:
         first = reader.num_calls
         content, calls = reader.feed(output.text)
         if output.finish_reason is not None:
-            content += reader.end()
+            held_back, last_calls = reader.end(is_complete=output.finish_reason == "stop")
+            content, calls = content + held_back, calls + last_calls
         made = [
             ToolCallDelta(
                 index=first + number,
@@ -419,7 +434,7 @@ class ChatChunks:
     def _encode(
         self,
         choices: list[ChatChunkChoice],
-        usage: Usage | UnsetType | None,
+        usage: RunningUsage,
         metrics: ResponseMetrics | UnsetType = UNSET,
     ) -> bytes:
         return msgspec.json.encode(

@@ -34,7 +34,7 @@ from deploy.openai.tokenization import DoorTokenizer
 from specdec.core.description import TargetDescription
 from specdec.core.errors import RequestFailed
 from specdec.core.ids import RequestId
-from specdec.core.outputs import RequestOutput
+from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request, Resumption
 from specdec.engine.service import GenerationService
 from specdec.engine.text_stream import StreamLimits, TextStream
@@ -138,11 +138,12 @@ def proved(prepared: PreparedRequest, api_key_digest: bytes | None, window_s: fl
         )
     )
     proof = hashlib.blake2b(described, digest_size=16).digest()
-    if not body.stream or window_s <= 0:
+    if window_s <= 0 or not body.wants_event_ids:
         return replace(prepared, proof=proof)
     return replace(
         prepared,
         proof=proof,
+        has_event_ids=True,
         requests=tuple(
             msgspec.structs.replace(
                 request, resumption=Resumption(name=request.request_id, proof=proof, window_s=window_s)
@@ -293,8 +294,8 @@ class Delivered:
 
     token_ids: tuple[int, ...]
     text: str
-    is_complete: bool
-    """Whether nothing but the finish reason is missing."""
+    finish_reason: FinishReason | None
+    """Of what is complete: nothing but this is missing. None: more is."""
 
 
 def _delivered_of(request: Request, tokenizer: DoorTokenizer, description: TargetDescription) -> Delivered:
@@ -307,7 +308,9 @@ def _delivered_of(request: Request, tokenizer: DoorTokenizer, description: Targe
         if stream.finish is None:
             stream.advance(token_id, index + 1)
     return Delivered(
-        token_ids=request.delivered_token_ids, text=stream.take(), is_complete=stream.finish is not None
+        token_ids=request.delivered_token_ids,
+        text=stream.take(),
+        finish_reason=None if stream.finish is None else stream.finish.reason,
     )
 
 

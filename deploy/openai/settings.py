@@ -54,6 +54,8 @@ class DoorSettings:
     """Whether what /metrics says is published through Ray's metrics API, too."""
     tracing: TracingConfig | None = None
     """Where traces of requests go; None: there are none."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web sites whose pages may send requests; `*`: all."""
     parallelism: str = "tp1"
     """How the target is split, for `system_fingerprint`."""
 

@@ -2,7 +2,8 @@
 
 Every event but `[DONE]` carries an id that begins with `RESPONSE:N[,N...]`: the response id and, per choice,
 how many generated tokens the events up to this one account for. It says where a reconnecting client
-(`Last-Event-ID`) is; `resumption` has the rest of it.
+(`Last-Event-ID`) is; `resumption` has the rest of it. There are none where streams cannot be resumed, or
+where the client wants none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from deploy.openai.outputs import SLOW_READER, ChoiceOutputs
 from deploy.openai.pace import Pace
 from deploy.openai.protocol import ChatBody
 from deploy.openai.requests import PreparedRequest
-from deploy.openai.responses import ChatChunks, ChoiceResult, CompletionChunks, metrics_of, usage_of
+from deploy.openai.responses import (
+    ChatChunks,
+    ChoiceResult,
+    CompletionChunks,
+    RunningUsage,
+    metrics_of,
+    usage_of,
+)
 from deploy.openai.resumption import ChoicePosition, Delivered, format_event_id
 from deploy.openai.tokenization import DoorTokenizer
 from specdec.core.outputs import RequestOutput
@@ -101,7 +109,7 @@ class EventStream:
         for result, position in zip(self._results, positions, strict=True):
             result.num_tokens = position.num_tokens
         for index, what in delivered.items():
-            self._chunks.skip(index, what.token_ids, what.text, is_complete=what.is_complete)
+            self._chunks.skip(index, what.token_ids, what.text, what.finish_reason)
 
     async def deliveries(self) -> AsyncGenerator[bytes]:
         """Yield encoded events, those together that are there at once; the first when there is an output.
@@ -133,7 +141,7 @@ class EventStream:
 
     def _openings(self) -> Iterator[bytes]:
         for choice, position in enumerate(self._positions):
-            opening = None if position.is_open else self._chunks.opening(choice)
+            opening = None if position.is_open else self._chunks.opening(choice, self._running_usage())
             position.is_open = True
             if opening is not None:
                 yield self._event(opening)
@@ -141,11 +149,17 @@ class EventStream:
     def _events_of(self, index: int, output: RequestOutput) -> Iterator[bytes]:
         self._results[index].count(output)
         self._positions[index].count(output)
-        chunks = self._chunks.pieces(index, output)
+        chunks = self._chunks.pieces(index, output, self._running_usage())
         for number, chunk in enumerate(chunks, 1):
             if number == len(chunks):
                 self._positions[index].is_finished = output.finish_reason is not None
             yield self._event(chunk)
+
+    def _running_usage(self) -> RunningUsage:
+        body = self._prepared.body
+        if body.has_running_usage:
+            return usage_of(self._prepared, self._results)
+        return None if body.include_usage else UNSET
 
     def _closing(self) -> Iterator[bytes]:
         body = self._prepared.body
@@ -156,6 +170,8 @@ class EventStream:
         yield self._event(self._chunks.closing(usage, metrics), is_ended=True)
 
     def _event(self, data: bytes, *, is_ended: bool = False) -> bytes:
+        if not self._prepared.has_event_ids:
+            return b"data: %s\n\n" % data
         event_id = format_event_id(self._prepared, self._positions, is_ended=is_ended)
         return b"id: %s\ndata: %s\n\n" % (event_id, data)
 

@@ -8,7 +8,8 @@ the model:
     </tool_call>
 
 With tool_choice "required", or with a named function, a grammar keeps the model to it, and the arguments to
-the function's schema; with "auto" the model is free, and what looks like a call is read as one.
+the function's schema; with "auto" the model is free, and what looks like a call is read as one. With "auto"
+and a `response_format` the grammar allows either: an answer in that format, or calls.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from specdec.core.sampling_params import Grammar
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
 MAX_TOOLS = 128
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
+"""Between the parts of an answer: as where there are no tools (`specdec.sampling.grammar_library`)."""
+_JSON_BLANKS = " \t\r\n"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -83,6 +87,8 @@ class CalledFunction(BodyPart):
     name: str
     arguments: str
     """JSON."""
+    parsed_arguments: Any = None
+    """Accepted and ignored: OpenAI's library adds it to what it has parsed."""
 
     @field_validator("arguments")
     @classmethod
@@ -139,23 +145,54 @@ def forced_calls(tools: list[Tool], *, name: str | None, is_parallel: bool) -> G
         name: the only one that may; None: any.
         is_parallel: whether there may be several calls.
     """
-    callable_tools = [tool.function for tool in tools if name in (None, tool.function.name)]
-    calls = [f"tool_{index}" for index in range(len(callable_tools))]
+    callable_tools = [tool for tool in tools if name in (None, tool.function.name)]
+    rules = _call_rules(callable_tools, is_parallel=is_parallel and name is None)
+    return Grammar("grammar", "\n".join(["start: calls", *rules]), "tools")
+
+
+def answer_or_calls(answer: Grammar, tools: list[Tool], *, is_parallel: bool) -> Grammar:
+    """Return the grammar of a reply that is either `answer`, which is JSON, or calls as if they were forced.
+
+    The first character decides: no JSON begins with a tag. Nor is there a call within JSON: its quotes would
+    have backslashes.
+    """
+    schema = {"type": "object"} if answer.kind == "json_object" else json.loads(answer.text)
     rules = [
-        "start: call more" if is_parallel and name is None else "start: call",
-        'more: ("\\n" call)*' if is_parallel and name is None else "",
+        "start: answer | calls",
+        f"answer: %json {_schema_text(schema, whitespace_pattern=JSON_WHITESPACE)}",
+        *_call_rules(tools, is_parallel=is_parallel),
+    ]
+    # Either may be what cannot be kept to, which the compiler does not tell apart.
+    return Grammar("grammar", "\n".join(rules), f"{answer.param} with tools")
+
+
+def _call_rules(tools: list[Tool], *, is_parallel: bool) -> list[str]:
+    calls = [f"tool_{index}" for index in range(len(tools))]
+    rules = [
+        *(["calls: call more", 'more: ("\\n" call)*'] if is_parallel else ["calls: call"]),
         f'call: "{OPENING}\\n" ({" | ".join(calls)}) "}}\\n{CLOSING}"',
     ]
-    for call, tool in zip(calls, callable_tools, strict=True):
-        head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
+    for call, tool in zip(calls, tools, strict=True):
+        head = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
+        schema = _schema_text(tool.function.parameters | {"type": "object"})
         # A schema of its own, not a part of one of the call: its references start at its root.
-        rules += [f"{call}: {head} {call}_arguments", f"{call}_arguments: %json {_arguments_schema(tool)}"]
-    return Grammar("grammar", "\n".join(filter(None, rules)), "tools")
+        rules += [f"{call}: {head} {call}_arguments", f"{call}_arguments: %json {schema}"]
+    return rules
 
 
-def _arguments_schema(tool: ToolFunction) -> str:
-    compact = {"whitespace_flexible": False, "lenient": False}
-    return json.dumps(tool.parameters | {"type": "object", "x-guidance": compact})
+def _schema_text(schema: dict[str, Any] | bool, *, whitespace_pattern: str | None = None) -> str:
+    """Return a schema as a grammar holds it. Without whitespace between its parts, unless there is a pattern.
+
+    What the compiler is told comes last: a schema of a client does not tell it otherwise.
+    """
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    told: dict[str, Any] = {"whitespace_flexible": whitespace_pattern is not None, "lenient": False}
+    if whitespace_pattern is not None:
+        told["whitespace_pattern"] = whitespace_pattern
+    text = json.dumps(schema | {"x-guidance": told})
+    # This, which stands in strings alone, would have the grammar taken for GBNF.
+    return text.replace("::=", ":\\u003a=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +206,15 @@ class ReadCall:
 
 
 class CallReader:
-    """Tells a reply's text from its calls, piece by piece.
+    """Tells a reply's text from its calls, piece by piece; how it is cut into pieces makes no difference.
 
-    What turns out to be no call (no JSON, no name, never closed) is text.
+    What turns out to be no call (no JSON object, no name, never closed) is text, but for calls within it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_parallel: bool = True) -> None:
+        """Unless it `is_parallel`, only the first call counts; others are dropped."""
         self.num_calls = 0
+        self._is_parallel = is_parallel
         self._pending = ""
         """Text that is not given out yet: it may be part of a call."""
         self._blanks = ""
@@ -193,26 +232,46 @@ class CallReader:
                 num_kept = _overlap(self._pending, OPENING)
                 content += self._between(self._pending[: len(self._pending) - num_kept])
                 self._pending = self._pending[len(self._pending) - num_kept :]
-                break
-            body, closing, behind = rest.partition(CLOSING)
+                return content, calls
             content += self._between(before)
-            if not closing:
-                self._pending = opening + rest
-                break
-            call = _read_call(body)
+            self._pending = opening + rest
+            begun = rest.lstrip(_JSON_BLANKS)
+            body, closing, behind = rest.partition(CLOSING)
+            if not begun or (begun.startswith("{") and not closing):
+                return content, calls  # it may become a call
+            call = _read_call(body) if begun.startswith("{") else None
             if call is None:
-                content += self._between(opening + body + closing)
+                # The tag is text, and so is what follows it, unless there is another one.
+                content += self._between(opening)
+                self._pending = rest
             else:
-                calls.append(call)
-                self.num_calls += 1
-                self._blanks, self._is_behind_call = "", True
-            self._pending = behind
-        return content, calls
+                calls += self._counted(call)
+                self._pending = behind
 
-    def end(self) -> str:
-        """Return the text that was held back: no call has come of it."""
+    def end(self, *, is_complete: bool = False) -> tuple[str, list[ReadCall]]:
+        """Return what was held back: text, or a last call that was not closed.
+
+        Such a call counts if the reply `is_complete`: the model ended it by itself.
+        """
+        content = ""
+        while self._pending.startswith(OPENING):
+            body = self._pending.removeprefix(OPENING)
+            call = _read_call(body) if is_complete else None
+            if call is not None:
+                self._pending = ""
+                return content, self._counted(call)
+            self._pending = body
+            content += self._between(OPENING) + self.feed("")[0]
         pending, self._pending = self._pending, ""
-        return self._between(pending)
+        return content + self._between(pending), []
+
+    def _counted(self, call: ReadCall) -> list[ReadCall]:
+        """Return what is given out of a further call."""
+        self._blanks, self._is_behind_call = "", True
+        if self.num_calls and not self._is_parallel:
+            return []
+        self.num_calls += 1
+        return [call]
 
     def _between(self, text: str) -> str:
         """Return text outside calls. Line breaks behind a call mean nothing, unless text follows them."""
@@ -223,11 +282,14 @@ class CallReader:
         return text
 
 
-def read_reply(text: str) -> tuple[str, list[ReadCall]]:
-    """Return the text and the calls of a whole reply."""
-    reader = CallReader()
+def read_reply(
+    text: str, *, is_complete: bool = False, is_parallel: bool = True
+) -> tuple[str, list[ReadCall]]:
+    """Return the text and the calls of a whole reply; `CallReader` says what the flags mean."""
+    reader = CallReader(is_parallel=is_parallel)
     content, calls = reader.feed(text)
-    return content + reader.end(), calls
+    held_back, last_calls = reader.end(is_complete=is_complete)
+    return content + held_back, calls + last_calls
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -23,6 +23,7 @@ from pydantic import Field
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.openai.paths import is_api
 from specdec.core.config import StrictConfig
 from specdec.core.errors import ConfigError
 from specdec.core.outputs import RequestOutput, RequestStats, TracedRound
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 TRACE_ID_HEADER = "x-trace-id"
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http"
-_TRACED = "/v1/"
 _NS = 1e9
 
 
@@ -250,7 +250,7 @@ class TraceRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or not scope["path"].startswith(_TRACED):
+        if scope["type"] != "http" or not is_api(scope):
             await self._app(scope, receive, send)
             return
         trace = self._tracing.begin(scope)

@@ -37,6 +37,11 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "tools: not used": {"tools": TOOLS, "tool_choice": "none"},
     "tools: auto": {"tools": TOOLS},
     "tools: called by itself": {"tools": TOOLS, "guided_regex": CALLED},
+    "tools: auto, one only": {"tools": TOOLS, "guided_regex": CALLED * 2, "parallel_tool_calls": False},
+    "tools: auto, or JSON": {
+        "tools": TOOLS,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+    },
     "tools: required": {"tools": TOOLS, "tool_choice": "required"},
     "tools: one only": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
     "tools: named": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "put"}}},
@@ -223,6 +228,15 @@ def require_output(kind: str, choices: list[Choice]) -> None:
             assert reason == "tool_calls"
             assert [name for name, _ in choice.calls] == ["now"]
             assert choice.text in {"", "so: ", " and more", "so:  and more"}
+        elif kind == "tools: auto, one only":
+            assert reason == "tool_calls"
+            assert [name for name, _ in choice.calls] == ["now"]
+        elif kind == "tools: auto, or JSON":
+            if reason == "stop":
+                assert json.loads(choice.text).keys() == {"name", "size"}
+            else:
+                assert choice.calls
+                assert choice.text == ""
         elif kind == "tools: named":
             assert [name for name, _ in choice.calls] == ["put"]
             assert choice.text == ""
@@ -260,5 +274,5 @@ def test_a_streamed_completion_is_the_whole_one(client: openai.OpenAI, case: Cas
 
 def test_all_kinds_of_output_are_among_the_combinations() -> None:
     assert {case["output"] for case in CHATS} == set(OUTPUTS)
-    assert 20 <= len(CHATS) <= 80
+    assert 20 <= len(CHATS) <= 100
     assert 10 <= len(COMPLETIONS) <= 60

@@ -101,6 +101,7 @@ def refusing_door() -> Door:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use"),
+        ({"stream": True, "stream_options": {"event_ids": 0}}, "stream_options.event_ids"),
         ({"speculation": {"num_speculative_tokens": -1}}, "speculation.num_speculative_tokens"),
         ({"speculation": {"k": 1}}, "speculation.k"),
         ({"speculation": {}}, "speculation"),
@@ -395,8 +396,8 @@ def test_refusal_before_the_first_output_is_a_status(
     assert error_of(response)["code"] == code
     if status in (429, 503):
         assert int(response.headers["retry-after"]) >= 2
-    # What ends workers is not to be sent again by a client's library on its own.
-    is_final = code == "request_failed_repeatedly"
+    # What ends workers, or takes too long, is not to be sent again by a client's library on its own.
+    is_final = code in ("request_failed_repeatedly", "request_timeout")
     assert response.headers.get("x-should-retry") == ("false" if is_final else None)
     assert "secret" not in response.text
     assert "10.0.0.7" not in response.text
@@ -451,6 +452,7 @@ def test_request_timeout(stream: bool) -> None:
     response = door.complete(stream=stream)
     assert response.status_code == 504
     assert error_of(response)["code"] == "request_timeout"
+    assert response.headers["x-should-retry"] == "false"
     assert door.service.aborted == [door.service.requests[0].request_id]
 
 

@@ -7,6 +7,7 @@ import dataclasses
 
 import msgspec
 import pytest
+from msgspec import UNSET
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -93,17 +94,17 @@ def test_offsets_index_a_streamed_text(num_first: int) -> None:
     first_text = GENERATED[: sum(offset < num_first for offset in (3, 4, 6))]
     chunks, again = (CompletionChunks(prepared(stream=True), TOKENIZER) for _ in range(2))
     second = output(token_ids[num_first:], num_first, GENERATED[len(first_text) :])
-    (body,) = chunks.pieces(0, output(token_ids[:num_first], 0, first_text))
+    (body,) = chunks.pieces(0, output(token_ids[:num_first], 0, first_text), UNSET)
     text, logprobs = logprobs_of(body)
-    (body,) = chunks.pieces(0, second)
+    (body,) = chunks.pieces(0, second, UNSET)
     rest, rest_logprobs = logprobs_of(body)
     require_right(
         text + rest,
         logprobs.tokens + rest_logprobs.tokens,
         logprobs.text_offset + rest_logprobs.text_offset,
     )
-    again.skip(0, token_ids[:num_first], first_text, is_complete=False)
-    assert again.pieces(0, second) != []
+    again.skip(0, token_ids[:num_first], first_text, None)
+    assert again.pieces(0, second, UNSET) != []
     assert again._cursors[0].advance(token_ids[0]) == len(PROMPT + GENERATED)
 
 

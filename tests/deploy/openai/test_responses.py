@@ -246,6 +246,25 @@ def test_streamed_chat(door: Door) -> None:
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_usage_so_far_in_every_chunk(door: Door, include_usage: bool) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": include_usage}
+    for response, counts in (
+        (door.complete(stream=True, stream_options=options), [1, 2, 3, 4, 5]),
+        (door.chat(stream=True, stream_options=options), [0, 1, 2, 3, 4, 5, 5]),
+    ):
+        chunks = [data for _, data in events_of(response)[:-1]]
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]] == counts
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[0]["usage"]["prompt_tokens"]}
+        for chunk in chunks:
+            used = chunk["usage"]
+            assert used["total_tokens"] == used["prompt_tokens"] + used["completion_tokens"]
+        assert [not chunk["choices"] for chunk in chunks] == [False] * len(counts) + [True] * include_usage
+    events = events_of(door.complete(stream=True, n=3, stream_options=options))
+    *_, last = (data for _, data in events[:-1] if data["choices"])
+    assert last["usage"]["completion_tokens"] == 15, "of all choices together"
+
+
 def test_streamed_choices_keep_their_index(door: Door) -> None:
     events = events_of(door.complete(stream=True, n=3, logprobs=0))
     texts = {0: "", 1: "", 2: ""}

@@ -131,6 +131,12 @@ def collected(events: Sequence[Event]) -> dict[str, Any]:
 
 COMPLETION: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 14, "ignore_eos": True}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 14, "ignore_eos": True}
+CALLING = CHAT | {"tools": [TOOL], "max_tokens": 80, "ignore_eos": False}
+CALL = r'<tool_call>\{"name": "now", "arguments": \{"a": [0-9]{2}\}\}</tool_call>'
+FORMAT = {
+    "name": "city",
+    "schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
 BODIES = {
     "plain": COMPLETION,
     "sampled": COMPLETION | {"temperature": 1.0, "return_token_ids": True, "seed": 5},
@@ -138,7 +144,12 @@ BODIES = {
     "echo": COMPLETION | {"echo": True, "logprobs": 2},
     "stops": COMPLETION | {"stop": ["ab", "\ufffd\ufffd\ufffd\ufffd"], "max_tokens": 40, "min_tokens": 5},
     "chat": CHAT | {"n": 2, "logprobs": True, "stream_options": {"include_usage": True}},
-    "tools": CHAT | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "ignore_eos": False},
+    "tools": CALLING | {"tool_choice": "required"},
+    "calls of its own": CALLING | {"guided_regex": f"(so|well){CALL}{CALL}"},
+    "first call only": CALLING | {"guided_regex": f"so{CALL} and {CALL}", "parallel_tool_calls": False},
+    "last call not closed": CALLING | {"guided_regex": f"so{CALL} and {CALL.partition('</')[0]}"},
+    "format or calls": CALLING | {"response_format": {"type": "json_schema", "json_schema": FORMAT}},
+    "running usage": COMPLETION | {"n": 2, "stream_options": {"continuous_usage_stats": True}},
 }
 
 
@@ -293,9 +304,25 @@ def test_only_streams_are_resumed() -> None:
     assert response.status_code == 400
     assert error_of(response)["code"] == "resume_invalid"
     off = Door(settings=DoorSettings(resume_window_s=0))
-    event_id = last_id(off.complete(stream=True))
+    events = events_of(off.complete(stream=True))
+    assert {place for place, _ in events} == {None}, "they would be of no use"
     assert off.service.requests[0].resumption is None
     assert "resume_window_s" in error_of(resume(off, event_id))["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_clients_that_stumble_over_ids_get_none(path: str) -> None:
+    door = Door(ScriptedService(fail_after=4))
+    prompt = {"messages": [{"role": "user", "content": "abc"}]} if "chat" in path else {"prompt": "abc"}
+    body = prompt | {"stream": True, "stream_options": {"event_ids": False, "include_usage": True}}
+    response = door.post(path, body)
+    lines = [line for line in response.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines), "as if each were JSON, which errors are too"
+    assert [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert lines[-1] == "data: [DONE]"
+    assert door.service.requests[0].resumption is None, "nothing is kept for those that cannot come back"
+    with_ids = door.post(path, body | {"stream_options": {"event_ids": True}})
+    assert [event_id is not None for event_id, _ in events_of(with_ids)[:-1]] == [True] * (len(lines) - 1)
 
 
 def test_what_is_forgotten_and_too_old_has_expired() -> None:

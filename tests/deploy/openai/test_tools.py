@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,13 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from deploy.openai.protocol import ChatBody
 from deploy.openai.tools import CallReader, ReadCall, read_reply
+from specdec.core.sampling_params import Grammar
+from specdec.sampling.grammar_library import compile_matcher
 from tests.deploy.openai.byte_level import byte_level_client
 from tests.deploy.openai.fakes import Door, ScriptedService, error_of, events_of
 
@@ -25,6 +31,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "d", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 
 
@@ -35,6 +42,7 @@ def parts(calls: list[ReadCall]) -> list[tuple[str, Any]]:
 # ---- reading replies -----------------------------------------------------------------------------
 
 ROME = ("weather", {"city": "Rome", "days": 2})
+INNER = '<tool_call>{"name": "now", "arguments": {"a": "<tool_call>{"}}</tool_call>'
 REPLIES = [
     ("no call", "no call", []),
     (CALL, "", [ROME]),
@@ -49,6 +57,15 @@ REPLIES = [
     ('<tool_call>{"title": "x"}</tool_call> y', '<tool_call>{"title": "x"}</tool_call> y', []),
     ('<tool_call>{"name": "now"}', '<tool_call>{"name": "now"}', []),
     ("a < b <tool", "a < b <tool", []),
+    (f"Write <tool_call> first. {CALL}", "Write <tool_call> first. ", [ROME]),
+    (f"<tool_call><tool_call>\n{CALL}", "<tool_call><tool_call>\n", [ROME]),
+    (f"<tool_call>{{x}} or {CALL}", "<tool_call>{x} or ", [ROME]),
+    (f'<tool_call>{{"a": 1}}</tool_call>{CALL}', '<tool_call>{"a": 1}</tool_call>', [ROME]),
+    (f"</tool_call>{CALL}</tool_call>", "</tool_call></tool_call>", [ROME]),
+    (INNER, "", [("now", {"a": "<tool_call>{"})]),
+    (f"<tool_call>{{{INNER}", "<tool_call>{", [("now", {"a": "<tool_call>{"})]),
+    ("<tool_call> \n{x <tool_call>{y", "<tool_call> \n{x <tool_call>{y", []),
+    ("<tool_call>\n \t", "<tool_call>\n \t", []),
 ]
 
 
@@ -71,8 +88,66 @@ def test_reply_is_read_the_same_in_pieces(
         piece, more = reader.feed(text[start : start + size])
         contents.append(piece)
         found += more
-    assert "".join([*contents, reader.end()]) == content
-    assert parts(found) == calls
+    held_back, last_calls = reader.end()
+    assert "".join([*contents, held_back]) == content
+    assert parts(found + last_calls) == calls
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), is_complete=st.booleans(), is_parallel=st.booleans())
+def test_how_a_reply_is_cut_makes_no_difference(
+    data: st.DataObject, is_complete: bool, is_parallel: bool
+) -> None:
+    part = st.sampled_from(
+        [CALL, INNER, "<tool_call>", "</tool_call>", '{"name": "now"}', "{", "}", " ", "\n", "<", "x", '"']
+    )
+    text = "".join(data.draw(st.lists(part, max_size=12)))
+    content, calls = read_reply(text, is_complete=is_complete, is_parallel=is_parallel)
+    reader = CallReader(is_parallel=is_parallel)
+    found, found_calls = "", []
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
+    for start, end in itertools.pairwise([0, *places, len(text)]):
+        piece, more = reader.feed(text[start:end])
+        found, found_calls = found + piece, found_calls + more
+    piece, more = reader.end(is_complete=is_complete)
+    assert found + piece == content
+    assert parts(found_calls + more) == parts(calls)
+    assert reader.num_calls == len(calls)
+    if not is_parallel:
+        everything, every_call = read_reply(text, is_complete=is_complete)
+        assert (everything, parts(every_call)[:1]) == (content, parts(calls))
+    if not calls:
+        assert content == text
+
+
+def test_text_is_held_back_no_longer_than_it_may_be_a_call() -> None:
+    reader = CallReader()
+    assert [reader.feed(piece)[0] for piece in ("so <tool", "_call", ">", " \n", "is a tag. <")] == [
+        *("so ", "", "", ""),
+        "<tool_call> \nis a tag. ",
+    ]
+    assert reader.feed("b> <tool_call>{")[0] == "<b> "
+    assert reader.end() == ("<tool_call>{", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('<tool_call>{"name": "now"}', "", [("now", {})]),
+        ('<tool_call>\n{"name": "now"}\n', "", [("now", {})]),
+        (f'{CALL}\n<tool_call>{{"name": "now"}}', "", [ROME, ("now", {})]),
+        ('<tool_call>{x <tool_call>{"name": "now"}', "<tool_call>{x ", [("now", {})]),
+        ('<tool_call>{"name": "now"', '<tool_call>{"name": "now"', []),
+        ('<tool_call>{"name": "now"} or so', '<tool_call>{"name": "now"} or so', []),
+        ('<tool_call>{"title": "now"}', '<tool_call>{"title": "now"}', []),
+    ],
+)
+def test_a_last_call_need_not_be_closed_where_the_reply_has_ended(
+    text: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    found, found_calls = read_reply(text, is_complete=True)
+    assert (found, parts(found_calls)) == (content, calls)
+    assert read_reply(text)[0].endswith(text.rpartition("<tool_call>")[2]), "cut, it is text"
 
 
 # ---- the door ------------------------------------------------------------------------------------
@@ -123,6 +198,39 @@ def test_calls_in_a_stream() -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_where_no_more_are_wanted(stream: bool) -> None:
+    text = f"Well: {CALL}\n{NOW}\n{NOW} That is all."
+    for wanted, names in ((True, ["weather", "now", "now"]), (False, ["weather"])):
+        reply = told(door_with(pieces_of(text)), stream=stream, parallel_tool_calls=wanted)
+        assert reply == ("Well:  That is all.", names, "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_last_call_that_is_not_closed(stream: bool) -> None:
+    text = NOW.removesuffix("\n</tool_call>")
+    assert told(door_with(pieces_of(text)), stream=stream) == ("", ["now"], "tool_calls")
+    cut = Door(ScriptedService(pieces=pieces_of(text), finish_reason="length"))
+    cut.tokenizer.chat_template = TEMPLATE
+    assert told(cut, stream=stream) == (text, [], "length")
+
+
+def told(door: Door, *, stream: bool, **fields: Any) -> tuple[str, list[str], str]:
+    """Return text, names of calls and finish reason of a reply."""
+    response = door.chat(tools=TOOLS, stream=stream, **fields)
+    if not stream:
+        (choice,) = response.json()["choices"]
+        message = choice["message"]
+        calls = message.get("tool_calls", [])
+        names = [call["function"]["name"] for call in calls]
+        return message["content"] or "", names, choice["finish_reason"]
+    choices = [data["choices"][0] for _, data in events_of(response)[:-1]]
+    made = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    assert [call["index"] for call in made] == list(range(len(made)))
+    content = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return content, [call["function"]["name"] for call in made], choices[-1]["finish_reason"]
+
+
 def test_without_tools_nothing_is_read() -> None:
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
         door = door_with(pieces_of(CALL))
@@ -143,6 +251,26 @@ def test_results_of_calls_reach_the_template() -> None:
     ]
     assert door.chat(messages=messages, tools=TOOLS).status_code == 200
     assert prompt_of(door).endswith("[user]when?[assistant](now5)[tool]noon<c1>")
+
+
+def test_what_openais_library_adds_to_a_reply_is_taken_back() -> None:
+    door = door_with(("ok",))
+    function = {"name": "now", "arguments": '{"a": 5}', "parsed_arguments": {"a": 5}}
+    messages = [
+        {"role": "user", "content": "when?"},
+        {"role": "assistant", "content": '{"b": 1}', "parsed": {"b": 1}},
+        {
+            "role": "assistant",
+            "content": None,
+            "parsed": None,
+            "tool_calls": [{"id": "c", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]
+    assert door.chat(messages=messages, tools=TOOLS).status_code == 200
+    assert "(now5)" in prompt_of(door)
+    of_a_user = [{"role": "user", "content": "a", "parsed": {"b": 1}}]
+    assert error_of(door.chat(messages=of_a_user))["param"] == "messages[0].parsed"
 
 
 NAMED = {"type": "function", "function": {"name": "now"}}
@@ -289,3 +417,147 @@ def test_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI, paramet
     with pytest.raises(openai.BadRequestError) as caught:
         create(client, parameters)
     assert caught.value.param == param
+
+
+# ---- an answer in a format, or calls --------------------------------------------------------------
+
+PLACE = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/name"}},
+    "required": ["place"],
+    "additionalProperties": False,
+    "$defs": {"name": {"type": "string", "maxLength": 5}},
+    "description": "::= is no sign of a grammar here",
+}
+COMPACT = '<tool_call>\n{"name": "weather", "arguments": {"city":"Rome","days":2}}\n</tool_call>'
+PLACE_FORMAT = {"type": "json_schema", "json_schema": {"name": "p", "schema": PLACE}}
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether it is a whole text of the grammar, by the library that keeps models to it."""
+    llguidance = pytest.importorskip("llguidance")
+    matcher = compile_matcher(llguidance.LLTokenizer("byte"), grammar, 100_000)
+    token_ids = list(text.encode())
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and bool(matcher.is_accepting())
+
+
+def grammar_of(**fields: Any) -> Grammar:
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS} | fields)
+    assert body.grammar is not None
+    return body.grammar
+
+
+BLANKS = " \n" * 8
+FORMATS: list[tuple[Any, list[str], list[str]]] = [
+    (
+        PLACE_FORMAT,
+        ['{"place": "Rome"}', '{"place":"Rome"}', f'{{{BLANKS}"place"{BLANKS}: "<tool"}}'],
+        ['{"place": 5}', '{"other": "x"}', "Rome", f'{{{BLANKS} "place": "Rome"}}'],
+    ),
+    (
+        {"type": "json_object"},
+        ["{}", '{"a": [1, "<tool_call>"]}', f'{{"a"{BLANKS}:5}}'],
+        ["[1]", "5", '"a"', f'{{"a"{BLANKS} :5}}'],
+    ),
+    ({"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}, ['"<tool_call>"'], ["x", "{}"]),
+    (
+        {"type": "json_schema", "json_schema": {"schema": {"enum": [5, [], None]}}},
+        ["5", "[]", "null"],
+        ["x", ""],
+    ),
+]
+
+
+@pytest.mark.parametrize(("wanted", "answers", "others"), FORMATS, ids=lambda value: str(value)[:40])
+def test_with_a_format_a_reply_is_an_answer_or_calls(
+    wanted: Any, answers: list[str], others: list[str]
+) -> None:
+    grammar = grammar_of(response_format=wanted)
+    for text in [*answers, COMPACT, f"{COMPACT}\n{NOW}"]:
+        assert accepts(grammar, text), text
+    for text in [
+        *others,
+        f"So: {COMPACT}",
+        f"{COMPACT}{answers[0]}",
+        f"{answers[0]}\n{COMPACT}",
+        "<tool_call>",
+    ]:
+        assert not accepts(grammar, text), text
+    wrong = COMPACT.replace("Rome", "rome")
+    assert not accepts(grammar, wrong), "arguments satisfy the function's schema"
+    one_only = grammar_of(response_format=wanted, parallel_tool_calls=False)
+    assert accepts(one_only, COMPACT)
+    assert accepts(one_only, answers[0])
+    assert not accepts(one_only, f"{COMPACT}\n{NOW}")
+    # The answers are those that there are without tools.
+    alone = grammar_of(response_format=wanted, tool_choice="none")
+    assert [accepts(alone, text) for text in [*answers, *others, COMPACT]] == [
+        *[True] * len(answers),
+        *[False] * (len(others) + 1),
+    ]
+
+
+def test_a_schemas_own_directions_for_the_compiler_do_not_count() -> None:
+    loose = {"x-guidance": {"whitespace_flexible": True, "lenient": True, "whitespace_pattern": "x*"}}
+    wanted = {"type": "json_schema", "json_schema": {"schema": PLACE | loose}}
+    grammar = grammar_of(response_format=wanted)
+    assert accepts(grammar, '{ "place": "Rome"}')
+    assert not accepts(grammar, '{xx"place": "Rome"}')
+
+
+def test_other_grammars_are_as_they_are_without_tools() -> None:
+    assert grammar_of(guided_regex="a+") == Grammar("regex", "a+", "guided_regex")
+    assert grammar_of(response_format={"type": "text"}, guided_json={}).param == "guided_json"
+
+
+def ask_for_place(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        model="bytes",
+        messages=[{"role": "user", "content": "where?"}],
+        tools=TOOLS[:1],  # type: ignore[arg-type]
+        response_format=PLACE_FORMAT,  # type: ignore[arg-type]
+        max_completion_tokens=200,
+        **fields,
+    )
+
+
+def test_a_model_gives_an_answer_or_calls(client: openai.OpenAI) -> None:
+    kinds = set()
+    for seed in range(8):
+        with ask_for_place(client, seed=seed, stream=True) as stream:
+            chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
+        content = "".join(chunk.delta.content or "" for chunk in chunks)
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        (whole,) = ask_for_place(client, seed=seed).choices
+        assert (whole.message.content or "") == content
+        assert [call.function.arguments for call in whole.message.tool_calls or ()] == [
+            call.function.arguments for call in calls
+        ]
+        assert whole.finish_reason == chunks[-1].finish_reason
+        if whole.finish_reason == "length":
+            continue
+        kinds.add(whole.finish_reason)
+        if calls:
+            assert whole.finish_reason == "tool_calls"
+            assert content == ""
+            for call in calls:
+                jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+        else:
+            jsonschema.validate(json.loads(content), PLACE)
+    assert kinds == {"stop", "tool_calls"}
+
+
+@pytest.mark.parametrize("is_of_tool", [False, True])
+def test_a_format_with_tools_that_cannot_be_kept_to_is_refused(
+    client: openai.OpenAI, is_of_tool: bool
+) -> None:
+    good, bad = {"type": "object"}, {"type": "object", "not": {}}
+    function = {"name": "f", "parameters": bad if is_of_tool else good}
+    schema = good if is_of_tool else bad
+    with pytest.raises(openai.BadRequestError, match=r'response_format with tools: .*"not"'):
+        client.chat.completions.create(
+            model="bytes",
+            messages=[{"role": "user", "content": "x"}],
+            tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+        )

@@ -56,9 +56,11 @@ class Traced:
             tracing=self.tracing,
         )
 
-    def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> httpx.Response:
+    def post(
+        self, body: Any, path: str = "/v1/completions", mounted_at: str = "", **headers: str
+    ) -> httpx.Response:
         async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app)
+            transport = httpx.ASGITransport(self.app, root_path=mounted_at)
             async with httpx.AsyncClient(transport=transport, base_url="http://door", timeout=60) as client:
                 return await client.post(path, json=body, headers=headers)
 
@@ -266,3 +268,17 @@ def test_the_access_log_has_routes_and_ids(caplog: pytest.LogCaptureFixture) -> 
     assert response.json()["id"] in first.getMessage()
     assert first.fields["seconds"] > 0  # type: ignore[attr-defined]
     assert second.getMessage().startswith("POST other 404 in ")
+
+
+def test_under_a_prefix_the_same_is_traced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Ray Serve's `route_prefix`: the path is whole, and `root_path` says what of it is the prefix."""
+    traced = Traced(ScriptedService())
+    with caplog.at_level(logging.INFO, "deploy.openai.access_log"):
+        response = traced.post({"prompt": "abc"}, "/llm/v1/completions", "/llm")
+        assert traced.post({}, "/llm/health", "/llm").status_code == 405
+        assert traced.post({}, "/v1/health", "/v1").status_code == 405
+    assert response.status_code == 200
+    (root,) = traced.named("POST /v1/completions")
+    assert response.headers[TRACE_ID_HEADER] == format(root.get_span_context().trace_id, "032x")
+    (logged,) = [record for record in caplog.records if record.name == "deploy.openai.access_log"]
+    assert logged.getMessage().startswith("POST /v1/completions 200 in ")

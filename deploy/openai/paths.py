@@ -1,0 +1,36 @@
+"""Which part of a path says what is asked for, and which of the paths are for anybody."""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+
+from deploy.openai.document import OPENAPI_PATH
+
+METRICS_PATH = "/metrics"
+HEALTH_PATH = "/health"
+_OPEN = frozenset({HEALTH_PATH, METRICS_PATH, OPENAPI_PATH})
+"""Answered without an API key: probes, scrapers and browsers have none. Everything else takes one."""
+_API = "/v1/"
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path as routes see it.
+
+    Under a `route_prefix` Ray Serve says in `root_path` where the application is mounted and leaves `path`
+    whole; routes are found by what is behind it. Whatever looks at paths has to look at the same.
+    """
+    path: str = scope["path"]
+    mounted_at: str = scope.get("root_path", "")
+    behind = path.removeprefix(mounted_at)
+    # As Starlette's router does it: /llm is no prefix of /llmx.
+    return path if behind and not behind.startswith("/") else behind
+
+
+def is_open(scope: Scope) -> bool:
+    """Whether a request needs no API key. A slash at the end is only sent on to the path without it."""
+    return route_path(scope).removesuffix("/") in _OPEN
+
+
+def is_api(scope: Scope) -> bool:
+    """Whether it is a request to the API: one that is logged and traced."""
+    return route_path(scope).startswith(_API)
