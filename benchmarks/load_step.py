@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from specdec.sampling.noise import choice_seed
 
 Prompts = Sequence[tuple[int, ...]]
 _plays = itertools.count()
+_GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class StepPlan:
     bin_s: float = 1.0
     prompt_tokens: int = 128
     num_tokens: int = 128
+    """In the middle: requests are from half to one and a half times as long (`length_of`). All alike they would
+    end at once, and how many of the next prompts are read within the high phase would be chance."""
     acceptance: float = 0.6
     repeats: int = 2
     """Pairs of plain decoding and controller."""
@@ -43,6 +47,10 @@ class StepPlan:
     def num_bins(self) -> int:
         """Whole bins."""
         return int(self.total_s / self.bin_s)
+
+    def length_of(self, number: int) -> int:
+        """Return how many tokens a request generates: evenly spread, neighbours far apart."""
+        return round(self.num_tokens * (0.5 + number * _GOLDEN % 1.0))
 
     def wanted(self, after_s: float) -> int:
         """Return how many requests there are after so many seconds."""
@@ -86,7 +94,7 @@ def _request(plan: StepPlan, prompts: Prompts, play_name: str, number: int) -> R
         request_id=RequestId(f"{play_name}-{number}"),
         cache_salt=play_name,
         prompt_token_ids=prompts[number % len(prompts)],
-        params=SamplingParams(temperature=0.0, max_tokens=plan.num_tokens, ignore_eos=True),
+        params=SamplingParams(temperature=0.0, max_tokens=plan.length_of(number), ignore_eos=True),
         seed=choice_seed(number, 0),
     )
 

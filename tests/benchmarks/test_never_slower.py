@@ -203,6 +203,16 @@ def test_the_load_rises_and_falls() -> None:
     engine.check_integrity()
 
 
+def test_requests_of_the_load_step_end_one_after_the_other() -> None:
+    """Half to one and a half times as long, whichever of them run together."""
+    plan = StepPlan(num_tokens=128)
+    for first in (0, 1, 64, 1000):
+        lengths = sorted(plan.length_of(number) for number in range(first, first + 64))
+        assert 64 <= lengths[0] <= 68
+        assert 188 <= lengths[-1] <= 192
+        assert max(after - before for before, after in zip(lengths, lengths[1:], strict=False)) <= 6
+
+
 def test_the_load_step_is_compared_by_second_and_by_phase() -> None:
     plan = StepPlan(low_s=1.0, high_s=2.0, bin_s=1.0)
     summary = summarise_step(
