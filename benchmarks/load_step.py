@@ -32,8 +32,8 @@ class StepPlan:
     bin_s: float = 1.0
     prompt_tokens: int = 128
     num_tokens: int = 128
-    """In the middle: requests are from half to one and a half times as long (`length_of`). All alike they would
-    end at once, and how many of the next prompts are read within the high phase would be chance."""
+    """In the middle: requests are from half to one and a half times as long (`length_of`). All alike they
+    would end at once, and how many of the next prompts are read within the high phase would be chance."""
     acceptance: float = 0.6
     repeats: int = 2
     """Pairs of plain decoding and controller."""

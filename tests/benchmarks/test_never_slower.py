@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -210,7 +211,7 @@ def test_requests_of_the_load_step_end_one_after_the_other() -> None:
         lengths = sorted(plan.length_of(number) for number in range(first, first + 64))
         assert 64 <= lengths[0] <= 68
         assert 188 <= lengths[-1] <= 192
-        assert max(after - before for before, after in zip(lengths, lengths[1:], strict=False)) <= 6
+        assert max(after - before for before, after in itertools.pairwise(lengths)) <= 6
 
 
 def test_the_load_step_is_compared_by_second_and_by_phase() -> None:
