@@ -66,7 +66,16 @@ document = schemathesis.openapi.from_asgi(OPENAPI_PATH, door.app)
 
 
 def check(case: Case) -> None:
-    case.validate_response(case.call(), checks=CHECKS)
+    response = case.call()
+    checks = CHECKS
+    if (
+        response.status_code == 504
+    ):  # the time that it asked for itself (5e-324 s) may be over on a busy machine
+        assert {name.lower() for name in case.headers or ()} & {"x-request-timeout"} or "timeout_s" in str(
+            case.body
+        )
+        checks = [one for one in CHECKS if one is not not_a_server_error]
+    case.validate_response(response, checks=checks)
 
 
 @document.include(method="POST").parametrize()
