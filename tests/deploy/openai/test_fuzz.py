@@ -27,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
 
 from deploy.openai.app import create_app
 from deploy.openai.document import OPENAPI_PATH, openapi_document
+from deploy.openai.requests import TIMEOUT_HEADER
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.engine.async_engine import AsyncEngine
@@ -68,12 +69,8 @@ document = schemathesis.openapi.from_asgi(OPENAPI_PATH, door.app)
 def check(case: Case) -> None:
     response = case.call()
     checks = CHECKS
-    if (
-        response.status_code == 504
-    ):  # the time that it asked for itself (5e-324 s) may be over on a busy machine
-        assert {name.lower() for name in case.headers or ()} & {"x-request-timeout"} or "timeout_s" in str(
-            case.body
-        )
+    if response.status_code == 504:  # as asked for: 5e-324 s may be over, on a busy machine
+        assert TIMEOUT_HEADER in (case.headers or {}) or "timeout_s" in str(case.body)
         checks = [one for one in CHECKS if one is not not_a_server_error]
     case.validate_response(response, checks=checks)
 
