@@ -417,6 +417,7 @@ def main(
         expected = tokens_alone(cluster.config.engine(), bodies)
         progress.update(starting, advance=1, description="starting the cluster")
         stack.enter_context(cluster)
+        end_on_sigterm()  # again: Ray's own handler, which is there by now, ends the process at once
         progress.advance(starting)
         task = progress.add_task("faults", total=plan.num_faults)
 
