@@ -10,9 +10,10 @@ speculation. Processes are killed or stopped at random, one fault after the othe
 target, coordinator, ingress, HTTP proxy, a whole Ray node, a rank or an ingress that hangs, a slow drafter, a
 coordinator that is cut off until it is given up and then comes back; as root also a worker that the kernel
 ends for want of memory, a full disk, and, with each node in a network namespace, a node whose plug is pulled
-for a while, and target groups that do not see the draft worker. A client whose connection breaks sends its
-request again with `Last-Event-ID`. Every stream is compared, token by token, with what the target alone
-generates in one process without speculation.
+for a while (one that Ray has given up ends when it hears of that, and is started again, as a pod would be),
+and target groups that do not see the draft worker. A client whose connection breaks sends its request again
+with `Last-Event-ID`. Every stream is compared, token by token, with what the target alone generates in one
+process without speculation.
 
 A request is lost when its client is refused for good or has waited for `--patience` seconds. Recovery of a
 fault is the time from the fault until every process is there again, weights loaded, and the door says so.
@@ -54,6 +55,8 @@ from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
 
 _POLL_S = 0.2
+_SUPERVISION_S = 2.0
+"""Between looks at whether nodes have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,8 @@ class Fault:
     """Since the beginning."""
     recovery_s: float | None
     """None: not in the time that it was given."""
+    num_nodes_given_up: int = 0
+    """By Ray, and started again when they knew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +236,8 @@ class Trouble:
         self._cluster = cluster
         self._plan = plan
         self._started_s = started_s
+        self._supervised_s = 0.0
+        self._num_given_up = 0
 
     def happen(self, kind: str, number: int) -> Fault:
         """Have a fault of the plan happen; return when it is over.
@@ -241,9 +248,14 @@ class Trouble:
         # One of its own for each: a run that goes on where it was cut does the same harm.
         random = Random(f"{self._plan.seed}-{number}")
         time.sleep(random.uniform(0.0, self._plan.longest_rest_s))
+        self._num_given_up = 0
         began_s = self._harm(kind, random)
-        recovery_s = self._recover(began_s)
-        return Fault(kind=kind, at_s=began_s - self._started_s, recovery_s=recovery_s)
+        return Fault(
+            kind=kind,
+            at_s=began_s - self._started_s,
+            recovery_s=self._recover(began_s),
+            num_nodes_given_up=self._num_given_up,
+        )
 
     def _harm(self, kind: str, random: Random) -> float:
         """Do it; return when."""
@@ -257,14 +269,21 @@ class Trouble:
             except NoVictim:  # of a fault before that has taken too long
                 if began_s >= give_up_s:
                     raise NotRepaired(f"{kind}: nobody is there, and nobody has come") from None
-                time.sleep(_POLL_S)
+                self._wait()
 
     def _recover(self, began_s: float) -> float | None:
         while (seconds := time.monotonic() - began_s) < self._plan.recovery_limit_s:
             if self._cluster.is_whole():
                 return seconds
-            time.sleep(_POLL_S)
+            self._wait()
         return None
+
+    def _wait(self) -> None:
+        """Do meanwhile what supervises nodes."""
+        time.sleep(_POLL_S)
+        if (now_s := time.monotonic()) - self._supervised_s >= _SUPERVISION_S:
+            self._supervised_s = now_s
+            self._num_given_up += self._cluster.start_ended_nodes()
 
 
 def named_models(config: dict[str, Any]) -> dict[str, Any]:

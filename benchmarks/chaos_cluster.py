@@ -207,6 +207,11 @@ class ChaosCluster:
             and len(status["draft_workers"]) == self.shape.num_draft_workers
         )
 
+    def start_ended_nodes(self) -> int:
+        """Start nodes again that Ray has given up, once they know; return how many that were."""
+        assert self._nodes is not None
+        return self._nodes.start_ended_again()
+
     # -- harm
 
     def kill_draft_worker(self, random: Random) -> None:
@@ -277,7 +282,7 @@ class ChaosCluster:
 
     def cut_off_node(self, random: Random) -> None:
         """Pull the plug of a target group's node for a while: it sees nobody, nobody sees it. Longer than a
-        lease, and not for so long that Ray gives the node up.
+        lease, and for about as long as it takes Ray to give the node up, so that it does now and then.
         """
         network, host = self._network(), random.choice(self._target_nodes)
         network.isolate(host)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from benchmarks.network import Network, network, why_not
 
 _ATTEMPTS = 3
@@ -18,6 +20,7 @@ _LIMIT_S = 300.0
 _PORT = 6379
 _STORE_BYTES = 80 << 20
 _HEAD = 1
+_RAYLET = "raylet"
 _HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
@@ -43,6 +46,11 @@ class Nodes(Protocol):
 
     def kill(self, node: Any) -> None:
         """kill -9 of everything that belongs to a node."""
+
+    def start_ended_again(self) -> int:
+        """Start those again whose raylet has ended by itself, as what supervises it would (a pod's restart
+        policy): one that hears that it has been given up ends. Return how many that were.
+        """
 
     def end(self) -> None:
         """End all of them; of a head with an address of its own, the network's end does."""
@@ -93,6 +101,9 @@ class _NodesAtOneAddress:
     def kill(self, node: Any) -> None:
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def start_ended_again(self) -> int:
+        return 0  # nobody is ever cut off, so none is given up
+
     def end(self) -> None:
         self._cluster.shutdown()
 
@@ -104,6 +115,8 @@ class _NodesOfNetwork:
         self.network: Network | None = network
         self._made = network
         self._free = [host for host in network.hosts if host != _HEAD]
+        self._others: dict[int, list[str]] = {}
+        """Hosts with a node, and how it is started."""
         config = f"--system-config={json.dumps(_HEALTH_CHECKS)}"
         head = ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={folder}", config]
         self._start(_HEAD, *head, "--num-cpus=0")
@@ -115,15 +128,20 @@ class _NodesOfNetwork:
     def add(self, resources: Mapping[str, float]) -> int:
         host = self._free.pop(0)
         where = [f"--address={self.address}", "--num-cpus=1", f"--resources={json.dumps(resources)}"]
+        self._others[host] = where
+        self._start_patiently(host)
+        return host
+
+    def _start_patiently(self, host: int) -> None:
+        where = self._others[host]
         for _ in range(_ATTEMPTS - 1):
             try:
                 self._start(host, *where)
             except (subprocess.SubprocessError, OSError):
                 self._made.kill(host)  # what it has started of the node
             else:
-                return host
+                return
         self._start(host, *where)
-        return host
 
     def _start(self, host: int, *arguments: str) -> None:
         command = [str(Path(sys.executable).with_name("ray")), "start", *arguments]
@@ -135,6 +153,21 @@ class _NodesOfNetwork:
     def kill(self, node: int) -> None:
         self._made.kill(node)
         self._free.append(node)
+        del self._others[node]
+
+    def start_ended_again(self) -> int:
+        ended = [host for host in self._others if not self._has_raylet(host)]
+        for host in ended:
+            self._made.kill(host)  # what it has left
+            self._start_patiently(host)
+        return len(ended)
+
+    def _has_raylet(self, host: int) -> bool:
+        for process in self._made.processes(host):
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(process).name() == _RAYLET:
+                    return True
+        return False
 
     def end(self) -> None:
         for host in self._made.hosts:

@@ -166,6 +166,7 @@ class Victims:
         self._num_absent = num_absent
         self._heals = heals
         self.harmed: list[float] = []
+        self.num_given_up = 0
 
     def faults(self) -> dict[str, Callable[[Random], None]]:
         return {"kill_a": self._kill}
@@ -177,7 +178,11 @@ class Victims:
         self.harmed.append(random.random())
 
     def is_whole(self) -> bool:
-        return self._heals
+        return self._heals and not self.num_given_up
+
+    def start_ended_nodes(self) -> int:
+        number, self.num_given_up = self.num_given_up, 0
+        return number
 
 
 @pytest.fixture
@@ -210,6 +215,17 @@ def test_where_nobody_is_left_to_be_harmed_the_run_ends(quick_plan: Plan) -> Non
 def test_what_does_not_recover_is_not_waited_for_without_end(quick_plan: Plan) -> None:
     trouble, _ = trouble_with(quick_plan, num_absent=0, heals=False)
     assert trouble.happen("kill_a", 0).recovery_s is None
+
+
+def test_nodes_that_have_been_given_up_are_started_again(
+    quick_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "_SUPERVISION_S", 0.0)
+    trouble, victims = trouble_with(replace(quick_plan, recovery_limit_s=30.0), num_absent=0, heals=True)
+    victims.num_given_up = 1
+    fault = trouble.happen("kill_a", 0)
+    assert fault.recovery_s is not None
+    assert (fault.num_nodes_given_up, trouble.happen("kill_a", 1).num_nodes_given_up) == (1, 0)
 
 
 def a_stream(request: int, *, is_lost: bool = False) -> Stream:
