@@ -221,7 +221,7 @@ class ChaosCluster:
     def kill_target_rank(self, random: Random) -> None:
         """kill -9 of any rank of any target."""
         found = self.processes()
-        _pick(found[_TARGET_WORKER] + found[_RANK], random).kill()
+        _end(_pick(found[_TARGET_WORKER] + found[_RANK], random))
 
     def kill_coordinator(self, random: Random) -> None:
         """kill -9."""
@@ -251,11 +251,11 @@ class ChaosCluster:
     def hang_target_rank(self, random: Random) -> None:
         """Stop any rank of any target for good: nothing of it closes, it only does not answer."""
         found = self.processes()
-        _pick(found[_TARGET_WORKER] + found[_RANK], random).send_signal(signal.SIGSTOP)
+        _stop(_pick(found[_TARGET_WORKER] + found[_RANK], random))
 
     def hang_ingress(self, random: Random) -> None:
         """Stop an ingress for good: its streams stand still until Serve finds out."""
-        _pick(self.processes()[_INGRESS], random).send_signal(signal.SIGSTOP)
+        _stop(_pick(self.processes()[_INGRESS], random))
 
     def starve_worker(self, random: Random) -> None:
         """Take the memory of a worker away: the kernel ends it."""
@@ -267,7 +267,7 @@ class ChaosCluster:
         victim = _pick(self.processes()[_DRAFT_WORKER], random)
         with filled_up(self._folder):
             time.sleep(random.uniform(0.5, 1.5))
-            victim.kill()
+            _end(victim)
             time.sleep(random.uniform(0.5, 1.5))
 
     def slow_drafter(self, random: Random) -> None:
@@ -304,7 +304,7 @@ class ChaosCluster:
         return self._nodes.network
 
     def _kill(self, kind: str, random: Random) -> None:
-        _pick(self.processes()[kind], random).kill()
+        _end(_pick(self.processes()[kind], random))
 
     @staticmethod
     def _pause(victim: psutil.Process, seconds: float) -> None:
@@ -344,6 +344,25 @@ def _pick(victims: list[psutil.Process], random: Random) -> psutil.Process:
     if not victims:
         raise NoVictim
     return random.choice(sorted(victims, key=lambda process: process.pid))
+
+
+def _end(victim: psutil.Process) -> None:
+    """kill -9. It is gone afterwards: a look at it just then must not find everything whole."""
+    victim.kill()
+    _wait_until(victim, psutil.STATUS_ZOMBIE)
+
+
+def _stop(victim: psutil.Process) -> None:
+    victim.send_signal(signal.SIGSTOP)
+    _wait_until(victim, psutil.STATUS_STOPPED)
+
+
+def _wait_until(victim: psutil.Process, status: str) -> None:
+    """Wait until that is what becomes of it, or it is not there any more."""
+    until_s = time.monotonic() + _PROBE_TIMEOUT_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while victim.status() != status and time.monotonic() < until_s:
+            time.sleep(0.01)
 
 
 def _config(shape: Shape, family: Path, port: int) -> DrafthouseConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from random import Random
 from typing import Any, Self, cast
 
 import httpx
+import psutil
 import pytest
 import typer
 
@@ -31,7 +33,7 @@ from benchmarks.chaos import (
     p95,
     summary_of,
 )
-from benchmarks.chaos_cluster import ChaosCluster, NoVictim
+from benchmarks.chaos_cluster import ChaosCluster, NoVictim, _end, _stop
 from benchmarks.kept_cells import KeptCells
 from benchmarks.reconnecting import Reading, read_stream
 from benchmarks.report import to_plain
@@ -226,6 +228,17 @@ def test_nodes_that_have_been_given_up_are_started_again(
     fault = trouble.happen("kill_a", 0)
     assert fault.recovery_s is not None
     assert (fault.num_nodes_given_up, trouble.happen("kill_a", 1).num_nodes_given_up) == (1, 0)
+
+
+def test_a_victim_is_not_there_any_more_when_harm_is_done() -> None:
+    """Else a look just then finds everything whole, and a recovery of no time."""
+    child = subprocess.Popen(["sleep", "60"])
+    victim = psutil.Process(child.pid)
+    _stop(victim)
+    assert victim.status() == psutil.STATUS_STOPPED
+    _end(victim)
+    assert victim.status() == psutil.STATUS_ZOMBIE
+    child.wait()
 
 
 def a_stream(request: int, *, is_lost: bool = False) -> Stream:
