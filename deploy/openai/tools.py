@@ -25,12 +25,11 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from deploy.openai.body_part import BodyPart
 from deploy.openai.json_text import read_json
 from specdec.core.sampling_params import Grammar
+from specdec.sampling.grammar_library import JSON_WHITESPACE
 
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
 MAX_TOOLS = 128
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
-"""Between the parts of an answer: as where there are no tools (`specdec.sampling.grammar_library`)."""
 _JSON_BLANKS = " \t\r\n"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 

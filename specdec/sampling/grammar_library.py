@@ -17,7 +17,7 @@ from specdec.core.sampling_params import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 """Between the parts of a JSON text: unbounded whitespace would let a model that is unsure of itself go on
 with it for ever."""
 _LONG_QUOTE = re.compile(r'("(?:[^"\\]|\\.){80})(?:[^"\\]|\\.)+"')
@@ -117,7 +117,8 @@ def _json_grammar(schema: str) -> str:
 
     # Last of all, so that a schema's own "x-guidance" cannot ask for keywords to be ignored.
     return LLMatcher.grammar_from_json_schema(
-        schema, overrides={"lenient": False, "whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+        schema,
+        overrides={"lenient": False, "whitespace_flexible": True, "whitespace_pattern": JSON_WHITESPACE},
     )
 
 
