@@ -190,8 +190,11 @@ class ChaosCluster:
         return {kind: len(found) for kind, found in self.processes().items()}
 
     def is_whole(self) -> bool:
-        """Whether every process is there, its weights are loaded, and the door says so."""
-        if self._count() != dict(self.shape.num_processes):
+        """Whether every process is there, its weights are loaded, and both Serve and the door say so.
+
+        Serve tells of ingresses, of which the door knows but itself: one that is only starting is none yet.
+        """
+        if self._count() != dict(self.shape.num_processes) or not self._is_running():
             return False
         try:
             response = httpx.get(f"{self.url}/v1/status", timeout=_PROBE_TIMEOUT_S)
@@ -206,6 +209,16 @@ class ChaosCluster:
             and all(group["is_answering"] and group["is_serving"] for group in groups)
             and len(status["draft_workers"]) == self.shape.num_draft_workers
         )
+
+    @staticmethod
+    def _is_running() -> bool:
+        """Whether no replica of the application is missing, starting or ending, as far as Serve knows."""
+        from ray import serve
+
+        from deploy.application import APPLICATION
+
+        deployments = serve.status().applications[APPLICATION].deployments.values()
+        return all(set(one.replica_states) == {"RUNNING"} and one.status == "HEALTHY" for one in deployments)
 
     def start_ended_nodes(self) -> int:
         """Start nodes again that Ray has given up, once they know; return how many that were."""
