@@ -102,11 +102,7 @@ class Subject:
         fuse_norms(self.loaded.model)
         self.config = CompileConfig(cuda_graph_max_rows=max_rows)
         self.graphs = CudaForward(self.runner, self.config)
-        self.num_weight_bytes = sum(
-            parameter.nbytes
-            for name, parameter in self.loaded.model.named_parameters()
-            if "embed_tokens" not in name  # a step reads a few rows of it
-        )
+        self.num_weight_bytes = bytes_of_weights(self.loaded)
 
     def record(self) -> float:
         """Record all graphs; return the seconds that it took."""
@@ -141,6 +137,16 @@ class Subject:
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
         order: list[list[int]] = torch.randperm(batch * num_blocks).add(1).view(batch, num_blocks).tolist()
         return order
+
+
+def bytes_of_weights(loaded: LoadedModel) -> int:
+    """Bytes of weights that a step reads: of embeddings a few rows, unless they are the head as well."""
+    config: Any = loaded.config
+    return sum(
+        parameter.nbytes
+        for name, parameter in loaded.model.named_parameters()
+        if config.tie_word_embeddings or "embed_tokens" not in name
+    )
 
 
 def tokens_that_fit(loaded: LoadedModel, device: torch.device) -> int:

@@ -134,7 +134,11 @@ def _seconds_of(run: Callable[[], object]) -> float:
 
 
 def _git(*arguments: str) -> str:
-    result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    """Return what git says; nothing where it is not installed, as on machines that are lent for a GPU."""
+    try:
+        result = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
     return result.stdout.strip()
 
 

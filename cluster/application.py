@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID, ReplicaID  # Ray has no public form of these
 from ray.util import placement_group_table
 
 from cluster.autoscaling.serve_policy import DraftPoolPolicy, TargetGroupPolicy, autoscaling_options
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from cluster.coordinator import CoordinatorReplica
-from cluster.directory_actor import current_members
+from cluster.directory_actor import application_of, current_members
 from cluster.draft_pool import DraftPoolReplica
-from cluster.inventory import NodeSnapshot, with_changed
+from cluster.inventory import Amounts, NodeSnapshot, with_changed
 from cluster.placement import (
     GroupPlacement,
     PlacementPlan,
     RanksPerModel,
-    has_room_for_another,
     left_by,
+    place_more,
     plan_placement,
     require_plan,
     unchecked_placement,
@@ -35,6 +37,9 @@ DRAFT_POOL = "DraftPool"
 
 _SURGE_PERCENT = 100
 """All at once, as far as there is room: whoever has none waits until an old one has ended."""
+
+Bundles = Sequence[tuple[str, Amounts]]
+"""Of one replica: what it holds, by node."""
 
 _MAX_ONGOING_CALLS = 16
 """Calls that Serve lets into one replica at once: they are control calls only, tokens travel on channels."""
@@ -89,18 +94,18 @@ def build_applications(models: Sequence[ModelPools]) -> list[serve.Application]:
     Raises:
         ResourceError: they do not fit the cluster together.
     """
-    return [
-        _bound(model, plan, surge_percent)
-        for model, (plan, surge_percent) in zip(models, _placements(models), strict=True)
-    ]
+    return [_bound(placed, surge_percent) for placed, surge_percent in _placements(models)]
 
 
-def _bound(model: ModelPools, plan: PlacementPlan, surge_percent: int) -> serve.Application:
+def _bound(placed: _Placed, surge_percent: int) -> serve.Application:
+    model, plan = placed.model, placed.plan
     engine, cluster = model.engine, model.cluster
     coordinator = _deployment(
         CoordinatorReplica,
         COORDINATOR + model.suffix,
-        _scale_of_targets(cluster.target_groups, engine.scheduler.max_num_seqs),
+        _scale_of_targets(
+            cluster.target_groups, engine.scheduler.max_num_seqs, is_running=bool(placed.targets)
+        ),
         plan.target,
         cluster,
         surge_percent=surge_percent,
@@ -108,7 +113,7 @@ def _bound(model: ModelPools, plan: PlacementPlan, surge_percent: int) -> serve.
     drafter = drafter_of_pool(engine)
     if plan.draft is None or drafter is None:
         return coordinator.bind(engine, cluster)
-    pool_scale = _scale_of_pool(cluster.draft_pool)
+    pool_scale = _scale_of_pool(cluster.draft_pool, is_running=bool(placed.drafts))
     pool = _deployment(DraftPoolReplica, DRAFT_POOL + model.suffix, pool_scale, plan.draft, cluster)
     return coordinator.bind(engine, cluster, pool.bind(drafter, cluster))
 
@@ -131,18 +136,54 @@ def snapshot_nodes() -> list[NodeSnapshot]:
     ]
 
 
-def _placements(models: Sequence[ModelPools]) -> list[tuple[PlacementPlan, int]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """What becomes of one model, and what its replicas hold that there are already."""
+
+    model: ModelPools
+    plan: PlacementPlan
+    targets: Sequence[Bundles]
+    drafts: Sequence[Bundles]
+    others: Sequence[Bundles]
+    """All of the application's but the model's target groups."""
+
+    def place_more(self, number: int, nodes: Sequence[NodeSnapshot]) -> PlacementPlan | None:
+        """Return where so many target groups more go; None: they do not fit."""
+        return place_more(number, self.plan.target, self.model.cluster, nodes, self.model.ranks)
+
+    @property
+    def num_more(self) -> int:
+        """Target groups that an update starts before it ends any: those that are more than there are.
+
+        With autoscaling it leaves their number alone.
+        """
+        groups, num_running = self.model.cluster.target_groups, len(self.targets)
+        return max(0, groups.num_groups - num_running) if num_running and groups.autoscaling is None else 0
+
+
+def _placements(models: Sequence[ModelPools]) -> list[tuple[_Placed, int]]:
     """Return where everything goes, and how many percent of target groups an update starts beside the old."""
     free = snapshot_nodes()
+    running = _running_replicas([model.cluster.namespace for model in models])
     # What the version before holds is given back while this one starts.
-    held = [bundle for model in models for bundle in _held_by_deployment(model.cluster.namespace)]
-    nodes = with_changed(free, held)
-    placements = []
+    nodes = with_changed(free, itertools.chain(*itertools.chain(*running.values())))
+    all_placed = []
     for model in models:
         plan = _plan(model, nodes)
         nodes = left_by(plan, nodes)
-        placements.append((plan, _surge_percent(model, free, is_update=bool(held))))
-    return placements
+        coordinators, pool = COORDINATOR + model.suffix, DRAFT_POOL + model.suffix
+        placed = _Placed(
+            model=model,
+            plan=plan,
+            targets=running.get(coordinators, ()),
+            drafts=running.get(pool, ()),
+            others=[one for name, replicas in running.items() if name != coordinators for one in replicas],
+        )
+        all_placed.append(placed)
+    return [
+        (placed, _surge_percent(placed, free, _left_by_updates(free, all_placed, but=placed)))
+        for placed in all_placed
+    ]
 
 
 def _plan(model: ModelPools, nodes: Sequence[NodeSnapshot]) -> PlacementPlan:
@@ -152,38 +193,100 @@ def _plan(model: ModelPools, nodes: Sequence[NodeSnapshot]) -> PlacementPlan:
     try:
         return require_plan(plan_placement(cluster, nodes, has_drafter=model.has_drafter, ranks=ranks))
     except ResourceError as error:
-        if not model.suffix:
-            raise
-        raise ResourceError(f"model {model.suffix.removeprefix('-')}: {error}") from None
+        raise _refusal(model, str(error)) from None
 
 
-def _surge_percent(model: ModelPools, free: Sequence[NodeSnapshot], *, is_update: bool) -> int:
-    cluster = model.cluster
+def _refusal(model: ModelPools, message: str) -> ResourceError:
+    return ResourceError(f"model {model.suffix.removeprefix('-')}: {message}" if model.suffix else message)
+
+
+def _left_by_updates(
+    free: Sequence[NodeSnapshot], all_placed: Iterable[_Placed], *, but: _Placed
+) -> Sequence[NodeSnapshot]:
+    """Return what is free once all models but one have started a target group, and ended an old one."""
+    for placed in all_placed:
+        one = placed.place_more(1, free) if placed is not but and placed.targets else None
+        if one is not None:
+            free = with_changed(left_by(one, free), placed.targets[0])
+    return free
+
+
+def _surge_percent(placed: _Placed, free: Sequence[NodeSnapshot], free_later: Sequence[NodeSnapshot]) -> int:
+    """Return how many percent of target groups an update starts beside the old.
+
+    Args:
+        placed: a model.
+        free: what no version holds.
+        free_later: what is left of it where other models take room first.
+    """
+    cluster, num_more = placed.model.cluster, placed.num_more
     if not cluster.check_resources:
         return _SURGE_PERCENT if cluster.updates == "surge" else 0
-    has_room = has_room_for_another(cluster, free, model.ranks)
-    if cluster.updates == "surge" and is_update and not has_room:
-        raise ResourceError(
-            "cluster.updates: surge needs room for one target group more than there are, which no node has "
-            "free; make room, or write in_place"
+    has_room = placed.place_more(num_more + 1, free) is not None
+    if cluster.updates == "surge":
+        if placed.targets and not has_room:
+            groups = "one target group" if not num_more else f"{num_more + 1} target groups"
+            raise _refusal(
+                placed.model,
+                f"cluster.updates: surge needs room for {groups} more than there are, which no node has "
+                "free; make room, or write in_place",
+            )
+        return _SURGE_PERCENT
+    if cluster.updates == "auto" and has_room and placed.place_more(1, free_later) is not None:
+        return _SURGE_PERCENT
+    # What else ends at the same time may make room.
+    at_most = with_changed(free, itertools.chain(*placed.others))
+    if num_more and placed.place_more(num_more, at_most) is None:
+        raise _refusal(
+            placed.model,
+            f"cluster.target_groups.num_groups: {num_more} more than there are, which an update starts "
+            "before it ends any, and no node has room for that; make room, or deploy with "
+            f"num_groups: {len(placed.targets)} first",
         )
-    does_surge = cluster.updates == "surge" or (cluster.updates == "auto" and has_room)
-    return _SURGE_PERCENT if does_surge else 0
+    return 0
 
 
-def _held_by_deployment(namespace: str) -> list[tuple[str, dict[str, float]]]:
-    """Return the bundles, with their nodes, of the target groups and draft workers that run there now."""
-    own = {member.placement_group for member in current_members(namespace)} - {""}
-    tables = placement_group_table()
-    return [
-        (node_id, dict(tables[group]["bundles"][index]))
-        for group in own & tables.keys()
-        for index, node_id in tables[group]["bundles_to_node_id"].items()
+def _running_replicas(namespaces: Sequence[str]) -> dict[str, list[Bundles]]:
+    """Return what an application's replicas hold, by deployment: those that serve, and those that start.
+
+    Who is only starting is in no directory yet, but has its place. Serve calls the placement group of a
+    replica as it calls the replica, so that it says of which application it is.
+    """
+    groups = [
+        (group, deployment, table)
+        for group, table in placement_group_table().items()
+        if table["state"] != "REMOVED" and (deployment := _deployment_of(table["name"])) is not None
     ]
+    if not groups:
+        return {}
+    members = [member for namespace in namespaces for member in current_members(namespace)]
+    own = {member.placement_group for member in members}
+    applications = {deployment.app_name for group, deployment, _ in groups if group in own}
+    applications |= {application_of(namespace) for namespace in namespaces}
+    replicas: dict[str, list[Bundles]] = {}
+    for _, deployment, table in groups:
+        if deployment.app_name in applications - {""}:
+            nodes = table["bundles_to_node_id"].items()
+            bundles = [(node_id, dict(table["bundles"][index])) for index, node_id in nodes]
+            replicas.setdefault(deployment.name, []).append(bundles)
+    return replicas
 
 
-def _scale_of_targets(groups: TargetGroupsConfig, max_num_seqs: int) -> dict[str, Any]:
-    """Return the options that say how many target groups there are."""
+def _deployment_of(placement_group: str) -> DeploymentID | None:
+    """Return whose replica has a placement group of this name; None: no replica's."""
+    try:
+        is_replica = ReplicaID.is_full_id_str(placement_group)
+        return ReplicaID.from_full_id_str(placement_group).deployment_id if is_replica else None
+    except ValueError:  # of an application or deployment with a # in its name, as none of ours has
+        return None
+
+
+def _scale_of_targets(groups: TargetGroupsConfig, max_num_seqs: int, *, is_running: bool) -> dict[str, Any]:
+    """Return the options that say how many target groups there are.
+
+    With autoscaling, an update leaves their number alone: told how many to begin with, Serve would go back to
+    that, and end the others before it starts any.
+    """
     scaling = groups.autoscaling
     if scaling is None:
         return {"num_replicas": groups.num_groups}
@@ -193,13 +296,13 @@ def _scale_of_targets(groups: TargetGroupsConfig, max_num_seqs: int) -> dict[str
             TargetGroupPolicy,
             arguments,
             bounds=(scaling.min_groups, scaling.max_groups),
-            initial=groups.initial_groups,
+            initial=None if is_running else groups.initial_groups,
         )
     }
 
 
-def _scale_of_pool(pool: DraftPoolConfig) -> dict[str, Any]:
-    """Return the options that say how many draft workers there are."""
+def _scale_of_pool(pool: DraftPoolConfig, *, is_running: bool) -> dict[str, Any]:
+    """Return the options that say how many draft workers there are; as for target groups."""
     scaling = pool.autoscaling
     if scaling is None:
         return {"num_replicas": pool.num_workers}
@@ -208,7 +311,7 @@ def _scale_of_pool(pool: DraftPoolConfig) -> dict[str, Any]:
             DraftPoolPolicy,
             {"config": scaling.model_dump()},
             bounds=(scaling.min_workers, scaling.max_workers),
-            initial=pool.initial_workers,
+            initial=None if is_running else pool.initial_workers,
         )
     }
 

@@ -272,6 +272,8 @@ class ClusterService:
         values = {
             **self._groups.values(present),
             "coordinators": float(len(present)),
+            'scales_to_zero{part="target"}': float(self._cluster.target_groups.may_be_none),
+            'scales_to_zero{part="draft"}': float(self._cluster.draft_pool.may_be_none),
             **count_workers(self._members),
         }
         return Collected(values, self._groups.has_heard(present))
@@ -287,7 +289,8 @@ class ClusterService:
         counted["unexpected_messages_dropped"] = float(
             self._book.counters["unexpected_messages_dropped"] + self._account.num_dropped
         )
-        return DoorReport({**own.counters, **counted}, own.gauges)
+        waiting = {"num_requests_without_group": float(self._book.num_homeless)}
+        return DoorReport({**own.counters, **counted}, {**own.gauges, **waiting})
 
     async def status(self) -> ServiceStatus:
         """What all target groups and draft workers are doing."""
@@ -344,14 +347,28 @@ class ClusterService:
         self._has_seen_members.set()
 
     def _wake_if_needed(self) -> None:
-        if self._wake is None or not self._book.is_deserted:
-            return
-        if not (self._book.has_homeless or self._is_without_model):
+        if self._wake is None or not (self._is_missed or self._will_be_missed):
             return
         now_s = time.monotonic()
         if (self._waking is None or self._waking.done()) and now_s >= self._woken_s + _WAKE_AGAIN_S:
             self._woken_s = now_s
             self._waking = asyncio.ensure_future(self._wake())
+
+    @property
+    def _is_missed(self) -> bool:
+        """Whether there is no coordinator, and something that needs one."""
+        return self._book.is_deserted and (self._book.has_homeless or self._is_without_model)
+
+    @property
+    def _will_be_missed(self) -> bool:
+        """Whether there is work for coordinators, all of which are about to go.
+
+        Where they are scaled to zero, the last serves whatever comes for a while (`handover`). What it cannot
+        end by then would wait for a successor to start only then.
+        """
+        present = self._connected.values()
+        is_served = self._book.num_streams > 0 and not self._book.is_deserted
+        return is_served and bool(present) and all(member.is_leaving for member in present)
 
     @property
     def _is_without_model(self) -> bool:

@@ -161,6 +161,11 @@ class DraftPoolConfig(StrictConfig):
         """Most draft workers that there ever are."""
         return self.num_workers if self.autoscaling is None else self.autoscaling.max_workers
 
+    @property
+    def may_be_none(self) -> bool:
+        """Whether there may be no draft worker for a while."""
+        return self.autoscaling is not None and self.autoscaling.min_workers == 0
+
 
 class MembershipConfig(StrictConfig):
     """How the processes find each other and notice each other's end."""

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from cluster.autoscaling.draft_demand import demand_of, report_demand
+from cluster.autoscaling.draft_demand import demand_of
 from cluster.autoscaling.serve_policy import group_stats
 from cluster.autoscaling.waking import PoolWaker
 from cluster.config import ClusterConfig
@@ -22,7 +22,7 @@ from cluster.engine_loop import EngineLoop
 from cluster.generation import draft_generation, target_generation
 from cluster.handover import may_refuse
 from cluster.pool_drafter import drafter_of_pool
-from cluster.runtime import bind_host, channel_options, new_peer_id, own_placement_group
+from cluster.runtime import bind_host, channel_options, new_peer_id, own_application, own_placement_group
 from cluster.target_group import TargetGroup
 from specdec.core.clock import MonotonicClock
 from specdec.engine.config import EngineConfig
@@ -73,6 +73,7 @@ class CoordinatorReplica:
             renew_s=cluster.membership.renew_s,
             on_change=self._follow,
             name=self._peer_id,
+            application=own_application(),
         )
         self._directory.start()
         try:
@@ -151,7 +152,8 @@ class CoordinatorReplica:
             return
         self._demand_due_s = time.monotonic() + self._cluster.membership.renew_s
         demand = demand_of(self._desk.metrics, self._recent())
-        report_demand(self._cluster.namespace, self._peer_id, demand)
+        # In the channel's thread, in which nothing may wait: what is lost is told again.
+        self._directory.tell("report_demand", self._peer_id, demand)
 
     def _recent(self) -> RecentStatus | None:
         status = self._desk.status

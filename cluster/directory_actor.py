@@ -36,6 +36,7 @@ class DirectoryProcess:
         self._state = DirectoryState(lease_s=lease_s, incarnation=time.time_ns())
         self._starts: Reports[str] = Reports(forget_after_s=_START_REPORT_S)
         self._demands: Reports[Any] = Reports(forget_after_s=lease_s)
+        self._application = ""
 
     def exchange(self, member: Member | None, known: DirectoryVersion | None) -> DirectorySnapshot | None:
         """Announce a member (if given); return a snapshot unless the caller knows it already."""
@@ -48,6 +49,14 @@ class DirectoryProcess:
     def leave(self, peer_id: PeerId) -> None:
         """Remove a member."""
         self._state.leave(peer_id)
+
+    def belong_to(self, application: str) -> None:
+        """Note whose processes these are: the name of their Serve application."""
+        self._application = application
+
+    def application(self) -> str:
+        """Name of the Serve application; empty while nobody has said it."""
+        return self._application
 
     def report_start(self, worker: PeerId, text: str) -> None:
         """Note what a starting worker does; an empty text says that it has started."""
@@ -85,13 +94,19 @@ def open_directory(namespace: str, lease_s: float) -> Any:
     )
 
 
+def find_directory(namespace: str) -> Any:
+    """Return a handle to the directory of a namespace; None if there is none, or Ray's head does not say."""
+    try:
+        return ray.get_actor(DIRECTORY_NAME, namespace=namespace)
+    except (RayError, ValueError):
+        return None
+
+
 def close_directory(namespace: str) -> None:
     """End the directory of a namespace, if there is one."""
-    try:
-        handle = ray.get_actor(DIRECTORY_NAME, namespace=namespace)
-    except ValueError:
-        return
-    ray.kill(handle, no_restart=True)
+    handle = find_directory(namespace)
+    if handle is not None:
+        ray.kill(handle, no_restart=True)
 
 
 def current_members(namespace: str) -> tuple[Member, ...]:
@@ -104,6 +119,17 @@ def current_members(namespace: str) -> tuple[Member, ...]:
         logger.info("nobody is known in %s: %s", namespace, error)
         return ()
     return snapshot.members if snapshot is not None else ()
+
+
+def application_of(namespace: str) -> str:
+    """Return the Serve application that a namespace belongs to; empty if nobody says so."""
+    try:
+        handle: Any = ray.get_actor(DIRECTORY_NAME, namespace=namespace)
+        application: str = ray.get(handle.application.remote(), timeout=_CALL_TIMEOUT_S)
+    except (RayError, ValueError, AttributeError) as error:  # the last: a directory of an older version
+        logger.info("nobody says whose %s is: %s", namespace, error)
+        return ""
+    return application
 
 
 class DirectoryLink:
@@ -121,7 +147,9 @@ class DirectoryLink:
         renew_s: float,
         on_change: Callable[[tuple[Member, ...]], None],
         name: str,
+        application: str = "",
     ) -> None:
+        """`application`: the Serve application that this process is of, for `application_of`."""
         self._namespace = namespace
         self._lease_s = lease_s
         self._renew_s = renew_s
@@ -132,6 +160,9 @@ class DirectoryLink:
         self._wake = threading.Event()
         self._stopping = False
         self._handle: Any = None
+        self._application = application
+        self._told_incarnation = 0
+        """The directory that knows the application."""
         self._answered_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"{name}-directory", daemon=True)
 
@@ -164,9 +195,16 @@ class DirectoryLink:
         """Stop announcing a member and take it out of the directory (any thread)."""
         with self._lock:
             self._announced.pop(peer_id, None)
+        self.tell("leave", peer_id)
+
+    def tell(self, method: str, *args: object) -> None:
+        """Call a method of the directory and wait for nothing (any thread); what is lost is lost.
+
+        Looking the directory up would wait for Ray's head, who may be away: it is told nothing then.
+        """
         handle = self._handle
         if handle is not None:
-            handle.leave.remote(peer_id)
+            getattr(handle, method).remote(*args)
 
     def close(self) -> None:
         """Withdraw everything and end the thread."""
@@ -203,7 +241,14 @@ class DirectoryLink:
                 answer = self._handle.exchange.remote(member, self._view.version)
                 snapshot = ray.get(answer, timeout=_CALL_TIMEOUT_S) or snapshot
             self._answered_s = time.monotonic()
+            if self._application and snapshot is not None:
+                self._say_whose(snapshot.version.incarnation)
         except (RayError, ValueError) as error:  # whatever Ray has: the next exchange may succeed
             logger.warning("the directory cannot be reached, the last view stands: %s", error)
             self._handle = None
         return snapshot
+
+    def _say_whose(self, incarnation: int) -> None:
+        if incarnation != self._told_incarnation:
+            self._told_incarnation = incarnation
+            self.tell("belong_to", self._application)

@@ -22,6 +22,7 @@ from cluster.runtime import (
     bind_host,
     channel_options,
     new_peer_id,
+    own_application,
     own_placement_group,
     rank_options,
     worker_options,
@@ -80,6 +81,7 @@ class DraftPoolReplica:
             renew_s=cluster.membership.renew_s,
             on_change=self._follow,
             name=self._name,
+            application=own_application(),
         )
         self._directory.start()
         try:
@@ -220,7 +222,9 @@ class DraftPoolReplica:
                 if self._learning is not None:
                     self._follow_learning(self._worker, self._learning)
                 if self._cluster.draft_pool.autoscaling is not None:
-                    self._demands = read_demands(self._cluster.namespace) or ()
+                    # While nobody knows, what was wanted last stands: nobody has become idle by that.
+                    demands = read_demands(self._cluster.namespace)
+                    self._demands = self._demands if demands is None else demands
             except TransportError as error:
                 logger.warning("%s; it is replaced", error)
                 try:

@@ -7,9 +7,14 @@ which of several nodes that fit it takes for which group is up to Ray, which pre
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from cluster.config import BundleConfig, ClusterConfig
 from cluster.inventory import (
@@ -30,6 +35,8 @@ Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 _MAX_NODES_SHOWN = 12
 """Nodes that a refusal lists; the fullest cluster must still give a message that can be read."""
+_MOST_STEPS = 200_000_000
+"""Of looking for the cheapest way to place everything where there is hardly any room: about a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +194,29 @@ def left_by(plan: PlacementPlan, nodes: Sequence[NodeSnapshot]) -> list[NodeSnap
     return with_changed(nodes, taken)
 
 
-def has_room_for_another(config: ClusterConfig, nodes: Sequence[NodeSnapshot], ranks: RanksPerModel) -> bool:
-    """Whether a target group more fits into what is free on nodes now."""
-    one = config.target_groups.model_copy(update={"num_groups": 1})
-    alone = config.model_copy(update={"target_groups": one})
+def place_more(
+    number: int,
+    placement: GroupPlacement,
+    config: ClusterConfig,
+    nodes: Sequence[NodeSnapshot],
+    ranks: RanksPerModel,
+) -> PlacementPlan | None:
+    """Return where so many target groups more go, of what is free on nodes now; None: they do not fit.
+
+    `placement` is what Ray is asked for: a group may fit where it must not go, or divided as it must not be.
+    """
+    selectors = placement.label_selectors
+    groups = config.target_groups
+    more = groups.model_copy(
+        update={
+            "num_groups": number,
+            "strategy": placement.strategy,
+            "bundle": groups.bundle.model_copy(update={"labels": {} if selectors is None else selectors[0]}),
+        }
+    )
+    alone = config.model_copy(update={"target_groups": more})
     plan = plan_placement(alone, nodes, has_drafter=False, ranks=ranks)
-    return isinstance(plan, PlacementPlan)
+    return plan if isinstance(plan, PlacementPlan) else None
 
 
 def require_plan(result: PlacementPlan | PlacementRefusal) -> PlacementPlan:
@@ -330,13 +354,6 @@ def _room(node: NodeSnapshot, layout: _Layout, labels: Mapping[str, str]) -> int
     return 0 if node.unmet(labels) else how_many(node.available, layout.unit, most)
 
 
-class _Chain(NamedTuple):
-    """How many units each of the first nodes takes, last first. What begins alike is shared."""
-
-    before: _Chain | None
-    number: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shares:
     """How many target units each node takes, and how many draft workers fit beside all of them."""
@@ -353,34 +370,89 @@ def _share_out(
 ) -> _Shares | None:
     """Return the cheapest way to place all target units that leaves room for most of the draft workers.
 
-    Exact, node by node: of all ways to place so many units that leave room for so many draft workers, only
-    the cheapest is worth going on from. None: the target units alone do not fit.
+    In clusters of thousands of nodes with hardly any room, not the cheapest, but the one that leaves most
+    room (`_MOST_STEPS`). None: the target units alone do not fit.
     """
-    best: dict[tuple[int, int], tuple[float, _Chain | None]] = {(0, 0): (0.0, None)}
-    for index, most in enumerate(room):
-        beside = [draft_room(index, number) for number in range(most + 1)]
-        following: dict[tuple[int, int], tuple[float, _Chain | None]] = {}
-        for (units, drafts), (cost, chain) in best.items():
-            for number in range(min(most, layout.num_units - units) + 1):
-                state = (units + number, min(num_drafts, drafts + beside[number]))
-                price = cost + layout.cost(number)
-                known = following.get(state)
-                if known is None or price < known[0]:
-                    following[state] = (price, _Chain(chain, number))
-        best = following
-    ends = [(drafts, chain) for (units, drafts), (_, chain) in best.items() if units == layout.num_units]
-    if not ends:
+    if sum(room) < layout.num_units:
         return None
-    drafts, last = max(ends, key=lambda end: end[0])
-    return _Shares(counts=_counts(last), num_drafts=drafts)
+    beside = [
+        np.array([draft_room(index, number) for number in range(most + 1)]) for index, most in enumerate(room)
+    ]
+    costs = np.array([layout.cost(number) for number in range(max(room) + 1)])
+    above_all_costs = 1.0 + float(costs[list(room)].sum())
+
+    def weighing(room_of_drafts: float) -> _Shares:
+        worth = [room_of_drafts * rooms - costs[: len(rooms)] for rooms in beside]
+        counts = _best(worth, layout.num_units)
+        places = sum(int(rooms[number]) for rooms, number in zip(beside, counts, strict=True))
+        return _Shares(counts=counts, num_drafts=min(places, num_drafts))
+
+    shares = weighing(0.0)
+    if shares.num_drafts == num_drafts:
+        return shares
+    shares = weighing(above_all_costs)
+    num_steps = sum(len(rooms) for rooms in beside) * layout.num_units * num_drafts
+    if shares.num_drafts == num_drafts and num_steps <= _MOST_STEPS:
+        return _Shares(counts=_cheapest(beside, costs, layout.num_units, num_drafts), num_drafts=num_drafts)
+    return shares
 
 
-def _counts(chain: _Chain | None) -> tuple[int, ...]:
+def _best(worth: Sequence[npt.NDArray[np.float64]], num_units: int) -> tuple[int, ...]:
+    """Return how many units each node takes where their worth, `worth[node][number]`, is most in all.
+
+    Node by node, from the last to the first: what so many units are worth at most on a node and those behind
+    it follows from the same of the next one.
+    """
+    behind = np.full(num_units + 1, -np.inf)
+    behind[0] = 0.0
+    choices = []
+    for own in reversed(worth):
+        padded = np.concatenate((np.full(len(own) - 1, -np.inf), behind))
+        # A row for each number of units to place, a column for each number that this node takes of them.
+        values = sliding_window_view(padded, len(own))[:, ::-1] + own
+        choices.append(values.argmax(axis=1))
+        behind = values.max(axis=1)
     counts: list[int] = []
-    while chain is not None:
-        counts.append(chain.number)
-        chain = chain.before
-    return tuple(reversed(counts))
+    for choice in reversed(choices):
+        counts.append(int(choice[num_units - sum(counts)]))
+    return tuple(counts)
+
+
+def _cheapest(
+    beside: Sequence[npt.NDArray[np.int64]],
+    costs: npt.NDArray[np.float64],
+    num_units: int,
+    num_drafts: int,
+) -> tuple[int, ...]:
+    """Return how many units each node takes, at least cost, where there is room for all draft workers beside.
+
+    As `_best`, for so many units and at least so many draft workers. There is a way.
+
+    Args:
+        beside: room for draft workers on each node, by the units that it takes.
+        costs: of so many units on one node.
+        num_units: to place.
+        num_drafts: to leave room for.
+    """
+    wanted = np.arange(num_drafts + 1)
+    prices = np.full((num_units + 1, num_drafts + 1), np.inf)
+    prices[0, 0] = 0.0
+    choices = []
+    for rooms in reversed(beside):
+        behind, prices = prices, np.full_like(prices, np.inf)
+        choice = np.zeros(prices.shape, np.int32)
+        for number, num_beside in enumerate(rooms[: num_units + 1]):
+            rest = behind[: num_units + 1 - number, np.maximum(wanted - num_beside, 0)] + costs[number]
+            is_cheaper = rest < prices[number:]
+            prices[number:][is_cheaper] = rest[is_cheaper]
+            choice[number:][is_cheaper] = number
+        choices.append(choice)
+    counts: list[int] = []
+    for rooms, choice in zip(beside, reversed(choices), strict=True):
+        counts.append(int(choice[num_units, num_drafts]))
+        num_units -= counts[-1]
+        num_drafts = max(0, num_drafts - int(rooms[counts[-1]]))
+    return tuple(counts)
 
 
 def _draft_nodes(
@@ -390,17 +462,12 @@ def _draft_nodes(
     num_workers: int,
 ) -> tuple[str, ...]:
     """Return the node of each draft worker: nodes without targets first, one after the other."""
-    left = [draft_room(index, number) for index, number in enumerate(counts)]
-    taken = [0] * len(nodes)
-    chosen: list[str] = []
-    for _ in range(num_workers):
-        index = min(
-            (index for index, places in enumerate(left) if places > taken[index]),
-            key=lambda index: (counts[index] > 0, taken[index], index),
-        )
-        taken[index] += 1
-        chosen.append(nodes[index].node_id)
-    return tuple(chosen)
+    turns = (
+        (number > 0, turn, index)
+        for index, number in enumerate(counts)
+        for turn in range(draft_room(index, number))
+    )
+    return tuple(nodes[index].node_id for _, _, index in heapq.nsmallest(num_workers, turns))
 
 
 def _group(

@@ -6,6 +6,8 @@ import uuid
 from typing import Any
 
 import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -25,6 +27,14 @@ def own_placement_group() -> str:
     """Return the id of the placement group of this process's replica; empty where there is none."""
     group = get_current_placement_group()
     return "" if group is None else str(group.id.hex())
+
+
+def own_application() -> str:
+    """Return the name of the Serve application of this process's replica; empty where there is none."""
+    try:
+        return str(serve.get_replica_context().app_name)
+    except RayServeException:
+        return ""
 
 
 def bind_host(config: ChannelConfig) -> str:

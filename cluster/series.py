@@ -45,6 +45,15 @@ CLUSTER_SERIES: Mapping[str, Series] = {
         "Workers by model and by what has become of compiling its forward.",
         labels=("part", "compile"),
     ),
+    "scales_to_zero": Series(
+        "gauge",
+        "1 where there may be no workers of this part while nobody asks (min_groups or min_workers is 0), "
+        "else 0.",
+        labels=("part",),
+    ),
+    "num_requests_without_group": Series(
+        "gauge", "Requests that wait at an ingress, because no target group is there for them."
+    ),
     "target_losses": Series("counter", "Target workers that were lost."),
     "target_recovery_seconds": Series("counter", "Time without a target worker."),
     "replays": Series("counter", "Requests that went on with a new target worker."),

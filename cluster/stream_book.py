@@ -125,6 +125,11 @@ class StreamBook:
         return any(stream.coordinator is None for stream in self._streams.values())
 
     @property
+    def num_homeless(self) -> int:
+        """Streams that wait for a coordinator."""
+        return sum(stream.coordinator is None for stream in self._streams.values())
+
+    @property
     def is_deserted(self) -> bool:
         """Whether there is no coordinator that takes requests."""
         return not self._coordinators.takers

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import httpx
 from ray import serve
@@ -14,6 +15,7 @@ from ray.serve.api import RunTarget
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client  # Ray has no public form of this
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from cluster.application import COORDINATOR
@@ -163,16 +165,14 @@ class Deployment:
                 serve.get_deployment_handle(COORDINATOR + model.suffix, APPLICATION)
                 for model in self._config.served_models()
             ]
-            for pool in pools:
-                pool.broadcast("close_down", limit_s).results(timeout_s=_CALL_TIMEOUT_S)
-            while time.monotonic() < give_up_s:
-                if not any(
-                    sum(pool.broadcast("num_streams").results(timeout_s=_CALL_TIMEOUT_S)) for pool in pools
-                ):
-                    return
-                time.sleep(_STOP_POLL_S)
-        except (RayError, RayServeException, TimeoutError) as error:
+        except (RayError, RayServeException) as error:
             logger.warning("no coordinator to be drained: %s", _first_line(error))
+            return
+        told = [pool for pool in pools if _ask_replicas(pool, "close_down", limit_s)]
+        while any(sum(_ask_replicas(pool, "num_streams")) for pool in told):
+            if time.monotonic() > give_up_s:
+                return
+            time.sleep(_STOP_POLL_S)
 
     def _answers(self) -> bool:
         try:
@@ -180,6 +180,18 @@ class Deployment:
             return answer.status_code == 200
         except httpx.HTTPError:
             return False
+
+
+def _ask_replicas(pool: DeploymentHandle[Any], method: str, *args: object) -> list[Any]:
+    """Return what all replicas of a deployment answer; nothing where there are none, or they cannot be asked.
+
+    A model that was scaled to zero has none: that must not keep the others from being asked.
+    """
+    try:
+        return list(pool.broadcast(method, *args).results(timeout_s=_CALL_TIMEOUT_S))
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("no replica of %s to be drained: %s", pool.deployment_name, _first_line(error))
+        return []
 
 
 def http_options(http: HttpConfig) -> HTTPOptions:

@@ -276,7 +276,9 @@ def check_local_resources(config: DrafthouseConfig, num_cpus: int) -> None:
     for model in models:
         has_drafter = drafter_of_pool(model.engine) is not None
         ranks = RanksPerModel.of(model.engine)
-        plan = require_plan(plan_placement(model.cluster, nodes, has_drafter=has_drafter, ranks=ranks))
+        # As many as there may ever be, as the application is built: refused later, it would cost a start.
+        cluster = model.cluster.at_most()
+        plan = require_plan(plan_placement(cluster, nodes, has_drafter=has_drafter, ranks=ranks))
         nodes = left_by(plan, nodes)
 
 

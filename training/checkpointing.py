@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from specdec.core.errors import ConfigError, ResourceError
 
 
 def save_checkpoint(
@@ -36,11 +40,34 @@ def save_checkpoint(
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` write a temporary file and rename it: an interruption leaves what was there before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Have ``write`` write a temporary file and rename it: an interruption leaves what was there before.
+
+    Raises:
+        ResourceError: it cannot be written, most often because the disk is full.
+    """
     temporary = path.with_suffix(".tmp")
-    write(temporary)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch says of a full disk what its writer's state is
+        temporary.unlink(missing_ok=True)
+        raise ResourceError(
+            f"{path} cannot be written ({first_line(error)}); {_free(path.parent)} are free there. "
+            "What was there before is as it was: the same command goes on from it"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, of several lines the first; some say nothing but what they are."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.2f} GB"
+    except OSError:
+        return "no bytes"
 
 
 def load_checkpoint(
@@ -50,10 +77,20 @@ def load_checkpoint(
     optimizers: list[torch.optim.Optimizer],
     generator: torch.Generator,
 ) -> tuple[int, float]:
-    """Restore everything in place; returns (finished steps, seconds trained), (0, 0.0) without a file."""
+    """Restore everything in place; returns (finished steps, seconds trained), (0, 0.0) without a file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     if not path.exists():
         return 0, 0.0
-    state: dict[str, Any] = torch.load(path, weights_only=True)  # noqa: TID251 - our own file
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)  # noqa: TID251 - our own file
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is damaged, and nothing can go on from it ({first_line(error)}): remove it to "
+            "begin with the first step again"
+        ) from error
     for name, module in modules.items():
         module.load_state_dict(state["modules"][name])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):

@@ -127,7 +127,8 @@ def sample(
     """
     device = model.device
     longest = max(map(len, prompts))
-    pad = model.config.pad_token_id
+    # Masked wherever it stands, so any id does where the model has none for it.
+    pad = model.config.get_text_config().pad_token_id or 0
     padded = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens = torch.tensor(padded, device=device)
     there = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

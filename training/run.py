@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from specdec.core.errors import ConfigError
 from training.checkpointing import load_checkpoint, save_checkpoint
 from training.optimization import ORDINARY, Pace, learning_rate_factor, make_optimizers, set_learning_rates
 from training.progress import TrainingLog
@@ -141,9 +142,20 @@ class TrainingRun:
         return means
 
     def step_optimizers(self, step: int) -> None:
-        """Take one step down the gradients there are, and clear them."""
+        """Take one step down the gradients there are, and clear them.
+
+        Raises:
+            ConfigError: they are not finite. Weights would not be either, in this checkpoint and in all later
+                ones.
+        """
         recipe = self._recipe
-        nn.utils.clip_grad_norm_(self._parameters, recipe.clip_norm)
+        norm = nn.utils.clip_grad_norm_(self._parameters, recipe.clip_norm)
+        if not torch.isfinite(norm):
+            raise ConfigError(
+                f"gradients of step {step + 1} are not finite, and nothing more would be learnt: give lower "
+                "learning rates (--matrix-lr, --vector-lr) and another --work; the last checkpoint in "
+                f"{self._options.work_folder} is of before"
+            )
         factor = learning_rate_factor(step, recipe.steps, recipe.warmup_steps, recipe.constant_share)
         set_learning_rates(self._optimizers, factor, step, recipe.warmup_steps)
         for optimizer in self._optimizers:

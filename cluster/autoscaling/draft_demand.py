@@ -6,14 +6,12 @@ The pool's replicas report it to Serve with their own numbers, because a policy 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import RayError
 
-from cluster.directory_actor import DIRECTORY_NAME
-from specdec.transport.base import PeerId
+from cluster.directory_actor import find_directory
 from specdec.transport.status import RecentStatus
 
 _READ_TIMEOUT_S = 1.0
@@ -67,16 +65,9 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
 
-def report_demand(namespace: str, coordinator: PeerId, demand: DraftDemand) -> None:
-    """Tell the directory, without waiting for an answer; what is lost is told again."""
-    directory = _find_directory(namespace)
-    if directory is not None:
-        directory.report_demand.remote(coordinator, demand)
-
-
 def read_demands(namespace: str) -> tuple[DraftDemand, ...] | None:
     """Return what each coordinator said last; None while nobody knows."""
-    directory = _find_directory(namespace)
+    directory = find_directory(namespace)
     if directory is None:
         return None
     try:
@@ -84,10 +75,3 @@ def read_demands(namespace: str) -> tuple[DraftDemand, ...] | None:
     except RayError:
         return None
     return demands
-
-
-def _find_directory(namespace: str) -> Any:
-    try:
-        return ray.get_actor(DIRECTORY_NAME, namespace=namespace)
-    except ValueError:
-        return None

@@ -95,9 +95,9 @@ def pool_load(reports: Sequence[Mapping[str, float]]) -> PoolLoad:
 
 
 def autoscaling_options(
-    policy: type, policy_arguments: Mapping[str, Any], *, bounds: tuple[int, int], initial: int
+    policy: type, policy_arguments: Mapping[str, Any], *, bounds: tuple[int, int], initial: int | None
 ) -> dict[str, Any]:
-    """Return a deployment's `autoscaling_config`."""
+    """Return a deployment's `autoscaling_config`; `initial` None: as many as there are already."""
     low, high = bounds
     return {
         "min_replicas": low,

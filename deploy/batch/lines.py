@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +53,13 @@ def num_lines(file: Path) -> int:
     """Return how many lines that are not empty a file has.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or not twice: what has been counted is not there any more then.
     """
     try:
+        if not (file.is_file() or file.is_dir()) and file.exists():
+            raise ConfigError(
+                f"{file} is a pipe or a device, which is read but once: write it to a file first"
+            )
         with file.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
     except OSError as error:
@@ -66,6 +71,8 @@ def read_lines(file: Path) -> Iterator[NumberedRequest | BadLine]:
     first_line_of: dict[str, int] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)  # which editors of Windows write
             if not line.strip():
                 continue
             item = _parsed(number, line)

@@ -26,5 +26,17 @@ def base_url(typed: str) -> str:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """Return the headers that carry the key."""
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    """Return the headers that carry the key, without the line end that one from a file has.
+
+    Raises:
+        UserError: it cannot be one. It is not repeated: it may be a secret all the same.
+    """
+    if api_key is None:
+        return {}
+    key = api_key.strip()
+    if not key or any(not "!" <= character <= "~" for character in key):
+        raise UserError(
+            f"the API key (--api-key or {API_KEY_VARIABLE}) is empty or has a blank or a letter beyond ASCII "
+            "in it: give it as `drafthouse keys new` has printed it"
+        )
+    return {"Authorization": f"Bearer {key}"}

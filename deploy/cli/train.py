@@ -231,7 +231,7 @@ def train(
         target=target,
         data=tuple(data),
         out=out,
-        work=out.with_name(out.name + "-work") if work is None else work,
+        work=_beside(out) if work is None else work,
         dtype=dtype,
         device=device,
         samples=samples,
@@ -250,6 +250,12 @@ def train(
     if "acceptance" in report:
         console.print(_table(report["acceptance"]))
     console.print(f"trained {report['elapsed_s']:.0f} s -> {out}", soft_wrap=True)
+
+
+def _beside(out: Path) -> Path:
+    """Where checkpoints lie unless something else is said; `.` has no name to put anything behind."""
+    named = out if out.name else out.absolute()
+    return named.with_name(f"{named.name}-work")
 
 
 def _integers(text: str | None) -> tuple[int, ...] | None:

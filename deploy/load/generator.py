@@ -7,7 +7,8 @@ due, not from when it was sent: a generator that cannot keep up would flatter th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,10 @@ from pydantic_core import from_json
 from deploy.load.client import kind_of
 from deploy.load.workload import PlannedRequest
 
-_DONE = "[DONE]"
-_DATA = "data:"
+_DONE = b"[DONE]"
+_DATA = b"data:"
+_END_S = 1.0
+"""So long an answer that is complete is read on, for the sake of its connection."""
 INCOMPLETE = "incomplete stream"
 EMPTY = "empty stream"
 NO_EVENT = "not an event of OpenAI's API"
@@ -81,17 +84,19 @@ class LoadGenerator:
             timeline.error = str(failure)
         except httpx.HTTPError as error:
             timeline.error = kind_of(error)
-        timeline.ended_s = self._now_s()
+        timeline.ended_s = timeline.ended_s or self._now_s()
         on_end(timeline)
         return timeline
 
     async def _receive(self, response: httpx.Response, timeline: Timeline) -> None:
         has_answer = False
-        async for line in response.aiter_lines():
+        lines = _lines(response)
+        async for line in lines:
             if not line.startswith(_DATA):
                 continue
             data = line[len(_DATA) :].strip()
             if data == _DONE:
+                timeline.ended_s = self._now_s()
                 break
             has_answer |= self._note(_event(data), timeline)
         else:
@@ -100,6 +105,12 @@ class LoadGenerator:
             raise _Failed(EMPTY)
         if timeline.num_output_tokens is None:
             timeline.num_output_tokens = len(timeline.deliveries_s)
+        # A connection is used again if its answer has been read to the end, which may come a moment later;
+        # else the next request has to wait for a new one, and for its handshake.
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(_END_S):
+                async for _ in lines:
+                    pass
 
     def _note(self, event: Mapping[str, Any], timeline: Timeline) -> bool:
         """Write down what an event brings; return whether it is a part of an answer, be it only its end."""
@@ -117,7 +128,20 @@ class LoadGenerator:
         return has_text or any(choice.get("finish_reason") for choice in choices)
 
 
-def _event(data: str) -> Mapping[str, Any]:
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield lines as server-sent events have them.
+
+    Those of `aiter_lines` end at what Unicode calls a line's end, too, which JSON may hold as it is (U+2028).
+    """
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
+
+
+def _event(data: bytes) -> Mapping[str, Any]:
     try:
         event = from_json(data)
     except ValueError:
@@ -145,4 +169,6 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
     return bool(choice.get("text") or any(delta.get(name) for name in _TEXTS))
 
 
-_TEXTS = ("content", "reasoning_content", "tool_calls", "refusal")
+_TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+"""What a model's words may be called: vLLM and OpenRouter call what it thinks `reasoning`, others
+`reasoning_content`."""

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from deploy.monitoring.measures import num_failed
 from deploy.monitoring.objectives import Objectives
 from deploy.monitoring.promql import Scope
 from deploy.monitoring.recordings import ACCEPTANCE, FAILED, FIRST_TOKEN_IN_TIME, NEXT_TOKENS_IN_TIME
 from deploy.monitoring.rule import Alert, Severity
 
-_5M, _10M, _15M, _30M = (Scope(window=window, tells_models=True) for window in ("5m", "10m", "15m", "30m"))
+_5M, _10M, _15M, _30M, _6H = (
+    Scope(window=window, tells_models=True) for window in ("5m", "10m", "15m", "30m", "6h")
+)
 _TURNED_AWAY = 'status="429"'
+_OF_TARGET, _OF_DRAFT = 'part="target"', 'part="draft"'
 _COMPILE_FAILED, _COMPILE_PENDING = 'compile="failed"', 'compile="pending"'
+
+_FEW_FAILURES = 2.5
+"""In the long window: three are more. An increase is that of the samples, stretched to the whole window."""
+_WERE_THERE = _6H.lowest("http_requests_in_progress")
+"""Jobs, of the last hours."""
+_AT_REST = (
+    # Where there may be none, requests wait for the first to load its model, which takes minutes.
+    f"({_5M.gauge('scales_to_zero', where=_OF_TARGET)} > 0 unless "
+    f"{_10M.lowest('num_requests_without_group')} > 0)"
+)
+"""There need not be a target group: nobody asks for one, or not for long."""
 
 
 def _burns(
@@ -21,10 +36,12 @@ def _burns(
     chapter 5.
     """
     short, long = windows
+    # Where there are few requests, one that fails is a share of them that looks like a disaster.
+    not_one_alone = f"{num_failed(Scope(window=long))} > {_FEW_FAILURES}"
     share = f"{num_budgets * (1 - objectives.share_answered):.6g}"
     return Alert(
         name=f"DrafthouseErrorBudgetBurns{name}",
-        expression=f"{FAILED[short]} > {share} and {FAILED[long]} > {share}",
+        expression=f"{FAILED[short]} > {share} and {FAILED[long]} > {share} and {not_one_alone}",
         lasting="2m",
         severity=severity,
         summary="{{ $labels.job }}: {{ $value | humanizePercentage }} of requests fail",
@@ -39,16 +56,20 @@ def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
     return (
         Alert(
             name="DrafthouseMetricsAbsent",
-            expression=f"absent({_5M.gauge('http_requests_in_progress')})",
+            # Of several jobs one may be gone: nothing else fires for it, since all else compares what is
+            # there. After six hours it counts as taken away on purpose.
+            expression=f"({_WERE_THERE} unless {_5M.gauge('http_requests_in_progress')}) or "
+            f"absent({_WERE_THERE})",
             lasting="5m",
             severity="critical",
-            summary="No metrics of Drafthouse",
-            description="Prometheus has had no metrics of any Drafthouse ingress for five minutes. Either "
-            "nothing is served, or Prometheus looks in the wrong place.",
+            summary="No metrics of Drafthouse{{ with $labels.job }} ({{ . }}){{ end }}",
+            description="Prometheus has had no metrics of any ingress"
+            "{{ with $labels.job }} of {{ . }}{{ end }} for five minutes. Either nothing is served, or "
+            "Prometheus looks in the wrong place.",
         ),
         Alert(
             name="DrafthouseNoTargetGroup",
-            expression=f"{_5M.gauge('coordinators')} < 1",
+            expression=f"{_5M.gauge('coordinators')} < 1 unless {_AT_REST}",
             lasting="1m",
             severity="critical",
             summary="{{ $labels.job }} has no target group",
@@ -134,7 +155,8 @@ def speculation_alerts() -> tuple[Alert, ...]:
     return (
         Alert(
             name="DrafthouseDraftPoolEmpty",
-            expression=f"{_5M.gauge('draft_workers')} < 1",
+            expression=f"{_5M.gauge('draft_workers')} < 1 unless "
+            f"{_5M.gauge('scales_to_zero', where=_OF_DRAFT)} > 0",
             lasting="5m",
             severity="warning",
             summary="{{ $labels.job }} has no draft worker",
@@ -161,7 +183,9 @@ def speculation_alerts() -> tuple[Alert, ...]:
         ),
         Alert(
             name="DrafthouseDraftPoolNotWorth",
-            expression=f"{_5M.gauge('speculation_pool_worth')} <= 1 and {_5M.gauge('draft_workers')} > 0",
+            # What it is worth is the last that was found: at rest it stays what it was.
+            expression=f"{_5M.gauge('speculation_pool_worth')} <= 1 and {_5M.gauge('draft_workers')} > 0 and "
+            f"{_30M.rate('rounds')} > 0",
             lasting="1h",
             severity="info",
             summary="{{ $labels.job }}: draft workers are not worth their devices",
@@ -212,7 +236,8 @@ def worker_alerts() -> tuple[Alert, ...]:
     return (
         Alert(
             name="DrafthouseTargetsDie",
-            expression=f"{_30M.increase('target_losses')} > 2",
+            # Between 2 and 3, as _FEW_FAILURES.
+            expression=f"{_30M.increase('target_losses')} > 2.5",
             lasting="0m",
             severity="warning",
             summary="{{ $labels.job }} keeps losing target workers",

@@ -113,14 +113,15 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
     if panel.limits is not None:
         builder.thresholds(_thresholds(panel.limits))
     for number, query in enumerate(panel.queries):
-        builder.with_target(
+        target = (
             prometheus.Dataquery()
             .ref_id(chr(ord("A") + number))
             .expr(query.expression)
             .legend_format(query.legend)
             .datasource(_DATASOURCE)
-            .range()
         )
+        # Of a range the last value there was would be shown, be it an hour old: green where all is gone.
+        builder.with_target(target.range() if panel.kind == "lines" else target.instant())
     return builder
 
 
@@ -148,7 +149,7 @@ def _number(panel: Panel) -> stat.Panel:
     return (
         stat.Panel()
         .color_mode(mode)
-        .graph_mode(common.BigValueGraphMode.AREA)
+        .graph_mode(common.BigValueGraphMode.NONE)
         .reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]))
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deploy.monitoring.promql import Scope
 
@@ -10,10 +10,18 @@ from deploy.monitoring.promql import Scope
 def failed_share(scope: Scope) -> str:
     """Return the share of HTTP requests that failed for a reason of ours, with a status or in the middle of a
     stream; 0 when there were some and none failed."""
-    requests = scope.rate("http_requests")
-    failed = scope.rate("http_requests", where='status=~"5.."')
-    in_streams = scope.rate("streams_failed")
-    return f"(({failed} or 0 * {requests}) + ({in_streams} or 0 * {requests})) / {requests}"
+    return f"{_failed(scope.rate)} / {scope.rate('http_requests')}"
+
+
+def num_failed(scope: Scope) -> str:
+    """Return how many HTTP requests failed so."""
+    return _failed(scope.increase)
+
+
+def _failed(grown: Callable[..., str]) -> str:
+    none = f"0 * {grown('http_requests')}"
+    answers = grown("http_requests", where='status=~"5.."')
+    return f"(({answers} or {none}) + ({grown('streams_failed')} or {none}))"
 
 
 def accepted_share(scope: Scope, of: str = "spec_decode_num", *, by: Sequence[str] = ()) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from deploy.monitoring.promql import Scope
@@ -14,6 +14,8 @@ Unit = Literal["short", "s", "percentunit", "reqps", "tokens/s", "ops"]
 SHOWN = Scope(window="$__rate_interval", matchers='job=~"$job"', model_matchers=f'{MODEL_LABEL}=~"$model|"')
 """What the variables of a dashboard select, over Grafana's own window. Series of a job's only model do not
 name it."""
+SHOWN_AS_ONE = replace(SHOWN, window="$__range")
+"""The same, over all of the time that is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

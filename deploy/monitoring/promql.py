@@ -69,6 +69,12 @@ class Scope:
         exported = _checked(name, "gauge")
         return self._together(self._selector(PREFIX + name, where, exported), exported, by)
 
+    def lowest(self, name: str, *, where: str = "") -> str:
+        """Return the least that a gauge was within the window, of those with more labels the sum."""
+        exported = _checked(name, "gauge")
+        selector = self._selector(PREFIX + name, where, exported)
+        return self._together(f"min_over_time({selector}[{self.window}])", exported, ())
+
     def rate(self, name: str, *, by: Sequence[str] = (), where: str = "") -> str:
         """Return by how much a counter grows per second, of those with more labels the sum."""
         return self._of_counter("rate", name, by, where)

@@ -174,14 +174,18 @@ def _readable(url: str, purpose: str) -> Iterator[None]:
 
 
 def _refusal(url: str, purpose: str, error: GrafanaClientError) -> str:
+    taken = (
+        f"cannot {purpose}: something there has this title or uid already ({error.message}); rename or "
+        "remove it, or give another --folder"
+    )
     advice = {
         401: "does not accept the token: make one under Administration, Service accounts (role Editor) of "
         "the organisation that the dashboards are for, and write it to the token file",
         403: f"does not let the token {purpose}: its service account needs the role Editor, or the "
         "permissions folders:create, folders:read, dashboards:create, dashboards:read and dashboards:write",
         404: "is not there (status 404): give the URL under which a browser shows Grafana, with its path",
-        412: f"cannot {purpose}: something there has this title or uid already ({error.message}); rename or "
-        "remove it, or give another --folder",
+        409: taken,  # folders
+        412: taken,
     }
     return f"Grafana at {url} " + advice.get(error.status_code, f"cannot {purpose}: {error.message}")
 

@@ -55,6 +55,10 @@ STREAM_FAILURES = (
     "unavailable",
 )
 """Codes by which failed streams are told apart; all others are `other`."""
+GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions")
+_FROM_ZERO = ("429", "500", "503", "504")
+"""Statuses that alerts look at. They are there from the start, as codes of streams are: many fail at once,
+and for Prometheus a counter that begins at fifty has not grown."""
 MODEL_LABEL = "model_name"
 _MODEL_INFO = "model_info"
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
@@ -67,12 +71,14 @@ class DoorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.http_requests = self._counter("http_requests", "HTTP requests answered, by route and status.")
+        for route in GENERATING_ROUTES:
+            for status in _FROM_ZERO:
+                self.http_requests.labels(route, status)
         self.streams_failed = self._counter(
             "streams_failed",
             "Streams that ended in an error of ours after they had begun, with status 200, by code.",
         )
         for code in (*STREAM_FAILURES, "other"):
-            # From zero on: many fail at once, and a counter that begins at fifty has not grown.
             self.streams_failed.labels(code)
         self.in_progress = Gauge(
             f"{PREFIX}http_requests_in_progress", "HTTP requests being answered.", registry=self.registry

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.attention.base import LayerAttention
+from specdec.core.errors import CheckpointError
 from specdec.drafters.attention import Attends
 from specdec.drafters.logits import LogitScaling
 from specdec.drafters.vocabulary import DraftVocabulary
@@ -47,18 +48,29 @@ class TargetParts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TargetParts:
-        """Return the parts of a causal language model; nothing is copied."""
+        """Return the parts of a causal language model; nothing is copied.
+
+        Raises:
+            CheckpointError: it is not put together as those are that drafters are made for.
+        """
         config = model.config.get_text_config()
         embeddings: nn.Module = model.get_input_embeddings()
         find_head: Any = model.get_output_embeddings
         head: nn.Module | None = find_head()
         assert head is not None, "a causal language model has an LM head"
-        base = model.base_model
-        norm: nn.Module = next(
+        # Of a model for images too, what is served is the part for text.
+        get_decoder: Any = model.get_decoder
+        base = get_decoder()
+        norms = [
             child
             for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm")
             if isinstance(child := getattr(base, name, None), nn.Module)
-        )
+        ]
+        if not norms:
+            raise CheckpointError(
+                f"no drafter can be made for a target of model type {config.model_type!r}: no norm is found "
+                "behind its last layer"
+            )
         weight = head.weight
         assert isinstance(weight, torch.Tensor)
         return cls(
@@ -67,7 +79,7 @@ class TargetParts:
             vocab_size=weight.shape[0],
             num_layers=LayerMap.of_model(config).num_original_layers,
             embeddings=embeddings,
-            final_norm=norm,
+            final_norm=norms[0],
             head=head,
             logit_scaling=LogitScaling.of(config),
         )

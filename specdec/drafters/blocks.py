@@ -36,11 +36,19 @@ class BlockFamily:
         return made
 
     def make_norm(self, size: int | None = None) -> nn.Module:
-        """Return a norm over `size` features, all of the hidden state by default."""
+        """Return a norm over `size` features, all of the hidden state by default.
+
+        Raises:
+            CheckpointError: norms of this kind of model are no RMS norms.
+        """
+        eps = getattr(self.config, "rms_norm_eps", None)
+        if eps is None:
+            raise CheckpointError(
+                f"no norms of a drafter can be made as those of model type {self.config.model_type!r}, which "
+                "are no RMS norms; models like llama, mistral, qwen2 and qwen3 can be used"
+            )
         make: Any = self.norm
-        made: nn.Module = make(
-            self.config.hidden_size if size is None else size, eps=self.config.rms_norm_eps
-        )
+        made: nn.Module = make(self.config.hidden_size if size is None else size, eps=eps)
         return made
 
 
@@ -91,6 +99,10 @@ def probe_layers(
             positions = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
             block(row, position_embeddings=rotary(row, positions), paged=probe)
         return probe.layers(range(first_idx, first_idx + len(blocks)))
+    except TypeError as error:  # Gemma 3 has another table of positions for each kind of layer
+        raise CheckpointError(
+            f"decoder layers with {type(rotary).__name__} cannot be used one by one: {error}"
+        ) from error
     except UnsupportedAttention as refusal:
         raise CheckpointError(f"the drafter's attention is not supported: {refusal}") from refusal
 

@@ -195,8 +195,8 @@ class KvBudget(NamedTuple):
     def tokens(self, num_tokens: int) -> int:
         """Return the budget of a sequence of `num_tokens` tokens, which may be more than that."""
         if isinstance(self.amount, int):
-            return self.amount
-        wanted = max(self.floor, math.ceil(self.amount * num_tokens))
+            return min(self.amount, _ALL_TOKENS)
+        wanted = min(max(self.floor, math.ceil(self.amount * num_tokens)), _ALL_TOKENS)
         return wanted if self.most is None else min(wanted, self.most)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
 import torch
 
@@ -19,6 +19,7 @@ from specdec.attention.triton import MAX_PARTIAL_BYTES, TritonPagedAttention, Tr
 from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.config import CompileConfig
+from specdec.model.graph_recorder import CannotRecord, CudaRecorder, Recorder
 from specdec.model.loader import LoadedModel
 from specdec.model.row_buckets import RowBuckets, smallest_holding
 from specdec.model.runner import ForwardInputs, Incoming, ModelRunner
@@ -26,50 +27,8 @@ from specdec.model.static_batch import StaticBatch
 
 logger = logging.getLogger(__name__)
 
-_NUM_WARM_UPS = 2
-"""Runs before a recording: kernels are compiled and libraries take their memory in the first."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Largest difference from eager logits, relative to the largest logit, with which a graph is used."""
-
-
-class CannotRecord(Exception):
-    """The model's forward cannot be replayed; the text says why."""
-
-
-class Recorder(Protocol):
-    """Records what a device does."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run `run`, and return what repeats its work on the device without calling it.
-
-        Whatever `run` reads and writes must stay where it is; it must not wait for the device.
-        """
-        ...
-
-
-class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: only the results of the last one run are there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`."""
-        with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(_NUM_WARM_UPS):
-                    run()
-            torch.cuda.current_stream().wait_stream(side)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads of the process go on using their devices meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                run()
-        replay: Callable[[], None] = graph.replay
-        return replay
 
 
 class GraphRecording(ABC):

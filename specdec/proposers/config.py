@@ -310,8 +310,8 @@ class SpeculativeConfig(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _translate_rule(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("rejection_sample_method") in _RULES_ELSEWHERE:
-            name = data["rejection_sample_method"]
+        name = data.get("rejection_sample_method") if isinstance(data, dict) else None
+        if isinstance(name, str) and name in _RULES_ELSEWHERE:  # what is no text is refused like any other
             raise ValueError(
                 f"rejection_sample_method: there is no {name!r} here; write {_RULES_ELSEWHERE[name]!r}"
             )

@@ -16,7 +16,8 @@ from specdec.attention.triton import StaticWork, TritonPagedAttention
 from specdec.core.proposal import NoiseStream
 from specdec.model.batch import NO_TOKEN
 from specdec.model.config import CompileConfig
-from specdec.model.cuda_graphs import CudaRecorder, GraphRecording, Recorder, recordable
+from specdec.model.cuda_graphs import GraphRecording, recordable
+from specdec.model.graph_recorder import CudaRecorder, Recorder
 from specdec.model.row_buckets import sequence_buckets, smallest_holding
 from specdec.model.runner import ForwardInputs, ModelRunner
 from specdec.model.static_batch import PackedArrays, StaticBatch, paged_batch, static_metadata

@@ -65,6 +65,13 @@ class OnlineConfig(StrictConfig):
                 "nobody's texts may be learnt from: name API keys in `tenants`, or write allow_shared: true "
                 "to learn from all (drafts of each then show, by how fast they are, what others have written)"
             )
+        num_held_back = round(self.held_back_share * self.max_buffer_tokens)
+        if num_held_back < self.min_held_back_tokens:
+            raise ValueError(
+                f"held_back_share of max_buffer_tokens are {num_held_back} tokens, prompts included: never "
+                f"would min_held_back_tokens ({self.min_held_back_tokens} generated ones) be held back, and "
+                "anything learnt: give a larger max_buffer_tokens, or less for the other"
+            )
         return self
 
     def require_draft_model(

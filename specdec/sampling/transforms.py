@@ -9,7 +9,7 @@ sets s_v to -inf. Cuts apply in the order top-k, top-p, min-p; each looks at wha
   top_p times the mass of all; it keeps every s_v that is not below the last one taken (ties are kept);
 - min-p keeps every s_v >= float32(log(min_p)).
 
-The most likely token always survives. R rows, V token ids.
+The most likely token always survives. R rows, V token ids; r rows that are sorted at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 from specdec.sampling.rows import SamplingRows
 
 _NEVER = float("-inf")
+_SORTED_AT_ONCE = 1 << 23
+"""Scores: on a GPU, sorting takes some 40 bytes for each, for which no pool leaves room but in pieces."""
 
 
 def scores_of(logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -51,10 +53,13 @@ def _cut_top_k(scores_RV: torch.Tensor, top_k_R: torch.Tensor, largest_top_k: in
 
 
 def _cut_top_p(scores_RV: torch.Tensor, top_p_R: torch.Tensor) -> None:
-    falling_RV = scores_RV.sort(dim=-1, descending=True).values
-    mass_RV = falling_RV.double().exp_().cumsum_(-1)
-    wanted_R = mass_RV[:, -1:] * top_p_R[:, None]
-    num_taken_R = 1 + (mass_RV[:, :-1] < wanted_R).sum(-1, keepdim=True)
-    lowest_R = falling_RV.gather(1, num_taken_R - 1)
-    lowest_R.masked_fill_(top_p_R[:, None] >= 1.0, _NEVER)
-    scores_RV.masked_fill_(scores_RV < lowest_R, _NEVER)
+    rows_at_once = max(1, _SORTED_AT_ONCE // scores_RV.shape[1])
+    pieces = zip(torch.split(scores_RV, rows_at_once), torch.split(top_p_R, rows_at_once), strict=True)
+    for scores_rV, top_p_r in pieces:
+        falling_rV = scores_rV.sort(dim=-1, descending=True).values
+        mass_rV = falling_rV.double().exp_().cumsum_(-1)
+        wanted_r = mass_rV[:, -1:] * top_p_r[:, None]
+        num_taken_r = 1 + (mass_rV[:, :-1] < wanted_r).sum(-1, keepdim=True)
+        lowest_r = falling_rV.gather(1, num_taken_r - 1)
+        lowest_r.masked_fill_(top_p_r[:, None] >= 1.0, _NEVER)
+        scores_rV.masked_fill_(scores_rV < lowest_r, _NEVER)

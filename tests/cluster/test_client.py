@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster import client, door_account
@@ -57,8 +58,11 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def started(wake: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[ClusterService]:
-    service = ClusterService(ClusterConfig(channels=ChannelConfig(bind="loopback")), wake=wake)
+async def started(
+    wake: Callable[[], Awaitable[None]] | None = None, **cluster: object
+) -> AsyncIterator[ClusterService]:
+    config = ClusterConfig.model_validate({"channels": ChannelConfig(bind="loopback"), **cluster})
+    service = ClusterService(config, wake=wake)
     await service.start()
     try:
         yield service
@@ -130,6 +134,69 @@ def test_a_door_that_is_opened_where_there_is_no_group_has_one_started_to_know_t
             request.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await request
+
+    async def first_output(service: ClusterService) -> None:
+        async for _ in service.generate(a_request("r", random.Random(1))):
+            return
+
+    asyncio.run(run())
+
+
+def test_a_group_that_is_about_to_go_has_a_successor_started_while_it_serves() -> None:
+    """Scaled to zero, it serves for a while what comes: what lasts longer would wait for a whole start."""
+
+    async def run() -> None:
+        groups = Groups()
+        async with started(groups.wake) as service:
+            groups.come(service)
+            groups.is_there.clear()
+            (member,) = (one.member for one in service._book._coordinators)
+            service._connected = {member.peer_id: member}
+            service._has_seen_members.set()
+            request = asyncio.create_task(first_output(service))
+            await ticks(service, 5)
+            assert groups.num_calls == 0
+            service._connected = {member.peer_id: msgspec.structs.replace(member, is_leaving=True)}
+            await until(lambda: groups.num_calls == 1)
+            request.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await request
+            await ticks(service, 5)
+            assert groups.num_calls == 1
+
+    async def first_output(service: ClusterService) -> None:
+        async for _ in service.generate(a_request("r", random.Random(1))):
+            return
+
+    asyncio.run(run())
+
+
+def test_metrics_say_whether_somebody_has_to_be_there_and_how_many_wait() -> None:
+    """Alerts tell a cluster at rest from one that is lost by it."""
+
+    async def run() -> None:
+        groups = Groups()
+        zero = {
+            "target_groups": {"autoscaling": {"min_groups": 0, "max_groups": 2}},
+            "draft_pool": {"autoscaling": {"min_workers": 0, "max_workers": 2}},
+        }
+        async with started(groups.wake, **zero) as service:
+            groups.come(service)
+            groups.go(service)
+            values = await service.metrics()
+            parts = [values[f'scales_to_zero{{part="{part}"}}'] for part in ("target", "draft")]
+            assert (values["coordinators"], values["num_requests_without_group"], parts) == (0, 0, [1, 1])
+            request = asyncio.create_task(first_output(service))
+            await until(lambda: service._book.num_homeless == 1)
+            assert (await service.metrics())["num_requests_without_group"] == 1
+            request.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await request
+            assert (await service.metrics())["num_requests_without_group"] == 0
+        async with started() as service:
+            values = await service.metrics()
+            parts = [values[f'scales_to_zero{{part="{part}"}}'] for part in ("target", "draft")]
+            assert parts == [0, 0]
 
     async def first_output(service: ClusterService) -> None:
         async for _ in service.generate(a_request("r", random.Random(1))):

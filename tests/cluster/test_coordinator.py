@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus
 
 from cluster import coordinator
+from cluster.autoscaling.draft_demand import demand_of
 from cluster.config import ClusterConfig, MembershipConfig
 from cluster.coordinator import CoordinatorReplica
 from cluster.desk import RequestDesk
@@ -113,3 +115,23 @@ def test_who_has_no_streams_ends_at_once(status: ApplicationStatus, monkeypatch:
     replica.drain()
     assert time.monotonic() - started_s < 5.0 < ClusterConfig().drain_timeout_s
     assert replica._closed
+
+
+def test_what_is_wanted_of_the_draft_pool_is_told_without_waiting_for_rays_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is told in the channel's thread: while that waits, doors hear nothing, and take it for lost."""
+
+    def look_up(*_: object, **__: object) -> None:
+        raise AssertionError("the head was asked")
+
+    monkeypatch.setattr(ray, "get_actor", look_up)
+    told: list[tuple[object, ...]] = []
+    replica = Ending()
+    replica._cluster = ClusterConfig.model_validate({"draft_pool": {"autoscaling": {"max_workers": 2}}})
+    replica._demand_due_s = 0.0
+    replica._directory.tell = lambda *args: told.append(args)
+    for _ in range(3):
+        replica._report_demand()
+    replica._closed = True
+    assert told == [("report_demand", "me", demand_of({}, None))], "once in a while"

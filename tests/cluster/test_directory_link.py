@@ -12,8 +12,11 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster import directory_actor
+from cluster.autoscaling.draft_demand import read_demands
 from cluster.directory import DirectorySnapshot, DirectoryVersion, Member
 from cluster.directory_actor import DirectoryLink
+from cluster.start_reports import StartReporter, read_start_reports
+from specdec.transport.base import PeerId
 from tests.cluster.test_directory import A
 
 
@@ -113,3 +116,82 @@ def test_for_how_long_the_directory_has_been_silent_is_known(monkeypatch: pytest
         link._exchange()
         silent_s.append((before, link.silent_s))
     assert silent_s == [(2.0, 0.0), (2.0, 2.0), (4.0, 4.0), (6.0, 0.0)]
+
+
+class Recording:
+    """A handle of the directory: notes what it is told, and answers with a snapshot of an incarnation."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+        self.incarnation = 1
+
+    def __getattr__(self, method: str) -> object:
+        return SimpleNamespace(remote=lambda *args: self.told.append((method, *args)))
+
+    def get(self, answer: None, timeout: float) -> DirectorySnapshot:
+        return DirectorySnapshot(version=DirectoryVersion(self.incarnation, 1), members=())
+
+
+def test_every_directory_hears_once_whose_processes_these_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that an update knows what is only starting, and in no directory yet, for its own."""
+    directory = Recording()
+    monkeypatch.setattr(directory_actor, "open_directory", lambda namespace, lease_s: directory)
+    monkeypatch.setattr(directory_actor.ray, "get", directory.get)
+    for application, told in (("app", 2), ("", 0)):
+        link = DirectoryLink(
+            namespace="n",
+            lease_s=3.0,
+            renew_s=1.0,
+            on_change=lambda members: None,
+            name="link",
+            application=application,
+        )
+        for directory.incarnation in (1, 1, 2, 2):
+            link._exchange()
+        assert directory.told.count(("belong_to", application)) == told
+
+
+def test_nobody_is_looked_up_to_be_told_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking up waits for Ray's head, a minute long where it is away; who tells must not."""
+
+    def look_up(*_: object, **__: object) -> None:
+        raise AssertionError("the head was asked")
+
+    monkeypatch.setattr(directory_actor.ray, "get_actor", look_up)
+    monkeypatch.setattr(directory_actor, "open_directory", look_up)
+    link = DirectoryLink(namespace="n", lease_s=3.0, renew_s=1.0, on_change=lambda members: None, name="link")
+    link.tell("report_demand", "me", 1)
+    link._handle = directory = Recording()
+    link.tell("report_demand", "me", 2)
+    assert directory.told == [("report_demand", "me", 2)]
+
+
+@pytest.mark.parametrize("error", [GetTimeoutError("the head is away"), ValueError("no such actor")])
+def test_a_directory_that_is_not_found_is_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(directory_actor.ray, "get_actor", look_up)
+    assert directory_actor.find_directory("n") is None
+    assert directory_actor.application_of("n") == ""
+    assert read_demands("n") is None
+    assert read_start_reports("n") == ()
+    StartReporter("n", PeerId("worker"))("loading target 5 %")
+    directory_actor.close_directory("n")
+
+
+def test_a_worker_that_tells_how_far_it_is_looks_the_directory_up_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory, looked_up = Recording(), []
+
+    def look_up(name: str, namespace: str) -> Recording:
+        looked_up.append(namespace)
+        return directory
+
+    monkeypatch.setattr(directory_actor.ray, "get_actor", look_up)
+    report = StartReporter("n", PeerId("worker"))
+    for text in ("a", "b", ""):
+        report(text)
+    assert directory.told == [("report_start", "worker", text) for text in ("a", "b", "")]
+    assert looked_up == ["n"]

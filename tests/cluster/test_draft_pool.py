@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import RayError, RayTaskError
 
 from cluster import draft_pool
+from cluster.autoscaling.draft_demand import DraftDemand, demand_of
 from cluster.config import ClusterConfig, MembershipConfig
 from cluster.directory_actor import DirectoryLink
 from cluster.draft_pool import DraftPoolReplica
@@ -121,3 +122,24 @@ def test_a_place_that_announces_nobody_any_more_is_replaced() -> None:
     place._watch = threading.current_thread()
     with pytest.raises(RuntimeError, match="directory's thread has ended"):
         place.check_health()
+
+
+def test_what_coordinators_wanted_stands_while_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that does not answer is no idle pool: by that it would shrink under load."""
+    wanted = (demand_of({"num_requests_running": 3.0}, None),)
+    answers: list[tuple[DraftDemand, ...] | None] = [None, (), wanted, None, None]
+    place = Place(Worker(), [])
+    scaling = {"draft_pool": {"autoscaling": {"max_workers": 2}}}
+    place._cluster = ClusterConfig.model_validate(
+        {"membership": {"lease_s": 1.0, "renew_s": 0.001}, **scaling}
+    )
+    place._demands = ()
+
+    def read(namespace: str) -> tuple[DraftDemand, ...] | None:
+        if len(answers) == 1:
+            place._stop.set()
+        return answers.pop(0)
+
+    monkeypatch.setattr(draft_pool, "read_demands", read)
+    place._keep_alive()
+    assert list(place._demands) == list(wanted)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,11 +17,12 @@ from ray._private.label_utils import validate_label_selector_value
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, MembershipConfig, TargetGroupsConfig
 from cluster.inventory import NodeSnapshot, how_many, with_changed
 from cluster.placement import (
+    GroupPlacement,
     ModelRanks,
     PlacementPlan,
     PlacementRefusal,
     RanksPerModel,
-    has_room_for_another,
+    place_more,
     plan_placement,
     require_plan,
     unchecked_placement,
@@ -300,6 +303,52 @@ def test_whatever_fits_is_placed_and_nothing_else(
         assert all(one.lacks or one.unfit for one in result.nodes)
 
 
+@given(
+    gpus=NODES,
+    num_groups=st.integers(1, 5),
+    num_workers=st.integers(1, 4),
+    own_nodes=st.booleans(),
+)
+def test_groups_are_as_even_as_draft_workers_allow(
+    gpus: list[int], num_groups: int, num_workers: int, own_nodes: bool
+) -> None:
+    result = plan_placement(
+        config_of(num_groups, num_workers, own_nodes=own_nodes), gpu_nodes(*gpus), has_drafter=True
+    )
+    if isinstance(result, PlacementPlan):
+        counts = Counter(group[0] for group in result.target_nodes)
+        assert sum(number * number for number in counts.values()) == min(
+            sum(number * number for number in ways)
+            for ways in itertools.product(*(range(number + 1) for number in gpus))
+            if sum(ways) == num_groups
+            and num_workers
+            <= sum(
+                0 if own_nodes and number else most - number for most, number in zip(gpus, ways, strict=True)
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "gpus", "own_nodes", "what"),
+    [
+        (50, 8, False, None),
+        (100, 8, True, None),
+        (3_600, 8, True, None),
+        (50, 192, True, None),
+        (5_000, 8, False, "draft worker 3801 of 5000"),
+    ],
+)
+def test_large_clusters_are_planned_at_once(
+    num_workers: int, gpus: int, own_nodes: bool, what: str | None
+) -> None:
+    """It took 20 seconds of CPU time, and who runs `serve deploy` waits."""
+    config, nodes = config_of(200, num_workers, own_nodes=own_nodes), gpu_nodes(*[float(gpus)] * 500)
+    started_s = time.process_time()
+    result = plan_placement(config, nodes, has_drafter=True)
+    assert time.process_time() - started_s < 5.0
+    assert (result.what if isinstance(result, PlacementRefusal) else None) == what
+
+
 def choices(num_nodes: int, width: int, strategy: str) -> list[tuple[int, ...]]:
     """All ways to place one group, in whatever order."""
     ways = itertools.combinations_with_replacement(range(num_nodes), width)
@@ -382,5 +431,21 @@ def test_what_the_version_before_holds_is_given_back() -> None:
 
 def test_an_update_begins_beside_the_old_where_a_group_more_fits() -> None:
     config, ranks = config_of(8, 8), ranks_of(tensor=2)
-    assert has_room_for_another(config, gpu_nodes(1, 2), ranks)
-    assert not has_room_for_another(config, gpu_nodes(1, 1), ranks)
+    placement = unchecked_placement(config, has_drafter=True, ranks=ranks).target
+    assert place_more(1, placement, config, gpu_nodes(1, 2), ranks) is not None
+    assert place_more(1, placement, config, gpu_nodes(1, 1), ranks) is None
+
+
+def test_more_groups_go_only_where_ray_may_place_them() -> None:
+    """They fit in more places than that: divided, on nodes with other labels, or on those of others."""
+    config, ranks = config_of(tensor_parallel_across_nodes=True), ranks_of(tensor=2)
+    whole = GroupPlacement(bundles=({"GPU": 1.0},) * 2, strategy="STRICT_PACK", label_selectors=None)
+    assert place_more(1, whole, config, gpu_nodes(1, 1), ranks) is None
+    divided = replace(whole, strategy="PACK")
+    assert place_more(1, divided, config, gpu_nodes(1, 1), ranks) is not None
+    assert place_more(2, divided, config, gpu_nodes(1, 1, 1), ranks) is None
+    apart = replace(whole, label_selectors=({"ray.io/node-id": "!in(n0)"},) * 2)
+    assert place_more(1, apart, config, gpu_nodes(2, 1), ranks) is None
+    more = place_more(1, apart, config, gpu_nodes(2, 2), ranks)
+    assert more is not None
+    assert more.target_nodes == (("n1", "n1"),)

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.deployment import Deployment, DeploymentFailed, _check_running_serve, _raise_if_failed, base_url
 from deploy.openai.keys import ApiKey
+from deploy.preflight import check_local_resources
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
 from specdec.scheduling.config import SchedulerConfig
@@ -119,3 +121,56 @@ def test_no_more_choices_than_there_is_room_for() -> None:
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_waiting=3)
     config = DrafthouseConfig(target=ModelConfig(model="x"), scheduler=scheduler)
     assert door_settings(config, ()).max_choices == 5
+
+
+class Coordinators:
+    """The handle of a model's coordinators; None: there are none."""
+
+    def __init__(self, *streams: list[int] | None) -> None:
+        self.deployment_name = "Coordinator"
+        self.streams = list(streams)
+        self.closed_after_s: list[float] = []
+
+    def broadcast(self, method: str, *args: float) -> Coordinators:
+        if self.streams[0] is None:
+            raise RayServeException("no replica")
+        self.closed_after_s += args
+        self.asked = method
+        return self
+
+    def results(self, timeout_s: float) -> list[int | None]:
+        if self.asked == "close_down":
+            return [None]
+        streams = self.streams.pop(0) if len(self.streams) > 1 else self.streams[0]
+        assert streams is not None
+        return list(streams)
+
+
+def test_models_without_a_group_do_not_keep_others_from_being_drained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was scaled to zero has no replica that could be asked."""
+    handles = {
+        "Coordinator": Coordinators(None),
+        "Coordinator-b": Coordinators([2, 1], [0, 1], [0, 0]),
+        "Coordinator-c": Coordinators([0]),
+    }
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda name, application: handles[name])
+    model = {"target": {"model": "x"}}
+    config = DrafthouseConfig.model_validate(
+        {**model, "models": {"b": model, "c": model}, "cluster": {"drain_timeout_s": 7.0}}
+    )
+    Deployment(config, ())._drain()
+    assert [handle.closed_after_s for handle in handles.values()] == [[], [7.0], [7.0]]
+    assert handles["Coordinator-b"].streams == [[0, 0]], "it was waited for"
+
+
+def test_as_many_as_there_may_ever_be_have_to_fit_this_machine() -> None:
+    """Before Ray is started, and not once it has been."""
+    config = {
+        "target": {"model": "x"},
+        "cluster": {"target_groups": {"autoscaling": {"max_groups": 3}}},
+    }
+    check_local_resources(DrafthouseConfig.model_validate(config), 3)
+    with pytest.raises(ResourceError, match="target group 3 of 3 needs 1 CPU"):
+        check_local_resources(DrafthouseConfig.model_validate(config), 2)

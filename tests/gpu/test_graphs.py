@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,32 @@ def test_replays_are_the_eager_forward(tmp_path: Path, architecture: str) -> Non
             torch.testing.assert_close(ours[1:], theirs[1:], rtol=0, atol=1e-4)
 
 
+def _seen(logits: torch.Tensor) -> None:
+    assert logits.sum().item() != 0
+
+
+def _found_out_by_cuda(logits: torch.Tensor) -> None:
+    torch.cuda.current_stream(logits.device).synchronize()
+
+
+@pytest.mark.parametrize("wait", [_seen, _found_out_by_cuda])
 def test_what_waits_for_the_device_stays_eager_and_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait: Callable[[torch.Tensor], None],
 ) -> None:
-    runner = make_runner(load(tmp_path, "llama"))
+    loaded = load(tmp_path, "llama")
+    runner, other = make_runner(loaded), make_runner(loaded)
     piece = SequenceSlice(token_ids=[3, 4, 5], start=0, block_table=[7], num_logit_rows=3)
     expected = runner.forward([piece]).clone()
-    own = runner.call_model
+    other.graphs = recorded = CudaForward(other, CompileConfig(cuda_graph_max_rows=4))
+    assert recorded.warm_up() == "ready"
+    own, stream = runner.call_model, torch.cuda.current_stream()
 
     def waits(*args: torch.Tensor) -> torch.Tensor:
         logits = own(*args)
-        assert logits.sum().item() != 0
+        wait(logits)
         return logits
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
@@ -107,7 +123,15 @@ def test_what_waits_for_the_device_stays_eager_and_works(
         forward = runner.graphs = CudaForward(runner, CompileConfig(cuda_graph_max_rows=4))
         assert forward.warm_up() == "failed"
     assert "runs eagerly, which is slower" in caplog.text
+    assert "from here on" not in caplog.text, "what the recording left behind could not be undone"
     assert torch.equal(runner.forward([piece]), expected)
+    # Nor is anything else the worse for it.
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(3, device="cuda").isfinite().all()
+    torch.cuda.empty_cache()
+    torch.testing.assert_close(other.forward([piece]), expected, rtol=0, atol=1e-4)
+    again = CudaForward(make_runner(loaded), CompileConfig(cuda_graph_max_rows=4))
+    assert again.warm_up() == "ready"
 
 
 def test_draft_loops_draft_what_steps_draft(tmp_path: Path) -> None:

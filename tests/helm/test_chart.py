@@ -788,6 +788,18 @@ def test_the_door_is_scraped_once() -> None:
     assert "metricRelabelings" not in alone["spec"]["podMetricsEndpoints"][0]
 
 
+def test_releases_of_one_name_in_two_namespaces_are_two_jobs() -> None:
+    """Prometheus has what the operator gives: `namespace`, and as `job` the name of the Service."""
+    (monitor,) = of_kind(render(EVERYTHING), "ServiceMonitor")
+    (relabeling,) = monitor["spec"]["endpoints"][0]["relabelings"]
+    found = set()
+    for namespace in ("staging", "production"):
+        labels = {"namespace": namespace, "job": "llm-drafthouse-metrics"}
+        value = relabeling["separator"].join(labels[name] for name in relabeling["sourceLabels"])
+        found.add((labels | {relabeling["targetLabel"]: value})["job"])
+    assert found == {"staging/llm-drafthouse-metrics", "production/llm-drafthouse-metrics"}
+
+
 def test_tls_reaches_everything_that_speaks_with_the_door() -> None:
     values = {"tls": {"existingSecret": "my-tls"}, "monitoring": {"serviceMonitor": {"enabled": True}}}
     manifests = render(values)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich.progress import track
 from transformers import PreTrainedModel
 
 from specdec.drafters.base import Drafter, TargetParts
@@ -17,6 +18,7 @@ from training.drafters.capture import Capture
 from training.drafters.drafting import Choose, accepted_per_round, draft_everywhere, unfold_chains
 from training.evaluation import acceptance_summary
 from training.generation import gumbel_noise, noisy_choice, sample
+from training.progress import console
 
 TEMPERATURES = (0.0, 0.7)
 
@@ -131,7 +133,8 @@ def _at(
     tokens = torch.cat([prompts, written], dim=1)
     vocab_size = TargetParts.of(target).vocab_size
     rounds: list[int] = []
-    for row in range(num_rows):
+    described = f"drafting at temperature {temperature}"
+    for row in track(range(num_rows), described, console=console, transient=True):
         own = tokens[row : row + 1].to(target.device)
         noise = None
         if temperature > 0:

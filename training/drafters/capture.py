@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,11 +76,15 @@ class KeptStates:
         name = digest.hexdigest()[:16]
         num_rows, length = rows.shape
         shape = (num_rows, length, capture.width)
-        _require_space(folder, folder / f"hidden-{name}.bin", int(np.prod(shape)) * _DTYPE.itemsize)
+        states_file, rows_file = (folder / f"hidden-{name}.{kind}" for kind in ("bin", "rows"))
         self._capture = capture
         self._rows = rows
-        self._states = _mapped(folder / f"hidden-{name}.bin", shape, np.int16)
-        self._is_there = _mapped(folder / f"hidden-{name}.rows", (num_rows,), np.uint8)
+        if not _is_whole(states_file, shape, np.int16):
+            # What the other file says to be there was in the one that somebody has removed.
+            rows_file.unlink(missing_ok=True)
+        _require_space(states_file, int(np.prod(shape)) * _DTYPE.itemsize)
+        self._states = _mapped(states_file, shape, np.int16)
+        self._is_there = _mapped(rows_file, (num_rows,), np.uint8)
 
     @property
     def num_kept(self) -> int:
@@ -96,16 +102,30 @@ class KeptStates:
         return stored.to(self._capture.model.device)
 
 
-def _require_space(folder: Path, file: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if not file.exists() and size > free:
+def _require_space(file: Path, size: int) -> None:
+    """Take the space now: a process that writes to a mapped file on a full disk is killed, without a word."""
+    is_new = not file.exists()
+    free = shutil.disk_usage(file.parent).free
+    try:
+        if is_new and size > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with file.open("ab") as opened:
+            os.posix_fallocate(opened.fileno(), 0, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            return  # not every file system can do it
+        if is_new:
+            file.unlink(missing_ok=True)
         raise ResourceError(
-            f"--keep-hidden: hidden states take {size / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; "
-            "without it they are computed again in each epoch"
-        )
+            f"--keep-hidden: hidden states take {size / 1e9:.1f} GB, {file.parent} has {free / 1e9:.1f} GB "
+            "free; without it they are computed again in each epoch"
+        ) from error
+
+
+def _is_whole(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> bool:
+    return path.exists() and path.stat().st_size == int(np.prod(shape)) * np.dtype(dtype).itemsize
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap[Any, Any]:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    is_whole = path.exists() and path.stat().st_size == size
-    return np.memmap(path, dtype=dtype, mode="r+" if is_whole else "w+", shape=shape)
+    mode: Literal["r+", "w+"] = "r+" if _is_whole(path, shape, dtype) else "w+"
+    return np.memmap(path, dtype=dtype, mode=mode, shape=shape)

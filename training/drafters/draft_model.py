@@ -194,7 +194,7 @@ def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
             ground.model,
             _without_gradients(draft, training.vocabularies),
             ground.beginnings(),
-            num_generated=options.eval_tokens,
+            num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
             seed=recipe.seed,
         )

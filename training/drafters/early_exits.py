@@ -140,7 +140,7 @@ def train_early_exits(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
             ground.model,
             lambda text: exits.logits(text, exit_layer),
             ground.beginnings(),
-            num_generated=options.eval_tokens,
+            num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
             seed=recipe.seed,
         )

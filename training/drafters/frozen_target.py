@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from specdec.attention.hf import UnsupportedAttention
 from specdec.core.errors import ConfigError
 from specdec.drafters.base import Drafter, TargetParts
 from specdec.drafters.checkpoints.registry import load_drafter
@@ -41,19 +42,22 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
         {"drafter": drafter},
         vocabulary_sizes=frozenset({capture.parts.vocab_size, _num_drafted_ids(training)}),
     )
-    drafter.train()
-    run.run(_steps(ground, training, capture, ground.kept_states(capture), run))
+    # Without dropout, which a target's layers may have: what it draws is in no checkpoint.
+    drafter.eval()
+    try:
+        run.run(_steps(ground, training, capture, ground.kept_states(capture), run))
+    except UnsupportedAttention as error:
+        raise ConfigError(f"{recipe.method} cannot be trained for this target: {error}") from error
     with stored_as(drafter, getattr(torch, options.stored_dtype)):
         training.save(options.out, str(options.target), options.layout)
     acceptance: dict[str, Any] = {}
     if options.eval_texts:
         console.print("measuring acceptance")
-        drafter.eval()
         acceptance = evaluate_acceptance(
             capture,
             drafter,
             ground.beginnings(),
-            num_generated=options.eval_tokens,
+            num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
             seed=recipe.seed,
         )

@@ -16,11 +16,14 @@ from rich.progress import track
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.core.errors import ConfigError, ResourceError
+from specdec.core.errors import CheckpointError, ConfigError, ResourceError
+from specdec.drafters.base import TargetParts
 from specdec.model.checkpoint import Checkpoint, open_checkpoint, outline_of, revision_of
 from specdec.model.loader import load_tokenizer
-from training.checkpointing import replace_file
+from specdec.model.rotary import longest_sequence
+from training.checkpointing import first_line, replace_file
 from training.drafters.capture import Capture, KeptStates
+from training.drafters.folders import described_run, note_run, require_free, require_same_run
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.rows import Rows
@@ -33,7 +36,6 @@ from training.run import RunOptions, TrainingRun
 _AUTO_MODEL: Any = AutoModelForCausalLM
 _SAMPLED_AT_ONCE = 32
 _PROMPT_LENGTH = 64
-_RUN_FILE = "run.json"
 _END_BYTES = 1 << 20
 EVALUATION_FILE = "acceptance.json"
 
@@ -66,16 +68,22 @@ class Groundwork:
             CheckpointError: the target cannot be read.
         """
         checkpoint = open_checkpoint(options.target)
-        _require_free(options)
+        require_free(options)
         torch.manual_seed(recipe.seed)
         device = _device(options)
         # On a CPU without units for it, a step in bfloat16 takes more than twice as long.
         is_mixed = options.dtype == "bfloat16" or (options.dtype == "auto" and device == "cuda")
         dtype = torch.bfloat16 if is_mixed and not trains_target else torch.float32
+        fingerprint = _fingerprint(checkpoint)
+        # What is refused is refused before anything that takes long.
+        require_same_run(options.work, described_run(recipe, options, outline_of(checkpoint), fingerprint))
         model = load_frozen(options.target, dtype, device)
+        _require_positions(model, recipe)
         tokenizer = load_tokenizer(options.target)
-        train, held_out = split(read_documents(options.data, tokenizer))
-        separator = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else 0
+        separator = _separator(tokenizer, model)
+        documents = read_documents(options.data, tokenizer, leaving_out=(options.out, options.work))
+        _require_known(documents, separator, model, options.target)
+        train, held_out = split(documents)
         rows = Rows.cut(
             train,
             separator=separator,
@@ -83,7 +91,6 @@ class Groundwork:
             batch_rows=recipe.batch_rows,
             seed=recipe.seed,
         )
-        fingerprint = _fingerprint(checkpoint)
         if options.samples:
             rows = Rows(
                 tokens=_sampled(model, rows, recipe, options, fingerprint),
@@ -112,10 +119,17 @@ class Groundwork:
         """int64 [<= eval_texts, P]: beginnings of held-out documents, all of one length."""
         num_texts = self.options.eval_texts
         whole = torch.cat([torch.tensor([self.separator, *document.tolist()]) for document in self.held_out])
-        length = min(_PROMPT_LENGTH, max(2, len(whole) // num_texts))
+        longest = min(_PROMPT_LENGTH, (_num_positions(self.model) or 2 * _PROMPT_LENGTH) // 2)
+        length = min(longest, max(2, len(whole) // num_texts))
         count = max(1, min(num_texts, len(whole) // length))
         stride = len(whole) // count
         return torch.stack([whole[i * stride : i * stride + length] for i in range(count)])
+
+    @property
+    def num_evaluated(self) -> int:
+        """Tokens that the target writes behind each of `beginnings`: as many as its positions allow."""
+        wanted, limit = self.options.eval_tokens, _num_positions(self.model)
+        return wanted if limit is None else min(wanted, limit - min(_PROMPT_LENGTH, limit // 2))
 
     def begin_run(
         self,
@@ -130,10 +144,10 @@ class Groundwork:
             ConfigError: WORK holds a run with other settings.
         """
         recipe, options = self.recipe, self.options
-        described = {**asdict(recipe), "target": self.outline, "rows": _digest(self.rows.tokens)}
-        described["target_weights"] = self.fingerprint
-        described["start_from"] = None if options.start_from is None else str(options.start_from)
-        _require_same_run(options.work, described)
+        described = described_run(recipe, options, self.outline, self.fingerprint)
+        described["rows"] = _digest(self.rows.tokens)
+        require_same_run(options.work, described)
+        note_run(options, described)
         return TrainingRun(
             recipe.method,
             recipe,
@@ -154,7 +168,9 @@ class Groundwork:
         if not options.keeps_hidden and options.hidden_folder is None:
             return None
         folder = options.hidden_folder or options.work / "hidden"
-        return KeptStates(folder, capture, self.rows.tokens, self.fingerprint)
+        # In bfloat16 a target makes something else of them.
+        made_by = f"{self.fingerprint} {self.model.dtype}"
+        return KeptStates(folder, capture, self.rows.tokens, made_by)
 
     def report(self, run: TrainingRun, num_parameters: int, acceptance: dict[str, Any]) -> dict[str, Any]:
         """What was done and measured; written to OUT, too."""
@@ -184,12 +200,60 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def load_frozen(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The model of a folder, in evaluation mode and without gradients."""
-    model: PreTrainedModel = _AUTO_MODEL.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, trust_remote_code=False
-    )
-    torch.nn.Module.to(model, device)
-    return model.eval().requires_grad_(requires_grad=False)
+    """The model of a folder, in evaluation mode and without gradients.
+
+    Raises:
+        CheckpointError: transformers does not read it, or it lacks weights of the model that it names.
+    """
+    try:
+        model, found = _AUTO_MODEL.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        # transformers draws them by chance, and says so among much else.
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} tensors of the model that its config.json names, first "
+            f"{missing[0]}: is it the folder of a whole model?"
+        )
+    loaded: PreTrainedModel = model
+    torch.nn.Module.to(loaded, device)
+    return loaded.eval().requires_grad_(requires_grad=False)
+
+
+def _num_positions(model: PreTrainedModel) -> int | None:
+    """How many tokens a text of the target's may have; None: it does not say."""
+    return longest_sequence(model.config)
+
+
+def _require_positions(model: PreTrainedModel, recipe: DrafterRecipe) -> None:
+    limit = _num_positions(model)
+    if limit is not None and recipe.row_length > limit:
+        raise ConfigError(
+            f"--row-length {recipe.row_length}: the target is made for texts of {limit} tokens at most"
+        )
+
+
+def _separator(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
+    """The id that ends texts, or what comes next to that."""
+    config = model.config.get_text_config()
+    ends = getattr(config, "eos_token_id", None)
+    stated = (tokenizer.eos_token_id, ends[0] if isinstance(ends, list) and ends else ends)
+    chosen = (one for one in (*stated, tokenizer.bos_token_id) if isinstance(one, int))
+    return next(chosen, 0)
+
+
+def _require_known(documents: list[np.ndarray], separator: int, model: PreTrainedModel, target: Path) -> None:
+    """Tokenizers of fine-tuned models have ids at times that their models do not."""
+    most = max(separator, *(int(document.max()) for document in documents))
+    num_known = TargetParts.of(model).vocab_size
+    if most >= num_known:
+        raise CheckpointError(
+            f"the tokenizer of {target} makes token id {most} of --data, and the model knows {num_known} "
+            "ids: they do not belong together, or the model was not resized when tokens were added"
+        )
 
 
 def _device(options: TrainOptions) -> str:
@@ -197,37 +261,6 @@ def _device(options: TrainOptions) -> str:
     if options.device == "cuda" and not has_gpu:
         raise ResourceError("--device cuda: no GPU is there")
     return "cuda" if options.device == "cuda" or (options.device == "auto" and has_gpu) else "cpu"
-
-
-def _require_free(options: TrainOptions) -> None:
-    """What lies in OUT may be of the run that WORK holds; nothing else is written over."""
-    out = options.out
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file: give a folder")
-    is_of_this_run = (options.work / _RUN_FILE).exists()
-    if out.is_dir() and any(out.iterdir()) and not is_of_this_run:
-        raise ConfigError(
-            f"--out {out} holds files, and {options.work} no run that they could be of: give another --out, "
-            "or remove them"
-        )
-
-
-def _require_same_run(work: Path, described: dict[str, Any]) -> None:
-    """Note what is trained in ``work``; a checkpoint of something else there is not gone on from."""
-    file = work / _RUN_FILE
-    described = json.loads(json.dumps(described))
-    if not file.exists():
-        text = json.dumps(described, indent=2) + "\n"
-        replace_file(file, lambda temporary: temporary.write_text(text))
-        return
-    before: dict[str, Any] = json.loads(file.read_text())
-    for name, value in described.items():
-        # What is not there was no setting yet when the run began.
-        if before.get(name, value) != value:
-            raise ConfigError(
-                f"{work} holds a run with {name} {before[name]!r}, not {value!r}: give another --work, "
-                "or remove the folder to start anew"
-            )
 
 
 def _digest(rows: torch.Tensor) -> str:

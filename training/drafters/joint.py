@@ -124,7 +124,7 @@ def train_jointly(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
             Capture(training.model, training.heads.hidden_layers),
             training.heads,
             ground.beginnings(),
-            num_generated=options.eval_tokens,
+            num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
             seed=recipe.seed,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -91,7 +92,7 @@ class DrafterRecipe(Schedule):
         defaults = {field.name: field.default for field in fields(self)}
         for name, methods in _OF_METHODS.items():
             if getattr(self, name) != defaults[name] and self.method not in methods:
-                raise ConfigError(f"{_flag(name)} is of method {_listed(methods)}, not of {self.method}")
+                raise ConfigError(f"{flag_of(name)} is of method {_listed(methods)}, not of {self.method}")
         self._check_ranges()
         if not 1 <= self.num_modules <= self.depth:
             raise ConfigError(f"--num-modules must be from 1 to --depth ({self.depth})")
@@ -101,10 +102,15 @@ class DrafterRecipe(Schedule):
     def _check_ranges(self) -> None:
         for name in ("on_policy", "layer_dropout", "decay", "constant_share"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{_flag(name)} must be from 0 to 1")
-        for name in ("feature_noise", "classification_weight", "weight_decay", "warmup_steps"):
+                raise ConfigError(f"{flag_of(name)} must be from 0 to 1")
+        for name in ("feature_noise", "classification_weight", "weight_decay", "warmup_steps", "exit_scale"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{_flag(name)} must not be negative")
+                raise ConfigError(f"{flag_of(name)} must not be negative")
+        for name in ("muon_lr", "adamw_lr", "target_rate"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{flag_of(name)} must be finite, and not negative")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ConfigError("--draft-vocab-size must be at least 1")
         if not self.clip_norm > 0.0:
             raise ConfigError("--clip-norm must be above 0")
 
@@ -125,8 +131,13 @@ def _listed(methods: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _flag(name: str) -> str:
-    words = name.removeprefix("is_").removeprefix("has_")
+_CALLED = {"muon_lr": "matrix_lr", "adamw_lr": "vector_lr"}
+"""Options that say what is meant, not by whom."""
+
+
+def flag_of(name: str) -> str:
+    """The option that sets a field."""
+    words = _CALLED.get(name, name).removeprefix("is_").removeprefix("has_")
     return f"--{words.replace('_', '-')}"
 
 

@@ -9,31 +9,44 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core.errors import ConfigError
 from specdec.core.files import is_hidden
+from training.progress import console
 
-_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+_LINE_SUFFIXES = (".jsonl", ".ndjson")
+_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", *_LINE_SUFFIXES)
 HELD_OUT_SHARE = 0.05
 
 
-def read_documents(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+def read_documents(
+    paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, *, leaving_out: Sequence[Path] = ()
+) -> list[np.ndarray]:
     """Token ids int64 of every document of ``paths`` (files, or folders of them), in a fixed order.
 
     A line of JSON lines has a ``text``, a ``prompt`` (and ``completion``), or ``messages`` (chat template).
+    Folders of ``leaving_out`` inside others are not read: what a run writes would be other data when it goes
+    on.
 
     Raises:
         ConfigError: a file or line is not what it should be, or there is no text at all.
     """
-    documents = [
-        np.asarray(ids, dtype=np.int64)
-        for file in _files(paths)
-        for ids in _encoded(file, tokenizer)
-        if len(ids) > 1
-    ]
+    files = list(_files(paths, [folder.resolve() for folder in leaving_out]))
+    documents: list[np.ndarray] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("reading texts", total=sum(file.stat().st_size for file in files))
+        for file in files:
+            for ids, num_characters in _encoded(file, tokenizer):
+                if len(ids) > 1:
+                    documents.append(np.asarray(ids, dtype=np.int64))
+                progress.advance(task, num_characters)
     if not documents:
-        raise ConfigError(f"--data: no text in {', '.join(map(str, paths)) or 'nothing'}")
+        raise ConfigError(
+            f"--data: no text in {', '.join(map(str, paths)) or 'nothing'} (of folders, files that end in "
+            f"{', '.join(_TEXT_SUFFIXES)} are read)"
+        )
     return documents
 
 
@@ -44,7 +57,7 @@ def is_held_out(document: np.ndarray, share: float = HELD_OUT_SHARE) -> bool:
 
 
 def split(documents: Iterable[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(to train on, held out); of a single document its end is held out."""
+    """(to train on, held out); of a single document its end is held out, of all copies that there are."""
     all_documents = list(documents)
     train = [document for document in all_documents if not is_held_out(document)]
     held_out = [document for document in all_documents if is_held_out(document)]
@@ -53,67 +66,87 @@ def split(documents: Iterable[np.ndarray]) -> tuple[list[np.ndarray], list[np.nd
     longest = max(range(len(all_documents)), key=lambda index: len(all_documents[index]))
     document = all_documents[longest]
     cut = len(document) - max(1, round(HELD_OUT_SHARE * len(document)))
-    others = [other for index, other in enumerate(all_documents) if index != longest]
+    others = [
+        other[:cut] if np.array_equal(other, document) else other
+        for index, other in enumerate(all_documents)
+        if index != longest
+    ]
     return [*others, document[:cut]], [document[cut:]]
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
+def _files(paths: Sequence[Path], leaving_out: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
+            whole = path.resolve()
+            inside = [folder for folder in leaving_out if folder != whole and folder.is_relative_to(whole)]
             yield from (
                 file
                 for file in sorted(path.rglob("*"))
-                if file.suffix in _TEXT_SUFFIXES and not is_hidden(file, path)
+                if file.suffix.lower() in _TEXT_SUFFIXES
+                and file.is_file()
+                and not is_hidden(file, path)
+                and not any(file.resolve().is_relative_to(folder) for folder in inside)
             )
         elif path.is_file():
+            if path.suffix.lower() == ".json":
+                raise ConfigError(
+                    f"--data: {path} is one value of JSON; what is read is lines of JSON, an object for each "
+                    "document (.jsonl), or texts: rename it to .txt to train on the JSON itself"
+                )
             yield path
         else:
             raise ConfigError(f"--data: {path} does not exist")
 
 
-def _encoded(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+def _encoded(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
+    """Token ids of each document of a file, and how many characters of it they are."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--data: {file} is not UTF-8: {error}") from error
-    if file.suffix != ".jsonl":
-        yield _ids(tokenizer, text)
+    if file.suffix.lower() not in _LINE_SUFFIXES:
+        yield _ids(tokenizer, text, str(file)), len(text)
         return
     # Strings of JSON may hold U+2028 and the like, at which `splitlines` would cut.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield _line(file, number, line, tokenizer)
+            yield _line(f"{file}:{number}", line, tokenizer), len(line)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, where: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # JSON can escape them one by one; no text in UTF-8 has such.
+        raise ConfigError(f"--data: {where} has half of a surrogate pair: {error}") from error
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
-def _line(file: Path, number: int, line: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _line(where: str, line: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         entry: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--data: {file}:{number} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # not only what is no JSON: numbers of 5,000 digits too
+        raise ConfigError(f"--data: {where} is not JSON: {error}") from error
     if isinstance(entry, dict):
         if isinstance(entry.get("text"), str):
-            return _ids(tokenizer, entry["text"])
+            return _ids(tokenizer, entry["text"], where)
         completion = "" if entry.get("completion") is None else entry["completion"]
         if isinstance(entry.get("prompt"), str) and isinstance(completion, str):
-            return _ids(tokenizer, entry["prompt"] + completion)
+            return _ids(tokenizer, entry["prompt"] + completion, where)
         if isinstance(entry.get("messages"), list):
             if tokenizer.chat_template is None:
-                raise ConfigError(f"--data: {file}:{number} has messages, the target has no chat template")
+                raise ConfigError(f"--data: {where} has messages, the target has no chat template")
             try:
                 return list(
                     tokenizer.apply_chat_template(entry["messages"], tokenize=True, return_dict=False)
                 )
             except Exception as error:  # a template is code, and raises what it likes
                 raise ConfigError(
-                    f"--data: {file}:{number}: the target's chat template does not take these messages: "
+                    f"--data: {where}: the target's chat template does not take these messages: "
                     f"{str(error) or type(error).__name__}"
                 ) from error
     raise ConfigError(
-        f'--data: {file}:{number} must be an object with "text", "prompt" (and "completion"), all strings, '
+        f'--data: {where} must be an object with "text", "prompt" (and "completion"), all strings, '
         'or "messages"'
     )

@@ -8,6 +8,7 @@ from typing import Any
 from specdec.core.errors import ConfigError
 from training.drafters.draft_model import train_draft_model
 from training.drafters.early_exits import train_early_exits
+from training.drafters.folders import alone_in
 from training.drafters.frozen_target import train_beside_target
 from training.drafters.joint import train_jointly
 from training.drafters.options import TrainOptions
@@ -28,7 +29,8 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
         CheckpointError: the target cannot be read.
     """
     _require_layout(recipe, options)
-    return _OTHERS.get(recipe.method, train_beside_target)(recipe, options)
+    with alone_in(options.work):
+        return _OTHERS.get(recipe.method, train_beside_target)(recipe, options)
 
 
 def _require_layout(recipe: DrafterRecipe, options: TrainOptions) -> None:

@@ -28,16 +28,21 @@ class _Side:
         self._tokens_of: Counter[str | None] = Counter()
 
     def add(self, text: LearnableText) -> int:
-        """Add a text; return how many tokens gave way."""
+        """Add a text; return how many tokens gave way.
+
+        One that is longer than all that may be held would drive out all others, and then itself.
+        """
+        if len(text.token_ids) > self.max_tokens:
+            return len(text.token_ids)
         self.by_owner.setdefault(text.owner, deque()).append(text)
         self._count(text, len(text.token_ids))
         num_dropped = 0
         while self.num_tokens > self.max_tokens:
             owner, _ = self._tokens_of.most_common(1)[0]
             oldest = self.by_owner[owner].popleft()
-            if not self.by_owner[owner]:
-                del self.by_owner[owner]
             self._count(oldest, -len(oldest.token_ids))
+            if not self.by_owner[owner]:
+                del self.by_owner[owner], self._tokens_of[owner]
             num_dropped += len(oldest.token_ids)
         return num_dropped
 
@@ -85,7 +90,8 @@ class TextBuffer:
         side = self._held_back if is_judge else self._to_train_on
         self.counters["online_tokens_buffered"] += len(text.token_ids)
         self.counters["online_tokens_dropped"] += side.add(text)
-        self.num_new_tokens += 0 if is_judge else text.num_generated
+        is_new = not is_judge and len(text.token_ids) <= side.max_tokens
+        self.num_new_tokens += text.num_generated if is_new else 0
 
     def has_enough(self) -> bool:
         """Whether another version is worth beginning, and can be judged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deploy.monitoring.measures import failed_share
 from deploy.monitoring.objectives import DEFAULT_OBJECTIVES, boundaries_s
-from deploy.monitoring.panels import SHOWN, Dashboard, Limits, ListVariable, Row, line, panel
+from deploy.monitoring.panels import SHOWN, SHOWN_AS_ONE, Dashboard, Limits, ListVariable, Row, line, panel
 
 _KEPT = Limits(poor=0.99, bad=0.95)
 _QUANTILES = ((0.5, "median"), (0.9, "p90"), (0.95, "p95"), (0.99, "p99"))
@@ -14,25 +14,27 @@ _SHARES = Row(
         panel(
             "Answered",
             "Share of HTTP requests that did not fail for a reason of ours: status below 500, and no error "
-            "in the stream.",
+            "in the stream. Over all of the time that is shown.",
             "percentunit",
-            line(f"1 - {failed_share(SHOWN)}", "{{job}}"),
+            line(f"1 - {failed_share(SHOWN_AS_ONE)}", "{{job}}"),
             kind="number",
             limits=Limits(poor=0.9999, bad=0.999),
         ),
         panel(
             "First token within $ttft s",
-            "Share of choices whose first token came in time. Choose the bound above.",
+            "Share of choices whose first token came in time, over all of the time that is shown. Choose the "
+            "bound above.",
             "percentunit",
-            line(SHOWN.share_within("time_to_first_token_seconds", "$ttft"), "{{job}}"),
+            line(SHOWN_AS_ONE.share_within("time_to_first_token_seconds", "$ttft"), "{{job}}"),
             kind="number",
             limits=_KEPT,
         ),
         panel(
             "Next tokens within $itl s",
-            "Share of deliveries that followed the one before in time. Choose the bound above.",
+            "Share of deliveries that followed the one before in time, over all of the time that is shown. "
+            "Choose the bound above.",
             "percentunit",
-            line(SHOWN.share_within("inter_token_latency_seconds", "$itl"), "{{job}}"),
+            line(SHOWN_AS_ONE.share_within("inter_token_latency_seconds", "$itl"), "{{job}}"),
             kind="number",
             limits=_KEPT,
         ),

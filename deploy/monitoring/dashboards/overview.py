@@ -10,7 +10,8 @@ _NOW = Row(
     panels=(
         panel(
             "Target groups",
-            "Copies of the model that can be reached. 0: nobody is answered; see DrafthouseNoTargetGroup.",
+            "Copies of the model that can be reached. 0: nobody is answered (see DrafthouseNoTargetGroup), "
+            "or, with min_groups: 0, nobody asks.",
             "short",
             line(SHOWN.gauge("coordinators"), "{{job}}"),
             kind="number",
@@ -82,10 +83,12 @@ _REQUESTS = Row(
         ),
         panel(
             "Requests in the engine",
-            "Running: taking part in rounds. Waiting: in the queue. Open: HTTP requests being answered.",
+            "Running: taking part in rounds. Waiting: in the queue. Without a group: waiting for a target "
+            "group to be there at all. Open: HTTP requests being answered.",
             "short",
             line(SHOWN.gauge("num_requests_running"), "running"),
             line(SHOWN.gauge("num_requests_waiting"), "waiting"),
+            line(SHOWN.gauge("num_requests_without_group"), "without a group"),
             line(SHOWN.gauge("http_requests_in_progress"), "open"),
         ),
         panel(

@@ -79,10 +79,13 @@ _GROUPS = Row(
         ),
         panel(
             "Groups that can be reached",
-            "And workers by what has become of compiling their forward. failed: they run eagerly, slower.",
+            "And workers by what has become of compiling their forward. failed: they run eagerly, slower. "
+            "May be none: 1 where there need be no such workers while nobody asks (min_groups or "
+            "min_workers: 0).",
             "short",
             line(SHOWN.gauge("coordinators"), "target groups"),
             line(SHOWN.gauge("num_workers", by=("part", "compile")), "{{part}} workers: {{compile}}"),
+            line(SHOWN.gauge("scales_to_zero", by=("part",)), "{{part}} workers may be none"),
             width=12,
         ),
         panel(

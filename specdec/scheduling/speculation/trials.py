@@ -47,6 +47,10 @@ _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {
 _FEWEST_ROUNDS_BEFORE_FIRST: Mapping[Trial, int] = {"auditing": 12, "comparing": 24}
 """Before the first one: what rounds without drafts take is known from the start's measurements alone."""
 _MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6, "comparing": 6}
+_ABOUT_AS_GOOD = 0.06
+_FAR_FROM_AS_GOOD = 0.2
+"""What a round of a probe may be expected to lose, as a share, where it is about as good either way; and what
+those of the last one may have lost, for it to be believed."""
 _CLEAR_GAIN = 0.02
 """An audit that has gained so much, as a share of its time, is soon followed by another one."""
 
@@ -82,9 +86,14 @@ class Trials:
         self._num_counted = 0
         self._lost_s = self._spent_s = 0.0
         """By the trial that is on, as the number of its rounds: of those that count."""
+        self._to_pay_s = 0.0
+        """What all rounds of the trial that is on have lost, less what others of them have gained."""
         self._audit_loss_s: float | None = None
         """What a round of the last audit has lost."""
+        self._probe_loss_s = 0.0
+        """What a round of the last probe has lost."""
         self._num_rounds_since = 0
+        self._seconds_since = 0.0
         self._num_ended: Counter[Trial] = Counter()
         """Trials that have changed nothing."""
         self.current: Trial | None = None
@@ -101,13 +110,22 @@ class Trials:
         num_doublings = min(self._num_ended[trial], _MOST_DOUBLINGS[trial])
         return self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial] << num_doublings
 
+    def _is_close_call(self, trial: Trial, length: TrialLength, loss_s: float) -> bool:
+        """Whether a probe may begin, however little the last ones have changed."""
+        if self.current is not None or trial != "probing":
+            return False
+        usual_s = self._seconds_since / max(1, self._num_rounds_since)
+        is_close = loss_s <= _ABOUT_AS_GOOD * usual_s and self._probe_loss_s <= _FAR_FROM_AS_GOOD * usual_s
+        is_paid = loss_s * length.most <= self._share * self._seconds_since
+        return is_close and is_paid and self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial]
+
     def begin(self, trial: Trial, length: TrialLength, loss_s: float, other_mode: Kind | None = None) -> None:
         """Begin a trial for some rounds, if it is time for it, given what each is expected to lose.
 
         A comparison looks at `other_mode`.
         """
         allowance_s = self._allowances.get(_purse(trial))
-        if allowance_s is None or not self.is_due(trial):
+        if allowance_s is None or not (self.is_due(trial) or self._is_close_call(trial, length, loss_s)):
             return
         if trial == "auditing" and self._audit_loss_s is not None:
             loss_s = min(loss_s, self._audit_loss_s)
@@ -121,8 +139,9 @@ class Trials:
         self._rounds_left = min(length.most, affordable)
         self._fewest = length.fewest
         self._num_counted = 0
-        self._lost_s = self._spent_s = 0.0
+        self._lost_s = self._spent_s = self._to_pay_s = 0.0
         self._num_rounds_since = 0
+        self._seconds_since = 0.0
 
     def note_round(
         self,
@@ -155,10 +174,13 @@ class Trials:
             allowances[purse] = min(after_s, _LARGEST_ALLOWANCE * round_s)
         self._is_new = False
         self._num_rounds_since += num_passed + 1
+        self._seconds_since += passed_s + round_s
         if self.current is None:
             return False
         purse = _purse(self.current)
-        allowances[purse] = max(allowances[purse] - max(lost_s, 0.0), -_LARGEST_DEBT * round_s)
+        paid_s, self._to_pay_s = max(0.0, self._to_pay_s), self._to_pay_s + lost_s
+        new_s = max(0.0, self._to_pay_s) - paid_s
+        allowances[purse] = max(allowances[purse] - new_s, -_LARGEST_DEBT * round_s)
         self.num_rounds[self.current] += 1
         self._rounds_left -= 1
         if counts:
@@ -182,6 +204,8 @@ class Trials:
             self._audit_loss_s = self._lost_s / max(1, self._num_counted)
             if self._lost_s < -_CLEAR_GAIN * self._spent_s:
                 return
+        if trial == "probing":
+            self._probe_loss_s = self._to_pay_s / max(1, self._num_rounds_since)
         self._num_ended[trial] += 1
 
     def num_ended(self, trial: Trial) -> int:
@@ -207,6 +231,7 @@ class Trials:
         """
         self._is_new = True
         self._first = set(_FEWEST_ROUNDS_BEFORE_FIRST)
+        self._probe_loss_s = 0.0
         self._num_ended.clear()
 
     def note_alarm(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import math
 import random
@@ -123,6 +124,14 @@ def test_a_bad_line_is_named_and_does_not_stop_the_others(tmp_path: Path, line: 
     (bad,) = [result for result in results if result["response"] is None]
     assert bad["error"]["code"] == "invalid_line"
     assert bad["error"]["message"].startswith(message)
+
+
+def test_the_mark_of_an_editor_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    door = Door()
+    requests = write(tmp_path / "in", request("first"), request("last"))
+    requests.write_bytes(codecs.BOM_UTF8 + requests.read_bytes())
+    run(httpx.ASGITransport(door.app), requests, tmp_path / "out")
+    assert [result["error"] for result in results_of(tmp_path / "out")] == [None, None]
 
 
 def test_what_has_a_result_is_not_asked_for_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_over_http_with_a_key(tmp_path: Path) -> None:
         code, _, stderr = invoke(requests, out, "--url", f"{url}/v1", "--api-key", "wrong")
         assert code == 2
         assert "--api-key" in stderr
-        code, _, stderr = invoke(requests, out, "--url", url, "--api-key", "right", "-j", 3)
+        code, _, stderr = invoke(requests, out, "--url", url, "--api-key", "right\n", "-j", 3)
         assert code == 0, stderr
         assert "20 answered" in stderr
         code, _, stderr = invoke(requests, out, "--url", url, "--api-key", "right")
@@ -76,13 +77,17 @@ def test_mistakes(tmp_path: Path, config: Path) -> None:
     requests = requests_in(tmp_path / "in", 1)
     out = tmp_path / "out"
     assert invoke(requests, out, "--url", "http://127.0.0.1:9")[0] == 2
+    os.mkfifo(tmp_path / "pipe")
     for arguments, message in (
+        ((tmp_path / "pipe", out), "which is read but once"),
         ((tmp_path / "none", out), "none cannot be read"),
         ((requests, requests), "give another one"),
         ((requests, tmp_path / "no" / "out"), "cannot be written"),
         ((requests, out, "--url", "http://x", "-c", config), "either --url, or --config"),
         ((requests, out, "--url", "http://a:b"), "is not a URL"),
         ((requests, out, "--url", "ftp://x"), "is not a URL"),
+        ((requests, out, "--url", "http://x", "--api-key", "schlüssel"), "(--api-key or DRAFTHOUSE_API_KEY)"),
+        ((requests, out, "--url", "http://x", "--api-key", " "), "drafthouse keys new"),
     ):
         code, _, stderr = invoke(*arguments)
         assert code == 2

@@ -91,9 +91,15 @@ def test_nobody_waits_for_a_connection() -> None:
     assert all("x-test: yes" in head for head in server.heads)
 
 
-def test_connections_are_kept() -> None:
+@pytest.mark.parametrize("later_s", [0.0, 0.05])
+def test_connections_are_kept(later_s: float) -> None:
+    """Also where the end of an answer comes after its last event, as servers and proxies send it."""
+    end = len(chunk(b""))
+
     async def answer(writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM)
+        writer.write(STREAM[:-end])
+        await asyncio.sleep(later_s)
+        writer.write(STREAM[-end:])
 
     async def one_after_the_other() -> int:
         async with served(answer) as (server, url), load_client(url, connect_s=30.0, read_s=30.0) as client:

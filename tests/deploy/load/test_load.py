@@ -119,6 +119,12 @@ def test_the_load_is_open() -> None:
     assert [body["number"] for body in server.bodies] == list(range(20))
 
 
+@pytest.mark.parametrize("after", [(100.0, b""), (0.5, httpx.ReadError("reset"))], ids=["open", "reset"])
+def test_what_becomes_of_a_connection_after_the_answer_counts_for_nothing(after: Any) -> None:
+    (timeline,) = run(SlowServer((*GOOD, after)), [0.0])
+    assert (timeline.error, timeline.ended_s) == (None, 1.5)
+
+
 def test_what_is_no_text_is_no_delivery() -> None:
     role = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
     said = event({"choices": [{"index": 0, "delta": {"content": "x"}}]})
@@ -146,6 +152,24 @@ def test_events_cut_anywhere_are_put_together() -> None:
     assert timeline.error is None
     assert len(timeline.deliveries_s) == 1
     assert timeline.num_prompt_tokens == 3
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "refusal", "content"])
+def test_whatever_the_words_are_called_they_are_a_delivery(name: str) -> None:
+    """vLLM has called what a model thinks `reasoning_content`, and calls it `reasoning`."""
+    said = event({"choices": [{"index": 0, "delta": {name: "x"}}]})
+    end = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+    (timeline,) = run(SlowServer(((1.0, said), (1.0, said), (1.0, end), (0.0, DONE))), [0.0])
+    assert timeline.deliveries_s == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85"])
+def test_what_unicode_calls_the_end_of_a_line_is_text(character: str) -> None:
+    """JSON may hold it as it is, and servers that do not escape what they need not send it so."""
+    said = json.dumps({"choices": [{"index": 0, "text": f"a{character}b"}]}, ensure_ascii=False).encode()
+    (timeline,) = run(SlowServer(((0.5, event(said)), (0.25, DONE.replace(b"\n", b"\r\n")))), [0.0])
+    assert timeline.error is None
+    assert timeline.deliveries_s == [0.5]
 
 
 FAILURES = (

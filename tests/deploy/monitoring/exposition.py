@@ -23,7 +23,9 @@ GAUGES: Mapping[str, float] = {
     "kv_cache_usage_perc": 0.4,
     "num_requests_running": 5,
     "num_requests_waiting": 1,
+    "num_requests_without_group": 0,
     "num_workers": 0,
+    "scales_to_zero": 0,
     "speculation_pool_worth": 1.6,
     "speculation_on": 1,
 }

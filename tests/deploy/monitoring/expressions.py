@@ -10,7 +10,7 @@ import pytest
 
 promql_parser = pytest.importorskip("promql_parser", reason="promql-parser is not installed")
 
-WINDOW = "$__rate_interval"
+WINDOWS = ("$__rate_interval", "$__range")
 _GRAFANA_VALUES = {"$job": ".*", "$model": ".*", "$target_group": ".*", "$ttft": "2.5", "$itl": "0.2"}
 
 
@@ -26,7 +26,9 @@ class References:
 
 def filled(expression: str, window: str = "5m") -> str:
     """Return a panel's expression with values for Grafana's variables."""
-    text = expression.replace(WINDOW, window)
+    text = expression
+    for of_grafana in WINDOWS:
+        text = text.replace(of_grafana, window)
     for name, value in _GRAFANA_VALUES.items():
         text = text.replace(name, value)
     assert "$" not in text, f"a variable that no dashboard has: {text}"

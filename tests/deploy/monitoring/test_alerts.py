@@ -196,6 +196,21 @@ def test_streams_that_fail_use_up_the_budget_of_errors(tmp_path: Path, history: 
 
 
 @needs_promtool
+def test_one_request_that_fails_where_there_are_few_wakes_nobody(tmp_path: Path) -> None:
+    """One request a minute; of the last twenty one has failed, two, or all."""
+    few = well() | {ANSWERS % 200: f"0+1x{MINUTES}"}
+    burns = {"DrafthouseErrorBudgetBurnsFast", "DrafthouseErrorBudgetBurnsSlowly"}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(few | {ANSWERS % 500: f"0x{MINUTES - 5} 1x5"}, set()),
+            scenario(few | {FAILED_STREAMS: f"0x{MINUTES - 20} 1x15 2x5"}, set()),
+            scenario(few | {ANSWERS % 500: f"0x{MINUTES - 20} 0+1x20"}, burns),
+        ],
+    )
+
+
+@needs_promtool
 def test_a_door_that_counts_no_failed_streams_is_judged_by_its_answers(tmp_path: Path) -> None:
     """In an update doors of an older version are scraped beside."""
     before = {name: values for name, values in well().items() if name != FAILED_STREAMS}
@@ -223,6 +238,79 @@ def test_there_are_no_draft_workers_to_be_worth_anything(tmp_path: Path) -> None
     run_scenarios(
         tmp_path, [scenario(without_pool, set()), scenario(empty_pool, {"DrafthouseDraftPoolEmpty"})]
     )
+
+
+@needs_promtool
+def test_there_need_be_nobody_where_nobody_asks(tmp_path: Path) -> None:
+    """With min_groups and min_workers 0. A model takes minutes to load, in which the first requests wait."""
+    at_rest = {series("coordinators"): gauge(0), series("draft_workers"): gauge(0)} | {
+        series("scales_to_zero").replace("target", part): gauge(1) for part in ("target", "draft")
+    }
+    waiting = series("num_requests_without_group")
+    loading = {**at_rest, waiting: f"0x{MINUTES - 9} 1x8"}
+    in_vain = {**at_rest, waiting: f"0x{MINUTES - 20} 1x20"}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(well() | at_rest, set()),
+            scenario(well() | loading, set()),
+            scenario(well() | in_vain, {"DrafthouseNoTargetGroup"}),
+        ],
+    )
+
+
+@needs_promtool
+def test_a_draft_pool_is_not_judged_while_nobody_asks(tmp_path: Path) -> None:
+    at_rest = {series("speculation_pool_worth"): gauge(0.9), series("rounds"): RESTS}
+    run_scenarios(tmp_path, [scenario(well() | at_rest, set())])
+
+
+@needs_promtool
+def test_one_of_several_jobs_is_missed(tmp_path: Path) -> None:
+    """Of two clusters in one Prometheus one is gone for half an hour."""
+    in_progress = f'{PREFIX}http_requests_in_progress{{job="%s"}}'
+    test = scenario(well() | {in_progress % "other": "3x120"}, set())
+    fired = 'count by (alertname, job) (ALERTS{alertstate="firing"})'
+    labels = '{alertname="DrafthouseMetricsAbsent", job="other"}'
+    expected = [{"labels": labels, "value": 1}]
+    text = {
+        "summary": "No metrics of Drafthouse (other)",
+        "description": "Prometheus has had no metrics of any ingress of other for five minutes. Either "
+        "nothing is served, or Prometheus looks in the wrong place.",
+        "runbook_url": "docs/operations.md#drafthousemetricsabsent",
+    }
+    alert = {
+        "alertname": "DrafthouseMetricsAbsent",
+        "eval_time": f"{MINUTES - 1}m",
+        "exp_alerts": [{"exp_labels": {"severity": "critical", "job": "other"}, "exp_annotations": text}],
+    }
+    now = {"expr": fired, "eval_time": f"{MINUTES - 1}m", "exp_samples": expected}
+    run_scenarios(tmp_path, [test | {"promql_expr_test": [now], "alert_rule_test": [alert]}])
+
+
+@needs_promtool
+@pytest.mark.parametrize(("num_losses", "fires"), [(2, False), (3, True)])
+def test_more_than_two_losses_are_three(tmp_path: Path, num_losses: int, fires: bool) -> None:
+    """Samples hardly ever lie at the ends of a window, and what grew between them is stretched to it."""
+    test: dict[str, object] = {
+        "interval": "50s",
+        "input_series": [{"series": series("target_losses"), "values": f"0x20 {num_losses}x60"}],
+        "promql_expr_test": [
+            {
+                "expr": 'max_over_time(ALERTS{alertname="DrafthouseTargetsDie"}[1h:1m])',
+                "eval_time": "1h",
+                "exp_samples": [
+                    {
+                        "labels": '{alertname="DrafthouseTargetsDie",alertstate="firing",job="drafthouse",'
+                        'severity="warning"}',
+                        "value": 1,
+                    }
+                ]
+                * fires,
+            }
+        ],
+    }
+    run_scenarios(tmp_path, [test])
 
 
 @needs_promtool

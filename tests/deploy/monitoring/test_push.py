@@ -207,6 +207,16 @@ def test_a_namesake_in_the_folder(pusher: Pusher) -> None:
     assert "another --folder" in told(result)
 
 
+def test_a_folder_that_somebody_has_given_another_title(pusher: Pusher) -> None:
+    """Its uid is the one that the title gives."""
+    pusher.grafana.folders["drafthouse"] = "LLM serving"
+    result = pusher.push()
+    assert result.exit_code == 2
+    assert "'Drafthouse'" in told(result)
+    assert "another --folder" in told(result)
+    assert pusher.push("--folder", "LLM serving").exit_code == 0
+
+
 def test_files_are_written(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     for _ in range(2):

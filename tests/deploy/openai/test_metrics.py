@@ -98,7 +98,8 @@ def test_what_all_doors_have_counted_is_told_in_place_of_this_ones() -> None:
     text = render(here, {**told, "rounds": 7.0}).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families[f"{PREFIX}rounds"].samples[0].value == 7
-    answers = {one.labels["status"]: one.value for one in families[f"{PREFIX}http_requests"].samples}
+    counted = [one for one in families[f"{PREFIX}http_requests"].samples if one.value]
+    answers = {one.labels["status"]: one.value for one in counted}
     assert answers == {"200": 3, "503": 1}
     assert families[f"{PREFIX}http_requests_in_progress"].samples[0].value == 3
     first_tokens = families[f"{PREFIX}time_to_first_token_seconds"]
@@ -109,6 +110,14 @@ def test_what_all_doors_have_counted_is_told_in_place_of_this_ones() -> None:
     assert (buckets["0.06"], buckets["0.5"], buckets["+Inf"]) == (1, 2, 3)
     assert families[f"{PREFIX}model_info"].samples[0].labels == {"model_name": "m"}
     assert without_doors(here, {**told, "rounds": 7.0}) == {"rounds": 7.0}
+
+
+def test_answers_that_alerts_look_at_are_counted_from_zero() -> None:
+    """A hundred that fail between two scrapes would else begin at a hundred, and never have grown."""
+    text = render(DoorMetrics(), {}).decode()
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        for status in (429, 500, 503, 504):
+            assert f'{PREFIX}http_requests_total{{route="{route}",status="{status}"}} 0.0\n' in text
 
 
 def test_a_door_alone_tells_what_it_has_counted() -> None:

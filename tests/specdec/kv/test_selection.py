@@ -21,6 +21,7 @@ from specdec.kv.selection import (
     ScoredSelection,
     Selection,
     StreamingSelection,
+    budgets_of,
 )
 
 
@@ -136,6 +137,15 @@ def test_a_budget_beyond_all_texts_fits_a_message(written: Any) -> None:
     config = KvSelectionConfig(policy="streaming", budget=written)
     assert config.budgets[-1].tokens(100) == 1 << 32
     assert len(msgspec.msgpack.encode(config.budgets[-1].tokens(100))) < 10
+
+
+def test_a_budget_beyond_all_texts_that_was_not_read_fits_a_message_too() -> None:
+    """That of a request, or of `Engine.set_kv_budget`, comes as a number; a floor counts with any share."""
+    budgets = budgets_of(KvSelectionConfig(policy="streaming", budget=64, floor=10**30), 4)
+    assert budgets is not None
+    budgets.set_default(10**30)
+    for own in (None, 10**30, 0.5):
+        assert budgets.tokens(own, 5) == 1 << 32
 
 
 @pytest.mark.parametrize(

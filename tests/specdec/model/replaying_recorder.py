@@ -25,7 +25,7 @@ _READ_BY_HOST = frozenset({"aten.item.default", "aten._local_scalar_dense.defaul
 
 
 class ReplayingRecorder(TorchDispatchMode):
-    """Implements `cuda_graphs.Recorder`."""
+    """Implements `graph_recorder.Recorder`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()

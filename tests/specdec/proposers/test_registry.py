@@ -90,6 +90,8 @@ def test_unknown_method() -> None:
         ),
         ({"rejection_sample_method": "standard"}, "there is no 'standard' here; write 'rejection'"),
         ({"rejection_sample_method": "coin"}, "Input should be 'sample_and_match', 'rejection', 'block'"),
+        ({"rejection_sample_method": ["block"]}, "Input should be 'sample_and_match', 'rejection', 'block'"),
+        ({"rejection_sample_method": {}}, "Input should be 'sample_and_match', 'rejection', 'block'"),
         ({"draft_top_k": 9}, "method ngram samples nothing: leave out draft_top_k"),
         (
             {"draft_top_k": 9, "method": "draft_model", "model": "m"},

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specdec.core.sampling_params import SamplingParams
+from specdec.sampling import transforms
 from specdec.sampling.rows import KEEP_ALL_TOP_K, RowSpec, SamplingRows
 from specdec.sampling.sampler import target_distribution
 from specdec.sampling.transforms import scores_of
@@ -89,6 +90,16 @@ def test_top_p_looks_at_what_top_k_kept() -> None:
     # Of the first two, .4/.7 = .57 reaches .55; of all four it does not.
     assert scores_of(logits, rows_of(SamplingParams(top_k=2, top_p=0.55))).isfinite().sum() == 1
     assert scores_of(logits, rows_of(SamplingParams(top_p=0.55))).isfinite().sum() == 2
+
+
+def test_rows_are_cut_alike_however_many_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)) * 4
+    specs = [RowSpec(SamplingParams(top_p=0.1 + 0.15 * row), 0, row, 1) for row in range(6)]
+    rows = SamplingRows.build([*specs, RowSpec(SamplingParams(), 0, 6, 1)])
+    expected = scores_of(logits, rows)
+    for most in (1, 100, 149, 350):
+        monkeypatch.setattr(transforms, "_SORTED_AT_ONCE", most)
+        assert torch.equal(scores_of(logits, rows), expected)
 
 
 def test_low_temperatures_keep_their_precision() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec.core.errors import ConfigError
+from specdec.core.errors import ConfigError, ResourceError
 from specdec.drafters.base import FINAL_NORM
 from specdec.model.loader import load_tokenizer
 from tests.architectures import make_tokenizer
@@ -63,12 +65,39 @@ class TestTexts:
             ("a.jsonl", '{"words": "ab"}', r"a\.jsonl:1 must be an object with"),
             ("a.jsonl", '{"messages": []}', "no chat template"),
             ("a.txt", "", "no text in"),
+            ("a.jsonl", '{"text": "ab"}\n{"text": "\\ud83d"}', r"a\.jsonl:2 has half of a surrogate pair"),
+            ("a.jsonl", '{"prompt": "a", "completion": "\\udc00"}', r"a\.jsonl:1 has half of a surrogate"),
+            ("a.jsonl", '{"text": ' + "1" * 5000 + "}", r"a\.jsonl:1 is not JSON"),
+            ("a.json", '[{"text": "abc"}]', r"a\.json is one value of JSON"),
         ],
     )
     def test_what_cannot_be_used_is_named(self, tmp_path: Path, name: str, content: str, text: str) -> None:
         (tmp_path / name).write_text(content)
         with pytest.raises(ConfigError, match=text):
             read_documents([tmp_path / name], make_tokenizer())
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson"])
+    def test_lines_of_json_are_known_by_their_names(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / name).write_text('{"text": "abc"}\n', encoding="utf-8-sig")
+        tokenizer = make_tokenizer()
+        for data in (tmp_path, tmp_path / name):
+            (document,) = read_documents([data], tokenizer)
+            assert tokenizer.decode(document) == "abc"
+
+    def test_what_a_run_writes_is_no_data_of_it(self, tmp_path: Path) -> None:
+        """With `--data .` its log would be, once it goes on."""
+        (tmp_path / "a.txt").write_text("abc")
+        (tmp_path / "heads-work").mkdir()
+        (tmp_path / "heads-work" / "log.jsonl").write_text('{"step": 10, "d1": 2.5}\n')
+        tokenizer = make_tokenizer()
+        found = read_documents([tmp_path], tokenizer, leaving_out=[tmp_path / "heads-work"])
+        assert [tokenizer.decode(document) for document in found] == ["abc"]
+        with pytest.raises(ConfigError, match=r"log\.jsonl:1 must be an object"):
+            read_documents([tmp_path], tokenizer)
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts" / "b.txt").write_text("def")
+        found = read_documents([tmp_path / "texts"], tokenizer, leaving_out=[tmp_path])
+        assert [tokenizer.decode(document) for document in found] == ["def"], "inside of --work is fine"
 
     def test_missing_and_foreign_files(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="nowhere does not exist"):
@@ -88,6 +117,15 @@ class TestTexts:
         train, held_out = split([np.arange(100)])
         assert [document.tolist() for document in train] == [list(range(95))]
         assert held_out[0].tolist() == list(range(95, 100))
+
+    def test_what_is_held_out_is_in_no_copy_that_is_trained_on(self) -> None:
+        other = np.arange(200, 230)
+        documents = [np.arange(100), other, np.arange(100), np.arange(100)]
+        assert not any(is_held_out(document) for document in documents), "or this says nothing"
+        train, held_out = split(documents)
+        assert sorted(len(document) for document in train) == [30, 95, 95, 95]
+        assert held_out[0].tolist() == list(range(95, 100))
+        assert not {*range(95, 100)} & {token for document in train for token in document.tolist()}
 
 
 class TestRows:
@@ -144,6 +182,33 @@ class TestCapture:
         assert torch.equal(again.states([1, 3]), first.flip(0)), "read, not computed"
         assert KeptStates(tmp_path, capture, rows, "another target").num_kept == 0
         assert KeptStates(tmp_path, Capture(model, (3,)), rows, "target").num_kept == 0
+
+    def test_states_whose_file_was_removed_are_computed_again(
+        self, model: PreTrainedModel, tmp_path: Path
+    ) -> None:
+        rows = torch.randint(2, 128, (3, 9), generator=torch.Generator().manual_seed(0))
+        capture = Capture(model, (2,))
+        before = KeptStates(tmp_path, capture, rows, "target").states([0, 2])
+        (states,) = tmp_path.glob("*.bin")
+        states.unlink()
+        again = KeptStates(tmp_path, capture, rows, "target")
+        assert again.num_kept == 0
+        assert torch.equal(again.states([0, 2]), before)
+        assert before.any()
+
+    def test_a_disk_that_gets_full_is_an_error_at_the_beginning(
+        self, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Later it is a signal that ends the process without a word."""
+
+        def is_full(_: int, start: int, size: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", is_full)
+        rows = torch.zeros((3, 9), dtype=torch.int64)
+        with pytest.raises(ResourceError, match=r"--keep-hidden: hidden states take .* without it"):
+            KeptStates(tmp_path, Capture(model, (2,)), rows, "target")
+        assert not list(tmp_path.iterdir()), "what could be taken is free again"
 
 
 def test_the_tokenizer_is_the_targets(target_folder: Path) -> None:

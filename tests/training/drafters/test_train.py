@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from deploy.cli.main import app
+from deploy.cli.train import _beside
 from deploy.cli.train import train as train_command
 from specdec.core.errors import ConfigError
 from specdec.drafters.attention import CausalRows
@@ -407,6 +408,10 @@ def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> 
         ({"weight_decay": -1.0}, "--weight-decay must not be negative"),
         ({"warmup_steps": -1}, "--warmup-steps must not be negative"),
         ({"clip_norm": 0.0}, "--clip-norm must be above 0"),
+        ({"muon_lr": -0.1}, "--matrix-lr must be finite, and not negative"),
+        ({"adamw_lr": float("inf")}, "--vector-lr must be finite, and not negative"),
+        ({"method": "eagle3", "draft_vocab_size": -5}, "--draft-vocab-size must be at least 1"),
+        ({"method": "layerskip", "exit_scale": -1.0}, "--exit-scale must not be negative"),
     ],
 )
 def test_recipes_that_make_no_sense(changes: dict[str, Any], text: str) -> None:
@@ -535,6 +540,13 @@ def test_options_of_single_methods_reach_their_recipes(
     assert (eagle.feature_noise, eagle.classification_weight, eagle.weight_decay) == (0.3, 0.2, 0.01)
     assert (eagle.warmup_steps, eagle.constant_share, eagle.clip_norm) == (7, 0.5, 2.0)
     assert medusa.decay == 0.6
+
+
+def test_checkpoints_lie_beside_what_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _beside(Path("a/heads")) == Path("a/heads-work")
+    (tmp_path / "heads").mkdir()
+    monkeypatch.chdir(tmp_path / "heads")
+    assert _beside(Path()) == tmp_path / "heads-work"
 
 
 def test_every_field_of_a_recipe_has_an_option() -> None:

@@ -11,7 +11,7 @@ from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import Sequence
-from specdec.engine.text_tap import TextTap
+from specdec.engine.text_tap import LearnableText, TextTap
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.online_config import OnlineConfig
 from tests.architectures import VOCAB_SIZE
@@ -102,6 +102,22 @@ def test_whoever_has_most_gives_way() -> None:
     assert counters["online_tokens_buffered"] - counters["online_tokens_dropped"] == buffer.num_tokens
 
 
+@pytest.mark.parametrize("is_judge", [False, True])
+def test_a_text_longer_than_all_that_may_be_held_drives_nothing_out(is_judge: bool) -> None:
+    """Else it would go itself next, and the trainer would have nothing to draw from."""
+    buffer = buffer_of(config(allow_shared=True, max_buffer_tokens=2400))
+    for text in heard(FORMER, 40):
+        buffer.add(text)
+    before, num_new = buffer.num_tokens, buffer.num_new_tokens
+    texts = (LearnableText(None, (first, 5) + (7,) * 4000, 2, SamplingParams(), 0) for first in range(2, 40))
+    buffer.add(next(text for text in texts if is_held_back(text, 0.3) == is_judge))
+    assert buffer.num_tokens == before
+    assert buffer.num_new_tokens == num_new
+    assert buffer.draw(random.Random(0)).num_generated < 4000
+    counters = buffer.counters
+    assert counters["online_tokens_buffered"] - counters["online_tokens_dropped"] == before
+
+
 def test_no_prompt_is_both_trained_on_and_judged_by() -> None:
     buffer = buffer_of(config(allow_shared=True))
     texts = heard(FORMER, 100) * 2
@@ -131,8 +147,9 @@ def test_tokens_that_the_draft_model_does_not_have_are_left_out() -> None:
         ({"tenants": ["sk-not-a-digest"]}, "SHA-256 digests of API keys"),
         ({"allow_shared": True, "held_back_share": 0.9}, "held_back_share"),
         ({"allow_shared": True, "learning_rat": 0.1}, "learning_rat"),
+        ({"allow_shared": True, "max_buffer_tokens": 4096}, "819 tokens, prompts included: never would"),
     ],
-    ids=["nobody", "both", "no digest", "range", "unknown key"],
+    ids=["nobody", "both", "no digest", "range", "unknown key", "nothing to judge by"],
 )
 def test_wrong_settings_are_explained(online: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):

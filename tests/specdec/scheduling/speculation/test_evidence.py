@@ -160,10 +160,10 @@ def test_a_loss_beyond_what_was_expected_is_paid_for() -> None:
 def test_a_change_ends_the_wait() -> None:
     def next_probe(*, changes: bool) -> int:
         trials = Trials(0.005)
-        run_trials(trials, 6000, loss_s=0.0, paid_s=0.0)
+        run_trials(trials, 6000, loss_s=0.2 * ROUND_S, paid_s=0.0)
         if changes:
             trials.note_change()
-        return next(iter(run_trials(trials, 6000, loss_s=0.0, paid_s=0.0)))
+        return next(iter(run_trials(trials, 6000, loss_s=0.2 * ROUND_S, paid_s=0.0)))
 
     assert next_probe(changes=True) < next_probe(changes=False)
 

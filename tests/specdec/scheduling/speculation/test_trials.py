@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from specdec.scheduling.speculation.trials import TrialLength, Trials
@@ -142,3 +144,54 @@ def test_a_new_situation_grants_its_first_allowances_again() -> None:
             for _ in range(60):
                 trials.note_round(50 * ROUND_S, 0.0)
         assert begun(trials, 0.3 * 50 * ROUND_S) == is_told
+
+
+def probe(trials: Trials, expected_loss_s: float, *lost_s: float) -> bool:
+    """Go through a probe whose rounds lose so much in turn; return whether there was one."""
+    trials.begin("probing", LENGTH, expected_loss_s)
+    if trials.current is None:
+        return False
+    losses = itertools.cycle(lost_s)
+    while not trials.note_round(ROUND_S, next(losses)):
+        pass
+    return True
+
+
+@pytest.mark.parametrize(("share_lost", "is_as_soon"), [(0.005, True), (0.3, False)])
+def test_what_is_about_as_good_is_probed_as_often_as_its_loss_allows(
+    share_lost: float, is_as_soon: bool
+) -> None:
+    """What clearly loses waits twice as long after each probe that changed nothing."""
+    trials, loss_s = Trials(0.004), share_lost * ROUND_S
+    waited = []
+    for _ in range(5):
+        rounds(trials, 48)
+        number = 48
+        while not probe(trials, loss_s, loss_s):
+            rounds(trials, 1)
+            number += 1
+        waited.append(number)
+    assert (max(waited[1:]) < 60) is is_as_soon, waited
+    assert is_as_soon or waited[-1] > 300, waited
+
+
+def test_probes_lose_no_more_than_their_share_whatever_was_expected_of_them() -> None:
+    trials, lost_s, spent_s, really_s = Trials(0.004), 0.0, 0.0, 0.2 * ROUND_S
+    for _ in range(20_000):
+        trials.begin("probing", LENGTH, 0.0)
+        lost = really_s if trials.current == "probing" else 0.0
+        trials.note_round(ROUND_S, lost)
+        lost_s, spent_s = lost_s + lost, spent_s + ROUND_S
+    assert 0.003 * spent_s < lost_s < 0.0048 * spent_s
+
+
+def test_a_trial_pays_for_what_all_its_rounds_have_lost_together() -> None:
+    """With one request most rounds of drafts that are rarely accepted lose, and some gain much."""
+    left = {}
+    for name, lost_s in (("as lucky as not", (0.002, 0.002, -0.004)), ("unlucky", (0.002, 0.002, 0.002))):
+        trials = Trials(0.004)
+        rounds(trials, 1000)
+        assert probe(trials, 0.0001, *lost_s)
+        left[name] = trials._allowances["others"] / ROUND_S
+    assert left["as lucky as not"] == pytest.approx(4.0 + 0.004 * 24 + 2.0, abs=0.2)
+    assert left["unlucky"] < 3.0

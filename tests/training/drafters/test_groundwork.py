@@ -1,0 +1,209 @@
+"""Targets, data and folders that do not go together, and what is said of them before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from specdec.core.errors import CheckpointError, ConfigError
+from specdec.drafters.base import TargetParts
+from tests.architectures import make_model, make_tokenizer, save_model
+from tests.training.drafters.test_train import TINY, options
+from training.drafters import groundwork
+from training.drafters.folders import alone_in
+from training.drafters.groundwork import Groundwork
+from training.drafters.methods import make_training
+from training.drafters.recipe import DrafterRecipe, Method
+from training.drafters.train import train_drafter
+
+ONE_STEP = TINY | {"steps": 1, "warmup_steps": 1}
+
+
+def recipe(method: Method = "medusa", **changes: Any) -> DrafterRecipe:
+    return DrafterRecipe(method=method, **(ONE_STEP | changes))
+
+
+@pytest.fixture
+def copied(target_folder: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "copied"
+    shutil.copytree(target_folder, folder)
+    return folder
+
+
+class TestTargets:
+    def test_rows_are_not_longer_than_the_targets_texts(
+        self, target_folder: Path, texts: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ConfigError, match="--row-length 129: the target is made for texts of 128 tokens"):
+            Groundwork.lay(recipe(row_length=129), options(target_folder, texts, tmp_path))
+
+    def test_what_is_measured_is_within_the_targets_positions(self, texts: Path, tmp_path: Path) -> None:
+        """Learned ones are a table with an end."""
+        torch.manual_seed(0)
+        folder = tmp_path / "gpt2"
+        config = transformers.GPT2Config(
+            vocab_size=128, n_embd=16, n_layer=4, n_head=2, n_positions=40, bos_token_id=1, eos_token_id=0
+        )
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
+        report = train_drafter(recipe(), options(folder, texts, tmp_path, eval_tokens=96))
+        assert report["acceptance"]["0.0"]["generated"] == 20
+
+    def test_token_ids_that_the_model_does_not_have(self, copied: Path, texts: Path, tmp_path: Path) -> None:
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens(["<added>"])
+        tokenizer.save_pretrained(copied)
+        train_drafter(recipe(), options(copied, texts, tmp_path / "without", eval_texts=0))
+        (texts / "0.txt").write_text("abc <added> " * 9)
+        with pytest.raises(CheckpointError, match="makes token id 128 of --data, and the model knows 128"):
+            Groundwork.lay(recipe(), options(copied, texts, tmp_path))
+
+    def test_a_folder_that_lacks_weights_is_no_target(
+        self, copied: Path, texts: Path, tmp_path: Path
+    ) -> None:
+        """transformers would draw them by chance."""
+        weights = load_file(copied / "model.safetensors")
+        del weights["model.layers.2.mlp.up_proj.weight"]
+        save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=r"lacks 1 tensors .* first model\.layers\.2\.mlp\.up_proj"):
+            Groundwork.lay(recipe(), options(copied, texts, tmp_path))
+
+    def test_without_an_end_of_text_of_the_tokenizer_the_models_is_taken(
+        self, copied: Path, texts: Path, tmp_path: Path
+    ) -> None:
+        settings = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps({**settings, "eos_token_id": [9, 8]}))
+        assert Groundwork.lay(recipe(), options(copied, texts, tmp_path)).separator == 0
+        tokenizer = make_tokenizer()
+        tokenizer.eos_token = None
+        tokenizer.save_pretrained(copied)
+        assert Groundwork.lay(recipe(), options(copied, texts, tmp_path)).separator == 9
+
+    @pytest.mark.parametrize(
+        ("architecture", "text"),
+        [
+            ("gemma3", "Gemma3RotaryEmbedding cannot be used one by one"),
+            ("cohere2", "model type 'cohere2', which are no RMS norms"),
+            ("gpt2", "no drafter can be made of layers of model type 'gpt2'"),
+        ],
+    )
+    def test_layers_that_no_module_can_be_made_of_are_named(self, architecture: str, text: str) -> None:
+        model = make_model(architecture)
+        with pytest.raises(CheckpointError, match=text):
+            make_training(recipe("mtp"), TargetParts.of(model), torch.zeros(128, dtype=torch.int64))
+
+    def test_attention_that_is_not_trained_with_is_named(self, texts: Path, tmp_path: Path) -> None:
+        save_model(tmp_path / "target", "gemma2")
+        with pytest.raises(ConfigError, match="parallel_heads cannot be trained for this target: softcap"):
+            train_drafter(recipe("parallel_heads"), options(tmp_path / "target", texts, tmp_path))
+
+    def test_a_target_for_images_too_is_one_for_text(self, texts: Path, tmp_path: Path) -> None:
+        save_model(tmp_path / "target", "gemma3_with_images")
+        report = train_drafter(recipe(), options(tmp_path / "target", texts, tmp_path))
+        assert report["acceptance"]["0.7"]["k"] == 3
+
+    def test_a_target_without_a_norm_behind_its_layers_is_refused(self) -> None:
+        model = make_model("llama")
+        del model.base_model.norm
+        with pytest.raises(CheckpointError, match="model type 'llama': no norm is found"):
+            TargetParts.of(model)
+
+    def test_dropout_of_the_targets_layers_is_left_out(self, texts: Path, tmp_path: Path) -> None:
+        """What it draws is in no checkpoint: a run that was interrupted would end otherwise."""
+        folder = tmp_path / "target"
+        save_model(folder, "phi3")
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**settings, "resid_pdrop": 0.5}))
+
+        def run(name: str, **changes: Any) -> dict[str, torch.Tensor]:
+            chosen = options(folder, texts, tmp_path / name, eval_texts=0, **changes)
+            train_drafter(recipe("mtp", steps=2), chosen)
+            return load_file(chosen.out / "model.safetensors")
+
+        straight = run("straight")
+        run("resumed", stop_after_step=1)
+        torch.rand(3)
+        resumed = run("resumed")
+        assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+
+
+class TestFolders:
+    def test_only_what_this_run_has_written_is_written_over(
+        self, target_folder: Path, texts: Path, tmp_path: Path
+    ) -> None:
+        chosen = options(target_folder, texts, tmp_path, eval_texts=0)
+        train_drafter(recipe(), chosen)
+        foreign = tmp_path / "foreign"
+        foreign.mkdir()
+        (foreign / "config.json").write_text("{}")
+        with pytest.raises(ConfigError, match=r"foreign holds files, and .* no run that they could be of"):
+            train_drafter(recipe(), dataclasses.replace(chosen, out=foreign))
+        assert (foreign / "config.json").read_text() == "{}"
+        train_drafter(recipe(), dataclasses.replace(chosen, out=tmp_path / "second"))
+        train_drafter(recipe(), dataclasses.replace(chosen, out=tmp_path / "second"))
+        train_drafter(recipe(), chosen)
+        moved = tmp_path / "moved"
+        moved.mkdir()
+        for folder in (chosen.out, chosen.work):
+            folder.rename(moved / folder.name)
+        train_drafter(recipe(), dataclasses.replace(chosen, out=moved / "out", work=moved / "work"))
+
+    @pytest.mark.parametrize("work", ["out", "out/work"])
+    def test_checkpoints_may_lie_in_what_is_made(
+        self, target_folder: Path, texts: Path, tmp_path: Path, work: str
+    ) -> None:
+        chosen = options(target_folder, texts, tmp_path, eval_texts=0, work=tmp_path / work)
+        for _ in range(2):
+            train_drafter(recipe(), chosen)
+
+    def test_another_start_is_refused_before_the_target_writes_anything(
+        self, target_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chosen = options(target_folder, texts, tmp_path, eval_texts=0, samples=4)
+        train_drafter(recipe(), chosen)
+
+        def unwanted(*_: Any, **__: Any) -> None:
+            raise AssertionError("this takes hours")
+
+        monkeypatch.setattr(groundwork, "sample", unwanted)
+        monkeypatch.setattr(groundwork, "load_frozen", unwanted)
+        with pytest.raises(ConfigError, match="holds a run with samples 4, not 8"):
+            train_drafter(recipe(), dataclasses.replace(chosen, samples=8))
+        with pytest.raises(ConfigError, match=r"holds a run with muon_lr \(--matrix-lr\) 0\.01, not 0\.02"):
+            train_drafter(recipe(muon_lr=0.02), chosen)
+
+    def test_other_texts_and_targets_are_called_so(self, copied: Path, texts: Path, tmp_path: Path) -> None:
+        chosen = options(copied, texts, tmp_path, eval_texts=0)
+        train_drafter(recipe(), chosen)
+        (texts / "more.txt").write_text("more of it " * 30)
+        with pytest.raises(ConfigError, match="holds a run with other texts: what --data names"):
+            train_drafter(recipe(), chosen)
+        (texts / "more.txt").unlink()
+        weights = load_file(copied / "model.safetensors")
+        weights["model.norm.weight"] *= 1.5
+        save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match="holds a run with another --target: the weights"):
+            train_drafter(recipe(), chosen)
+
+    def test_a_damaged_note_of_a_run_is_named(self, target_folder: Path, texts: Path, tmp_path: Path) -> None:
+        chosen = options(target_folder, texts, tmp_path)
+        chosen.work.mkdir()
+        (chosen.work / "run.json").touch()
+        with pytest.raises(ConfigError, match=r"run\.json is damaged"):
+            Groundwork.lay(recipe(), chosen)
+
+    def test_two_processes_do_not_train_in_one_folder(
+        self, target_folder: Path, texts: Path, tmp_path: Path
+    ) -> None:
+        chosen = options(target_folder, texts, tmp_path, eval_texts=0)
+        with alone_in(chosen.work), pytest.raises(ConfigError, match="another process trains in"):
+            train_drafter(recipe(), chosen)
+        train_drafter(recipe(), chosen)

@@ -1,0 +1,59 @@
+"""Files that are whole or not there, and what is said of those that are damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from specdec.core.errors import ConfigError, ResourceError
+from training.checkpointing import load_checkpoint, replace_file, save_checkpoint
+from training.run import RunOptions, Schedule, TrainingRun
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")]
+)
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, error: Exception) -> None:
+    def fails(temporary: Path) -> None:
+        temporary.write_bytes(b"half of it")
+        raise error
+
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(b"before")
+    with pytest.raises(ResourceError, match=r"checkpoint\.pt cannot be written \(.*\); .* GB are free there"):
+        replace_file(file, fails)
+    assert file.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [file], "what was half written takes no space"
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    module, generator = nn.Linear(2, 2), torch.Generator()
+    save_checkpoint(file, step=3, elapsed_s=1.0, modules={"one": module}, optimizers=[], generator=generator)
+
+    def loaded() -> tuple[int, float]:
+        return load_checkpoint(file, modules={"one": module}, optimizers=[], generator=generator)
+
+    assert loaded() == (3, 1.0)
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"abc"):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt is damaged"):
+            loaded()
+
+
+def test_gradients_that_are_not_finite_end_a_run(tmp_path: Path) -> None:
+    """Weights and checkpoint stay as they were: nothing could be learnt with what would come of it."""
+    module = nn.Linear(2, 2)
+    recipe = Schedule(
+        steps=3, muon_lr=0.1, adamw_lr=0.1, weight_decay=0.0, warmup_steps=1, constant_share=1.0, seed=0
+    )
+    run = TrainingRun("one", recipe, {"one": module}, RunOptions(work_folder=tmp_path, compiled=False))
+    before = module.weight.detach().clone()
+    with pytest.raises(ConfigError, match="gradients of step 2 are not finite"):
+        run.optimize(module(torch.full((1, 2), float("inf"))).sum(), 1)
+    assert torch.equal(module.weight, before)
+    assert not (tmp_path / "checkpoint.pt").exists()
