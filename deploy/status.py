@@ -19,9 +19,9 @@ class ApplicationStatus(msgspec.Struct, frozen=True, kw_only=True):
     since: float
     """When the door was opened, in seconds since the epoch."""
     is_ready: bool
-    """Whether a request would be tried."""
+    """Whether a request would be tried: of several models, for one at least."""
     model: str | None = None
-    """None: nothing is loaded. So are those that follow."""
+    """The first; None: it is not loaded. So are those that follow."""
     revision: str | None = None
     dtype: str | None = None
     quantization: str | None = None
@@ -31,6 +31,9 @@ class ApplicationStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     further_models: tuple[str, ...] = ()
     """Names of the others that are loaded, where there are several."""
+    missing_models: tuple[str, ...] = ()
+    """Where there are several: those that take no requests now. The first may be known by its folder only,
+    which nobody has said yet: it is "" then."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

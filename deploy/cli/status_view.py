@@ -33,7 +33,9 @@ def view_of(status: Status, url: str) -> RenderableType:
     if status.draft_workers:
         parts += [Text(), _draft_workers(status.draft_workers, status.now)]
         parts += [
-            _online(worker.id, worker.online) for worker in status.draft_workers if worker.online is not None
+            _online(_name(worker), worker.online)
+            for worker in status.draft_workers
+            if worker.online is not None
         ]
     return Group(*parts)
 
@@ -43,16 +45,31 @@ def _application(application: ApplicationStatus, now: float, url: str) -> Text:
     state = ("ready", "green") if application.is_ready else ("not ready", "red")
     text.append(*state)
     text.append(f", for {_age(now - application.since)}\n")
-    if application.model is None:
+    if not application.is_ready:
         text.append("no model takes requests: it is being loaded, replaced or shut down")
         return text
+    lines = [] if application.model is None else [_model(application)]
+    if application.further_models:
+        lines.append(f"{'beside it ' if lines else ''}{', '.join(application.further_models)}")
+    text.append("\n".join(lines))
+    if application.missing_models:
+        missing = ", ".join(name or "the first model" for name in application.missing_models)
+        text.append(f"\ntakes no requests: {missing} (being loaded or replaced)", "red")
+    return text
+
+
+def _model(application: ApplicationStatus) -> str:
     numbers = "-".join(filter(None, (application.dtype, application.quantization)))
     revision = (application.revision or "")[:12]
-    text.append(
+    return (
         f"model {application.model} in {numbers}, {application.parallelism}, revision {revision}, "
         f"rule {application.rule}, up to {application.max_model_len} tokens"
     )
-    return text
+
+
+def _name(member: TargetGroupStatus | DraftWorkerStatus) -> str:
+    """Which one it is, and of which model where there are several."""
+    return member.id if member.model is None else f"{member.id} ({member.model})"
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
@@ -77,10 +94,10 @@ def _target_groups(groups: Iterable[TargetGroupStatus], now: float) -> Table:
     table = _table("Target groups", columns)
     for group in groups:
         if not group.is_answering:
-            table.add_row(group.id, _colored("not answering", "red"), *["-"] * (len(columns) - 2))
+            table.add_row(_name(group), _colored("not answering", "red"), *["-"] * (len(columns) - 2))
             continue
         table.add_row(
-            group.id,
+            _name(group),
             _group_state(group),
             _age(now - group.since) if group.is_serving else "-",
             str(group.incarnation),
@@ -113,7 +130,7 @@ def _draft_workers(workers: Iterable[DraftWorkerStatus], now: float) -> Table:
         num_requests += worker.num_requests
         num_places += worker.max_requests
         table.add_row(
-            worker.id,
+            _name(worker),
             _draft_state(worker),
             _age(now - worker.since),
             str(worker.incarnation),
@@ -152,7 +169,7 @@ def _draft_state(worker: DraftWorkerStatus) -> Text:
 def _speculation(
     group: TargetGroupStatus, choice: ChoiceStatus, *, alone: bool, has_pool: bool
 ) -> RenderableType:
-    title = "Speculation" if alone else f"Speculation of {group.id}"
+    title = "Speculation" if alone else f"Speculation of {_name(group)}"
     lines = Table.grid(padding=(0, 2))
     lines.add_column(no_wrap=True)
     lines.add_column()

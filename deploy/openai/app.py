@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import FastAPI
+from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -53,6 +54,7 @@ from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
 from specdec.core.errors import DrafthouseError, NotReadyError
 from specdec.engine.service import GenerationService
+from specdec.transport.status import ServiceStatus
 from workers.logs import add_log_context
 
 _METRICS_TIMEOUT_S = 5.0
@@ -184,7 +186,7 @@ class _Door:
 
     async def status(self) -> Response:
         """GET /v1/status: what runs, and what the controllers have chosen."""
-        services = await asyncio.gather(*(model.service.status() for model in self._models))
+        services = await asyncio.gather(*(self._service_status(model) for model in self._models))
         return _json(
             Status(
                 now=time.time(),
@@ -192,6 +194,17 @@ class _Door:
                 target_groups=tuple(group for one in services for group in one.target_groups),
                 draft_workers=tuple(worker for one in services for worker in one.draft_workers),
             )
+        )
+
+    async def _service_status(self, model: AnyModel) -> ServiceStatus:
+        """Return what a service says, with the model's name in it where there are others."""
+        status = await model.service.status()
+        if len(self._models) == 1:
+            return status
+        name = model.name()
+        return ServiceStatus(
+            target_groups=tuple(replace(group, model=name) for group in status.target_groups),
+            draft_workers=tuple(replace(worker, model=name) for worker in status.draft_workers),
         )
 
     async def health(self) -> Response:
@@ -268,18 +281,20 @@ class _Door:
     def _application(self, first: AnyModel) -> ApplicationStatus:
         version, since = metadata.version("drafthouse"), float(self._start_s)
         description = first.service.description()
-        if description is None:
-            return ApplicationStatus(version=version, since=since, is_ready=False)
-        return ApplicationStatus(
+        is_loaded = [model.service.description() is not None for model in self._models]
+        names = [(model.name() or "", loaded) for model, loaded in zip(self._models, is_loaded, strict=True)]
+        application = ApplicationStatus(
             version=version,
             since=since,
-            is_ready=True,
+            is_ready=any(is_loaded),
+            further_models=tuple(name for name, loaded in names[1:] if loaded),
+            missing_models=tuple(name for name, loaded in names if not loaded) if names[1:] else (),
+        )
+        if description is None:
+            return application
+        return replace(
+            application,
             model=first.settings.model_name(description),
-            further_models=tuple(
-                name
-                for model in self._models[1:]
-                if model.service.description() is not None and (name := model.name()) is not None
-            ),
             revision=description.revision,
             dtype=description.dtype,
             quantization=description.quantization,

@@ -105,6 +105,8 @@ class TargetGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str = "engine"
     """The coordinator's name."""
+    model: str | None = None
+    """Its name, at a door with several of them."""
     is_answering: bool = True
     """Whether its coordinator has told all this now; else what follows is not known."""
     is_serving: bool = True
@@ -152,6 +154,8 @@ class DraftWorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One draft worker of the pool."""
 
     id: str
+    model: str | None = None
+    """The target's name, at a door with several of them."""
     since: float
     """When it was ready."""
     incarnation: int

@@ -239,6 +239,24 @@ def test_a_server_that_loads_says_so() -> None:
     assert "no model takes requests" in stdout
 
 
+def test_several_models_are_told_apart() -> None:
+    first, second = ScriptedService(service_status=SERVICE), ScriptedService(service_status=SERVICE)
+    with live_server(Door(first, further={"org/second": second}).app) as url:
+        _, both, _ = invoke(url)
+        first.is_ready = False
+        _, one, _ = invoke(url)
+    assert "model scripted in float32" in both
+    assert "beside it org/second" in both
+    assert lines_with(both, "coordinator-a (scripted)", "serving")
+    assert lines_with(both, "coordinator-a (org/second)", "serving")
+    assert lines_with(both, "Speculation of coordinator-a (org/second)")
+    assert lines_with(both, "draft-1 (scripted)", "in time")
+    assert "takes no requests" not in both
+    assert "not ready" not in one
+    assert "org/second" in one
+    assert "takes no requests: the first model (being loaded or replaced)" in one
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [(None, "asks for an API key: give --api-key, or set DRAFTHOUSE_API_KEY"), ("wrong", "does not accept")],

@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 
+from specdec.transport.status import DraftWorkerStatus, ServiceStatus, TargetGroupStatus
 from tests.deploy.openai.fakes import Door, ScriptedService
 
 
@@ -65,6 +66,50 @@ def test_one_that_is_not_ready_does_not_hold_up_the_other() -> None:
     first.is_ready = False
     assert get(door, "/health").status_code == 503
     assert ask(door, model="third").status_code == 503
+
+
+def test_the_status_says_what_is_of_which_model() -> None:
+    status = ServiceStatus(
+        target_groups=(TargetGroupStatus(id="coordinator-a"),),
+        draft_workers=(
+            DraftWorkerStatus(
+                id="draft-a",
+                since=0.0,
+                incarnation=1,
+                compile_state="off",
+                is_waited_for=True,
+                num_requests=0,
+                max_requests=8,
+            ),
+        ),
+    )
+    door, first, second = two()
+    first.service_status = ServiceStatus(target_groups=(TargetGroupStatus(id="coordinator-b"),))
+    second.service_status = status
+    body = get(door, "/v1/status").json()
+    assert [(group["id"], group["model"]) for group in body["target_groups"]] == [
+        ("coordinator-b", "scripted"),
+        ("coordinator-a", "org/second"),
+    ]
+    assert [(worker["id"], worker["model"]) for worker in body["draft_workers"]] == [
+        ("draft-a", "org/second")
+    ]
+    alone = get(Door(ScriptedService(service_status=first.service_status)), "/v1/status").json()
+    assert [group["model"] for group in alone["target_groups"]] == [None]
+    assert alone["application"]["missing_models"] == []
+
+
+def test_it_is_ready_where_one_of_several_is_and_says_which_is_not() -> None:
+    door, first, second = two(is_ready=False)
+    for are_ready, is_ready, model, further, missing in (
+        ((True, False), True, "scripted", [], ["org/second"]),
+        ((False, True), True, None, ["org/second"], [""]),
+        ((False, False), False, None, [], ["", "org/second"]),
+    ):
+        first.is_ready, second.is_ready = are_ready
+        application = get(door, "/v1/status").json()["application"]
+        assert (application["is_ready"], application["model"]) == (is_ready, model)
+        assert (application["further_models"], application["missing_models"]) == (further, missing)
 
 
 def test_series_of_several_models_are_told_apart() -> None:
