@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,10 @@ def faults(results: Result) -> str:
     planned = results["plan"]["num_faults"]
     cut = "" if numbers["faults"] == planned else f" ({planned} were planned; the run was cut)"
     refused = f"refused for good: {refusals}" if refusals else "nobody was refused for good"
+    limit_s = results["plan"]["recovery_limit_s"]
+    too_long = Counter(fault["kind"] for fault in results["faults"] if fault["recovery_s"] is None)
+    named = ", ".join(f"{kind.replace('_', ' ')} ({count})" for kind, count in sorted(too_long.items()))
+    given_up = sum(fault.get("num_nodes_given_up", 0) for fault in results["faults"])
     return "\n\n".join(
         [
             f"Measured: {_parts(results)}.",
@@ -41,7 +46,10 @@ def faults(results: Result) -> str:
             f"{numbers['lost']} lost, {numbers['wrong']} with a wrong token. "
             f"{results['num_broken_connections']} connections broke; {refused}. "
             f"95 % of the faults were recovered from within "
-            f"{numbers['recovery_p95_s']:.1f} s, the loading of weights included. A stream stood still for "
+            f"{numbers['recovery_p95_s']:.1f} s, the loading of weights included"
+            + (f"; not within {limit_s:g} s, which count as so long: {named}" if named else "")
+            + (f"; {given_up} nodes were given up by Ray, and started again" if given_up else "")
+            + ". A stream stood still for "
             f"at most {max(pauses_s):.1f} s, half of them for less than {statistics.median(pauses_s):.1f} s.",
         ]
     )

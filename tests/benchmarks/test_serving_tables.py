@@ -23,7 +23,12 @@ def a_stream(pause_s: float) -> dict[str, Any]:
 
 
 CHAOS = {
-    "plan": {"num_faults": 3},
+    "plan": {"num_faults": 3, "recovery_limit_s": 9.96},
+    "faults": [
+        {"kind": "kill_proxy", "recovery_s": 4.04, "num_nodes_given_up": 1},
+        {"kind": "kill_proxy", "recovery_s": 2.0},
+        {"kind": "kill_proxy", "recovery_s": None},
+    ],
     "parts": [{"measured": MEASURED, "num_faults": 2}, {"measured": MEASURED, "num_faults": 1}],
     "recovery_by_kind": {"kill_proxy": {"number": 3, "median_s": 4.04, "max_s": 9.96}},
     "streams": [a_stream(1.0), a_stream(2.0), a_stream(30.0)],
@@ -57,9 +62,12 @@ def test_faults_by_kind_and_what_streams_went_through() -> None:
     text = faults(CHAOS)
     assert "Measured: 2 faults in a run begun on 2026-02-03 at commit 0123456, some; 1 faults in" in text
     assert "| kill proxy | 3 | 4.0 | 10.0 |" in text
+    assert (
+        "included; not within 9.96 s, which count as so long: kill proxy (1); 1 nodes were given up" in text
+    )
     assert "3 faults, during which 3 streams were read: 1 lost, 0 with a wrong token" in text
     assert "3 faults (9 were planned; the run was cut), during" in faults(
-        {**CHAOS, "plan": {"num_faults": 9}}
+        {**CHAOS, "plan": {**CHAOS["plan"], "num_faults": 9}}
     )
     assert "4 connections broke; refused for good: 429 (1). 95 %" in text
     assert "stood still for at most 30.0 s, half of them for less than 2.0 s" in text
