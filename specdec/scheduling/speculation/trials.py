@@ -9,6 +9,10 @@ all time that passes; audits and comparisons have each one of their own, so that
 cost keeps them from asking. A trial begins when the allowance covers what it is expected to lose, and pays
 what it has really lost. After each one that changed nothing, the next one of its kind waits twice as long.
 
+A probe pays for all its rounds together: with few requests, whose drafts are rarely accepted, most rounds
+lose and some gain much. And one of what is about as good either way waits no longer than until its share of
+the time since the last one covers it: only many verdicts tell that apart.
+
 An audit asks whether nobody is worse off than without speculation. What it is expected to lose is just what
 is in doubt, so that the last one's real loss has a say in it; and while it loses nothing, beside what rounds
 have brought just before it, it goes on, because then what is believed is wrong. A comparison goes on until
@@ -87,7 +91,7 @@ class Trials:
         self._lost_s = self._spent_s = 0.0
         """By the trial that is on, as the number of its rounds: of those that count."""
         self._to_pay_s = 0.0
-        """What all rounds of the trial that is on have lost, less what others of them have gained."""
+        """What all rounds of the probe that is on have lost, less what others of them have gained."""
         self._audit_loss_s: float | None = None
         """What a round of the last audit has lost."""
         self._probe_loss_s = 0.0
@@ -178,9 +182,11 @@ class Trials:
         if self.current is None:
             return False
         purse = _purse(self.current)
-        paid_s, self._to_pay_s = max(0.0, self._to_pay_s), self._to_pay_s + lost_s
-        new_s = max(0.0, self._to_pay_s) - paid_s
-        allowances[purse] = max(allowances[purse] - new_s, -_LARGEST_DEBT * round_s)
+        to_pay_s = max(lost_s, 0.0)
+        if self.current == "probing":
+            paid_s, self._to_pay_s = max(0.0, self._to_pay_s), self._to_pay_s + lost_s
+            to_pay_s = max(0.0, self._to_pay_s) - paid_s
+        allowances[purse] = max(allowances[purse] - to_pay_s, -_LARGEST_DEBT * round_s)
         self.num_rounds[self.current] += 1
         self._rounds_left -= 1
         if counts:

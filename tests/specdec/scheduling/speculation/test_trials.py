@@ -185,7 +185,7 @@ def test_probes_lose_no_more_than_their_share_whatever_was_expected_of_them() ->
     assert 0.003 * spent_s < lost_s < 0.0048 * spent_s
 
 
-def test_a_trial_pays_for_what_all_its_rounds_have_lost_together() -> None:
+def test_a_probe_pays_for_what_all_its_rounds_have_lost_together() -> None:
     """With one request most rounds of drafts that are rarely accepted lose, and some gain much."""
     left = {}
     for name, lost_s in (("as lucky as not", (0.002, 0.002, -0.004)), ("unlucky", (0.002, 0.002, 0.002))):
