@@ -122,7 +122,7 @@ class StreamBook:
     @property
     def has_homeless(self) -> bool:
         """Whether a stream waits for a coordinator."""
-        return any(stream.coordinator is None for stream in self._streams.values())
+        return self.num_homeless > 0
 
     @property
     def num_homeless(self) -> int:
